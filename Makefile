@@ -2,11 +2,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-diffusers test-serving fuzz lint pictures clean
+.PHONY: demo quick test test-diffusers test-serving fuzz lint pictures clean
 
 # The demo: a trained model, split over two CPU devices, run on real text and checked.
 demo: $(VENV)/demo.done
 	@$(BIN)/python -m models.demo
+
+# While one works: lint, types, and tests of rooms that take seconds. TESTS="tests/runtime/mpi" runs others in their place.
+QUICK := compiler/analysis compiler/planning compiler/sharding runtime/arrays runtime/feeds runtime/files runtime/generate \
+	runtime/hardware runtime/package runtime/ranks runtime/requests runtime/threads test_docs.py test_import_order.py test_words.py
+TESTS = $(addprefix tests/,$(QUICK))
+quick: lint
+	$(BIN)/python -m pytest --numprocesses logical --dist worksteal $(TESTS)
 
 # The whole check: lint, types, tests. These start Python some 200 times: it keeps what it compiles.
 test: export PYTHONDONTWRITEBYTECODE =

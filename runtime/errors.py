@@ -68,9 +68,9 @@ class SizesError(FeedError, EngineError):
 
 def named(error: SplitcError, module: str) -> SplitcError:
     """The error with the module's name before it."""
-    found = type(error)(f"module '{module}': {error}")
-    found.__cause__ = error
-    return found
+    renamed = type(error)(f"module '{module}': {error}")
+    renamed.__cause__ = error
+    return renamed
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
     assert "9 of 9 outputs agree" in splitc("check", package, "--model", decoder).stdout
     timed = splitc("bench", package, "--baseline", decoder, "--runs", 3, "--threads", 2, "--no-memory").stdout
     assert [line.split()[1] for line in timed.splitlines() if line.startswith("unsplit")] == ["4", "2"]
-    assert "split by layer into 2 ranks" in splitc("inspect", package).stdout
+    assert "layer mode, 2 ranks" in splitc("inspect", package).stdout
 
 
 def test_results_as_json(decoder: Path, package: Path, tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["bench", "PACKAGE", "--baseline", "MODEL", "--trace", "MODEL"], 2, "would be overwritten, which is read"),
         (["inspect", "none"], 1, "none does not exist"),
         (["check", "PACKAGE", "--model", "none.onnx"], 2, "no such model file"),
-        (["check", "PACKAGE", "--model", "OTHER", "--no-memory"], 2, "takes 'other', which the package does not"),
-        (["bench", "PACKAGE", "--baseline", "OTHER", "--runs", "1"], 2, "takes 'other', which the package does not"),
+        (["check", "PACKAGE", "--model", "OTHER", "--no-memory"], 2, "takes 'other', and the package does not"),
+        (["bench", "PACKAGE", "--baseline", "OTHER", "--runs", "1"], 2, "takes 'other', and the package does not"),
         (["plan", "FOLDER", "-d", "cpu0"], 1, "has no ONNX file in it"),
         (["plan", "/dev/null", "-d", "cpu0"], 1, "is no regular file"),
         (["frobnicate"], 2, "No such command"),

@@ -15,7 +15,7 @@ from splitc.compiler.pipelines.folder_names import files_of_folder, find_models,
 from splitc.compiler.request.request import Request
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
-from splitc.runtime.cli.collective_words import describe_collectives
+from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given, with_options
 from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT

@@ -1,4 +1,4 @@
-"""The command line: its own options, and its commands, each of which is imported when it is wanted."""
+"""The command line: its own options, and its commands, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from splitc.runtime.version import VERSION
 
 @dataclass(frozen=True)
 class Place:
-    """Where a command is in splitc, what a user does with it, and what it does in one line."""
+    """The place of a command in splitc, its topic, and a line on what it does."""
 
     function: str
     topic: str
@@ -36,24 +36,26 @@ COMMANDS = {
     ),
     "run": Place("runtime.cli.run_commands:run", "Run", "Run a package once, from file to file."),
     "generate": Place("runtime.cli.generate_command:generate_command", "Run", "Generate text with a package."),
-    "bench": Place("runtime.cli.run_commands:bench_command", "Run", "Time a package: latency, rate, each rank's work."),
+    "bench": Place(
+        "runtime.cli.run_commands:bench_command", "Run", "Time a package: latency, rate, load of each rank."
+    ),
     "check": Place("runtime.cli.check_command:check", "Look", "Compare a package's outputs with the unsplit model's."),
     "inspect": Place("runtime.cli.inspect_command:inspect", "Look", "Show what a package holds."),
     "devices": Place("runtime.cli.devices_command:devices", "Look", "List this machine's devices, or measure them."),
-    "export": Place("runtime.cli.export_command:export", "Serve", "Write a package as a server wants it."),
+    "export": Place("runtime.cli.export_command:export", "Serve", "Write a package in the form that a server loads."),
     "help": Place("runtime.cli.help_command:help_command", "Help", "Show a command's help, or a page of the guide."),
 }
 
 
 class Program(Commands):
-    """The commands of the table. Those that are not wanted are not imported."""
+    """The commands of the table, imported when they are called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return installed()
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:
-            # Of a name that is not there, all: typer looks among them for what was meant.
+            # For an unknown name all of them: typer suggests a similar one.
             wanted = [cmd_name] if cmd_name in COMMANDS else installed()
             self.commands = {**self.commands, **typer.main.get_group(add_commands(typer.Typer(), wanted)).commands}
         return super().get_command(ctx, cmd_name)
@@ -69,7 +71,7 @@ class Program(Commands):
 
 def installed() -> list[str]:
     """The names of the commands that are installed here."""
-    return [name for name, each in COMMANDS.items() if find_spec(f"splitc.{each.function.partition('.')[0]}")]
+    return [name for name, place in COMMANDS.items() if find_spec(f"splitc.{place.function.partition('.')[0]}")]
 
 
 def add_commands(app: typer.Typer, wanted: list[str]) -> typer.Typer:

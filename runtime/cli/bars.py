@@ -1,4 +1,4 @@
-"""A bar for each thing that is counted, with its rate and the time that is left."""
+"""Progress bars, with rates and the remaining time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from splitc.runtime.units import format_bytes
 
 @contextmanager
 def shown_bars() -> Iterator[None]:
-    """Bars while the block counts. They are shown on terminals only, and disappear when all is done."""
+    """Show bars while the block counts, on terminals only. They disappear at the end."""
     if not err.is_terminal:  # rich before 14.3 would print an empty line
         yield
         return
@@ -39,7 +39,7 @@ def shown_bars() -> Iterator[None]:
 
 
 class _Count(ProgressColumn):
-    """How many, or how many bytes, are done, and in a second."""
+    """What is done, in numbers or bytes, and per second."""
 
     def render(self, task: Task) -> Text:
         done, total, speed = int(task.completed), task.total or 0, task.speed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks,
 from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory
 from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, REPORT, SEED, TRUST_DATA
 from splitc.runtime.cli.terminal import out, print_json
-from splitc.runtime.errors import MisuseError, OutputsDifferError, SplitcError, named, raise_all
+from splitc.runtime.errors import MisuseError, OutputsDifferError, SplitcError, collected, named, raise_all
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import PipelineFile, find_module, read_pipeline
@@ -26,14 +26,14 @@ from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.session.session import choose_devices
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import judge
-from splitc.runtime.tools.unsplit import bound_inputs, open_reference
+from splitc.runtime.tools.unsplit import bound_inputs, describe_reference, open_reference
 
 
 @dataclass(frozen=True)
 class Checked:
-    """How the outputs differ from those of the unsplit model, on which device that ran and why, and ranks' memory.
+    """How the outputs differ from those of the unsplit model, where that ran, and the ranks' memory.
 
-    `notes` say which differences are the unsplit model's own doing.
+    `why` says why the unsplit model ran on another kind of device. `notes` say which differences are its own doing.
     """
 
     outputs: list[Difference]
@@ -43,7 +43,7 @@ class Checked:
     notes: list[str]
 
     def __str__(self) -> str:
-        return f"the unsplit model on {self.reference}, {self.why}"
+        return describe_reference(self.reference, self.why)
 
     @property
     def failed(self) -> list[str]:
@@ -107,26 +107,35 @@ def check(
             return Checked(judged.differences, str(whole.device), whole.why, measured, judged.notes)
 
     check_report(report, [path for path in (package, model, inputs) if path])
-    module = load.keywords["module"]
-    pipeline = read_pipeline(package)
-    if pipeline is not None and module is None and model.is_dir():
-        if given := [flag for flag, value in (("--inputs", inputs), ("--set", settings), ("--fill", fill)) if value]:
-            raise MisuseError(f"{given[0]} is for one model: name it, with --module")
-        _check_modules(load, check_one, package, pipeline, model, report, as_json)
-        return
-    source = _find_model(package, pipeline, module, model)
-    found = check_one(partial(load, package), source)
+    module, pipeline = load.keywords["module"], read_pipeline(package)
+    several = pipeline is not None and module is None and model.is_dir()
+    of_one = {"--inputs": inputs, "--set": settings, "--fill": fill}
+    if several and (given := [option for option, value in of_one.items() if value]):
+        raise MisuseError(f"{given[0]} is for one model: name it, with --module")
+    names: Sequence[str | None] = [module]
+    if pipeline is not None and several:
+        names = [entry.name for entry in pipeline.modules]
+    sources = {name: _find_model(package, pipeline, name, model) for name in names}
+    checked: dict[str, Checked] = {}
+    errors: list[SplitcError] = []
+    for name, source in sources.items():
+        try:
+            checked[name or ""] = check_one(partial(load, package, module=name), source)
+        except SplitcError as error:
+            errors.append(named(error, str(name)) if several else error)
+    if not several:
+        raise_all(errors)
     if report:
-        _write_report(report, package, {module or "": found}, load.keywords["devices"])
+        _write_report(report, package, checked, load.keywords["devices"])
     if as_json:
-        print_json(found)
-    else:
-        out.print(f"compared with {found}")
-        out.print(differences_table(found.outputs))
-        _print_notes(found)
-        if found.memory:
-            print_memory(found.memory)
-    _conclude(found.failed, len(found.outputs), f"with {source.name}", as_json)
+        print_json({"modules": checked} if several else checked[module or ""])
+    elif checked:
+        _print_checks(checked, several)
+    differ: list[SplitcError] = []
+    with collected(differ):
+        where = f"in {len(checked)} modules" if several else f"with {sources[module].name}"
+        _conclude(checked, several, where, as_json)
+    raise_all([*differ, *errors])
 
 
 def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None, model: Path) -> Path:
@@ -142,62 +151,35 @@ def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None
     return model
 
 
-def _check_modules(
-    load: Load,
-    check_one: Callable[[Load, Path], Checked],
-    package: Path,
-    pipeline: PipelineFile,
-    folder: Path,
-    report: Path | None,
-    as_json: bool,
-) -> None:
-    """Compare each module of a package with its own model, one after the other."""
-    sources = {module.name: _find_model(package, pipeline, module.name, folder) for module in pipeline.modules}
-    found: dict[str, Checked] = {}
-    errors: list[SplitcError] = []
-    for name, source in sources.items():
-        try:
-            found[name] = check_one(partial(load, package, module=name), source)
-        except SplitcError as error:
-            errors.append(named(error, name))
-    if report:
-        _write_report(report, package, found, load.keywords["devices"])
-    if as_json:
-        print_json({"modules": found})
-    elif found:
-        out.print(modules_table({name: each.outputs for name, each in found.items()}))
-        for name, each in found.items():
-            out.print(f"{name}: compared with {each}")
-            _print_notes(each, f"{name}: ")
-            if each.memory:
-                print_memory(each.memory)
-    failed = [f"{name}.{output}" for name, each in found.items() for output in each.failed]
-    count = sum(len(each.outputs) for each in found.values())
-    try:
-        _conclude(failed, count, f"in {len(found)} modules", as_json)
-    except OutputsDifferError as error:
-        errors.insert(0, error)
-    raise_all(errors)
+def _print_checks(checked: Mapping[str, Checked], several: bool) -> None:
+    """Print what was compared, of each module if there are several."""
+    if several:
+        out.print(modules_table({name: result.outputs for name, result in checked.items()}))
+    for name, result in checked.items():
+        out.print(f"{name}, reference: {result}" if several else f"reference: {result}")
+        if not several:
+            out.print(differences_table(result.outputs))
+        for note in result.notes:
+            out.print(f"{name}: {note}" if several else note, soft_wrap=True)
+        if result.memory:
+            print_memory(result.memory)
 
 
-def _print_notes(checked: Checked, before: str = "") -> None:
-    for note in checked.notes:
-        out.print(f"{before}{note}", soft_wrap=True)
-
-
-def _write_report(path: Path, package: Path, found: Mapping[str, Checked], asked: Sequence[str]) -> None:
+def _write_report(path: Path, package: Path, checks: Mapping[str, Checked], asked: Sequence[str]) -> None:
     from splitc.runtime.reports.package_pages import check_page
 
     checked = {
-        name: (as_run(manifest, choose_devices(manifest, asked)), each.outputs, str(each), each.memory)
-        for name, each in found.items()
+        name: (as_run(manifest, choose_devices(manifest, asked)), result.outputs, str(result), result.memory)
+        for name, result in checks.items()
         for manifest in [read_manifest(find_module(package, name or None))]
     }
     write_page(path, check_page(package.name, checked))
 
 
-def _conclude(failed: list[str], count: int, where: str, as_json: bool) -> None:
+def _conclude(checked: Mapping[str, Checked], several: bool, where: str, as_json: bool) -> None:
     """Say that all outputs agree. Raises OutputsDifferError if some do not."""
+    count = sum(len(result.outputs) for result in checked.values())
+    failed = [f"{name}.{output}" if several else output for name, result in checked.items() for output in result.failed]
     if failed:
         raise OutputsDifferError(f"{len(failed)} of {count} outputs differ beyond tolerance: {', '.join(failed)}")
     if not as_json and count:

@@ -1,4 +1,4 @@
-"""What a shell completes: the values of options and arguments, as far as they are known at once.
+"""What a shell completes: the values of options and arguments that can be found quickly.
 
 Nothing here opens a model or an engine's library: a user waits for it. What can't be read has no completions. Where
 there are none, the shell completes files.
@@ -42,11 +42,11 @@ def one_of(known: Iterable[str] | Mapping[str, str]) -> Completer:
 
 
 def read_by(find: Callable[[Mapping[str, Any], str], Iterable[str]]) -> Completer:
-    """Values that `find` reads from files, given a command's parameters so far and what is typed of this one."""
+    """Values that `find` reads from files, by the parameters so far and what is typed of this one."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[Value]:
         try:
-            return [_typed(each) for each in find(_given(ctx), incomplete)]
+            return [_typed(value) for value in find(_given(ctx), incomplete)]
         except Exception:  # a user who is typing a command is not told
             return []
 
@@ -55,7 +55,7 @@ def read_by(find: Callable[[Mapping[str, Any], str], Iterable[str]]) -> Complete
 
 def _given(ctx: typer.Context) -> dict[str, Any]:
     """A command's parameters so far. Before the value of an option, arguments are still among what is left over."""
-    names = [each.name for each in ctx.command.params if each.param_type_name == "argument"]
+    names = [parameter.name for parameter in ctx.command.params if parameter.param_type_name == "argument"]
     left = {str(name): value for name, value in zip(names, ctx.args, strict=False)}
     return {**left, **{name: value for name, value in ctx.params.items() if value is not None}}
 
@@ -82,7 +82,7 @@ def _count_gpus() -> int:
     """The GPUs that Linux has device files for. CUDA would know more, and takes long to start."""
     files = sum(re.fullmatch("nvidia[0-9]+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return files if seen is None else min(files, len([each for each in seen.split(",") if each not in ("", "-1")]))
+    return files if seen is None else min(files, len([gpu for gpu in seen.split(",") if gpu not in ("", "-1")]))
 
 
 def _models(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
@@ -105,7 +105,7 @@ def _paths(incomplete: str) -> Iterator[tuple[str, Path]]:
 def _modules(given: Mapping[str, Any], incomplete: str) -> Sequence[str]:
     """The models of a package."""
     pipeline = read_pipeline(Path(given["package"]))
-    return [] if pipeline is None else [each.name for each in pipeline.modules]
+    return [] if pipeline is None else [module.name for module in pipeline.modules]
 
 
 def _manifest(given: Mapping[str, Any]) -> Manifest:
@@ -119,13 +119,15 @@ def _ranks(given: Mapping[str, Any], incomplete: str) -> Iterable[str]:
 
 def _fills(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
     """The inputs of a package, and of one how it can be made up."""
-    named = [each.name for each in _manifest(given).inputs if f"{each.name}=".startswith(incomplete.partition("=")[0])]
+    named = [
+        tensor.name for tensor in _manifest(given).inputs if f"{tensor.name}=".startswith(incomplete.partition("=")[0])
+    ]
     return (f"{name}={how}" for name in named for how in (FILLS if len(named) == 1 else ("",)))
 
 
 def _settings(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
     """The inputs that a package has bound and that are true or false."""
-    switches = (each.name for each in _manifest(given).fixed if each.dtype == "bool")
+    switches = (tensor.name for tensor in _manifest(given).fixed if tensor.dtype == "bool")
     return (f"{name}={value}" for name in switches for value in ("true", "false"))
 
 
@@ -133,7 +135,7 @@ def _spoken(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
     """The languages that a package's configs name."""
     for module in _modules(given, incomplete):
         known = generation_config(Path(given["package"]), module).get("lang_to_id", ())
-        yield from (each.strip("<|>") for each in known)
+        yield from (language.strip("<|>") for language in known)
 
 
 devices, models, packages, modules = read_by(_devices), read_by(_models), read_by(_packages), read_by(_modules)

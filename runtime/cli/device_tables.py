@@ -11,10 +11,10 @@ from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.units import format_bytes, format_seconds
 
 
-def print_devices(found: Sequence[DeviceStatus]) -> None:
+def print_devices(devices: Sequence[DeviceStatus]) -> None:
     """Print the devices of this machine, and how GPUs copy to each other."""
     rows = table("device", "what", "capability", "memory", "free", "copies", right=("memory", "free"))
-    for device in found:
+    for device in devices:
         sizes = map(format_bytes, (device.total_bytes, device.free_bytes))
         copies = ", ".join(f"{other} {how}" for other, how in device.peers.items())
         rows.add_row(device.name, device.description, device.compute_capability or "", *sizes, copies)
@@ -25,11 +25,11 @@ def print_devices(found: Sequence[DeviceStatus]) -> None:
 
 def print_links(machine: Machine) -> None:
     """Print the measurements of each pair of devices."""
-    sizes = [format_bytes(each.bytes) for each in next(iter(machine.measured.values()))]
+    sizes = [format_bytes(timing.bytes) for timing in next(iter(machine.measured.values()))]
     rows = table("measured", "", *sizes, right=sizes)
-    for name, found in machine.measured.items():
-        rows.add_row(name, "copy", *(format_seconds(each.copy) for each in found))
-        rows.add_row("", "sum", *(format_seconds(each.reduce) for each in found))
+    for name, timings in machine.measured.items():
+        rows.add_row(name, "copy", *(format_seconds(timing.copy) for timing in timings))
+        rows.add_row("", "sum", *(format_seconds(timing.reduce) for timing in timings))
     out.print(rows)
 
 

@@ -26,13 +26,13 @@ def devices(
     as_json: bool = JSON,
 ) -> None:
     """List the devices of this machine, with their memory."""
-    found = list_devices()
-    gpus = [device.name for device in found if device.name.startswith("cuda")]
+    present = list_devices()
+    gpus = [device.name for device in present if device.name.startswith("cuda")]
     machine = _measure(gpus) if measure else known_machine()
     if as_json:
-        print_json(machine if measure else found)
+        print_json(machine if measure else present)
     else:
-        print_devices(found)
+        print_devices(present)
         if machine.measured:
             print_links(machine)
         if machine.speeds:

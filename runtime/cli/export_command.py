@@ -37,7 +37,7 @@ def export(
         help=f"What it is for: {', '.join(SERVERS)}.", metavar="SERVER", autocompletion=one_of(SERVERS.keys())
     ),
     package: Path = PACKAGE,
-    output: Path = typer.Option(..., "--output", "-o", help="The folder to write. It may have other models."),
+    output: Path = typer.Option(..., "--output", "-o", help="The folder to write to, which may hold other models."),
     module: str | None = MODULE,
     name: str | None = typer.Option(None, "--name", help="The model's name. Default: the package's folder, or module."),
     sequences: bool | None = typer.Option(
@@ -46,14 +46,14 @@ def export(
         help="Keep states on the ranks from request to request, by sequence ids. Default: if the model has caches.",
     ),
     capacity: int | None = typer.Option(
-        None, "--capacity", min=1, help="Room of a sequence's caches that are written in place, in tokens."
+        None, "--capacity", min=1, help="Tokens for which caches that are written in place have room at once."
     ),
     idle: float = typer.Option(300.0, "--idle", min=1.0, help="Seconds without a request after which a sequence ends."),
     batch: int | None = typer.Option(
         None,
         "--batch",
         min=0,
-        help=f"Join waiting requests to so many rows; 0: never. Default: {MOST_ROWS}, if the model's rows don't meet.",
+        help=f"Batch waiting requests up to this many rows; 0: never. Default: {MOST_ROWS}, if rows are independent.",
     ),
     ensemble: bool = typer.Option(
         False,
@@ -82,7 +82,7 @@ def export(
     ranks: str | None = RANKS,
     as_json: bool = JSON,
 ) -> None:
-    """Write a package as a server of another project wants it. Its files are hard links."""
+    """Write a package in the form that another project's server loads. Its files are hard links."""
     _check_options(context, server)
     serving = Serving(
         "package",

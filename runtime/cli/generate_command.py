@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
-from splitc.runtime.cli.generate_modules import Asked, generate_with_modules
 from splitc.runtime.cli.generated import Generated
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading
 from splitc.runtime.cli.shared_options import JSON, PACKAGE
-from splitc.runtime.cli.terminal import err, muted_stderr
+from splitc.runtime.cli.terminal import err, muted_stderr, print_warning
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.capacity import USUAL
 from splitc.runtime.generate.package_configs import find_tokenizer
-from splitc.runtime.generate.room import USUAL, count_tokens
 from splitc.runtime.generate.sampling import Sampling
-from splitc.runtime.generate.signature import find_signature
 from splitc.runtime.generate.text import Text, read_prompt
-from splitc.runtime.generate.tokens import PROMPT_CHUNK
+from splitc.runtime.generate.tokens import PROMPT_CHUNK, ROOM
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import find_module, read_pipeline
 from splitc.runtime.session.pipeline import Pipeline
@@ -33,7 +33,7 @@ def generate_command(
     package: Path = PACKAGE,
     prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to continue, or to translate."),
     prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3."),
-    audio: Path | None = typer.Option(None, "--audio", help="The sound to write down: a WAV file."),
+    audio: Path | None = typer.Option(None, "--audio", help="A WAV file to transcribe or translate."),
     language: str | None = typer.Option(
         None,
         "--language",
@@ -56,10 +56,10 @@ def generate_command(
         min=1,
         help=f"Tokens to generate. Default: what the configs say, or {USUAL}; fewer if the model has no room for more.",
     ),
-    temperature: float = typer.Option(0.0, "--temperature", help="0: the likeliest token. Above 0: random ones."),
+    temperature: float = typer.Option(0.0, "--temperature", help="0: the likeliest token. Above 0: sample."),
     top_k: int = typer.Option(0, "--top-k", help="Choose among this many of the likeliest tokens. 0: all."),
     top_p: float = typer.Option(1.0, "--top-p", help="Choose among the fewest tokens with this total probability."),
-    seed: int = typer.Option(0, "--seed", help="Seed of random tokens."),
+    seed: int = typer.Option(0, "--seed", help="Seed of sampling."),
     stop: list[int] = typer.Option([], "--stop", help="A token id to stop at, repeatable. Default: the tokenizer's."),
     prefill: Path | None = typer.Option(
         None,
@@ -70,52 +70,63 @@ def generate_command(
     prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt per run."),
     as_json: bool = JSON,
 ) -> None:
-    """Generate text, or tokens, with a package of a language model, or of an encoder and a decoder."""
+    """Generate text or tokens with a language model, or with an encoder and its decoder."""
     module, devices = load.keywords["module"], load.keywords["devices"]
     pipeline = read_pipeline(package)
-    found = tokenizer or (find_tokenizer(package, module) if prompt is not None or audio is not None else None)
+    file = tokenizer or (find_tokenizer(package, module) if prompt is not None or audio is not None else None)
     with muted_stderr():
-        made = Generated(Text.load(found) if found else None)
-    sampling = Sampling(temperature, top_k, top_p, seed)
+        result = Generated(Text.load(file) if file else None)
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "sampling": Sampling(temperature, top_k, top_p, seed),
+        "timings": result.timings,
+    }
     if pipeline is not None and len(pipeline.modules) > 1 and module is None:
         if devices or prefill:
             raise MisuseError(f"{'--device' if devices else '--prefill'} is for one model: name it by --module")
-        asked = Asked(prompt, prompt_ids, audio, language, task, max_new_tokens, sampling, stop)
-        options = {key: value for key, value in load.keywords.items() if key not in ("module", "devices")}
+        options |= {"sound": audio, "language": language, "task": task, "stop_tokens": stop}
+        _generate_with_modules(load, package, prompt, prompt_ids, result, as_json, options)
+    else:
+        if audio is not None:
+            read_manifest(find_module(package, module))  # which says so if there is no package
+            raise MisuseError("--audio is for a package with an encoder and a decoder, and this is one model")
+        ids = _read_prompt(result, prompt, prompt_ids)
+        options["stop_tokens"] = stop or _stops(result)
         with ExitStack() as stack:
             with shown_bars():
-                opened = stack.enter_context(Pipeline(package, **options))
-            generate_with_modules(opened, asked, made, as_json)
-        if not as_json:
-            made.print_rates()
-        return
-    if audio is not None:
-        read_manifest(find_module(package, module))  # which says so if there is no package
-        raise MisuseError("--audio is for a package with an encoder and a decoder, and this is one model")
-    text = made.text
-    with muted_stderr():
-        ids = read_prompt(text, prompt, prompt_ids)
-    stops = stop or (text.find_endings() if text else [])
+                session = stack.enter_context(load(package))
+                first = stack.enter_context(load(prefill, devices=None, module=None)) if prefill else None
+            result.take(session.generate(ids, prompt_chunk=prompt_chunk, prefill=first, **options), as_json)
+        if result.ended == ROOM and not as_json:
+            err.print(f"the model has room for no more than {len(ids) + len(result.tokens) - 1} tokens", style="dim")
+    if not as_json:
+        result.print_rates()
+
+
+def _generate_with_modules(
+    load: Load,
+    package: Path,
+    prompt: str | None,
+    prompt_ids: str | None,
+    result: Generated,
+    as_json: bool,
+    options: Mapping[str, Any],
+) -> None:
+    """Generate with all modules of a package together."""
+    is_given = prompt is not None or prompt_ids is not None
+    ids = _read_prompt(result, prompt, prompt_ids) if is_given else None
+    opening = {key: value for key, value in load.keywords.items() if key not in ("module", "devices")}
     with ExitStack() as stack:
         with shown_bars():
-            session = stack.enter_context(load(package))
-            first = stack.enter_context(load(prefill, devices=None, module=None)) if prefill else None
-        signature = find_signature(session.manifest, first.manifest if first else None)
-        count = count_tokens(session.manifest, signature, len(ids), max_new_tokens)
-        stream = session.generate(
-            ids,
-            max_new_tokens=count,
-            sampling=sampling,
-            stop_tokens=stops,
-            prompt_chunk=prompt_chunk,
-            prefill=first,
-            timings=made.timings,
-        )
-        with made.printed(as_json):
-            taken = made.take(stream, as_json)
-            whole = max_new_tokens or USUAL
-            made.ended = "stop" if taken < count else "room" if count < whole else "limit"
-    if not as_json:
-        if made.ended == "room":
-            err.print(f"the model has room for no more than {len(ids) + count - 1} tokens", style="dim")
-        made.print_rates()
+            modules = stack.enter_context(Pipeline(package, **opening))
+        result.take(modules.generate(ids, other_stop_tokens=_stops(result), warn=print_warning, **options), as_json)
+
+
+def _read_prompt(result: Generated, prompt: str | None, prompt_ids: str | None) -> list[int]:
+    with muted_stderr():
+        return read_prompt(result.text, prompt, prompt_ids)
+
+
+def _stops(result: Generated) -> list[int]:
+    """The tokens that end a text, as files beside the tokenizer say."""
+    return result.text.find_endings() if result.text else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,18 +22,24 @@ class Generated:
     timings: Timings = field(default_factory=Timings)
     ended: str = "error"
 
-    def take(self, stream: Iterable[int], as_json: bool) -> int:
-        """Take all tokens of a stream, and print them unless that is done at the end. Returns their number."""
-        before = len(self.tokens)
-        for token in stream:
-            self.tokens.append(token)
-            if not as_json:
-                print_output(self.text.step(token) if self.text else f"{token} ")
-        return len(self.tokens) - before
+    def take(self, stream: Generator[int, None, str], as_json: bool) -> None:
+        """Take all tokens of a stream and print them, with JSON at the end.
+
+        If it fails or is interrupted, the tokens that were made are printed nevertheless.
+        """
+        with self._printed(as_json):
+            while True:
+                try:
+                    token = next(stream)
+                except StopIteration as end:
+                    self.ended = end.value
+                    return
+                self.tokens.append(token)
+                if not as_json:
+                    print_output(self.text.step(token) if self.text else f"{token} ")
 
     @contextmanager
-    def printed(self, as_json: bool) -> Iterator[None]:
-        """Print it at the end. If the block fails or is interrupted, nothing that was made is lost."""
+    def _printed(self, as_json: bool) -> Iterator[None]:
         try:
             yield
         except BrokenPipeError:

@@ -72,8 +72,8 @@ def print_program_help(console: Console, program: Any, context: Any, commands: M
         groups.setdefault(topic, []).append((name, line))
     for topic, members in groups.items():
         _print_lines(console, topic, members, max(map(len, commands)))
-    options = [each for each in program.get_params(context) if not getattr(each, "hidden", False)]
-    lines = [(_call(each), PROGRAM_OPTIONS.get(each.name, each.help)) for each in options]
+    options = [option for option in program.get_params(context) if not getattr(option, "hidden", False)]
+    lines = [(_call(option), PROGRAM_OPTIONS.get(option.name, option.help)) for option in options]
     _print_lines(console, "Options", lines, max(len(call) for call, _ in lines))
     console.print(Text("Example", "bold"))
     for line in EXAMPLE:
@@ -90,21 +90,21 @@ def _print_lines(console: Console, topic: str, lines: Sequence[tuple[str, str]],
 def print_help(console: Console, command: Any, context: Any) -> None:
     """Print a command's help, no wider than the terminal."""
     width = min(console.width, WIDEST)
-    parameters = [each for each in command.get_params(context) if not getattr(each, "hidden", False)]
-    arguments = [each for each in parameters if each.param_type_name == "argument"]
-    words = [each.metavar or (each.name or "").upper() for each in arguments]
+    parameters = [parameter for parameter in command.get_params(context) if not getattr(parameter, "hidden", False)]
+    arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
+    words = [parameter.metavar or (parameter.name or "").upper() for parameter in arguments]
     console.print(f"Usage: {' '.join([context.command_path, '[OPTIONS]', *words])}\n", width=width)
     console.print(f"{command.help}\n", width=width)
     groups: dict[str, list[Any]] = {topic: [] for topic in ("", *TOPICS)}
-    for each in parameters:
-        groups.setdefault("" if each in arguments else _topic(each), []).append(each)
+    for parameter in parameters:
+        groups.setdefault("" if parameter in arguments else _topic(parameter), []).append(parameter)
     for topic, members in groups.items():
         if members:
             rows = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
             rows.add_column(no_wrap=True)
             rows.add_column(overflow="fold")
-            for each in sorted(members, key=lambda each: _place(topic, each)):
-                rows.add_row(Text(_call(each), "cyan"), _say(each))
+            for member in sorted(members, key=lambda member: _place(topic, member)):
+                rows.add_row(Text(_call(member), "cyan"), _say(member))
             if topic:
                 console.print(Text(topic, "bold"))
             console.print(Padding(rows, (0, 0, 1, 2)), width=width)

@@ -1,4 +1,4 @@
-"""Share a group of options among commands, and say which options belong together."""
+"""Groups of options that commands share, and rules on options that need or exclude each other."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def with_options(name: str, make: Callable[..., Any]) -> Callable[[Function], Fu
 
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
-            made = make(**{each: arguments.pop(each) for each in options})
+            made = make(**{option: arguments.pop(option) for option in options})
             command(**{name: made}, **arguments)
 
-        parameters = [*(each for each in own.values() if each.name != name), *options.values()]
-        keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        parameters = [*(parameter for parameter in own.values() if parameter.name != name), *options.values()]
+        keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
         run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]  # Typer reads it
         known = {**command.__annotations__, **make.__annotations__}
-        run.__annotations__ = {each.name: known[each.name] for each in keywords}
+        run.__annotations__ = {parameter.name: known[parameter.name] for parameter in keywords}
         return run
 
     return extend

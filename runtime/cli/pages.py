@@ -1,4 +1,4 @@
-"""The pages of the documentation, which are installed with splitc: which one helps with an error, and their text."""
+"""The pages of the documentation, which are installed with splitc: their text, and which one helps with an error."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def read_page(topic: str) -> str:
     pages = {path.stem: path for path in sorted(DOCS.rglob("*.md"))}
     if name not in pages:
         raise MisuseError(f"there is no page or command '{name}': the pages are {', '.join(sorted(pages))}")
-    lines = pages[name].read_text(encoding="utf-8").splitlines()
+    # Comments are for the tests that run the page's examples.
+    lines = re.sub(r"<!--.*?-->\n", "", pages[name].read_text(encoding="utf-8")).splitlines()
     if not section:
         return "\n".join(lines)
     headings = _headings(lines)
@@ -107,11 +108,11 @@ def _sections(headings: Mapping[int, tuple[int, str]]) -> list[str]:
 
 def _headings(lines: Sequence[str]) -> dict[int, tuple[int, str]]:
     """The level and the anchor of each heading by its line. What looks like one inside code is none."""
-    found, is_code = {}, False
+    headings, is_code = {}, False
     for number, line in enumerate(lines):
         if line.startswith("```"):
             is_code = not is_code
         elif not is_code and (heading := re.fullmatch(r"(#+) (.+)", line)):
             anchor = re.sub(r"[^\w\- ]", "", heading[2].lower()).replace(" ", "-")
-            found[number] = (len(heading[1]), anchor)
-    return found
+            headings[number] = (len(heading[1]), anchor)
+    return headings

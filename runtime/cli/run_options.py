@@ -65,9 +65,9 @@ def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]
     """The memory of each rank: on GPUs as it is now, after runs; for CPU devices in a separate process for each."""
     for note in session.notes:
         print_warning(note)
-    found = session.device_memory() or measure_memory(session.package, session.threads, feeds)
+    measured = session.device_memory() or measure_memory(session.package, session.threads, feeds)
     names = [str(device) for device in session.devices]
-    return [msgspec.structs.replace(each, device=name) for each, name in zip(found, names, strict=True)]
+    return [msgspec.structs.replace(memory, device=name) for memory, name in zip(measured, names, strict=True)]
 
 
 def as_run(manifest: Manifest, devices: Sequence[Device]) -> Manifest:

@@ -12,8 +12,8 @@ from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.tools.bench import BenchResult
+from splitc.runtime.tools.caveats import time_caveats
 from splitc.runtime.tools.compare import Difference
-from splitc.runtime.tools.measured_words import say_measured
 from splitc.runtime.tools.trace import draw_timeline
 from splitc.runtime.units import format_bytes, format_seconds
 
@@ -27,26 +27,26 @@ _ERRORS = ("largest error", "relative", "expected", "got")
 _COLUMNS = ("output", *_ERRORS[:2], "at", *_ERRORS[2:], "")
 
 
-def differences_table(found: Sequence[Difference]) -> Table:
+def differences_table(differences: Sequence[Difference]) -> Table:
     """The errors of outputs, the worst first."""
     rows = table(*_COLUMNS, right=_ERRORS)
-    for row in _difference_rows(found, LISTED):
+    for row in _difference_rows(differences, LISTED):
         rows.add_row(*row)
     return rows
 
 
-def modules_table(found: Mapping[str, Sequence[Difference]]) -> Table:
+def modules_table(modules: Mapping[str, Sequence[Difference]]) -> Table:
     """The errors of the modules' outputs, of each module the worst first."""
     rows = table("module", *_COLUMNS, right=_ERRORS)
-    for name, differences in found.items():
+    for name, differences in modules.items():
         for number, row in enumerate(_difference_rows(differences, LISTED // 4)):
             rows.add_row("" if number else name, *row)
     return rows
 
 
-def _difference_rows(found: Sequence[Difference], most: int) -> Iterator[list[str | Text]]:
+def _difference_rows(differences: Sequence[Difference], most: int) -> Iterator[list[str | Text]]:
     """Rows of the worst differences, and of all that failed."""
-    worst = sorted(found, key=lambda difference: (difference.passed, -difference.relative))
+    worst = sorted(differences, key=lambda difference: (difference.passed, -difference.relative))
     listed = [difference for number, difference in enumerate(worst) if number < most or not difference.passed]
     for difference in listed:
         differs = Text.assemble(("differs", "bold red"), f" {difference.problem or ''}")
@@ -55,19 +55,19 @@ def _difference_rows(found: Sequence[Difference], most: int) -> Iterator[list[st
         values = (f"{difference.expected:.6g}", f"{difference.actual:.6g}")
         name, where = fitted(difference.name, out.width - NAMELESS), ",".join(map(str, difference.where))
         yield [name, *errors, where, *values, verdict]
-    if len(found) > len(listed):
-        yield [f"... and {len(found) - len(listed)} more that agree"]
+    if len(differences) > len(listed):
+        yield [f"... and {len(differences) - len(listed)} more that agree"]
 
 
-def print_memory(found: Sequence[RankMemory]) -> None:
+def print_memory(ranks: Sequence[RankMemory]) -> None:
     """Print each rank's measured memory, beside the prediction."""
     sizes = ("weights", "loaded", "predicted", "peak")
     rows = table("rank", *sizes, right=sizes)
-    for number, rank in enumerate(found):
+    for number, rank in enumerate(ranks):
         numbers = (rank.predicted_weights, rank.loaded, rank.predicted_total, rank.peak)
         rows.add_row(f"{number} {rank.device}", *map(format_bytes, numbers))
     out.print(rows)
-    out.print("weights and predicted are the plan's; loaded and peak were measured, the engine's own memory included.")
+    out.print("weights, predicted: from the plan; loaded, peak: measured, including the engine's own memory")
 
 
 def print_bench(result: BenchResult, manifest: Manifest) -> None:
@@ -90,11 +90,11 @@ def print_bench(result: BenchResult, manifest: Manifest) -> None:
     if result.in_flight > 1:
         out.print(
             f"{own.runs} runs, {result.in_flight} in flight: {result.against_one:.2f} times the rate of one at a time; "
-            "package / unsplit is time a request."
+            "package / unsplit compares the time per request."
         )
     else:
         out.print(f"Medians of {own.runs} runs, one request at a time: {words_of(manifest.split_mode).at_work}.")
-    for text in say_measured(manifest.ranks, result.timeline):
+    for text in time_caveats(manifest.ranks, result.timeline):
         out.print(text)
     for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
         out.print(Text.assemble(f"rank {number} ", (line, "cyan")))

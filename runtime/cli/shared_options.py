@@ -14,7 +14,9 @@ MODULE = typer.Option(
     None, "--module", help="The model to use, of a package that has several.", autocompletion=completion.modules
 )
 JSON = typer.Option(False, "--json", help="Print the result as JSON on standard output.")
-REPORT = typer.Option(None, "--report", metavar="PAGE.html", help="Also write a page of pictures here, for a browser.")
+REPORT = typer.Option(
+    None, "--report", metavar="PAGE.html", help="Also write a report here: a page with charts, for a browser."
+)
 THREADS = typer.Option(
     None, "--threads", min=1, help="Threads of each CPU device. Default: the package's, else the cores divided."
 )
@@ -45,7 +47,7 @@ RANKS = typer.Option(
     None,
     "--ranks",
     metavar="|".join(KINDS),
-    help="What ranks are: threads, processes, or mpi. Default: MPI's processes; else threads, but not on several GPUs.",
+    help="Ranks are threads, processes or mpi. Default: mpi under mpirun, processes on several GPUs, else threads.",
     autocompletion=one_of(KINDS),
 )
 MEASURE = typer.Option(
@@ -55,7 +57,7 @@ SEED = typer.Option(0, "--seed", min=0, help="Seed of made-up inputs.")
 TRUST_DATA = typer.Option(
     False,
     "--trust-external-data",
-    help="Also read the model's data that links or paths have outside its folder.",
+    help="Also read weights that lie outside the model's folder.",
 )
 FILL = typer.Option(
     [],

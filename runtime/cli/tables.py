@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from splitc.runtime.cli.collective_words import describe_collectives
+from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.terminal import fitted, out, table
 from splitc.runtime.package.manifest import Build, Built, FixedInput, Manifest, Tensor
 from splitc.runtime.package.mode_words import words_of
@@ -16,8 +16,8 @@ from splitc.runtime.units import block_range, format_bytes, format_shape
 def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> None:
     """Print a package's content, and how its values are copied between GPUs of this machine."""
     out.print(
-        f"{manifest.source.name}, split by {manifest.split_mode} into {len(manifest.ranks)} ranks "
-        f"of {len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
+        f"{manifest.source.name}: {manifest.split_mode} mode, {len(manifest.ranks)} ranks, "
+        f"{len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
     )
     words = words_of(manifest.split_mode)
     if manifest.build is not None:
@@ -31,9 +31,9 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
     print_cuts([(cut.values, cut.bytes) for cut in manifest.cuts], words.is_radial)
     if manifest.collectives:
         out.print(f"{manifest.collectives} {words.exchanges} a run")
-    if (said := describe_collectives(manifest)) is not None:
-        out.print(said)
-    print_whole([(each.name, each.bytes, each.reason) for each in manifest.unsplit], manifest.split_mode)
+    if (text := describe_collectives(manifest)) is not None:
+        out.print(text)
+    print_whole([(weight.name, weight.bytes, weight.reason) for weight in manifest.unsplit], manifest.split_mode)
     for way, pairs in routes.items():
         out.print(f"between GPUs of this machine: {', '.join(pairs)} {way}")
     out.print()
@@ -65,8 +65,8 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
     if pipeline.swap:
         out.print(IN_TURN)
     if pipeline.files:
-        out.print(f"beside them: {', '.join(file.path for file in pipeline.files)}")
-    out.print("more of one: --module NAME")
+        out.print(f"other files: {', '.join(file.path for file in pipeline.files)}")
+    out.print("details of one: --module NAME")
 
 
 def module_title(name: str, split_mode: str, ranks: int) -> str:
@@ -108,7 +108,7 @@ def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> Non
         return
     total = format_bytes(sum(size for _, size, _ in weights))
     out.print(f"whole on {words_of(split_mode).whole}: {total} in {len(weights)} weights, the largest:")
-    for name, size, reason in sorted(weights, key=lambda each: -each[1])[:WHOLE]:
+    for name, size, reason in sorted(weights, key=lambda weight: -weight[1])[:WHOLE]:
         out.print(f"  {fitted(name, out.width // 2)} {format_bytes(size)}: {reason}")
 
 
@@ -117,6 +117,6 @@ def print_cuts(cuts: Sequence[tuple[Sequence[str], int]], from_main: bool) -> No
     for number, (names, size) in enumerate(cuts):
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         start = f"cut {0 if from_main else number}-{number + 1}: {format_bytes(size)} a run ("
-        room = out.width - len(start) - len(more) - 1
-        listed = ", ".join(fitted(name, room // min(3, len(names)) - 2) for name in names[:3]) + more
+        width = out.width - len(start) - len(more) - 1
+        listed = ", ".join(fitted(name, width // min(3, len(names)) - 2) for name in names[:3]) + more
         out.print(f"{start}{listed or 'nothing'})")

@@ -30,7 +30,7 @@ from splitc.runtime.units import shortened_middle
 # The width of output to a file or another program.
 WIDE = 200
 # The characters of a name that are always shown.
-LEAST_ROOM = 20
+LEAST_WIDTH = 20
 
 
 # In JSON, which escapes those below 32 itself.
@@ -78,9 +78,9 @@ out = _console(stderr=False)
 err = _console(stderr=True)
 
 
-def fitted(name: str, room: int) -> str:
-    """A name for a line or a table, shortened in the middle if it is longer than the room, which is at least a few."""
-    return shortened_middle(name, max(LEAST_ROOM, room))
+def fitted(name: str, width: int) -> str:
+    """A name, shortened in the middle to so many characters, or to LEAST_WIDTH of them."""
+    return shortened_middle(name, max(LEAST_WIDTH, width))
 
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -117,7 +117,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     """Replaces characters that a terminal's encoding lacks: see `codecs.register_error`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return "".join(PLAIN.get(each, "?") for each in error.object[error.start : error.end]), error.end
+    return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
 
 
 codecs.register_error("splitc.plain", _plain)

@@ -17,10 +17,10 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.requests.sequence import StateSequence
 
 Logits = npt.NDArray[Any]
-# Tokens that caches have room for at first, beyond the prompt, and more of when they grow.
+# Tokens beyond the prompt for which caches have room at first, and by which they grow.
 AHEAD = 4096
-# The least room of a conversation that is replayed, in tokens.
-LEAST_ROOM = 256
+# The least capacity of caches in a session that replays, in tokens.
+LEAST_CAPACITY = 256
 
 
 class ModelRunner(Protocol):
@@ -44,9 +44,9 @@ class ModelRunner(Protocol):
 class Conversation:
     """Reads tokens, and gives the logits after the last one, [vocabulary]. A model without states reads all again.
 
-    The prompt is of so many tokens, and at most `most` are read in all. Caches that are written in place have room for
-    some tokens after the prompt at first, and grow; with None, they are made anew by each request. If the session
-    replays requests, rooms are larger: see `round_room`.
+    The prompt has `prompt` tokens, and at most `most` are read in all. Caches that are written in place have a capacity
+    beyond the prompt at first, and grow; if `most` is None, each request makes them anew. If the session replays
+    requests, capacities are rounded up: see `round_capacity`.
     """
 
     def __init__(self, session: ModelRunner, signature: LanguageSignature, prompt: int, most: int | None) -> None:
@@ -57,38 +57,38 @@ class Conversation:
         self._tokens: list[int] = []
         self._sequence: StateSequence | None = None
         self._feeder = Feeder(session.manifest, signature)
-        self._choose_room(prompt)
-        self._open(self._room)
+        self._choose_capacity(prompt)
+        self._open(self._capacity)
 
-    def _choose_room(self, tokens: int) -> None:
-        """Choose a room for so many tokens and some more, and the least one that would do as well."""
-        self._least = self._room = None
+    def _choose_capacity(self, tokens: int) -> None:
+        """Choose a capacity for so many tokens and some more, and the least one that would do as well."""
+        self._least = self._capacity = None
         if self._most is not None and any(state.in_place for state in self._session.manifest.states):
             self._least = min(self._most, tokens + max(AHEAD, tokens // 4))
-            self._room = round_room(self._least) if self._session.replays else self._least
+            self._capacity = round_capacity(self._least) if self._session.replays else self._least
 
-    def _open(self, room: int | None) -> None:
-        self._room = self._feeder.room = room
+    def _open(self, capacity: int | None) -> None:
+        self._capacity = self._feeder.capacity = capacity
         if self._session.manifest.states:
-            self._sequence = self._session.start(room)
+            self._sequence = self._session.start(capacity)
 
     def read_prompt(self, prompt: Sequence[int], chunk: int) -> Logits:
         """Read a prompt first, in chunks."""
         self._chunk = self._feeder.chunk(len(prompt), chunk)
         if self._sequence is None:
             return self.read(prompt)
-        return self._or_in_least_room(partial(self._read_chunks, prompt), prompt)
+        return self._or_with_least_capacity(partial(self._read_chunks, prompt), prompt)
 
-    def _or_in_least_room(self, read: Callable[[], Logits], new: Sequence[int]) -> Logits:
-        """Read new tokens. If an engine fails, it may be due to the room: all tokens are read again with the least one.
+    def _or_with_least_capacity(self, read: Callable[[], Logits], new: Sequence[int]) -> Logits:
+        """Read new tokens. If an engine fails, read all tokens again with the least capacity.
 
-        A model may have tables for so many tokens and no more, of which the manifest knows nothing.
+        A model may have tables for so many tokens and no more, which the manifest does not say.
         """
         tokens = [*self._tokens, *new]
         try:
             return read()
         except EngineError:
-            if self._room == self._least:
+            if self._capacity == self._least:
                 raise
         self.close()
         self._tokens = []
@@ -121,12 +121,12 @@ class Conversation:
     def read(self, new: Sequence[int]) -> Logits:
         """Read tokens after those before."""
         total = len(self._tokens) + len(new)
-        if self._sequence is None or self._room is None or total <= self._room:
+        if self._sequence is None or self._capacity is None or total <= self._capacity:
             return self._read(new)
-        self._choose_room(total)
-        self._sequence.grow(self._room)
-        self._feeder.room = self._room
-        return self._or_in_least_room(partial(self._read, new), new)
+        self._choose_capacity(total)
+        self._sequence.grow(self._capacity)
+        self._feeder.capacity = self._capacity
+        return self._or_with_least_capacity(partial(self._read, new), new)
 
     def _read(self, new: Sequence[int]) -> Logits:
         self._tokens.extend(new)
@@ -142,10 +142,10 @@ class Conversation:
             self._sequence.close()
 
 
-def round_room(tokens: int) -> int:
-    """The room for so many tokens, at most a quarter more and 256 at least.
+def round_capacity(tokens: int) -> int:
+    """A capacity for so many tokens: at most a quarter more, and at least 256.
 
-    There are few such sizes, so most conversations have the caches, and the CUDA graphs, of an earlier one.
+    There are few such sizes, so most conversations find the caches, and the CUDA graphs, of an earlier one.
     """
-    step = max(LEAST_ROOM, 1 << (tokens - 1).bit_length()) // 8
-    return max(LEAST_ROOM, -(-tokens // step) * step)
+    step = max(LEAST_CAPACITY, 1 << (tokens - 1).bit_length()) // 8
+    return max(LEAST_CAPACITY, -(-tokens // step) * step)

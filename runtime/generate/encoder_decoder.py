@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.bound_model import BoundModel
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
 from splitc.runtime.generate.feeder import Feeder
-from splitc.runtime.generate.given import Given
 from splitc.runtime.generate.signature import find_signature, find_token_inputs
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.generate.wiring import Wiring, find_links, find_masks, find_wanted, find_wiring
@@ -21,11 +21,12 @@ from splitc.runtime.package.manifest import Manifest, Tensor
 class EncoderDecoder:
     """The modules of a package that generate together, by name.
 
-        made = model.encode_tokens([13, 7, 1])
-        tokens = list(model.generate(made, [0], max_new_tokens=20, stop_tokens=[1]))
+        encoded = model.encode_tokens([13, 7, 1])
+        tokens = list(model.generate(encoded, [0], max_new_tokens=20, stop_tokens=[1]))
 
-    What the decoder reads of the encoder is computed once, and stays on the ranks. Raises MisuseError for modules that
-    are no encoder and decoder.
+    What the decoder reads of the encoder is computed once, and stays on the ranks. The decoder's prompt and the tokens
+    to stop at are the caller's: `Pipeline.generate` takes them from configs. Raises MisuseError for modules that are no
+    encoder and decoder.
     """
 
     def __init__(self, sessions: Mapping[str, ModelRunner]) -> None:
@@ -59,20 +60,22 @@ class EncoderDecoder:
         tensor = find_features(self.encoder)
         return self.encode({tensor.name: features.astype(number_type(tensor.dtype))})
 
-    def generate(self, made: Mapping[str, Array], prompt: Sequence[int], **options: Any) -> Iterator[int]:
-        """Generate tokens after those of the decoder's prompt. `made` are the encoder's outputs.
+    def generate(
+        self, encoded: Mapping[str, Array], prompt: Sequence[int], **options: Any
+    ) -> Generator[int, None, str]:
+        """Yield the tokens that follow the decoder's prompt. `encoded` are the encoder's outputs.
 
-        For the options, and errors, see `generate.tokens.generate`.
+        For the options, what is returned, and errors, see `generate.tokens.generate`.
         """
-        first, step = self.parts(made)
+        first, step = self._decoders(encoded)
         if step is None:
             assert first is not None
             return generate(first, prompt, **options)
         return generate(step, prompt, prefill=first, **options)
 
-    def logits_after(self, made: Mapping[str, Array], tokens: Sequence[int]) -> Array:
+    def logits_after(self, encoded: Mapping[str, Array], tokens: Sequence[int]) -> Array:
         """The logits of the decoder's next token after these, [vocabulary]."""
-        first, step = self.parts(made)
+        first, step = self._decoders(encoded)
         session = step or first
         assert session is not None
         signature = find_signature(session.manifest, None if first is None else first.manifest)
@@ -84,23 +87,23 @@ class EncoderDecoder:
         finally:
             conversation.close()
 
-    def parts(self, made: Mapping[str, Array]) -> tuple[Given | None, Given | None]:
-        """The decoder's two uses, with what they read of the encoder. One may be missing."""
+    def _decoders(self, encoded: Mapping[str, Array]) -> tuple[BoundModel | None, BoundModel | None]:
+        """The decoder's two uses, bound to what they read of the encoder. One may be missing."""
         first, step = (
-            None if name is None else Given(self._sessions[name], self._given(self._sessions[name].manifest, made))
+            None if name is None else BoundModel(self._sessions[name], self._cross_feeds(name, encoded))
             for name in (self.wiring.first, self.wiring.step)
         )
         return first, step
 
-    def _given(self, decoder: Manifest, made: Mapping[str, Array]) -> dict[str, Array]:
+    def _cross_feeds(self, decoder: str, encoded: Mapping[str, Array]) -> dict[str, Array]:
         """What a decoder reads of its encoder, and masks of it: none of its positions is padding."""
-        given: dict[str, Array] = {}
-        if self.encoder is not None:
-            given = {name: made[output] for name, output in find_links(decoder, self.encoder).items()}
-        types = {tensor.name: tensor.dtype for tensor in decoder.inputs}
-        length = next((each.shape[1] for each in made.values() if each.ndim == 3), 0)
-        masks = find_masks(decoder, find_wanted(decoder)) if made else {}
-        return {**given, **{name: np.ones((1, length), number_type(types[name])) for name in masks}}
+        manifest = self._sessions[decoder].manifest
+        links = {} if self.encoder is None else find_links(manifest, self.encoder)
+        feeds = {name: encoded[output] for name, output in links.items()}
+        dtypes = {tensor.name: tensor.dtype for tensor in manifest.inputs}
+        length = next((array.shape[1] for array in encoded.values() if array.ndim == 3), 0)
+        masks = find_masks(manifest, find_wanted(manifest)) if encoded else {}
+        return {**feeds, **{name: np.ones((1, length), number_type(dtypes[name])) for name in masks}}
 
 
 def reads_sound(encoder: Manifest | None) -> bool:
@@ -125,8 +128,8 @@ def describe_encoder(encoder: Manifest) -> str:
         return f"its encoder takes the features of a sound ({named}), as of speech; give it as --audio speech.wav"
     what = kinds[len(arrays[0].shape or ())] if len(arrays) == 1 else "something else"
     return (
-        f"its encoder takes {what} ({named}), which generate does not make of a file: in Python, "
-        "EncoderDecoder.encode takes the arrays, and EncoderDecoder.generate goes on with what comes of them"
+        f"its encoder takes {what} ({named}), which generate can't read from a file: in Python, "
+        "EncoderDecoder.encode takes the arrays, and EncoderDecoder.generate its outputs"
     )
 
 

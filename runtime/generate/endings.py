@@ -1,4 +1,4 @@
-"""Which tokens end a text, by the files beside a tokenizer."""
+"""The tokens that end a text, from the files beside a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import check_regular, parse_json
 from splitc.runtime.units import shortened
 
-# The files that say it, the first of them that does, and the keys in them.
+# The files that may name them, of which the first that does counts, and the keys.
 CONFIGS = (
     *("genai_config.json", "generation_config.json", "config.json"),
     *("tokenizer_config.json", "special_tokens_map.json"),
@@ -20,7 +20,7 @@ CONFIGS = (
 KEYS = ("eos_token_id", "eos_token")
 # Where onnxruntime-genai has them in its file.
 INSIDE = "model"
-# What Python may write, beside tokens that were added to a tokenizer later.
+# Where transformers lists tokens that were added to a tokenizer later.
 ADDED = "added_tokens_decoder"
 
 # The number of a token; None if the tokenizer has no such token.
@@ -28,7 +28,7 @@ Lookup = Callable[[str], int | None]
 
 
 def find_endings(folder: Path, lookup: Lookup) -> list[int]:
-    """The tokens that end a text; empty if no file says it. Raises MisuseError for a file that can't be understood."""
+    """The tokens that end a text; none if no file names any. Raises MisuseError for a file that can't be understood."""
     for name in CONFIGS:
         if not os.path.lexists(file := folder / name):
             continue
@@ -36,8 +36,8 @@ def find_endings(folder: Path, lookup: Lookup) -> list[int]:
         inside = config.get(INSIDE)
         for key in KEYS:
             value = config.get(key, inside.get(key) if isinstance(inside, dict) else None)
-            if found := _tokens(file, key, value, _with_added(config, lookup)):
-                return found
+            if tokens := _tokens(file, key, value, _with_added(config, lookup)):
+                return tokens
     return []
 
 
@@ -45,7 +45,7 @@ def _read(file: Path) -> dict[str, Any]:
     check_regular(file)
     config = parse_json(file.read_bytes(), f"{file} is no JSON")
     if not isinstance(config, dict):
-        raise MisuseError(f"{file} is no JSON object, and should say which token ends a text: {_advice(config)}")
+        raise MisuseError(f"{file} should be a JSON object that names the token that ends a text: {_advice(config)}")
     return config
 
 
@@ -57,22 +57,22 @@ def _with_added(config: dict[str, Any], lookup: Lookup) -> Lookup:
         for number, token in (listed.items() if isinstance(listed, dict) else ())
         if isinstance(token, dict) and isinstance(token.get("content"), str) and number.isdecimal()
     }
-    return lambda token: found if (found := lookup(token)) is not None else added.get(token)
+    return lambda token: number if (number := lookup(token)) is not None else added.get(token)
 
 
 def _tokens(file: Path, key: str, value: Any, lookup: Lookup) -> list[int]:
     """The numbers of a token, or of a list of them, each given as a number, as text, or as an object with text."""
-    found = []
-    for each in value if isinstance(value, list) else [value]:
-        token = each.get("content") if isinstance(each, dict) else each
+    tokens = []
+    for entry in value if isinstance(value, list) else [value]:
+        token = entry.get("content") if isinstance(entry, dict) else entry
         number = lookup(token) if isinstance(token, str) else token
         if number is None:  # not given, or not known to the tokenizer
             continue
         if not isinstance(number, int) or isinstance(number, bool):
             raise MisuseError(f"{file}: '{key}' should be the token that ends a text: {_advice(value)}")
         if number >= 0:  # some write -1 for none
-            found.append(number)
-    return found
+            tokens.append(number)
+    return tokens
 
 
 def _advice(value: Any) -> str:

@@ -16,44 +16,44 @@ from splitc.runtime.units import format_shape
 class Feeder:
     """Makes the feeds of one step, in the number types of the model's inputs."""
 
-    def __init__(self, manifest: Manifest, signature: TokenInputs, room: int | None = None) -> None:
+    def __init__(self, manifest: Manifest, signature: TokenInputs, capacity: int | None = None) -> None:
         self.signature = signature
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
-        # If caches are written in place, they have room for all tokens from the beginning, and so has the mask. Then no
-        # size changes from token to token, and requests can be replayed.
+        # Caches that are written in place have their capacity from the beginning, and the mask is as long. Then no size
+        # changes from token to token, and requests can be replayed.
         self._in_place = bool(manifest.states) and all(state.in_place for state in manifest.states)
-        self.room = room
+        self.capacity = capacity
         shape = self._inputs[signature.positions].shape if signature.positions is not None else None
         self._is_vector = shape is not None and len(shape) == 1
 
     def chunk(self, prompt: int, wanted: int) -> int:
-        """The number of tokens in one run of the prompt. Raises MisuseError if `wanted` is none.
+        """The number of tokens in one run of the prompt.
 
-        Also if the model has a fixed length above 1.
+        Raises MisuseError if `wanted` is no number of tokens, and for a model with a fixed length above 1.
         """
         if not isinstance(wanted, int) or wanted < 1:
             raise MisuseError(f"prompt_chunk={wanted!r}: it is a number of tokens, 1 or more")
         ids = self._inputs[self.signature.ids]
         fixed = None if ids.shape is None else ids.shape[1]
         if isinstance(fixed, int) and fixed != 1:
-            raise MisuseError(f"can't generate with a model that takes {fixed} tokens at a time, no more and no less")
+            raise MisuseError(f"can't generate with a model that takes exactly {fixed} tokens at a time")
         most = prompt if ids.max_shape is None else ids.max_shape[1]
         return 1 if fixed == 1 else max(1, min(wanted, prompt, most))
 
     def feeds(self, new: Sequence[int], total: int) -> dict[str, Array]:
         """The feeds for `new` tokens, which are the last ones of `total`."""
-        made = {self.signature.ids: np.array([new])}
+        feeds = {self.signature.ids: np.array([new])}
         if self.signature.mask is not None:
-            made[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)
+            feeds[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)
         if self.signature.positions is not None:
             places = np.arange(total - len(new), total)
-            made[self.signature.positions] = places if self._is_vector else places[None]
-        return {name: array.astype(self._inputs[name].dtype) for name, array in made.items()}
+            feeds[self.signature.positions] = places if self._is_vector else places[None]
+        return {name: array.astype(self._inputs[name].dtype) for name, array in feeds.items()}
 
     def _mask(self, tensor: Tensor, new: int, total: int) -> Array:
-        """Ones for the tokens so far, and zeros for the room behind them.
+        """Ones for the tokens so far, and zeros up to the caches' capacity.
 
-        Raises MisuseError for a mask that is not one number per token, and for a sequence that exceeds its room.
+        Raises MisuseError for a mask that is not one number per token, and for a sequence that exceeds the capacity.
         """
         if not may_have(tensor, 2):
             raise MisuseError(f"can't generate with a mask of {format_shape(tensor.shape)} ('{tensor.name}')")
@@ -61,7 +61,7 @@ class Feeder:
         ids = self._inputs[self.signature.ids]
         if tensor.shape == ids.shape and length is not None:
             return np.ones((1, new))
-        room = length if isinstance(length, int) else (self.room if self._in_place else None) or total
-        if total > room:
-            raise MisuseError(f"the model has room for {room} tokens, and the sequence comes to {total}")
-        return (np.arange(room) < total)[None]
+        capacity = length if isinstance(length, int) else (self.capacity if self._in_place else None) or total
+        if total > capacity:
+            raise MisuseError(f"the model has room for {capacity} tokens, and the sequence comes to {total}")
+        return (np.arange(capacity) < total)[None]

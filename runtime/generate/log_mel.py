@@ -76,7 +76,7 @@ def read_log_mel(config: Mapping[str, Any], file: Path, shape: list[int | str | 
     Raises MisuseError for a config of another preprocessor, and for one that does not fit the encoder.
     """
     numbers = [config.get(name) for name in NUMBERS]
-    if any(not isinstance(each, int) or each < 1 for each in numbers) or config.get("dither"):
+    if any(not isinstance(number, int) or number < 1 for number in numbers) or config.get("dither"):
         kind = config.get("feature_extractor_type", "another preprocessor")
         raise MisuseError(
             f"{file} is of {kind}; splitc makes log-mel features as Whisper has them, of {', '.join(NUMBERS)}. Make "

@@ -18,10 +18,10 @@ TOKENIZERS = ("tokenizer.json", "tokenizer/tokenizer.json")
 def find_beside(package: Path, module: str, name: str) -> Path | None:
     """A file of this name: beside the module's model in the models' folder, or as near above it as there is one."""
     pipeline = read_pipeline(package)
-    found = None if pipeline is None else pipeline.find(module)
-    if found is None:
+    listed = None if pipeline is None else pipeline.find(module)
+    if listed is None:
         return None
-    place = (package / found.source).parent
+    place = (package / listed.source).parent
     while True:
         if (place / name).is_file():
             return place / name
@@ -33,9 +33,9 @@ def find_beside(package: Path, module: str, name: str) -> Path | None:
 def find_tokenizer(package: Path, module: str | None) -> Path | None:
     """The tokenizer.json that travels with a module's model; without a name, with any of them. None if none does."""
     pipeline = read_pipeline(package)
-    names = [each.name for each in pipeline.modules if module in (None, each.name)] if pipeline else []
-    found = (find_beside(package, name, each) for name in names for each in TOKENIZERS)
-    return next((file for file in found if file is not None), None)
+    names = [entry.name for entry in pipeline.modules if module in (None, entry.name)] if pipeline else []
+    files = (find_beside(package, name, place) for name in names for place in TOKENIZERS)
+    return next((file for file in files if file is not None), None)
 
 
 def read_beside(package: Path, module: str, name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from splitc.runtime.errors import MisuseError
 
-# Temperatures below this one choose as 0 does: numbers divided by them would be infinite.
+# Lower temperatures choose as 0 does: logits divided by them would be infinite.
 COLDEST = 1e-6
 
 

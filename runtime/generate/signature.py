@@ -1,4 +1,4 @@
-"""What makes a model a language model: token ids go in, perhaps with a mask and positions, and logits come out."""
+"""A language model by its inputs and outputs: token ids, perhaps a mask and positions, and logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitc.runtime.package.manifest import Manifest, Tensor
 class TokenInputs:
     """The names of a model's inputs that are made of tokens. Some models have no mask or positions.
 
-    `handed` are further inputs, which stay as another package made them when it read the prompt, with its outputs.
+    `handed` are further inputs, each with the output of the package that read the prompt; they do not change later.
     """
 
     ids: str
@@ -75,8 +75,8 @@ def find_logits(manifest: Manifest) -> list[Tensor]:
 
 
 def find_handed(manifest: Manifest, made: Collection[str]) -> dict[str, str]:
-    """The inputs that are no states and that outputs of another model, `made`, are for: of the same name, or named
-    as the model's own states are. If past.0.self becomes present.0.self, then present.0.cross is for past.0.cross.
+    """The inputs, other than states, that take one of another model's outputs `made`: by the same name, or by names
+    that differ as those of the states do. If past.0.self takes present.0.self, then past.0.cross takes present.0.cross.
     """
     renamed = {_without_end(state.input, state.output) for state in manifest.states} | {("", "")}
     states = {state.input for state in manifest.states}

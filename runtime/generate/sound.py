@@ -29,7 +29,7 @@ def read_sound(path: Path, rate: int) -> Array:
             data = file.readframes(frames)
     except (wave.Error, EOFError) as error:
         why = str(error) or "it ends too early"
-        raise MisuseError(f"{path} is no WAV file of whole numbers ({why}): {advice}") from error
+        raise MisuseError(f"{path} is not an integer WAV file ({why}): {advice}") from error
     if not known or not channels or width not in (1, 2, 3, 4):
         raise MisuseError(f"{path} has {channels} channels of {width} bytes at {known} Hz: {advice}")
     if len(data) < (stated := frames * width * channels) < UNKNOWN:

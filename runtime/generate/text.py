@@ -102,7 +102,7 @@ def read_prompt(text: Text | None, prompt: str | None, prompt_ids: str | None) -
             raise MisuseError("--prompt needs a --tokenizer; without one, give --prompt-ids 1,2,3")
         return text.encode(prompt)
     given = (prompt_ids or "").split(",")
-    if wrong := [each for each in given if not NUMBER.fullmatch(each)]:
+    if wrong := [word for word in given if not NUMBER.fullmatch(word)]:
         raise MisuseError(
             f"can't read --prompt-ids {shortened(prompt_ids or '')}: '{shortened(wrong[0])}' is no number of a token; "
             "write whole numbers, as in 1,2,3"

@@ -1,4 +1,4 @@
-"""What a model's generation config permits: logits are changed before a token is chosen."""
+"""Which tokens a generation config permits: logits are changed before a token is chosen."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class TokenRules:
         if self.penalty != 1.0:
             seen = np.unique(tokens)
             changed[seen] = np.where(changed[seen] > 0, changed[seen] / self.penalty, changed[seen] * self.penalty)
-        banned = {each[-1] for each in self.never if list(tokens[place - len(each) + 1 :]) == list(each[:-1])}
+        banned = {words[-1] for words in self.never if list(tokens[place - len(words) + 1 :]) == list(words[:-1])}
         if self.repeats:
             banned |= _would_repeat(tokens, self.repeats)
         if place < self.least:
             banned |= set(self.ends)
         if place == self.begin:
             banned |= set(self.suppressed_first)
-        changed[[each for each in banned if 0 <= each < len(changed)]] = -np.inf
+        changed[[token for token in banned if 0 <= token < len(changed)]] = -np.inf
         return changed
 
 
@@ -73,7 +73,7 @@ def read_rules(config: Mapping[str, Any], prompt: int, most: int, ends: Sequence
     if last is not None:
         forced[most - 1] = int(last[0] if isinstance(last, list) else last)
     suppressed = [[int(token)] for token in config.get("suppress_tokens") or ()]
-    bad = [[int(token) for token in each] for each in config.get("bad_words_ids") or () if each]
+    bad = [[int(token) for token in words] for words in config.get("bad_words_ids") or () if words]
     least = max(int(config.get("min_length") or 0), prompt + int(config.get("min_new_tokens") or 0))
     return TokenRules(
         begin=prompt,

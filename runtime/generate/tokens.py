@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
@@ -14,25 +14,24 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.capacity import USUAL, count_tokens
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
-from splitc.runtime.generate.room import count_tokens
 from splitc.runtime.generate.sampling import Sampling, choose_token
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
 from splitc.runtime.package.manifest import Manifest
 
-# Logits of the next token, [vocabulary], as they shall be after these tokens, the prompt's among them.
+# Changes the logits of the next token, [vocabulary], given all tokens so far, the prompt's among them.
 Rule = Callable[[npt.NDArray[Any], Sequence[int]], npt.NDArray[Any]]
 
 # Default number of tokens of a prompt in one run.
 PROMPT_CHUNK = 512
+# Why a generator of tokens ended: at a stop token, at `max_new_tokens`, or where the model has room for no more.
+STOP, LIMIT, ROOM = "stop", "limit", "room"
 
 
 @dataclass
 class Timings:
-    """Numbers of tokens and seconds, of the prompt and of the generated tokens after the first.
-
-    `encoder_seconds` are those of an encoder before that.
-    """
+    """Tokens and seconds of the prompt, tokens and seconds after the first new token, and seconds of the encoder."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -42,8 +41,8 @@ class Timings:
 
     def add(self, more: Timings) -> None:
         """Add those of another text."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(more, each.name))
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(more, field.name))
 
 
 def generate(
@@ -57,14 +56,14 @@ def generate(
     prefill: ModelRunner | None = None,
     timings: Timings | None = None,
     rules: Rule | None = None,
-) -> Iterator[int]:
-    """Generate tokens after those of the prompt, one by one, up to a stop token, which is not given.
+) -> Generator[int, None, str]:
+    """Yield the tokens that follow a prompt, without the stop token that ends them. Returns STOP, LIMIT or ROOM.
 
     Without `max_new_tokens` they are 100, or fewer if the model has no room for more. The caches stay on the ranks. A
-    long prompt is run in chunks, or by the package `prefill`: a model that makes caches but takes none, which exporters
-    write beside the decoder. A model without states gets all tokens again for each new one. `timings` is filled
-    meanwhile. `rules` change the logits before a token is chosen. Raises MisuseError for an empty prompt, for more
-    tokens than the model has room for, and for a model that is no language model.
+    long prompt is run in chunks of `prompt_chunk` tokens, or at once by the package `prefill`: a model that makes
+    caches but takes none, as exporters write it beside the decoder. A model without states reads all tokens again for
+    each new one. `timings` is filled meanwhile. `rules` change the logits before a token is chosen. Raises MisuseError
+    for an empty prompt, for more tokens than the model has room for, and for a model that is no language model.
     """
     signature = find_signature(session.manifest, None if prefill is None else prefill.manifest)
     if prefill is not None and not session.manifest.states:
@@ -89,13 +88,14 @@ def generate(
         for number in range(count):
             token = choose_token(logits if rules is None else rules(logits, tokens), sampling, generator)
             if token in stop_tokens:
-                return
+                return STOP
             yield token
             tokens.append(token)
             if number + 1 < count:
                 start = time.perf_counter()
                 logits = conversation.read([token])
                 timings.tokens, timings.seconds = number + 1, timings.seconds + time.perf_counter() - start
+        return ROOM if max_new_tokens is None and count < USUAL else LIMIT
     finally:
         conversation.close()
 
@@ -105,15 +105,15 @@ def _check_prompt(manifest: Manifest, signature: LanguageSignature, prompt: npt.
     array = np.asarray(prompt, object)
     if not array.size:
         raise MisuseError("the prompt has no tokens")
-    wrong = [each for each in array.flat if not isinstance(each, Integral) or isinstance(each, bool)]
+    wrong = [token for token in array.flat if not isinstance(token, Integral) or isinstance(token, bool)]
     if array.ndim != 1 or wrong:
         what = f"has {reprlib.repr(wrong[0])}" if array.ndim == 1 else f"is an array of shape {list(array.shape)}"
-        raise MisuseError(f"a prompt is a list of the numbers of tokens, and this one {what}")
+        raise MisuseError(f"a prompt is a list of token ids, and this one {what}")
     tokens = list(map(int, array))
     ids = next(tensor for tensor in manifest.inputs if tensor.name == signature.ids)
-    known, types = ids.role.rows if ids.role is not None else 0, number_type(ids.dtype)
-    most = known or (np.iinfo(types).max + 1 if types.kind in "iu" else None)
-    if unknown := [token for token in tokens if token < 0 or (most is not None and token >= most)]:
-        has = f"has a vocabulary of {known}" if known else f"takes numbers from 0, of type {types}"
-        raise MisuseError(f"the prompt has the token {unknown[0]}, and the model {has}")
+    vocabulary, dtype = ids.role.rows if ids.role is not None else 0, number_type(ids.dtype)
+    end = vocabulary or (np.iinfo(dtype).max + 1 if dtype.kind in "iu" else None)
+    if unknown := [token for token in tokens if token < 0 or (end is not None and token >= end)]:
+        limit = f"has a vocabulary of {vocabulary}" if vocabulary else f"takes numbers from 0, of type {dtype}"
+        raise MisuseError(f"the prompt has the token {unknown[0]}, and the model {limit}")
     return tokens

@@ -1,4 +1,4 @@
-"""Which module of a package does what when text is generated, by what they take and give."""
+"""Which module of a package has which part in generating text, by their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
             f"can't generate with {there}: splitc knows an encoder and its decoder, or a decoder in two uses (without "
             "caches, and with them). Name the one to generate with by --module"
         )
-    first, step = (each[0] if each else None for each in (firsts, steps))
+    first, step = (names[0] if names else None for names in (firsts, steps))
     wanting = {name: find_wanted(manifests[name]) for name in decoders}
     encoders = [
         name
         for name, manifest in manifests.items()
-        if name not in decoders and any(find_links(manifests[each], manifest) for each in decoders)
+        if name not in decoders and any(find_links(manifests[decoder], manifest) for decoder in decoders)
     ]
     if len(encoders) > 1:
-        raise MisuseError(f"can't generate with {there}: {' and '.join(encoders)} both make what the decoder reads")
+        raise MisuseError(f"can't generate with {there}: {' and '.join(encoders)} both compute what the decoder reads")
     encoder = encoders[0] if encoders else None
     makers = [manifests[name] for name in (encoder, first) if name is not None]
     for name, wanted in wanting.items():
         known = {key for maker in makers for key in find_links(manifests[name], maker)}
-        if missing := [each for each in wanted if each not in known]:
+        if missing := [needed for needed in wanted if needed not in known]:
             raise MisuseError(
-                f"can't generate with {there}: none makes '{missing[0]}', which {name} reads. Compile the folder with "
-                "the encoder and all uses of the decoder"
+                f"can't generate with {there}: none computes '{missing[0]}', which {name} reads. Compile the folder "
+                "with the encoder and all uses of the decoder"
             )
     return Wiring(encoder, first, step)
 
@@ -73,7 +73,7 @@ def is_decoder(manifest: Manifest) -> bool:
 
 
 def find_wanted(manifest: Manifest) -> list[str]:
-    """The inputs that another model must make: neither states nor whole numbers, which all are made of the tokens."""
+    """The inputs that another model must compute: floating point ones that are no states."""
     states = {state.input for state in manifest.states}
     return [
         tensor.name
@@ -83,20 +83,20 @@ def find_wanted(manifest: Manifest) -> list[str]:
 
 
 def find_links(reader: Manifest, maker: Manifest) -> dict[str, str]:
-    """The inputs of a model that outputs of another one are for: by their names, or if only one has the shape."""
+    """The inputs of a model, each with the output of another model that it takes: by name, or if only one fits."""
     wanted = set(find_wanted(reader))
     handed = find_handed(reader, {tensor.name for tensor in maker.outputs})
     links = {name: output for name, output in handed.items() if name in wanted}
     free = [tensor for tensor in maker.outputs if tensor.name not in links.values()]
     for tensor in reader.inputs:
-        fitting = [each.name for each in free if _fits(tensor, each)]
+        fitting = [output.name for output in free if _fits(tensor, output)]
         if tensor.name in wanted and tensor.name not in links and len(fitting) == 1:
             links[tensor.name] = fitting[0]
     return links
 
 
 def _fits(taken: Tensor, made: Tensor) -> bool:
-    """Whether they are states of an encoder, of one width: if a model names it by a symbol, it may be any."""
+    """Whether both are an encoder's states of the same width; a symbol may be any width."""
     if taken.dtype != made.dtype or taken.shape is None or made.shape is None:
         return False
     if not len(taken.shape) == len(made.shape) == STATES_AXES:
@@ -106,7 +106,7 @@ def _fits(taken: Tensor, made: Tensor) -> bool:
 
 
 def find_masks(reader: Manifest, read: Collection[str]) -> dict[str, str]:
-    """The masks that are as long as one of the inputs `read`, which is named: those of an encoder's positions."""
+    """The masks of an encoder's positions, each with the one of the inputs `read` that is as long."""
     lengths = {
         size: tensor.name
         for tensor in reader.inputs

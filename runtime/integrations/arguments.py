@@ -1,4 +1,4 @@
-"""A call of a model's method, as feeds: arguments go into the inputs that have their names."""
+"""The feeds of a call of a model's method: arguments are fed to the inputs of their names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIABLE = inspect.Parameter.VAR_POSITIONAL
 
 @dataclass(frozen=True)
 class ModelMethod:
-    """A method that a package's module stands for, with the module's inputs.
+    """A method that a package's module replaces, with the module's inputs.
 
     `name` is what errors call it. The signature is that of the original method.
     """
@@ -45,7 +45,7 @@ class ModelMethod:
         known = [tensor.name for tensor in (*self.inputs, *self.optional)]
         feeds = {name: self._number(arguments, named, name) for name in known}
         self._check_unused(named)
-        if missing := [each.name for each in self.inputs if feeds[each.name] is None]:
+        if missing := [tensor.name for tensor in self.inputs if feeds[tensor.name] is None]:
             raise FeedError(f"{self.name} is called without '{missing[0]}', which the compiled model reads")
         return {name: value for name, value in feeds.items() if value is not None}, arguments
 
@@ -55,20 +55,20 @@ class ModelMethod:
             if isinstance(value, Mapping):
                 yield from self._flat(value)
             elif name in self.signature.parameters and self.signature.parameters[name].kind == VARIABLE:
-                yield from ((f"{name}[{place}]", each) for place, each in enumerate(value))
-            elif isinstance(value, (list, tuple)) and any(each.name == f"{name}_0" for each in self.inputs):
-                yield from ((f"{name}_{place}", each) for place, each in enumerate(value))
+                yield from ((f"{name}[{place}]", item) for place, item in enumerate(value))
+            elif isinstance(value, (list, tuple)) and any(tensor.name == f"{name}_0" for tensor in self.inputs):
+                yield from ((f"{name}_{place}", item) for place, item in enumerate(value))
             else:
                 yield name, value
 
     def _number(self, arguments: Mapping[str, Any], named: Mapping[str, Any], name: str) -> Any:
-        """What goes into an input: a tensor, or a number that is no tensor yet."""
+        """The tensor, or the number, that is fed to an input."""
         value = named.get(name, arguments.get(name))
         return np.asarray(value) if isinstance(value, (bool, int, float)) else value
 
     def _check_unused(self, named: Mapping[str, Any]) -> None:
         """Raise FeedError for a tensor that nothing reads, or that is not what its input was bound to."""
-        bound = {each.name: each.value for each in self.fixed}
+        bound = {tensor.name: tensor.value for tensor in self.fixed}
         known = {tensor.name for tensor in (*self.inputs, *self.optional)}
         for name, value in named.items():
             if name in known:
@@ -83,7 +83,7 @@ class ModelMethod:
 
 
 def method_of(owner: type, method: str, name: str, session: Any) -> ModelMethod:
-    """The method of a class that a session stands for."""
+    """The method of a class that a session replaces."""
     plain: Callable[..., Any] = getattr(owner, method)
     parameters = list(inspect.signature(plain).parameters.values())[1:]  # without self
     fixed = session.manifest.fixed
@@ -96,18 +96,18 @@ def numbered_together(outputs: Mapping[str, Any], lengths: Mapping[str, int]) ->
     `lengths` are those of tuples by name, where they are known. Places that the model does not give are None. With an
     underscore, as in `samples_3`, they do so if there are several, numbered from 0 on.
     """
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for name, value in outputs.items():
         stem, dot, number = name.rpartition("." if "." in name else "_")
         if dot and number.isdigit() and (dot == "." or _count(outputs, stem) > max(1, int(number))):
-            found.setdefault(stem, {})[int(number)] = value
+            merged.setdefault(stem, {})[int(number)] = value
         else:
-            found[name] = value
+            merged[name] = value
     return {
         name: tuple(map(value.get, range(max(*value, lengths.get(name, 0) - 1, 0) + 1)))
         if isinstance(value, dict)
         else value
-        for name, value in found.items()
+        for name, value in merged.items()
     }
 
 
@@ -119,5 +119,5 @@ def _count(names: Collection[str], stem: str) -> int:
 def _holds_tensors(value: Any) -> bool:
     """Whether an argument is a tensor of any library, or a sequence of such."""
     if isinstance(value, (list, tuple)):
-        return any(_holds_tensors(each) for each in value)
+        return any(_holds_tensors(item) for item in value)
     return hasattr(value, "shape") and hasattr(value, "dtype")

@@ -37,7 +37,7 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
     """
     path = Path(package)
     read, components = _read_package(path)
-    places = {each.name: _find_place(each.name, components) for each in read.modules}
+    places = {module.name: _find_place(module.name, components) for module in read.modules}
     try:
         import diffusers
 
@@ -51,7 +51,7 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
         for component, kind in components.items():
             methods = {method: sessions[name] for name, (of, method) in places.items() if of == component}
             if methods and component not in options:
-                folders = [Path(each.source).parent for each in read.modules if places[each.name][0] == component]
+                folders = [Path(module.source).parent for module in read.modules if places[module.name][0] == component]
                 config = _find_config(path, component, folders)
                 parts[component] = make_part(find_class(*kind), config, component, methods)
         _check_complete(path, components, {*parts, *options})
@@ -80,7 +80,7 @@ def _read_package(package: Path) -> tuple[PipelineFile, dict[str, tuple[str, str
     return read, {
         name: (value[0], value[1])
         for name, value in values.items()
-        if isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
+        if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
     }
 
 

@@ -20,11 +20,11 @@ from splitc.runtime.integrations.arguments import ModelMethod, method_of, number
 from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.session.session import Session
 
-# What a method gives, by name, of a part and its session's outputs.
+# The result of a method, by its name, from a part and its session's outputs.
 Answer = Callable[[Any, Mapping[str, torch.Tensor]], dict[str, Any]]
 FORWARD, ENCODE, DECODE = "forward", "encode", "decode"
 HOST = torch.device("cpu")
-# What changes what a model computes, which is compiled already.
+# Methods that would change what a compiled model computes.
 CHANGES = (
     "_load_ip_adapter_weights",
     "add_adapter",
@@ -71,7 +71,7 @@ def make_part(kind: Any, config: Path, name: str, sessions: Mapping[str, Session
 
 
 def _served(kind: Any, name: str, sessions: Mapping[str, Session], answer: Answer) -> dict[str, Any]:
-    """The methods that sessions are."""
+    """The methods that sessions replace."""
     answers = {FORWARD: answer, ENCODE: _latents, DECODE: answer}
     return {
         method: _method(answers[method], method_of(kind, method, f"{name}.{method}", session), session)
@@ -82,17 +82,21 @@ def _served(kind: Any, name: str, sessions: Mapping[str, Session], answer: Answe
 def _refused(kind: Any, name: str, sessions: Mapping[str, Session]) -> dict[str, Any]:
     """The methods that a model without weights can't have."""
     missing = set() if FORWARD in sessions else {FORWARD, ENCODE, DECODE} - sessions.keys()
-    refused = {each: f"the package has no module for {name}.{each}: export and compile it too" for each in missing}
+    refused = {
+        method: f"the package has no module for {name}.{method}: export and compile it too" for method in missing
+    }
     changed = f"{name} is compiled, and can't be changed: make the change to the model before it is exported"
-    refused |= {each: changed for each in CHANGES if hasattr(kind, each)}
+    refused |= {change: changed for change in CHANGES if hasattr(kind, change)}
     return {method: _refusal(reason) for method, reason in refused.items()}
 
 
 def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors, arguments = method.bind(args, kwargs)
-        feeds = {each.name: _array(tensors[each.name], each) for each in method.inputs}
-        feeds |= {each.name: _array(tensors[each.name], each) for each in method.optional if each.name in tensors}
+        feeds = {tensor.name: _array(tensors[tensor.name], tensor) for tensor in method.inputs}
+        feeds |= {
+            tensor.name: _array(tensors[tensor.name], tensor) for tensor in method.optional if tensor.name in tensors
+        }
         outputs = {name: _tensor(array) for name, array in session.run(feeds).items()}
         made = answer(self, outputs)
         return tuple(made.values()) if arguments.get("return_dict") is False else ModelOutput(**made)
@@ -101,7 +105,7 @@ def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[.
 
 
 def _diffusers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """In diffusers, what a model makes is its `sample`, whatever an exporter calls it; or tuples (ControlNet)."""
+    """In diffusers a model's output is `sample`, whatever its name in the export; or tuples (ControlNet)."""
     made = numbered_together(outputs, {})
     first, *others = made
     if isinstance(made[first], tuple):
@@ -133,7 +137,7 @@ def _refusal(reason: str) -> Callable[..., Any]:
 
 
 def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Where the part is, and as it is: it takes tensors of any number type. Raises MisuseError for another device."""
+    """The part itself: it takes tensors of any number type. Raises MisuseError for another device."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     if device is not None and device.type != HOST.type:
         raise MisuseError(
@@ -147,8 +151,10 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _number_type(session: Session) -> torch.dtype:
     """The type of a model's floating numbers."""
-    types = [getattr(torch, each.dtype) for each in (*session.inputs, *session.outputs) if hasattr(torch, each.dtype)]
-    return next((each for each in types if each.is_floating_point), torch.float32)
+    types = [
+        getattr(torch, tensor.dtype) for tensor in (*session.inputs, *session.outputs) if hasattr(torch, tensor.dtype)
+    ]
+    return next((dtype for dtype in types if dtype.is_floating_point), torch.float32)
 
 
 def _array(value: Any, tensor: Tensor) -> Array:

@@ -1,1 +1,1 @@
-"""Pages of pictures: what a plan, a package, its times and its check look like, each as one file for a browser."""
+"""Reports: a plan, a package, its times or its check as a page with charts, one file for a browser."""

@@ -1,4 +1,4 @@
-"""What a page has: chapters (one a module), their sections, and in each a strip, a chart or a table."""
+"""The content of a page: chapters (one per module) of sections, each with a strip, a chart or tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 # A chart as Vega-Lite has it.
 Chart = Mapping[str, Any]
-# Words and what is said of them: ("engine", "onnxruntime").
+# Labels with their text: ("engine", "onnxruntime").
 Facts = Sequence[tuple[str, str]]
 
 

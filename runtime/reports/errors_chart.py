@@ -12,7 +12,7 @@ from splitc.runtime.units import shortened_middle
 
 # The most outputs that are drawn, the worst first; the table has all.
 SHOWN = 40
-# Where an error of 0 stands on the axis of powers of ten: below all others.
+# The place of an error of 0 on the logarithmic axis: below all others.
 LEAST = 1e-10
 AGREES, DIFFERS = "agrees", "differs"
 PAINT = {AGREES: "var(--good)", DIFFERS: "var(--bad)"}
@@ -20,17 +20,17 @@ PAINT = {AGREES: "var(--good)", DIFFERS: "var(--bad)"}
 LONGEST = 22
 
 
-def errors_section(found: Sequence[Difference]) -> Section:
+def errors_section(differences: Sequence[Difference]) -> Section:
     """The errors of outputs, the worst first."""
-    worst = sorted(found, key=lambda each: (each.passed, -each.relative))
-    drawn = [each for each in worst if math.isfinite(each.relative)][:SHOWN]
-    notes = [f"{each.name}: {each.problem}" for each in worst if each.problem]
-    if len(drawn) < len(found):
-        notes.append(f"The chart has {len(drawn)} of {len(found)} outputs, the table all.")
+    worst = sorted(differences, key=lambda difference: (difference.passed, -difference.relative))
+    drawn = [difference for difference in worst if math.isfinite(difference.relative)][:SHOWN]
+    notes = [f"{difference.name}: {difference.problem}" for difference in worst if difference.problem]
+    if len(drawn) < len(differences):
+        notes.append(f"The chart has {len(drawn)} of {len(differences)} outputs, the table all.")
     return Section(
         "Errors by output",
         ["Each output's largest error, divided by its largest value. The line is what is allowed.", *notes],
-        legend=PAINT if any(not each.passed for each in drawn) else {},
+        legend=PAINT if any(not difference.passed for difference in drawn) else {},
         chart=_chart(drawn) if drawn else None,
         tables=[_table(worst)],
     )
@@ -40,25 +40,25 @@ def _chart(drawn: Sequence[Difference]) -> Chart:
     alt = altair()
     rows = [
         {
-            "output": each.name,
-            "label": f"{number}\n{shortened_middle(each.name, LONGEST)}",
-            "error": f"{each.relative:.2e}",
-            "at": _place(each),
-            "value": max(LEAST, each.relative),
-            "kind": AGREES if each.passed else DIFFERS,
-            "allowed": max(LEAST, each.allowed),
-            "limit": f"{each.allowed:.2e}",
+            "output": difference.name,
+            "label": f"{number}\n{shortened_middle(difference.name, LONGEST)}",
+            "error": f"{difference.relative:.2e}",
+            "at": _place(difference),
+            "value": max(LEAST, difference.relative),
+            "kind": AGREES if difference.passed else DIFFERS,
+            "allowed": max(LEAST, difference.allowed),
+            "limit": f"{difference.allowed:.2e}",
         }
-        for number, each in enumerate(drawn)
+        for number, difference in enumerate(drawn)
     ]
-    values = [max(LEAST, number) for each in drawn for number in (each.relative, each.allowed)]
+    values = [max(LEAST, number) for difference in drawn for number in (difference.relative, difference.allowed)]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 0.1)
     said = f"datum.value <= {2 * LEAST} ? '0' : format(datum.value, '~e')"
     axis = alt.Axis(title="relative error", labelExpr=said, values=[10.0**power for power in range(low, high + 1)])
     scale = alt.Scale(type="log", domain=[10.0 ** (low - 0.2), 10.0**high], nice=False)
     base = alt.Chart(alt.Data(values=rows)).encode(
         y=alt.Y("label:N", sort=None, axis=alt.Axis(title=None, labelExpr="split(datum.label, '\\n')[1]", grid=True)),
-        tooltip=[alt.Tooltip(f"{each}:N") for each in ("output", "kind", "error", "at", "limit")],
+        tooltip=[alt.Tooltip(f"{column}:N") for column in ("output", "kind", "error", "at", "limit")],
     )
     colour = alt.Color("kind:N", scale=alt.Scale(domain=list(PAINT), range=list(PAINT.values())), legend=None)
     shape = alt.Shape("kind:N", scale=alt.Scale(domain=list(PAINT), range=["circle", "cross"]), legend=None)
@@ -71,23 +71,23 @@ def _chart(drawn: Sequence[Difference]) -> Chart:
     return finished(alt.layer(limits, errors), height=24 * len(rows))
 
 
-def _table(found: Sequence[Difference]) -> Table:
+def _table(differences: Sequence[Difference]) -> Table:
     right = ("largest error", "relative", "allowed", "expected", "got")
     rows = [
         (
-            each.name,
-            f"{each.absolute:.2e}",
-            f"{each.relative:.2e}",
-            f"{each.allowed:.2e}",
-            _place(each),
-            f"{each.expected:.6g}",
-            f"{each.actual:.6g}",
-            AGREES if each.passed else f"{DIFFERS} {each.problem or ''}",
+            difference.name,
+            f"{difference.absolute:.2e}",
+            f"{difference.relative:.2e}",
+            f"{difference.allowed:.2e}",
+            _place(difference),
+            f"{difference.expected:.6g}",
+            f"{difference.actual:.6g}",
+            AGREES if difference.passed else f"{DIFFERS} {difference.problem or ''}",
         )
-        for each in found
+        for difference in differences
     ]
     return Table("Errors in numbers", ("output", *right[:3], "at", *right[3:], ""), rows, right)
 
 
-def _place(each: Difference) -> str:
-    return ",".join(map(str, each.where))
+def _place(difference: Difference) -> str:
+    return ",".join(map(str, difference.where))

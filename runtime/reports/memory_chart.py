@@ -17,7 +17,7 @@ PREDICTED = {
     "libraries and loading": "var(--other)",
 }
 MEASURED = {"loaded, measured": "var(--loaded)", "more at the peak, measured": "var(--peak)"}
-# A budget that is more times as large as what is held is drawn up to there only.
+# A budget that is more than so many times as large as what is held is cut off there.
 SHOWN = 4
 
 
@@ -72,8 +72,8 @@ def _bars(number: int, label: str, rank: ShownRank) -> Iterator[_Bar]:
         return
     loaded, peak = rank.measured.loaded, rank.measured.peak
     yield _Bar(2 * number, (f"{label}, predicted", full), parts, rank.budget)
-    found = dict(zip(MEASURED, (loaded, max(0, peak - loaded)), strict=True))
-    yield _Bar(2 * number + 1, ("measured", format_bytes(peak)), found, rank.budget)
+    measured = dict(zip(MEASURED, (loaded, max(0, peak - loaded)), strict=True))
+    yield _Bar(2 * number + 1, ("measured", format_bytes(peak)), measured, rank.budget)
 
 
 def _chart(bars: Sequence[_Bar], end: float, colours: Mapping[str, str]) -> Chart:

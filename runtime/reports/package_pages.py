@@ -17,8 +17,8 @@ from splitc.runtime.reports.timeline_chart import timeline_sections
 from splitc.runtime.reports.times_chart import latencies_table, times_section
 from splitc.runtime.reports.whole_table import whole_section
 from splitc.runtime.tools.bench import BenchResult
+from splitc.runtime.tools.caveats import time_caveats
 from splitc.runtime.tools.compare import Difference
-from splitc.runtime.tools.measured_words import say_measured
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from splitc.runtime.units import format_shape
 
@@ -52,7 +52,7 @@ def bench_page(name: str, manifest: Manifest, result: BenchResult, measured: Seq
         facts.append(("rate beside one at a time", f"{result.against_one:.2f} times"))
     sections = [
         Section("Latency", tables=[latencies_table(result)]),
-        times_section(result, at_work, say_measured(manifest.ranks, result.timeline)),
+        times_section(result, at_work, time_caveats(manifest.ranks, result.timeline)),
         *timeline_sections(manifest.ranks, [result.alone], streamed),
         *_body(manifest, measured),
     ]
@@ -64,13 +64,13 @@ def check_page(
 ) -> Page:
     """How outputs differ, by module: its manifest, the differences, what they were compared with, and ranks' memory."""
     chapters = []
-    for title, (manifest, found, compared, measured) in checked.items():
-        agree = sum(each.passed for each in found)
-        facts = [("agree", f"{agree} of {len(found)} outputs"), ("compared with", compared)]
-        chapters.append(Chapter(title, facts, (), [errors_section(found), *_body(manifest, measured)]))
-    differ = sum(not each.passed for _, found, _, _ in checked.values() for each in found)
+    for title, (manifest, differences, compared, measured) in checked.items():
+        agree = sum(difference.passed for difference in differences)
+        facts = [("agree", f"{agree} of {len(differences)} outputs"), ("reference", compared)]
+        chapters.append(Chapter(title, facts, (), [errors_section(differences), *_body(manifest, measured)]))
+    differ = sum(not difference.passed for _, differences, _, _ in checked.values() for difference in differences)
     verdict = f"{differ} outputs differ" if differ else "all outputs agree"
-    manifests = {title: each[0] for title, each in checked.items()}
+    manifests = {title: check[0] for title, check in checked.items()}
     return Page(f"Check of {name}: {verdict}", _describe(manifests), chapters)
 
 
@@ -81,9 +81,9 @@ def _holds(title: str, manifest: Manifest) -> Chapter:
     if manifest.collectives:
         facts.append((words_of(manifest.split_mode).exchanges, f"{manifest.collectives} a run"))
     rows = [
-        (kind, each.name, each.dtype, format_shape(each.shape))
+        (kind, tensor.name, tensor.dtype, format_shape(tensor.shape))
         for kind, tensors in manifest.tensors.items()
-        for each in tensors
+        for tensor in tensors
     ]
     tensors = Section("Inputs and outputs", tables=[Table("All of them", ("", "name", "type", "shape"), rows)])
     return Chapter(title, facts, (), [*_body(manifest, (), whole=True), tensors])
@@ -107,7 +107,7 @@ def _body(manifest: Manifest, measured: Sequence[RankMemory], whole: bool = Fals
     ]
     words = words_of(manifest.split_mode)
     cuts = [ShownCut(cut.values, cut.bytes) for cut in manifest.cuts]
-    weights = [(each.name, each.bytes, each.reason) for each in manifest.unsplit] if whole else []
+    weights = [(weight.name, weight.bytes, weight.reason) for weight in manifest.unsplit] if whole else []
     labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
     return [
         strip_section(ranks, cuts, words.is_radial),

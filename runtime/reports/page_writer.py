@@ -1,4 +1,4 @@
-"""Write a page: one file that holds its charts, its style and the scripts that draw, and needs no network."""
+"""Write a page: one file with its charts, style and scripts, which needs no network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from splitc.runtime.version import VERSION
 if TYPE_CHECKING:
     from splitc.runtime.reports.contents import Chart, Page
 
-# What pages need beyond the rest of splitc, by the name of the module.
+# The libraries that only pages need, by the name of the module.
 LIBRARIES = {"altair": "altair", "vl_convert": "vl-convert-python", "jinja2": "jinja2"}
 # The most blocks of a stage that are drawn one by one.
 CELLS = 160

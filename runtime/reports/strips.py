@@ -40,10 +40,10 @@ def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[ShownCut], is_radia
     """Which rank has which blocks. With `is_radial`, values cross between rank 0 and each other rank."""
     stages = []
     for number, group in enumerate(groups := _share_stages(ranks)):
-        blocks = max((ranks[each].blocks for each in group), key=len)
+        blocks = max((ranks[number].blocks for number in group), key=len)
         shown = [
-            StripRank(each, rank.device, rank.weights, *_held(blocks, rank), _radial_bytes(cuts, each, is_radial))
-            for each, rank in ((each, ranks[each]) for each in group)
+            StripRank(number, rank.device, rank.weights, *_held(blocks, rank), _radial_bytes(cuts, number, is_radial))
+            for number, rank in ((number, ranks[number]) for number in group)
         ]
         is_last = is_radial or number == len(groups) - 1
         stages.append(StripStage(blocks, shown, None if is_last else _bytes(cuts, number)))
@@ -66,8 +66,8 @@ def _say(is_radial: bool, shares: bool, cuts: bool) -> str:
 
 def colour_of(device: str) -> int:
     """The number of a device's colour, which is the same on all pages."""
-    found = device_named(device)
-    return (found.index + 5 * (found.host or 0) + (COLOURS // 2) * (found.kind == "cpu")) % COLOURS
+    named = device_named(device)
+    return (named.index + 5 * (named.host or 0) + (COLOURS // 2) * (named.kind == "cpu")) % COLOURS
 
 
 def _share_stages(ranks: Sequence[ShownRank]) -> list[list[int]]:

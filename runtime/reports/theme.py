@@ -20,8 +20,8 @@ def altair() -> Any:
 
 
 def unit_for(largest: float, units: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    """The unit of an axis up to this number, with what it is worth."""
-    return next((each for each in units if largest >= 1.5 * each[1]), units[-1])
+    """The unit of an axis that ends at this number, and its factor."""
+    return next((unit for unit in units if largest >= 1.5 * unit[1]), units[-1])
 
 
 def finished(chart: Any, **properties: Any) -> Chart:

@@ -12,7 +12,7 @@ from splitc.runtime.ranks.request import Execution
 from splitc.runtime.reports.contents import Section
 from splitc.runtime.reports.strips import COLOURS
 from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
-from splitc.runtime.tools.measured_words import is_launch
+from splitc.runtime.tools.caveats import is_launch
 from splitc.runtime.tools.trace import Timeline, describe
 from splitc.runtime.units import format_seconds
 
@@ -29,7 +29,7 @@ PAINT = {
 }
 # What is drawn of a stream.
 AT_WORK = (COMPUTES, LAUNCHES, REPLAYS)
-# The most bars that are drawn as they are: of more, neighbours become one.
+# The most bars that are drawn: of more, neighbouring ones are joined.
 MOST = 3000
 
 Bar = dict[str, Any]
@@ -76,21 +76,21 @@ def _bars(ranks: Sequence[Rank], requests: Timeline) -> list[Bar]:
 
 
 def _joined(served: Execution, rank: Rank, gap: float) -> list[tuple[str, str, float, float]]:
-    """The kind, name, start and end of steps, those of one kind that follow within the gap as one.
+    """The kind, name, start and end of steps. Steps of one kind within the gap of each other are one.
 
     Steps that only told a GPU what to do are followed by the wait for what it does.
     """
-    found: list[tuple[str, str, float, float]] = []
+    joined: list[tuple[str, str, float, float]] = []
     for span in served.spans:
         computes = LAUNCHES if is_launch(span, rank) else COMPUTES
         kind = KINDS.get(type(span.step), computes)  # type: ignore[arg-type]  # others are engines' runs
-        if found and gap and found[-1][0] == kind and span.start - found[-1][3] < gap:
-            found[-1] = (kind, "several steps", found[-1][2], span.end)
+        if joined and gap and joined[-1][0] == kind and span.start - joined[-1][3] < gap:
+            joined[-1] = (kind, "several steps", joined[-1][2], span.end)
         else:
-            found.append((kind, describe(span, rank), span.start, span.end))
-    if any(kind == LAUNCHES for kind, *_ in found):
-        found.append((FINISHES, "its work, and its outputs", found[-1][3], served.end))
-    return found
+            joined.append((kind, describe(span, rank), span.start, span.end))
+    if any(kind == LAUNCHES for kind, *_ in joined):
+        joined.append((FINISHES, "its work, and its outputs", joined[-1][3], served.end))
+    return joined
 
 
 def _section(

@@ -1,4 +1,4 @@
-"""How long each rank was busy, waiting, and with the runtime's own work, in a request."""
+"""How long each rank was busy, waited, and did the runtime's own work, per request."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ PAINT = {"busy": "var(--busy)", "waiting": "var(--track)", "overhead": "var(--se
 
 
 def times_section(result: BenchResult, at_work: str, caveats: Sequence[str]) -> Section:
-    """The medians of all runs. `at_work` says which ranks work on one request, `caveats` what times have in them."""
+    """The medians of all runs. `at_work` says which ranks work on one request, `caveats` what the times include."""
     alt = altair()
     labels = [f"{number} {rank.device}" for number, rank in enumerate(result.ranks)]
     times = [(rank.busy, rank.waiting, rank.overhead) for rank in result.ranks]
     unit, worth = unit_for(max(map(sum, times), default=0.0), SECONDS)
     rows = [
         {"rank": label, "kind": kind, "order": number, "time": seconds / worth, "said": format_seconds(seconds)}
-        for label, each in zip(labels, times, strict=True)
-        for number, (kind, seconds) in enumerate(zip(PAINT, each, strict=True))
+        for label, seconds_by_kind in zip(labels, times, strict=True)
+        for number, (kind, seconds) in enumerate(zip(PAINT, seconds_by_kind, strict=True))
     ]
     chart = (
         alt.Chart(alt.Data(values=rows))
@@ -38,8 +38,8 @@ def times_section(result: BenchResult, at_work: str, caveats: Sequence[str]) -> 
     count = f"one request at a time: {at_work}" if alone else f"{result.in_flight} requests in flight"
     columns = ("busy", "waiting", "overhead", "at work")
     table = [
-        (label, *map(format_seconds, each), f"{rank.utilization:.0%}")
-        for label, each, rank in zip(labels, times, result.ranks, strict=True)
+        (label, *map(format_seconds, rank_times), f"{rank.utilization:.0%}")
+        for label, rank_times, rank in zip(labels, times, result.ranks, strict=True)
     ]
     return Section(
         "Time of each rank",
@@ -57,8 +57,14 @@ def latencies_table(result: BenchResult) -> Table:
     threads = f"{len(result.ranks)} x {result.threads}"
     package = ("package", threads, *_times(result.latency), f"{result.rate:.1f}/s", *("" for _ in ratio))
     others = [
-        ("unsplit", str(each.threads), *_times(each.latency), f"{1 / each.latency.median:.1f}/s", f"{each.ratio:.3f}")
-        for each in result.baselines
+        (
+            "unsplit",
+            str(other.threads),
+            *_times(other.latency),
+            f"{1 / other.latency.median:.1f}/s",
+            f"{other.ratio:.3f}",
+        )
+        for other in result.baselines
     ]
     return Table("Time of a request", ("", "threads", *columns), [package, *others], columns, folded=False)
 

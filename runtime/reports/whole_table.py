@@ -20,9 +20,9 @@ def whole_section(weights: Sequence[tuple[str, int, str]], where: str) -> Sectio
     reasons: dict[str, list[int]] = {}
     for _, size, reason in weights:
         reasons.setdefault(reason, []).append(size)
-    largest = sorted(reasons.items(), key=lambda each: -sum(each[1]))
+    largest = sorted(reasons.items(), key=lambda reason: -sum(reason[1]))
     rows = [(format_bytes(sum(sizes)), str(len(sizes)), reason) for reason, sizes in largest]
-    every = sorted(weights, key=lambda each: -each[1])
+    every = sorted(weights, key=lambda weight: -weight[1])
     listed = [(format_bytes(size), name, reason) for name, size, reason in every[:LISTED]]
     columns = ("bytes", "weights", "reason")
     title = "Each of them" if len(every) <= LISTED else f"The {LISTED} largest of {len(every)}"

@@ -1,4 +1,4 @@
-"""How a decoder's caches are called: two names a layer, which differ from layer to layer in a number only."""
+"""The names of a decoder's caches: two per layer, which differ from layer to layer in a number only."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class CacheNames:
 def find_caches(manifest: Manifest) -> CacheNames:
     """Find the patterns. Raises MisuseError for a model that has no such caches."""
     if not manifest.states:
-        raise MisuseError(f"{manifest.source.name} has no caches: genai runs decoders that have some")
+        raise MisuseError(f"{manifest.source.name} has no caches, which genai needs")
     patterns = _group(manifest.states)
     layers = len(manifest.states) // 2
-    if len(patterns) != 2 or any(found != set(range(layers)) for found in patterns.values()):
+    if len(patterns) != 2 or any(layers_named != set(range(layers)) for layers_named in patterns.values()):
         names = ", ".join(sorted(taken for taken, _ in patterns)[:4])
         raise MisuseError(
-            f"genai wants two caches a layer, keys and values, called by the layers' numbers from 0 on; "
+            f"genai needs two caches per layer, keys and values, whose names differ by the layer's number from 0 on; "
             f"{manifest.source.name} has {len(manifest.states)}: {names}"
         )
     heads, head = _sizes(manifest)
@@ -43,15 +43,17 @@ def find_caches(manifest: Manifest) -> CacheNames:
 
 
 def _group(states: Sequence[State]) -> dict[tuple[str, str], set[int]]:
-    """The patterns of the states' two names, and their layers. Of several numbers the layer's is that which differs."""
+    """The patterns of the states' two names, and their layers. The layer's number is the one that differs."""
     possible = [_patterns(state) for state in states]
-    counts = Counter(pattern for found in possible for pattern in found)
+    counts = Counter(pattern for patterns in possible for pattern in patterns)
     groups: dict[tuple[str, str], set[int]] = {}
-    for state, found in zip(states, possible, strict=True):
-        if not found:
-            raise MisuseError(f"genai wants a layer's number in a cache's names: '{state.input}', '{state.output}'")
-        pattern = max(found, key=lambda each: counts[each])
-        groups.setdefault(pattern, set()).add(found[pattern])
+    for state, patterns in zip(states, possible, strict=True):
+        if not patterns:
+            raise MisuseError(
+                f"genai needs the layer's number in the names of a cache: '{state.input}', '{state.output}'"
+            )
+        pattern = max(patterns, key=counts.__getitem__)
+        groups.setdefault(pattern, set()).add(patterns[pattern])
     return groups
 
 
@@ -74,12 +76,12 @@ def _with_gap(name: str, number: re.Match[str]) -> str:
 def _sizes(manifest: Manifest) -> tuple[int, int]:
     """The heads of a cache, and the size of each. Raises MisuseError if caches differ, or are of another form."""
     inputs = {tensor.name: tensor for tensor in manifest.inputs}
-    found = {_form(inputs[state.input], state) for state in manifest.states}
-    if len(found) != 1 or None in found:
+    forms = {_form(inputs[state.input], state) for state in manifest.states}
+    if len(forms) != 1 or None in forms:
         raise MisuseError(
-            f"genai wants caches of one form, batch x heads x length x head, and {manifest.source.name} has others"
+            f"genai needs equal caches, batch x heads x length x head, and {manifest.source.name} has others"
         )
-    ((heads, head),) = (each for each in found if each is not None)
+    ((heads, head),) = (form for form in forms if form is not None)
     return heads, head
 
 

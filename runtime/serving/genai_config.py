@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.generate.room import find_room
+from splitc.runtime.generate.capacity import find_capacity
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
@@ -22,13 +22,15 @@ TYPE = "decoder-pipeline"
 def genai_config(
     manifest: Manifest, base: Mapping[str, Any] | None, context: int | None, endings: Sequence[int]
 ) -> dict[str, Any]:
-    """The config. With `base`, the unsplit model's own, the stages take its model's place and all else stays.
+    """The config. In `base`, the unsplit model's own, only the model is replaced, by the stages.
 
     `context` is the most tokens in a sequence, by default what the package knows; `endings` are the tokens that end a
     text. Raises MisuseError for a package whose ranks are no stages of a decoder, or are not ONNX Runtime's.
     """
     engines = find_stages(manifest, "genai")
-    stages = [_stage(number, *each) for number, each in enumerate(zip(manifest.ranks, engines, strict=True))]
+    stages = [
+        _stage(number, *rank_engine) for number, rank_engine in enumerate(zip(manifest.ranks, engines, strict=True))
+    ]
     if base is not None:
         config = copy.deepcopy(dict(base))
     else:
@@ -52,18 +54,18 @@ def _new_config(
     manifest: Manifest, signature: LanguageSignature, context: int | None, endings: Sequence[int]
 ) -> dict[str, Any]:
     if not endings:
-        raise MisuseError("genai must know the token that ends a text: name it with --stop, or give its --tokenizer")
+        raise MisuseError("genai needs the token that ends a text: name it with --stop, or give a --tokenizer")
     caches = find_caches(manifest)
     logits = next(tensor for tensor in manifest.outputs if tensor.name == signature.logits)
     vocabulary = None if logits.shape is None else logits.shape[-1]
     if not isinstance(vocabulary, int):
-        raise MisuseError(f"the output '{logits.name}' has no fixed number of tokens, which genai must know")
+        raise MisuseError(f"the output '{logits.name}' has no fixed number of tokens, which genai needs")
     if strange := [token for token in endings if not 0 <= token < vocabulary]:
         raise MisuseError(f"the end token {strange[0]} is none of the model's {vocabulary} tokens")
-    room = find_room(manifest, signature)
-    if context is not None and room is not None and context > room:
-        raise MisuseError(f"--context {context}: the model has room for {room} tokens")
-    longest = context or room or USUAL_CONTEXT
+    capacity = find_capacity(manifest, signature)
+    if context is not None and capacity is not None and context > capacity:
+        raise MisuseError(f"--context {context}: the model has room for {capacity} tokens")
+    longest = context or capacity or USUAL_CONTEXT
     named = {"input_ids": signature.ids, "attention_mask": signature.mask, "position_ids": signature.positions}
     return {
         "model": {

@@ -38,8 +38,8 @@ def export_genai(
     own = find_module(package, module)
     manifest = read_manifest(own)
     if tokenizer is not None and not tokenizer.is_dir():
-        raise MisuseError(f"--tokenizer {tokenizer} is no folder: name the one that tokenizer.json is in")
-    base = _find_base([each for each in (tokenizer, own, package) if each is not None])
+        raise MisuseError(f"--tokenizer {tokenizer} is not a folder: name the one that has tokenizer.json")
+    base = _find_base([folder for folder in (tokenizer, own, package) if folder is not None])
     if base is not None and (stop or context is not None):
         option = "--stop" if stop else "--context"
         raise MisuseError(f"{option} has no effect beside the model's own {FILE_NAME}: change it there")

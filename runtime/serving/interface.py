@@ -1,4 +1,4 @@
-"""What a served package takes and gives: the tensors that a server's clients see."""
+"""The inputs and outputs of a served package, as a server's clients see them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Interface:
-    """The tensors of a served package. With sequences, states are not among them."""
+    """The inputs and outputs of a served package; with sequences, without states."""
 
     inputs: Sequence[Tensor]
     optional: Sequence[Tensor]
@@ -26,10 +26,10 @@ class Interface:
 
 
 def find_interface(manifest: Manifest, sequences: bool) -> Interface:
-    """The tensors that clients feed and get. Raises MisuseError for sequences of a model without states."""
+    """The tensors that clients send and receive. Raises MisuseError for sequences of a model without states."""
     if sequences and not manifest.states:
         raise MisuseError(
-            f"{manifest.source.name} has no states, so its requests are no sequences: leave out --sequences"
+            f"{manifest.source.name} has no states, so its requests can't be sequences: leave out --sequences"
         )
     kept_inputs = {state.input for state in manifest.states if sequences}
     kept_outputs = {state.output for state in manifest.states if sequences}
@@ -47,20 +47,22 @@ def public_form(tensor: Tensor) -> tuple[str, list[int]]:
     """
     if tensor.dtype not in TYPES:
         raise MisuseError(
-            f"'{tensor.name}' is {tensor.dtype}, which servers do not exchange as arrays: export a model whose inputs "
+            f"'{tensor.name}' is {tensor.dtype}, which servers can't exchange: export a model whose inputs "
             "and outputs are float16 or float32"
         )
     if tensor.shape is None:
-        raise MisuseError(f"'{tensor.name}' may have any number of dimensions, and servers want a number of them")
+        raise MisuseError(f"'{tensor.name}' may have any number of dimensions, and servers need a fixed one")
     return TYPES[tensor.dtype], [size if isinstance(size, int) else -1 for size in tensor.shape] or [1]
 
 
 def check_native(interface: Interface, option: str) -> None:
-    """Raise MisuseError for tensors that only splitc's own model can have in Triton. `option` asks for another."""
+    """Raise MisuseError for tensors that Triton's own backends can't have. `option` chose one of them."""
     names = {tensor.name for tensor in interface.inputs}
-    for each in (*interface.inputs, *interface.outputs):
-        if each.shape == []:
-            raise MisuseError(f"'{each.name}' is a scalar, which Triton's own backends can't have: leave out {option}")
+    for tensor in (*interface.inputs, *interface.outputs):
+        if tensor.shape == []:
+            raise MisuseError(
+                f"'{tensor.name}' is a scalar, which Triton's own backends can't have: leave out {option}"
+            )
     if passed := [tensor.name for tensor in interface.outputs if tensor.name in names]:
         raise MisuseError(
             f"'{passed[0]}' is an input and an output, which Triton's own backends can't have: leave out {option}"
@@ -68,7 +70,7 @@ def check_native(interface: Interface, option: str) -> None:
 
 
 def find_rows(manifest: Manifest, interface: Interface) -> int | None:
-    """The most rows that requests can be joined to, in one batch; 0 for any number, None if they can't be.
+    """The most rows of a batch of requests; 0 for any number, None if requests can't be batched.
 
     They can be where the rows of the batch do not meet, and it is the free first one of several axes of all inputs and
     outputs.

@@ -1,4 +1,4 @@
-"""Requests that run as one: their rows are one batch."""
+"""Requests that run together, as one batch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Feeds = Mapping[str, Array]
 
 
 def group_alike(requests: Sequence[Feeds]) -> list[list[int]]:
-    """The numbers of the requests, those together that differ in the number of rows only."""
+    """The numbers of the requests, grouped by all but their number of rows."""
     groups: dict[Any, list[int]] = {}
     for number, feeds in enumerate(requests):
         rows = {array.shape[:1] for array in feeds.values()}
         alike = tuple(sorted((name, str(a.dtype), a.shape[1:], is_on_gpu(a)) for name, a in feeds.items()))
-        # One whose own arrays differ in their rows is for itself: its error is not that of others.
+        # A request whose arrays differ in their rows runs alone, so that it fails alone.
         groups.setdefault((alike, None if len(rows) == 1 and () not in rows else number), []).append(number)
     return list(groups.values())
 
 
 def join_rows(requests: Sequence[Feeds]) -> tuple[dict[str, Array], list[int]]:
-    """One batch of the rows of all requests, and the row that each of them but the first begins at.
+    """One batch with the rows of all requests, and the first row of each request but the first.
 
     Arrays of CuPy become one of CuPy, on their GPU.
     """
@@ -37,4 +37,4 @@ def join_rows(requests: Sequence[Feeds]) -> tuple[dict[str, Array], list[int]]:
 def part_rows(outputs: Feeds, starts: Sequence[int]) -> list[dict[str, Array]]:
     """The outputs of each request."""
     parts = {name: np.split(array, starts) for name, array in outputs.items()}
-    return [{name: each[number] for name, each in parts.items()} for number in range(len(starts) + 1)]
+    return [{name: pieces[number] for name, pieces in parts.items()} for number in range(len(starts) + 1)]

@@ -28,7 +28,7 @@ class SequenceStep:
 
 @dataclass
 class _Kept:
-    """A sequence, its requests that wait, and when the last one ended. `working` says that one of them runs."""
+    """A sequence, its waiting requests, and when the last one ended. `working` says whether one runs."""
 
     sequence: StateSequence
     waiting: deque[tuple[Mapping[str, Array], bool, Answer]] = field(default_factory=deque)
@@ -37,7 +37,7 @@ class _Kept:
 
 
 class KeptSequences:
-    """The open sequences of a session. Requests of one run in their order, and those of several at the same time.
+    """The open sequences of a session. Requests of one sequence run in order, those of several at the same time.
 
     A sequence is closed with its last request, when it starts again, when its engine fails, and when it was idle for
     `idle_seconds`. With `most`, so many are open at a time.
@@ -57,7 +57,7 @@ class KeptSequences:
         return len(self._kept)
 
     def submit(self, step: SequenceStep, feeds: Mapping[str, Array]) -> Answer:
-        """Run a request of a sequence after those before it. The arrays must not change meanwhile.
+        """Run a request of a sequence after the earlier ones. The arrays must not change meanwhile.
 
         Raises FeedError for a sequence that has not begun, MisuseError if too many are open.
         """
@@ -78,16 +78,16 @@ class KeptSequences:
         return answer
 
     def _begin(self, key: int | str) -> _Kept:
-        """A new sequence, in the place of one with the same id."""
+        """A new sequence, which replaces one with the same id."""
         if (before := self._kept.pop(key, None)) is not None:
             self._drop(before)
         if self._most is not None and len(self._kept) >= self._most:
-            raise MisuseError(f"{self._most} sequences are open, which is the most (most_sequences): end one of them")
+            raise MisuseError(f"{self._most} sequences are open, the limit (most_sequences): end one of them")
         kept = self._kept[key] = _Kept(self._session.start(self._capacity))
         return kept
 
     def _drop(self, kept: _Kept) -> None:
-        """Close a sequence. Its requests that wait fail; one that runs ends first."""
+        """Close a sequence when its running request has ended. Waiting requests fail."""
         kept.sequence.close()
 
     def _work(self, key: int | str, kept: _Kept) -> None:
@@ -123,7 +123,7 @@ class KeptSequences:
             self._end_idle(time.monotonic())
 
     def _end_idle(self, now: float) -> None:
-        """Close the sequences that nobody goes on with."""
+        """Close the sequences that have been idle for too long."""
         with self._lock:
             idle = [key for key, kept in self._kept.items() if not kept.working and now - kept.used >= self._idle]
             for key in idle:

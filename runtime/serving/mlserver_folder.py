@@ -31,13 +31,13 @@ def export_mlserver(
     The server's `settings.json` is written if there is none. `sequences` is as in `export_triton`. Raises MisuseError
     for what clients can't send or get, and for a model that is there.
     """
-    found = find_packages(package, module, name)
-    with new_models(folder, found) as folders:
-        for own, (known, (source, manifest)) in zip(folders, found.items(), strict=True):
+    packages = find_packages(package, module, name)
+    with new_models(folder, packages) as folders:
+        for own, (known, (source, manifest)) in zip(folders, packages.items(), strict=True):
             _write_model(own, known, source, manifest, serving.of(manifest, sequences))
     if not (folder / "settings.json").exists():
         _write_json(folder / "settings.json", SETTINGS)
-    return [folder / known for known in found]
+    return [folder / known for known in packages]
 
 
 def _write_model(folder: Path, name: str, package: Path, manifest: Manifest, serving: Serving) -> None:

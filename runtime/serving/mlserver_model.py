@@ -32,13 +32,15 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
             if (known := explained(error)) is None:
                 raise
             raise MLServerError(str(known), 500) from None
-        # One thread gives requests to the session. It waits where too many are in flight, and the server does not.
+        # One thread submits requests: it waits while too many are in flight, so that the server need not.
         self._submits = ThreadPoolExecutor(1, "splitc takes requests")
         return True
 
     async def predict(self, payload: types.InferenceRequest) -> types.InferenceResponse:
         """Answer a request."""
-        request = ServedRequest({each.name: _read(each) for each in payload.inputs}, _find_step(payload.parameters))
+        request = ServedRequest(
+            {tensor.name: _read(tensor) for tensor in payload.inputs}, _find_step(payload.parameters)
+        )
         loop = asyncio.get_running_loop()
         try:
             (answer,) = await loop.run_in_executor(self._submits, self._served.submit, [request])
@@ -46,7 +48,7 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
         except Exception as error:
             status = 400 if is_clients_fault(error) else 500
             raise MLServerError(str(explained(error) or repr(error)), status) from error
-        wanted = {each.name for each in payload.outputs or ()} or outputs.keys()
+        wanted = {output.name for output in payload.outputs or ()} or outputs.keys()
         return types.InferenceResponse(
             id=payload.id,
             model_name=self.name,
@@ -55,7 +57,7 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
         )
 
     async def unload(self) -> bool:
-        """End the session, when what is in flight has been answered."""
+        """End the session when the requests in flight have been answered."""
         await asyncio.get_running_loop().run_in_executor(None, self._served.close)
         self._submits.shutdown(wait=False)
         return True
@@ -78,8 +80,8 @@ def _write(name: str, array: Array) -> types.ResponseOutput:
 
 def _find_step(parameters: Any) -> SequenceStep | None:
     """The sequence that a request belongs to, by the names that Triton's clients give."""
-    found = getattr(parameters, "sequence_id", None)
-    if not found:
+    sequence_id = getattr(parameters, "sequence_id", None)
+    if not sequence_id:
         return None
     start, end = (bool(getattr(parameters, f"sequence_{word}", False)) for word in ("start", "end"))
-    return SequenceStep(found, start, end)
+    return SequenceStep(sequence_id, start, end)

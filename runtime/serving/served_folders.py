@@ -25,17 +25,17 @@ def find_packages(package: Path, module: str | None, name: str | None = None) ->
     """
     pipeline = read_pipeline(package)
     if pipeline is None or module is not None:
-        found = {module or package.resolve().name: find_module(package, module)}
+        folders = {module or package.resolve().name: find_module(package, module)}
     else:
-        found = {each.name: find_module(package, each.name) for each in pipeline.modules}
+        folders = {model.name: find_module(package, model.name) for model in pipeline.modules}
     if name is not None:
-        if len(found) > 1:
-            raise MisuseError(f"--name is for one model, and {package} has {len(found)}: add --module")
-        found = dict.fromkeys([name], *found.values())
-    for each in found:
-        if each != Path(each).name or each.startswith(".") or not each.isprintable():
-            raise MisuseError(f"{each!r} can't be a model's name, which is that of a folder: give another --name")
-    return {each: (folder, read_manifest(folder)) for each, folder in found.items()}
+        if len(folders) > 1:
+            raise MisuseError(f"--name is for one model, and {package} has {len(folders)}: add --module")
+        folders = dict.fromkeys([name], *folders.values())
+    for model in folders:
+        if model != Path(model).name or model.startswith(".") or not model.isprintable():
+            raise MisuseError(f"{model!r} can't be a model's name, which is that of a folder: give another --name")
+    return {model: (folder, read_manifest(folder)) for model, folder in folders.items()}
 
 
 @contextmanager

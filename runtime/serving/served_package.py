@@ -1,4 +1,4 @@
-"""A package as servers run it: requests from many clients, each answered for itself."""
+"""A package in a server: requests from many clients, each answered on its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServedRequest:
 
 
 class ServedPackage:
-    """A package that is loaded as its `serving.json` says, and answers requests of any number of threads.
+    """A package, loaded as its `serving.json` says, which answers requests of any number of threads.
 
     A scalar is an array of one element to clients, since Triton has no scalars. A session that breaks, since a rank
     died, is opened again with the next request: those in flight fail, and sequences are lost. If that happens again
@@ -62,7 +62,7 @@ class ServedPackage:
             cuda_graphs=serving.cuda_graphs,
             host_code=serving.host_code,
         )
-        # As many threads as requests can be in flight. Each waits for its request, and hands the answer over.
+        # As many threads as there can be requests in flight: each waits for its request, and passes on the answer.
         self._pool = ThreadPoolExecutor(session.in_flight, "splitc serves")
         self._places = threading.BoundedSemaphore(session.in_flight)
         if not serving.sequences:
@@ -102,7 +102,7 @@ class ServedPackage:
         return answers
 
     def _need_session(self) -> None:
-        """Open the session again if it can't be used. Raises EngineError as long as that would happen too often."""
+        """Open a broken session again. Raises EngineError while it is too early to try."""
         with self._opening:
             try:
                 self._session.check_usable()
@@ -113,7 +113,7 @@ class ServedPackage:
                     self._session, self._sequences = self._open()
 
     def _submit_alike(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer]) -> None:
-        """Start requests, together if their rows can be one batch."""
+        """Start requests, batched if that is possible."""
         groups = group_alike(feeds) if self._joins else [[number] for number in range(len(feeds))]
         for group in groups:
             places = self._places
@@ -138,13 +138,15 @@ class ServedPackage:
             return failed
 
     def _serve(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer]) -> None:
-        """Run requests, together if they are several, and if that fails one by one: the fault is one request's."""
+        """Run requests as one batch, and if that fails one by one, so that only the faulty ones fail."""
         asked = [
-            (each, answer) for each, answer in zip(feeds, answers, strict=True) if answer.set_running_or_notify_cancel()
+            (request, answer)
+            for request, answer in zip(feeds, answers, strict=True)
+            if answer.set_running_or_notify_cancel()
         ]
         if len(asked) > 1:
             try:
-                joined, starts = join_rows([each for each, _ in asked])
+                joined, starts = join_rows([request for request, _ in asked])
                 parts = part_rows(self._run(joined), starts)
             except Exception:  # each finds its own error below
                 pass
@@ -152,21 +154,21 @@ class ServedPackage:
                 for (_, answer), outputs in zip(asked, parts, strict=True):
                     answer.set_result(outputs)
                 return
-        for each, answer in asked:
+        for request, answer in asked:
             try:
-                outputs = self._run(each)
+                outputs = self._run(request)
             except BaseException as error:  # whoever waits for the answer gets it
                 answer.set_exception(error)
             else:
                 answer.set_result(outputs)
 
     def _run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The outputs: on the ranks' GPUs if a feed is on a GPU, so that the server has them there, and they can be."""
+        """The outputs: on the ranks' GPUs if a feed is on a GPU, and if that is possible."""
         on_device = self._session.device_arrays.possible and any(map(is_on_gpu, feeds.values()))
         return self._session.run(feeds, on_device=on_device)
 
     def _shaped(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The feeds, with scalars that clients give as one element."""
+        """The feeds, with scalars in place of arrays of one element."""
         return {n: a.reshape(()) if n in self._scalars and a.shape == (1,) else a for n, a in feeds.items()}
 
     def _end(self) -> None:
@@ -176,11 +178,11 @@ class ServedPackage:
         self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """End the session, in bounded time. What has begun is completed, and all requests are answered."""
+        """End the session, in bounded time. Requests that have begun complete; all are answered."""
         self._end()
         self._pool.shutdown()
 
 
 def is_clients_fault(error: BaseException) -> bool:
-    """Whether a request failed by what the client asked for."""
+    """Whether the client caused the failure of a request."""
     return isinstance(error, (FeedError, MisuseError))

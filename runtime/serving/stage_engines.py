@@ -1,4 +1,4 @@
-"""A package whose ranks are stages: other programs can run them, one after the other."""
+"""A package whose ranks are stages, which other programs can run one after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnx
     do more than run one engine.
     """
     if manifest.engine not in engines:
-        wanted = " and ".join(f"{find_kind(each).title}'s" for each in engines)
+        wanted = " and ".join(f"{find_kind(engine).title}'s" for engine in engines)
         raise MisuseError(f"{runner} runs {wanted} engines, and this package has {manifest.engine}'s")
     return [_only_engine(manifest, rank, runner) for rank in manifest.ranks]
 

@@ -32,10 +32,12 @@ def check_loadable(manifest: Manifest, least: int, option: str) -> None:
         )
     if manifest.build.options.strip_weights:
         raise MisuseError(
-            f"the engines have no weights inside (--strip-weights), which Triton gives none: compile without, or leave "
+            f"the engines have no weights (--strip-weights), and Triton can't add them: compile without it, or leave "
             f"out {option}"
         )
     for rank in manifest.ranks:
         for engine in rank.engines:
             if lists := [name for name, sizes in engine.sizes.items() if sizes.values is not None]:
-                raise MisuseError(f"'{lists[0]}' is a list of sizes, which Triton gives no engine: leave out {option}")
+                raise MisuseError(
+                    f"'{lists[0]}' is a list of sizes, which Triton can't feed to an engine: leave out {option}"
+                )

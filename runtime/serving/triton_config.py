@@ -40,9 +40,9 @@ def model_config(
 def tensor_lines(interface: Interface, in_batch: bool = False) -> list[str]:
     """A line for each input and output. `in_batch` says that Triton adds the first axis, that of the batch."""
     return [
-        *(f"input {{ {_tensor(each, in_batch, False)} }}" for each in interface.inputs),
-        *(f"input {{ {_tensor(each, in_batch, True)} }}" for each in interface.optional),
-        *(f"output {{ {_tensor(each, in_batch, False)} }}" for each in interface.outputs),
+        *(f"input {{ {_tensor(tensor, in_batch, False)} }}" for tensor in interface.inputs),
+        *(f"input {{ {_tensor(tensor, in_batch, True)} }}" for tensor in interface.optional),
+        *(f"output {{ {_tensor(tensor, in_batch, False)} }}" for tensor in interface.outputs),
     ]
 
 

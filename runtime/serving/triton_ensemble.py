@@ -86,6 +86,6 @@ def ensemble_config(name: str, manifest: Manifest) -> str:
 
 def _steps(name: str, stages: list[EngineFile]) -> Iterator[str]:
     for number, stage in enumerate(stages):
-        maps = [("input_map", each) for each in stage.inputs] + [("output_map", each) for each in stage.outputs]
-        mapped = " ".join(f"{kind} {{ key: {quoted(each)} value: {quoted(each)} }}" for kind, each in maps)
+        maps = [("input_map", value) for value in stage.inputs] + [("output_map", value) for value in stage.outputs]
+        mapped = " ".join(f"{kind} {{ key: {quoted(value)} value: {quoted(value)} }}" for kind, value in maps)
         yield f"{{ model_name: {quoted(stage_name(name, number))} model_version: -1 {mapped} }}"

@@ -40,15 +40,15 @@ class TritonPythonModel:
         self._senders = ThreadPoolExecutor(2, "splitc answers")
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Start the requests. They are answered later, by their senders."""
+        """Start the requests. Their response senders answer them later."""
         answers = self._served.submit([self._read(request) for request in requests])
         for request, answer in zip(requests, answers, strict=True):
             answer.add_done_callback(partial(self._answer_later, request))
 
     def _read(self, request: Any) -> ServedRequest:
         """The request's arrays, which are views of the server's memory: the host's, or a GPU's."""
-        found = {name: triton.get_input_tensor_by_name(request, name) for name in self._inputs}
-        feeds = {name: _array(tensor) for name, tensor in found.items() if tensor is not None}
+        tensors = {name: triton.get_input_tensor_by_name(request, name) for name in self._inputs}
+        feeds = {name: _array(tensor) for name, tensor in tensors.items() if tensor is not None}
         if not (sequence := request.correlation_id()):
             return ServedRequest(feeds)
         flags = request.flags()
@@ -57,7 +57,7 @@ class TritonPythonModel:
         return ServedRequest(feeds, SequenceStep(sequence, start, end))
 
     def _answer_later(self, request: Any, answer: Answer) -> None:
-        """Have another thread send the answer: the next request need not wait for the copy into the server's memory."""
+        """Send the answer from another thread, so that no request waits for its copy to the server's memory."""
         self._senders.submit(self._answer, request, answer)
 
     def _answer(self, request: Any, answer: Answer) -> None:
@@ -74,7 +74,7 @@ class TritonPythonModel:
         return triton.InferenceResponse([_tensor(name, outputs[name]) for name in self._outputs if name in wanted])
 
     def finalize(self) -> None:
-        """Unload the package, when what is in flight has been answered."""
+        """Unload the package when the requests in flight have been answered."""
         self._served.close()
         self._senders.shutdown()
 

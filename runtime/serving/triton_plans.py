@@ -30,9 +30,9 @@ def export_plans(package: Path, repository: Path, *, module: str | None, name: s
     States are fed and given. All are written, or none. Raises MisuseError for a package that the backend can't run, and
     for a model that is there.
     """
-    found = find_packages(package, module, name)
-    with new_models(repository, found) as folders:
-        for folder, (known, (source, manifest)) in zip(folders, found.items(), strict=True):
+    packages = find_packages(package, module, name)
+    with new_models(repository, packages) as folders:
+        for folder, (known, (source, manifest)) in zip(folders, packages.items(), strict=True):
             plans = find_plans(manifest)
             (folder / "config.pbtxt").write_text(plans_config(known, manifest), encoding="utf-8")
             version = folder / "1"
@@ -40,7 +40,7 @@ def export_plans(package: Path, repository: Path, *, module: str | None, name: s
             for number, plan in enumerate(counted(f"writing files of {known}", plans)):
                 link_file(source / plan.path, version / f"{PLAN}.rank{number}")
             link_file(source / plans[0].path, version / PLAN)
-    return [repository / known for known in found]
+    return [repository / known for known in packages]
 
 
 def plans_config(name: str, manifest: Manifest) -> str:
@@ -69,8 +69,8 @@ def find_plans(manifest: Manifest) -> list[EngineFile]:
     steps = [step for rank in manifest.ranks for step in rank.program]
     if any(isinstance(step, Reduce) for step in steps):
         raise MisuseError(
-            "the ranks sum between their engines, which Triton's TensorRT backend can't: compile with TensorRT "
-            f"{WITH_RANKS}, whose engines have the sums inside, or leave out {OPTION}"
+            "the collectives are between the engines, which Triton's TensorRT backend can't run: compile with TensorRT "
+            f"{WITH_RANKS}, whose engines have them inside, or leave out {OPTION}"
         )
     if any(isinstance(step, Send | Receive) for step in steps):
         raise MisuseError(
@@ -80,7 +80,7 @@ def find_plans(manifest: Manifest) -> list[EngineFile]:
     everyone = list(range(len(manifest.ranks)))
     if any(len(rank.engines) != 1 or sorted(rank.engines[0].group) != everyone for rank in manifest.ranks):
         raise MisuseError(
-            "Triton's TensorRT backend runs ranks that all sum with each other, one plan each. These don't: compile "
+            "Triton's TensorRT backend runs ranks that are one group, with one plan each, and these are not: compile "
             f"with --split-mode tensor on two GPUs or more, or leave out {OPTION}"
         )
     _check_whole(manifest)
@@ -92,21 +92,21 @@ def _check_whole(manifest: Manifest) -> None:
     if cut := [part.name for rank in manifest.ranks for part in rank.parts]:
         what = "an input" if cut[0] in {tensor.name for tensor in manifest.inputs} else "an output"
         raise MisuseError(
-            f"the ranks have shards of '{cut[0]}', {what}: Triton's TensorRT backend gives all ranks the whole inputs, "
-            f"and clients the first rank's outputs. Leave out {OPTION}: its Python backend serves the package"
+            f"the ranks have shards of '{cut[0]}', {what}: Triton's TensorRT backend feeds whole inputs to all ranks, "
+            f"and returns the first rank's outputs. Leave out {OPTION}: its Python backend serves the package"
         )
     first = manifest.ranks[0].engines[0]
     for number, rank in enumerate(manifest.ranks):
         if set(rank.engines[0].inputs) != set(first.inputs):
             raise MisuseError(
-                f"rank {number} takes other inputs than rank 0, and Triton's TensorRT backend gives all the same: "
+                f"rank {number} takes other inputs than rank 0, and Triton's TensorRT backend feeds all the same: "
                 f"leave out {OPTION}"
             )
     for tensors, known in ((manifest.inputs, first.inputs), (manifest.outputs, first.outputs)):
         if missing := [tensor.name for tensor in tensors if tensor.name not in known]:
             raise MisuseError(
-                f"the first rank's plan does not have '{missing[0]}', and Triton's TensorRT backend answers with that "
-                f"one's outputs: leave out {OPTION}"
+                f"the first rank's plan does not have '{missing[0]}', and Triton's TensorRT backend returns the "
+                f"outputs of that rank: leave out {OPTION}"
             )
 
 
@@ -115,5 +115,5 @@ def _gpus(manifest: Manifest) -> list[int]:
     devices = parse_devices([rank.device for rank in manifest.ranks])
     if len({device.host for device in devices}) > 1 or len(set(devices)) < len(devices):
         names = ", ".join(map(str, devices))
-        raise MisuseError(f"{OPTION} wants a GPU of its own for each rank, all on one machine, and these are {names}")
+        raise MisuseError(f"{OPTION} needs a GPU for each rank, all on one machine, and these are {names}")
     return [device.index for device in devices]

@@ -14,7 +14,7 @@ from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.serving.triton_config import model_config
 from splitc.runtime.session.session import choose_devices
 
-# The most rows of a joined batch, unless the engines take fewer.
+# The most rows of a batch of requests, unless the engines take fewer.
 MOST_ROWS = 32
 MODEL = '''"""A package of splitc. Triton's Python must have splitc: pip install splitc."""
 
@@ -40,11 +40,11 @@ def export_triton(
     requests that are joined, by default MOST_ROWS where rows do not meet; 0 joins none, and takes requests of any rows.
     All models are written, or none. Raises MisuseError for what Triton can't serve, and for a model that is there.
     """
-    found = find_packages(package, module, name)
-    with new_models(repository, found) as folders:
-        for folder, (known, (source, manifest)) in zip(folders, found.items(), strict=True):
+    packages = find_packages(package, module, name)
+    with new_models(repository, packages) as folders:
+        for folder, (known, (source, manifest)) in zip(folders, packages.items(), strict=True):
             _write_model(folder, known, source, manifest, serving.of(manifest, sequences), batch)
-    return [repository / known for known in found]
+    return [repository / known for known in packages]
 
 
 def _write_model(
@@ -66,20 +66,20 @@ def _write_model(
 
 
 def takes_gpu_arrays(manifest: Manifest, serving: Serving) -> bool:
-    """Whether the ranks, as they will be opened, take arrays from a GPU and give them there."""
+    """Whether the ranks, as they will be opened, take and give arrays on a GPU."""
     devices = choose_devices(manifest, serving.devices)
     return DeviceArrays(manifest, devices, choose_ranks(serving.ranks, devices, None)).possible
 
 
 def choose_rows(most: int | None, asked: int | None, name: str) -> int:
-    """The rows that requests are joined to; 0 for none. `most` is what `find_rows` gives.
+    """The rows up to which requests are batched; 0 for not at all. `most` is the result of `find_rows`.
 
     Raises MisuseError for more than the engines take, and where rows can't be joined.
     """
     if asked and most is None:
         raise MisuseError(
-            f"--batch {asked}: the rows of {name}'s requests can't be joined, since they meet in the model, or the "
-            "batch is not the free first of several axes of all inputs and outputs"
+            f"--batch {asked}: requests of {name} can't be batched, as their rows are not independent, or the batch is "
+            "not the free first one of several axes in all inputs and outputs"
         )
     if asked and most and asked > most:
         raise MisuseError(f"--batch {asked}: the engines of {name} were built for {most} rows at most")

@@ -1,4 +1,4 @@
-"""How long a package is not loaded again whose sessions break again and again."""
+"""How long to wait before a package is loaded again whose sessions keep breaking."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from splitc.runtime.errors import EngineError
 
-# Seconds of the longest wait. A session that lived as long has not broken in a row with the one before.
+# Seconds of the longest wait. After a session that lived as long, counting starts anew.
 LONGEST = 600.0
-# Seconds of the first wait at least.
+# The least seconds of the first wait.
 LEAST = 1.0
 
 
@@ -30,7 +30,7 @@ class Waits:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """The package is loaded in the block. If that fails, it has broken once more."""
+        """The block loads the package. If that fails, it has broken once more."""
         self._began = time.monotonic()
         try:
             yield

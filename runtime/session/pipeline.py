@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.recipe import generate_text
 from splitc.runtime.mpi.first_process import begin
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import find_module, read_pipeline
@@ -84,6 +85,13 @@ class Pipeline(Mapping[str, Session]):
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def generate(self, prompt: Sequence[int] | None = None, **options: Any) -> Generator[int, None, str]:
+        """Yield the tokens that an encoder and its decoder make of a prompt, or of a sound: `sound="speech.wav"`.
+
+        What the options leave open is taken from the configs in the package: see `generate.recipe.generate_text`.
+        """
+        return generate_text(self, self.package, prompt, **options)
 
     def close(self) -> None:
         """End all sessions."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -228,8 +228,8 @@ class Session(Requests):
             )
         return StateSequence(self, capacity)
 
-    def generate(self, prompt: npt.ArrayLike, **options: Any) -> Iterator[int]:
-        """Generate tokens after the prompt, one by one. For the options see `generate.tokens.generate`."""
+    def generate(self, prompt: npt.ArrayLike, **options: Any) -> Generator[int, None, str]:
+        """Yield the tokens that follow a prompt. For the options see `generate.tokens.generate`."""
         return generate(self, prompt, **options)
 
     @property

@@ -119,7 +119,7 @@ def bench(
             times[number].append(_repeat(run, count))
     own = np.array([stream.seconds for stream in streams])
     return BenchResult(
-        _latency([each for stream in streams for each in stream.latencies]),
+        _latency([latency for stream in streams for latency in stream.latencies]),
         count * rounds / float(own.sum()),
         in_flight,
         float(np.median(np.array([stream.seconds for stream in single]) / own)),
@@ -164,7 +164,7 @@ def _repeat(run: Callable[[], None], count: int) -> float:
 
 
 def _baseline(path: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]], trusts_data: bool) -> Callable[[], None]:
-    """The unsplit model as it is run best: by IO binding, with inputs uploaded once."""
+    """The unsplit model at its fastest: with IO binding, and inputs uploaded once."""
     backend = OnnxRuntimeBackend(threads, trusts_data)
     engine = load_unsplit(backend, path, trusts_data)
     need_inputs(path, engine.inputs, feeds)
@@ -177,15 +177,15 @@ def _baseline(path: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]], t
 
 
 def _rank_times(device: str, number: int, streams: Sequence[_Stream]) -> RankTimes:
-    served = [request[number] for stream in streams for request in stream.timeline]
+    runs = [request[number] for stream in streams for request in stream.timeline]
 
     def seconds(*kinds: type) -> list[float]:
-        return [sum(s.end - s.start for s in each.spans if isinstance(s.step, kinds)) for each in served]
+        return [sum(s.end - s.start for s in run.spans if isinstance(s.step, kinds)) for run in runs]
 
     busy, waiting = np.array(seconds(Run, Replay)), np.array(seconds(Receive, Reduce))
-    overhead = np.array([each.end - each.start for each in served]) - busy - waiting
+    overhead = np.array([run.end - run.start for run in runs]) - busy - waiting
     whole = sum(stream.seconds for stream in streams)
-    typical = [float(np.median(each)) for each in (busy, waiting, overhead)]
+    typical = [float(np.median(times)) for times in (busy, waiting, overhead)]
     return RankTimes(device, typical[0], typical[1], typical[2], float(busy.sum()) / whole)
 
 

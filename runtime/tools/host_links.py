@@ -25,7 +25,7 @@ from splitc.runtime.tools.link_times import MESSAGE_BYTES, RUNS, SHORTEST, WARMU
 
 # No link has more than 10 TB/s, whatever the noise of measurements says.
 LEAST_PER_BYTE = 1e-13
-# The number of no session.
+# A number that no session has.
 _NONE = -1
 
 
@@ -84,7 +84,7 @@ def _unless_failed(value: Any) -> Failure | None:
 
 
 def _one_way(place: int, end: ProcessCollectives, backend: Backend, size: int) -> float:
-    """Half of the seconds of a round trip, less the pause that the other process makes to be as busy as an engine."""
+    """Half of the seconds of a round trip, minus the pause in which the other process is as busy as an engine."""
     value = backend.upload(np.zeros(size // 4, np.float32))
     trips: list[float] = []
     pauses: list[float] = []

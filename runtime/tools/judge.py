@@ -1,4 +1,4 @@
-"""Which differences from the unsplit model are its own doing: random numbers, its optimizations, or rounding."""
+"""Which differences the unsplit model itself explains: by random numbers, optimizations, or rounding."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Compare = Callable[[Arrays, Arrays], list[Difference]]
 
 @dataclass(frozen=True)
 class Judged:
-    """The differences of a split model's outputs, and what is said of those that are the unsplit model's own doing."""
+    """The differences of a split model's outputs, and notes on those that the unsplit model itself explains."""
 
     differences: list[Difference]
     notes: list[str]
 
     @property
     def passed(self) -> bool:
-        """Whether no output differs for which the split is to blame."""
-        return all(each.passed for each in self.differences)
+        """Whether no output differs because of the split."""
+        return all(output.passed for output in self.differences)
 
 
 def judge(
@@ -46,9 +46,9 @@ def judge(
 
 
 def _without_random(judged: Judged, own: Sequence[Difference]) -> Judged:
-    """Leave out outputs that the unsplit model gives otherwise when it runs again."""
-    differ = {each.name: each for each in own if not each.passed}
-    bad = [each.name for each in judged.differences if not each.passed and each.name in differ]
+    """Leave out outputs that differ between two runs of the unsplit model."""
+    differ = {output.name: output for output in own if not output.passed}
+    bad = [output.name for output in judged.differences if not output.passed and output.name in differ]
     if not bad:
         return judged
     largest = max(differ[name].relative for name in bad)
@@ -56,7 +56,7 @@ def _without_random(judged: Judged, own: Sequence[Difference]) -> Judged:
         f"not compared: {first_few(bad)}, since the unsplit model itself gives others when it runs again (by up to "
         f"{largest:.1e} of the largest value, or of another shape), as one that draws random numbers does"
     )
-    return Judged([each for each in judged.differences if each.name not in bad], [*judged.notes, note])
+    return Judged([output for output in judged.differences if output.name not in bad], [*judged.notes, note])
 
 
 def _without_optimizations(
@@ -67,16 +67,16 @@ def _without_optimizations(
     compared: Compare,
 ) -> Judged:
     """Compare outputs that differ with those of the unsplit model without optimizations, if these change it."""
-    bad = {each.name for each in judged.differences if not each.passed and each.name in plain}
-    closer = {each.name: each for each in compared(plain, actual) if each.name in bad and each.passed}
+    bad = {output.name for output in judged.differences if not output.passed and output.name in plain}
+    closer = {output.name: output for output in compared(plain, actual) if output.name in bad and output.passed}
     if not closer:
         return judged
-    moved = max(each.relative for each in compared(expected, plain) if each.name in closer)
+    moved = max(output.relative for output in compared(expected, plain) if output.name in closer)
     note = (
         f"ONNX Runtime's own optimizations change {first_few(list(closer))} of the unsplit model by {moved:.1e} of the "
         "largest value: compared without them"
     )
-    return Judged([closer.get(each.name, each) for each in judged.differences], [*judged.notes, note])
+    return Judged([closer.get(output.name, output) for output in judged.differences], [*judged.notes, note])
 
 
 def _without_rounding(judged: Judged, own: Sequence[Sequence[Difference]]) -> Judged:

@@ -44,8 +44,8 @@ def measure_machine(devices: Sequence[Device]) -> Machine:
     pairs = list(combinations(devices, 2))
     measured = {pair_name(*two): _measure_pair(two) for two in counted("measuring pairs", pairs)}
     return Machine(
-        {name: fit([(each.bytes, each.copy) for each in found]) for name, found in measured.items()},
-        {name: fit([(each.bytes, each.reduce) for each in found]) for name, found in measured.items()},
+        {name: fit([(timing.bytes, timing.copy) for timing in timings]) for name, timings in measured.items()},
+        {name: fit([(timing.bytes, timing.reduce) for timing in timings]) for name, timings in measured.items()},
         measured,
         measure_speeds(devices),
     )
@@ -53,7 +53,7 @@ def measure_machine(devices: Sequence[Device]) -> Machine:
 
 def fit(points: Sequence[tuple[int, float]]) -> Link:
     """The line through the measured times with the least squares of relative errors, with no negative part."""
-    sizes, seconds = (np.array(each, dtype=float) for each in zip(*points, strict=True))
+    sizes, seconds = (np.array(column, dtype=float) for column in zip(*points, strict=True))
     rows = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(seconds), rcond=None)
     if latency < 0 or per_byte < 0:
@@ -79,7 +79,7 @@ def _measure_pair(devices: Sequence[Device]) -> list[MeasuredLink]:
             return [_measure_waiting(backends, ends, array) for array in arrays]
         with Executor(2) as pool:
             both = list(pool.map(lambda rank: _measure_replayed(backends[rank], ends[rank], arrays), range(2)))
-        return [max(one, other, key=lambda each: each.reduce) for one, other in zip(*both, strict=True)]
+        return [max(one, other, key=lambda timing: timing.reduce) for one, other in zip(*both, strict=True)]
     finally:
         for mail in mails:
             mail.finish()

@@ -10,8 +10,10 @@ from splitc.runtime.gpu.weight_places import swappable_bytes
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.manifest import Manifest, Rank
 
-# What is said of a package, or a plan, with --swap.
-IN_TURN = "Modules work in turn (--swap): of weights that they swap, a device has room for the largest module's."
+# The note on a package, or a plan, with --swap.
+IN_TURN = (
+    "Modules work in turn (--swap): a device holds the swapped weights of one module, and is sized for the largest."
+)
 
 
 @dataclass(frozen=True)
@@ -35,23 +37,23 @@ class HeldTogether:
 
 
 def sum_modules(manifests: Mapping[str, Manifest], swap: bool = False) -> dict[str, HeldTogether]:
-    """What all modules hold, by device. With `swap` they work in turn, and have memory for their weights then."""
-    found: dict[str, HeldTogether] = {}
+    """What all modules hold, by device. With `swap`, swapped weights count once."""
+    sums: dict[str, HeldTogether] = {}
     for manifest in manifests.values():
         for device in dict.fromkeys(rank.device for rank in manifest.ranks):
-            before = found.get(device, HeldTogether())
+            before = sums.get(device, HeldTogether())
             own = [rank for rank in manifest.ranks if rank.device == device]
             moved = sum(rank.weights_bytes for rank in own if swap and _can_swap(manifest, rank))
             swapped = max(before.swapped, moved)
             stays = sum(rank.weights_bytes for rank in own) - moved
-            found[device] = HeldTogether(
+            sums[device] = HeldTogether(
                 before.weights - before.swapped + stays + swapped,
                 max(before.activations, *(rank.activation_bytes for rank in own)),
                 before.cache + sum(rank.cache_bytes for rank in own),
                 max(before.running, *(rank.total_bytes - rank.weights_bytes - rank.cache_bytes for rank in own)),
                 swapped,
             )
-    return {name: found[name] for name in sorted(found, key=_place)}
+    return {name: sums[name] for name in sorted(sums, key=_place)}
 
 
 def _place(name: str) -> tuple[int, str, int]:

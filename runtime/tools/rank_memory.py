@@ -51,13 +51,13 @@ def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[
     steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
     if any(isinstance(step, Receive) and step.source > number for number, step in steps):
         values.update(_run_together(package, manifest.ranks, threads, feeds))
-    found: dict[int, RankMemory] = {}
+    memory: dict[int, RankMemory] = {}
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
         for number, rank in counted("measuring memory", list(enumerate(manifest.ranks))):
-            if number not in found:
+            if number not in memory:
                 group = _group(rank) or [number]
-                found.update(_measure_group(package, manifest.ranks, group, threads, values, Path(folder)))
-    return [found[number] for number in range(len(manifest.ranks))]
+                memory.update(_measure_group(package, manifest.ranks, group, threads, values, Path(folder)))
+    return [memory[number] for number in range(len(manifest.ranks))]
 
 
 def _group(rank: Rank) -> list[int]:
@@ -86,15 +86,15 @@ def _measure_group(
         processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, pass_fds=inherited))
     if memory >= 0:
         os.close(memory)
-    found = {}
+    measured = {}
     results = [(process.communicate(), process.returncode) for process in processes]
     for number, ((shown, errors), code) in zip(group, results, strict=True):
         if code:
             reason = errors.strip().splitlines()[-1:] or ["no message"]
             raise SplitcError(f"can't measure the memory of rank {number} ({ranks[number].device}): {reason[0]}")
-        found[number] = msgspec.json.decode(shown, type=RankMemory)
+        measured[number] = msgspec.json.decode(shown, type=RankMemory)
         values.update(_read_arrays(folder / f"outputs{number}"))
-    return found
+    return measured
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -131,7 +131,7 @@ def _run_together(
         return dict(backend.download({name: values[name] for name in program.outputs}))
 
     with Executor(len(ranks)) as pool:
-        return {name: array for each in pool.map(run, range(len(ranks))) for name, array in each.items()}
+        return {name: array for outputs in pool.map(run, range(len(ranks))) for name, array in outputs.items()}
 
 
 def _load(
@@ -215,8 +215,8 @@ def main() -> None:
     meeting = Meeting(len(group), map_memory(int(memory)) if int(memory) >= 0 else None)
     end = meeting.join(group.index(int(number)))
     try:
-        found = _measure_rank(rank, end, Path(package), int(threads), Path(inputs), Path(outputs))
+        measured = _measure_rank(rank, end, Path(package), int(threads), Path(inputs), Path(outputs))
     except BaseException:
         meeting.abort()  # the others wait for this rank
         raise
-    print(msgspec.json.encode(found).decode())
+    print(msgspec.json.encode(measured).decode())

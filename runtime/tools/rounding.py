@@ -1,4 +1,4 @@
-"""How much rounding alone moves the unsplit model's outputs: a split model may be about as far off."""
+"""How much rounding alone changes the unsplit model's outputs: a split model may differ about as much."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NUDGED = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 
 
 def own_moves(own: Sequence[Sequence[Difference]]) -> dict[str, float]:
-    """How far each output moved in some runs of the unsplit model, relative to its largest value."""
+    """The largest relative change of each output in some runs of the unsplit model."""
     known: dict[str, float] = {}
-    for each in (each for run in own for each in run if each.problem is None):
-        known[each.name] = max(each.relative, known.get(each.name, 0.0))
+    for difference in (difference for run in own for difference in run if difference.problem is None):
+        known[difference.name] = max(difference.relative, known.get(difference.name, 0.0))
     return known
 
 
 def excuse(differences: Sequence[Difference], own: Sequence[Sequence[Difference]]) -> list[Difference]:
-    """The differences, passed where the unsplit model's `own` outputs move about as far."""
+    """The differences, passed where the unsplit model's `own` outputs change about as much."""
     known = own_moves(own)
     return [replace(d, passed=d.passed or d.relative <= ROUNDING * known.get(d.name, 0.0)) for d in differences]
 

@@ -39,7 +39,11 @@ def _exchanging(manifest: Manifest) -> set[tuple[str, str]]:
             elif isinstance(step, Reduce):
                 numbers.update(permutations(step.ranks, 2))
         for engine in rank.engines:
-            fed = [each for each in engine.group if is_fed(ranks[each])] if is_fed(rank) else [engine.group[0], number]
+            fed = (
+                [member for member in engine.group if is_fed(ranks[member])]
+                if is_fed(rank)
+                else [engine.group[0], number]
+            )
             numbers.update(permutations(fed, 2))
     pairs = {(ranks[one].device, ranks[other].device) for one, other in numbers}
     return {(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1] and _are_gpus(pair)}

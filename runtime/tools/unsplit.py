@@ -32,9 +32,10 @@ CPU = Device("cpu", 0)
 
 @dataclass(frozen=True)
 class Reference:
-    """The unsplit model on a device, and why on this one. Both functions take the feeds of the package.
+    """The unsplit model on a device. `why` says why not on the package's kind of device; else it is empty.
 
-    `run_unoptimized` runs it on the CPU without ONNX Runtime's optimizations, and gives nothing if it fails so.
+    Both functions take the feeds of the package. `run_unoptimized` runs the model on the CPU without ONNX Runtime's
+    optimizations, and gives nothing if that fails.
     """
 
     device: Device
@@ -43,7 +44,12 @@ class Reference:
     run_unoptimized: RunModel
 
     def __str__(self) -> str:
-        return f"the unsplit model on {self.device}, {self.why}"
+        return describe_reference(self.device, self.why)
+
+
+def describe_reference(device: object, why: str) -> str:
+    """The unsplit model on a device, for messages."""
+    return f"the unsplit model on {device}" + (f" ({why})" if why else "")
 
 
 @contextmanager
@@ -73,7 +79,7 @@ def open_reference(
         except PackageError as error:
             if device.kind == "cpu" or asked is not None:
                 raise
-            device, why = CPU, f"since {device} can't run it: {error}"
+            device, why = CPU, f"{device} can't run it: {error}"
             run = stack.enter_context(open_unsplit(model, device, threads, trusts_data))
 
         yield Reference(
@@ -96,7 +102,7 @@ def _run_unoptimized(model: Path, feeds: Arrays, trusts_data: bool) -> dict[str,
 def choose_reference(
     asked: str | None, devices: Sequence[Device], needed: int, free: Callable[[Device], int | None]
 ) -> tuple[Device, str]:
-    """The device for the unsplit model, and why. `free` gives the free bytes of a GPU.
+    """The device for the unsplit model, and why it is not of the package's kind. `free` gives the free bytes of a GPU.
 
     Raises MisuseError if `asked` is not the name of a single device.
     """
@@ -104,13 +110,13 @@ def choose_reference(
         named = parse_devices([asked])
         if len(named) != 1:
             raise MisuseError(f"--reference {asked} names {len(named)} devices: the unsplit model runs on one")
-        return named[0], "as asked for"
+        return named[0], ""
     gpu = next((device.local for device in devices if device.kind == "cuda"), None)
-    there = free(gpu) if gpu is not None else None
-    if gpu is None or (there is not None and needed <= there):
-        return gpu or CPU, "as the package"
-    room = "an unknown amount of memory" if there is None else format_bytes(there)
-    return CPU, f"since it needs {format_bytes(needed)} and {gpu} has {room} free"
+    available = free(gpu) if gpu is not None else None
+    if gpu is None or (available is not None and needed <= available):
+        return gpu or CPU, ""
+    size = "an unknown amount of memory" if available is None else format_bytes(available)
+    return CPU, f"it needs {format_bytes(needed)}, and {gpu} has {size} free"
 
 
 @contextmanager
@@ -152,7 +158,7 @@ def load_unsplit(backend: Backend, model: Path, trusts_data: bool) -> LoadedEngi
 
 
 def all_feeds(manifest: Manifest, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
-    """The feeds of a package, and those of the inputs that it has not, as far as they are not given."""
+    """The feeds of a package, and arrays for inputs that only the unsplit model has."""
     return {**fixed_feeds(manifest.inputs, manifest.fixed, feeds), **feeds}
 
 
@@ -165,20 +171,22 @@ def fixed_feeds(inputs: Sequence[Tensor], fixed: Sequence[FixedInput], feeds: Ar
         for symbol, size in zip(tensor.shape or (), feeds[tensor.name].shape, strict=False)
         if isinstance(symbol, str)
     }
-    found = {}
-    for each in fixed:
-        shape = [size if isinstance(size, int) else sizes.get(size or "", 1) for size in each.shape or ()]
-        value = np.zeros(shape) if each.value is None else np.asarray(each.value)
-        found[each.name] = value.astype(number_type(each.dtype)).reshape(shape)
-    return found
+    values = {}
+    for tensor in fixed:
+        shape = [size if isinstance(size, int) else sizes.get(size or "", 1) for size in tensor.shape or ()]
+        value = np.zeros(shape) if tensor.value is None else np.asarray(tensor.value)
+        values[tensor.name] = value.astype(number_type(tensor.dtype)).reshape(shape)
+    return values
 
 
 def bound_inputs(manifest: Manifest, settings: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
     """Arrays of other values for bound inputs. Raises MisuseError for inputs that are not bound."""
-    fixed = {each.name: each for each in manifest.fixed}
+    fixed = {tensor.name: tensor for tensor in manifest.fixed}
     if unknown := [name for name in settings if name not in fixed]:
         known = f"it bound {', '.join(fixed)}" if fixed else "it bound none"
-        raise MisuseError(f"--set names '{unknown[0]}', which was no constant when the package was compiled: {known}")
+        raise MisuseError(
+            f"--set names '{unknown[0]}', which was not a constant when the package was compiled: {known}"
+        )
     return {n: setting_array(n, value, fixed[n].dtype, fixed[n].shape) for n, value in settings.items()}
 
 
@@ -186,6 +194,6 @@ def need_inputs(model: Path, names: Iterable[str], feeds: Arrays) -> None:
     """Raise MisuseError if the model takes inputs that a package's feeds have not: it is another model."""
     if missing := [name for name in names if name not in feeds]:
         raise MisuseError(
-            f"{model} takes '{missing[0]}', which the package does not: it was made of another model. It takes "
+            f"{model} takes '{missing[0]}', and the package does not: it was made of another model. The package takes "
             f"{', '.join(feeds)}"
         )

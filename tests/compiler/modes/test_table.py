@@ -45,6 +45,6 @@ def test_a_new_mode_is_planned_written_shown_and_run(
     print_plan(plan)
     print_manifest(read_manifest(tmp_path / "package"), {})
     shown = capsys.readouterr().out
-    assert "exchanges, " in shown and "split by mirrored into 2 ranks" in shown
+    assert "exchanges, " in shown and "mirrored mode, 2 ranks" in shown
     compared = plan_model(decoder, ["2xcpu"], Request(objective="latency"))
     assert "mirrored on 2" in [each.name for each in compared.alternatives]

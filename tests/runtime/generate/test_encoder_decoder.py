@@ -208,7 +208,7 @@ def whole_speech(speech: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
             "can't read a text with this package: its encoder takes the features of a sound",
         ),
         (("--audio", "missing.wav"), "can't read missing.wav"),
-        (("--audio", __file__), "is no WAV file of whole numbers .*ffmpeg"),
+        (("--audio", __file__), "is not an integer WAV file .*ffmpeg"),
         (("--audio", "SOUND", "--language", "fr"), "--language fr: .* has de, en"),
         (("--audio", "SOUND", "--task", "sing"), "--task sing: .* has transcribe, translate"),
         (("--audio", "SOUND", "-n", "50"), "has 40 positions, .* ask for 37 at most"),
@@ -247,7 +247,7 @@ def test_decoder_in_two_uses_without_an_encoder(decoder: Path, tmp_path: Path) -
 def test_modules_that_are_missing_are_said(text: Path, tmp_path: Path) -> None:
     package = compiled(text, tmp_path / "package", "layer", ("encoder_model", "decoder_with_past_model"))
     said = splitc("generate", package, "--prompt", WORDS, code=2).stderr
-    assert "none makes 'past_key_values.0.encoder.key', which decoder_with_past_model reads" in said
+    assert "none computes 'past_key_values.0.encoder.key', which decoder_with_past_model reads" in said
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_encoder_that_does_not_say_its_width_is_one(tensor_text: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "said"),
-    [(["b", 3, 8, 8], "takes an image (x), which generate does not make"), (["b", "n"], "the samples of a sound (x)")],
+    [(["b", 3, 8, 8], "takes an image (x), which generate can't read"), (["b", "n"], "the samples of a sound (x)")],
 )
 def test_what_an_encoder_takes_is_said(tensor_text: Path, shape: list[Any], said: str) -> None:
     manifest = read_manifest(tensor_text / "encoder_model")

@@ -21,8 +21,8 @@ from splitc.runtime import Session
 from splitc.runtime.cli.commands import app
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.generate import conversation
-from splitc.runtime.generate.conversation import round_room
-from splitc.runtime.generate.room import find_room
+from splitc.runtime.generate.capacity import find_capacity
+from splitc.runtime.generate.conversation import round_capacity
 from splitc.runtime.generate.signature import LanguageSignature
 from splitc.runtime.generate.tokens import Timings, generate
 from splitc.runtime.package.manifest import Role, State, Tensor
@@ -62,7 +62,7 @@ def test_prompts_may_be_arrays(package: Path) -> None:
         for dtype in ("i4", "i8"):
             assert list(session.generate(np.array(PROMPT, dtype), max_new_tokens=4)) == expected
         for wrong in ([PROMPT], np.array(PROMPT, "f4"), "text"):
-            with pytest.raises(MisuseError, match="a prompt is a list of the numbers of tokens"):
+            with pytest.raises(MisuseError, match="a prompt is a list of token ids"):
                 list(session.generate(wrong, max_new_tokens=4))
         for unknown in (-1, 96, 2**40, 2**63, 2**80):
             with pytest.raises(MisuseError, match=f"has the token {unknown}, and the model has a vocabulary of 96"):
@@ -187,7 +187,7 @@ def test_rooms_that_the_manifest_knows() -> None:
 
     def room(inputs: list[Tensor], signature: LanguageSignature, *states: State) -> int | None:
         manifest: Any = SimpleNamespace(inputs=inputs, states=list(states))
-        return find_room(manifest, signature)
+        return find_capacity(manifest, signature)
 
     assert room([ids, mask, positions, cache], whole, State("past", "present", 1)) == 31
     assert room([ids, mask, positions, cache], whole, State("past", "present", 1, in_place=True)) == 30
@@ -227,7 +227,7 @@ def test_rooms_grow(in_place: Path, ranks: str, monkeypatch: pytest.MonkeyPatch)
                 patch.setattr(conversation, "AHEAD", ahead)
                 assert list(session.generate([3, 1, 4, 1, 5], max_new_tokens=30)) == expected
                 # Rounded rooms, as replays have them.
-                patch.setattr(conversation, "LEAST_ROOM", 8)
+                patch.setattr(conversation, "LEAST_CAPACITY", 8)
                 patch.setattr(Session, "replays", True)
                 assert list(session.generate([3, 1, 4, 1, 5], max_new_tokens=30)) == expected
         if ranks == "threads":
@@ -251,8 +251,8 @@ def test_a_room_that_is_too_large_for_a_model_does_not_end_the_text(
     with Session(in_place) as session:
         expected = list(session.generate([3, 1, 4, 1, 5], max_new_tokens=16))
         monkeypatch.setattr(conversation, "AHEAD", 2)
-        monkeypatch.setattr(conversation, "LEAST_ROOM", 8)
-        monkeypatch.setattr(conversation, "round_room", lambda tokens: 16 if tokens < 16 else 32)
+        monkeypatch.setattr(conversation, "LEAST_CAPACITY", 8)
+        monkeypatch.setattr(conversation, "round_capacity", lambda tokens: 16 if tokens < 16 else 32)
         monkeypatch.setattr(Session, "replays", True)
         monkeypatch.setattr(StateSequence, "_zeros", limited)
         assert list(session.generate([3, 1, 4, 1, 5], max_new_tokens=16)) == expected
@@ -272,7 +272,7 @@ def test_a_billion_tokens_take_no_memory_before_they_come(in_place: Path) -> Non
 
 
 def test_rooms_are_few_and_not_much_larger() -> None:
-    rooms = {tokens: round_room(tokens) for tokens in range(1, 5000)}
+    rooms = {tokens: round_capacity(tokens) for tokens in range(1, 5000)}
     assert all(tokens <= room <= max(256, 1.25 * tokens) for tokens, room in rooms.items())
     assert len(set(rooms.values())) < 25
     assert {256, 512, 1024, 2048, 4096} <= set(rooms.values()), "what models usually have tables for"
@@ -286,6 +286,6 @@ def test_model_that_takes_so_many_tokens_and_no_others_is_refused(prefills: bool
     states = [state] if prefills else []
     manifest = SimpleNamespace(inputs=[ids], outputs=[logits], states=states, source=SimpleNamespace(name="m.onnx"))
     sequence = SimpleNamespace(close=lambda: None)
-    session: Any = SimpleNamespace(manifest=manifest, replays=False, start=lambda room: sequence)
-    with pytest.raises(MisuseError, match="takes 8 tokens at a time"):
+    session: Any = SimpleNamespace(manifest=manifest, replays=False, start=lambda capacity: sequence)
+    with pytest.raises(MisuseError, match="takes exactly 8 tokens at a time"):
         next(generate(session, [1, 2], prefill=session if prefills else None))

@@ -20,8 +20,8 @@ from splitc.runtime.reports.errors_chart import LEAST, errors_section
 from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownRank
 from splitc.runtime.reports.timeline_chart import FINISHES, LAUNCHES, REPLAYS
+from splitc.runtime.tools.caveats import INSIDE, LAUNCHED, REPLAYED
 from splitc.runtime.tools.compare import compare
-from splitc.runtime.tools.measured_words import INSIDE, LAUNCHED, REPLAYED
 from tests.helpers import fake_gpu_sessions
 from tests.helpers.command import splitc
 from tests.helpers.folders import diffusers_folder

@@ -59,10 +59,10 @@ def test_own_config_stays(package: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "must know the token that ends a text"),
+        ([], "needs the token that ends a text"),
         (["--stop", "96"], "the end token 96 is none of the model's 96 tokens"),
         (["--stop", "2", "--threads", "1"], "--threads has no effect with 'genai'"),
-        (["--tokenizer", "nowhere"], "nowhere is no folder"),
+        (["--tokenizer", "nowhere"], "nowhere is not a folder"),
     ],
 )
 def test_what_is_missing_or_wrong_is_said(package: Path, tmp_path: Path, options: list[str], said: str) -> None:
@@ -85,5 +85,5 @@ def test_caches_are_found_by_their_numbers(package: Path) -> None:
 def test_layer_is_the_number_that_differs() -> None:
     states = [State(f"v2.{part}{layer}", f"out.v2.{part}{layer}") for layer in range(3) for part in "kv"]
     assert _group(states) == {(f"v2.{part}%d", f"out.v2.{part}%d"): {0, 1, 2} for part in "kv"}
-    with pytest.raises(MisuseError, match="wants a layer's number in a cache's names: 'h', 'hn'"):
+    with pytest.raises(MisuseError, match="needs the layer's number in the names of a cache: 'h', 'hn'"):
         _group([State("h", "hn")])

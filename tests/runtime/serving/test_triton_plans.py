@@ -134,9 +134,9 @@ def test_what_the_backend_can_not_run_is_refused(built: Callable[[str], Path], t
         "TensorRT 11 or later here, and these are of 10.16.1": replace(
             whole, build=replace(build, built=replace(build.built, version="10.16.1"))
         ),
-        "no weights inside": replace(whole, build=replace(build, options=BuildOptions(strip_weights=True))),
-        "the ranks sum between their engines": changed(whole, program=[Reduce("sum", ["a"], ["b"], [0, 1])]),
-        "ranks that all sum with each other": changed(whole, engines=[replace(engine, group=[0])]),
+        "have no weights": replace(whole, build=replace(build, options=BuildOptions(strip_weights=True))),
+        "the collectives are between the engines": changed(whole, program=[Reduce("sum", ["a"], ["b"], [0, 1])]),
+        "ranks that are one group": changed(whole, engines=[replace(engine, group=[0])]),
         "the ranks have shards of 'x', an input": changed(whole, parts=[Part("x", [])]),
         "the ranks have shards of 'y', an output": changed(whole, parts=[Part("y", [])]),
         "rank 1 takes other inputs than rank 0": changed(whole, engines=[replace(engine, inputs=["z"])]),

@@ -77,7 +77,7 @@ def test_rows_that_meet_are_not_joined(tmp_path: Path) -> None:
     assert "max_batch_size: 0" in config and "dynamic" not in config
     assert 'output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }' in config, "Triton has no scalars"
     for options, said in (
-        (("--batch", 4), "can't be joined"),
+        (("--batch", 4), "can't be batched"),
         (("--sequences",), "has no states"),
     ):
         found = splitc("export", "triton", tmp_path / "total", "-o", tmp_path / "other", *options, code=2)

@@ -21,24 +21,24 @@ CPU, GPU = Device("cpu", 0), Device("cuda", 3)
 
 
 def test_cpu_devices_are_compared_on_the_cpu() -> None:
-    assert choose_reference(None, [Device("cpu", 1), Device("cpu", 2)], 1 << 60, lambda _: 0) == (CPU, "as the package")
+    assert choose_reference(None, [Device("cpu", 1), Device("cpu", 2)], 1 << 60, lambda _: 0) == (CPU, "")
 
 
 def test_gpus_are_compared_on_the_first_of_them() -> None:
-    assert choose_reference(None, [CPU, GPU, Device("cuda", 4)], 100, lambda _: 100) == (GPU, "as the package")
+    assert choose_reference(None, [CPU, GPU, Device("cuda", 4)], 100, lambda _: 100) == (GPU, "")
 
 
 def test_what_does_not_fit_a_gpu_is_compared_on_the_cpu() -> None:
     assert choose_reference(None, [GPU], 2048, lambda _: 1024) == (
         CPU,
-        "since it needs 2.00 KiB and cuda3 has 1.00 KiB free",
+        "it needs 2.00 KiB, and cuda3 has 1.00 KiB free",
     )
     device, why = choose_reference(None, [GPU], 1, lambda _: None)
     assert (device, why.endswith("cuda3 has an unknown amount of memory free")) == (CPU, True)
 
 
 def test_device_may_be_asked_for() -> None:
-    assert choose_reference("cuda3", [CPU], 1 << 60, lambda _: 0) == (GPU, "as asked for")
+    assert choose_reference("cuda3", [CPU], 1 << 60, lambda _: 0) == (GPU, "")
     with pytest.raises(MisuseError, match="--reference 2xcpu names 2 devices: the unsplit model runs on one"):
         choose_reference("2xcpu", [GPU], 0, lambda _: 0)
 
@@ -51,7 +51,7 @@ def test_gpu_that_can_not_run_the_model_is_left_for_the_cpu(
     monkeypatch.setattr("splitc.runtime.tools.unsplit.make_backend", without_gpus)
     manifest, feeds = read_manifest(package), decoder_feeds()
     with open_reference(decoder, manifest, [GPU], 1) as whole:
-        assert str(whole) == "the unsplit model on cpu0, since cuda3 can't run it: no kernel"
+        assert str(whole) == "the unsplit model on cpu0 (cuda3 can't run it: no kernel)"
         assert_close(whole.run(feeds), run_whole(decoder, feeds))
     with pytest.raises(PackageError, match="no kernel"), open_reference(decoder, manifest, [GPU], 1, asked="cuda3"):
         pass
@@ -65,7 +65,7 @@ def without_gpus(engine: str, device: Device, *options: Any) -> Backend:
 
 def test_check_says_what_it_compared_with(decoder: Path, package: Path) -> None:
     check = ["check", str(package), "-m", str(decoder), "--no-memory"]
-    assert "compared with the unsplit model on cpu0, as the package" in CliRunner().invoke(app, check).output
+    assert "reference: the unsplit model on cpu0\n" in CliRunner().invoke(app, check).output
     asked = CliRunner().invoke(app, [*check, "--reference", "cpu1"]).output
-    assert "compared with the unsplit model on cpu1, as asked for" in asked
+    assert "reference: the unsplit model on cpu1\n" in asked
     assert '"reference": "cpu1"' in CliRunner().invoke(app, [*check, "--reference", "cpu1", "--json"]).output

@@ -1,4 +1,4 @@
-"""A session that some of its inputs are given to once, so that others need not know of them."""
+"""A model some of whose inputs are bound: those who run it need not know of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.requests.sequence import StateSequence
 
 
-class Given:
-    """A model without the inputs `feeds`, which it gets by itself: in each request, and in a sequence once."""
+class BoundModel:
+    """A model without the inputs `feeds`, which are added to each request, and held on the ranks by a sequence."""
 
     def __init__(self, session: ModelRunner, feeds: Mapping[str, npt.ArrayLike]) -> None:
         self._session = session
         self._feeds = feeds
-        left = [tensor for tensor in session.manifest.inputs if tensor.name not in feeds]
-        self._manifest = msgspec.structs.replace(session.manifest, inputs=left)
+        open_inputs = [tensor for tensor in session.manifest.inputs if tensor.name not in feeds]
+        self._manifest = msgspec.structs.replace(session.manifest, inputs=open_inputs)
 
     @property
     def manifest(self) -> Manifest:
-        """The package's manifest, without the inputs that are given."""
+        """The package's manifest, without the bound inputs."""
         return self._manifest
 
     @property
@@ -37,7 +37,7 @@ class Given:
         return self._session.run({**feeds, **self._feeds})
 
     def start(self, capacity: int | None = None) -> StateSequence:
-        """See ModelRunner. What is given stays on the ranks."""
+        """See ModelRunner. Bound inputs stay on the ranks."""
         sequence = self._session.start(capacity)
         sequence.hold(self._feeds)
         return sequence

@@ -1,4 +1,4 @@
-"""The room of a language model: how many tokens its inputs and caches take, as far as the manifest knows."""
+"""The capacity of a language model: how many tokens its inputs and caches take, as far as the manifest knows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from splitc.runtime.package.manifest import Manifest, Tensor
 USUAL = 100
 
 
-def find_room(manifest: Manifest, signature: LanguageSignature) -> int | None:
-    """The most tokens that can be read in one sequence; None if the manifest knows of no end.
+def find_capacity(manifest: Manifest, signature: LanguageSignature) -> int | None:
+    """The most tokens that can be read in one sequence; None if nothing in the manifest limits them.
 
-    A mask may be of a fixed length, positions may be looked up in a table, and engines may be built for so many tokens.
+    A mask may have a fixed length, a table may end the positions, and engines may be built for a range of lengths.
     """
     inputs = {tensor.name: tensor for tensor in manifest.inputs}
     ids = inputs[signature.ids]
@@ -40,21 +40,21 @@ def _longest(tensor: Tensor, axis: int) -> int | None:
 
 
 def count_tokens(manifest: Manifest, signature: LanguageSignature, prompt: int, asked: int | None) -> int:
-    """The number of tokens to generate: `asked`, or (None) USUAL, or less if the room ends.
+    """The number of tokens to generate: `asked`, or by default USUAL, or fewer if the capacity ends.
 
-    The last one is not read again. Raises MisuseError for a number below 0, and for more than there is room for.
+    The last one is not read again. Raises MisuseError for a number below 0, and for more than the capacity.
     """
     if asked is not None and (not isinstance(asked, int) or asked < 0):
         raise MisuseError(f"max_new_tokens={asked!r}: it is a number of tokens, 0 or more")
-    room = find_room(manifest, signature)
-    if room is None:
+    capacity = find_capacity(manifest, signature)
+    if capacity is None:
         return USUAL if asked is None else asked
-    most = room - prompt + 1
+    most = capacity - prompt + 1
     if most < 1:
-        raise MisuseError(f"the model has room for {room} tokens, and the prompt has {prompt}")
+        raise MisuseError(f"the model has room for {capacity} tokens, and the prompt has {prompt}")
     if asked is not None and asked > most:
         raise MisuseError(
-            f"the model has room for {room} tokens, and {prompt} of the prompt and {asked} new ones need "
+            f"the model has room for {capacity} tokens, and {prompt} of the prompt and {asked} new ones need "
             f"{prompt + asked - 1} (the last one is not read again): ask for {most} at most"
         )
     return min(USUAL, most) if asked is None else asked

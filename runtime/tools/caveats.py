@@ -1,4 +1,4 @@
-"""What the times of ranks do not tell apart, said to the user beside them."""
+"""What the measured times of ranks include, said to the user beside them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from splitc.runtime.package.steps import Run
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.tools.trace import Timeline
 
-REPLAYED = (
-    "A replayed request is one step of each rank: busy is all of it, with sums with other ranks and waits for them."
-)
+REPLAYED = "A replayed request is one step a rank: busy includes its collectives and the waits for other ranks."
 LAUNCHED = (
-    "GPUs work after they are told to, and times of steps are those of telling them: overhead has the wait until a GPU "
-    "is done."
+    "GPUs work asynchronously: the time of a step is the time to launch it, and overhead includes the wait for the GPU."
 )
-INSIDE = "What ranks exchange is inside their engines: busy has it, and the waits for slower ranks."
+INSIDE = "Collectives run inside the engines: busy includes them, and the waits for slower ranks."
 
 
-def say_measured(ranks: Sequence[Rank], requests: Timeline) -> list[str]:
-    """Sentences on what the times of these requests have in them."""
+def time_caveats(ranks: Sequence[Rank], requests: Timeline) -> list[str]:
+    """What the times of these requests include, a sentence each."""
     ran = [(ranks[number], span) for request in requests for number, served in request.items() for span in served.spans]
     said = {
         REPLAYED: any(isinstance(span.step, Replay) for _, span in ran),
@@ -32,7 +29,7 @@ def say_measured(ranks: Sequence[Rank], requests: Timeline) -> list[str]:
 
 
 def is_launch(span: Span, rank: Rank) -> bool:
-    """Whether a step only told a GPU what to do."""
+    """Whether a step only launched work on a GPU."""
     return isinstance(span.step, Run) and device_named(rank.device).kind == "cuda"
 
 
