@@ -1,4 +1,4 @@
-"""Remember what was found out about an object for as long as the object lives."""
+"""Remember what was results out about an object for as long as the object lives."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def remembered(function: F) -> F:
     """The function, which runs once for each first argument, told apart by identity, and each of the others."""
-    found: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+    results: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
     @wraps(function)
     def call(about: Any, *others: Any) -> Any:
-        known = found.setdefault(about, {})
+        known = results.setdefault(about, {})
         if others not in known:
             known[others] = function(about, *others)
         return known[others]

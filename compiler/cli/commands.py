@@ -95,7 +95,7 @@ def _with_libraries(request: Request) -> Request:
 
 def _devices(device: list[str] = DEVICE, hosts: str | None = HOSTS) -> list[str]:
     """The names of the devices to plan for; none if none are given."""
-    return device if hosts is None else [str(each) for each in parse_hosts(hosts)]
+    return device if hosts is None else [str(device) for device in parse_hosts(hosts)]
 
 
 _request = request_reader(_with_libraries)

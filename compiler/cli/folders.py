@@ -44,7 +44,7 @@ def plan_folder(
         check_output(output, [folder])
     with shown_bars():
         plan = plan_pipeline(folder, devices, request, wanted, swap)
-    plan = replace(plan, modules=tuple(replace(each, plan=with_refusals(each.plan)) for each in plan.modules))
+    plan = replace(plan, modules=tuple(replace(module, plan=with_refusals(module.plan)) for module in plan.modules))
     if output:
         write_pipeline_plan(plan, output)
     if report:

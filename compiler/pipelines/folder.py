@@ -101,7 +101,7 @@ def read_folder(
 
 
 def _check_names_readable(files: Sequence[PurePosixPath]) -> None:
-    """Raise ModelError for a file whose name is no UTF-8, as the package's tables of contents must be."""
+    """Raise ModelError for a file whose name is no UTF-8: the package's tables of contents are UTF-8."""
     for file in files:
         try:
             str(file).encode()

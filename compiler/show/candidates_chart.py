@@ -23,11 +23,11 @@ def candidates_section(plan: Plan) -> Section | None:
     """The candidates of auto mode; None if the mode was given."""
     if plan.choice is None:
         return None
-    possible = [each for each in plan.alternatives if each.refused is None]
+    possible = [candidate for candidate in plan.alternatives if candidate.refused is None]
     if len(possible) < 2:
         return Section("What was compared", [f"Chosen: {plan.choice}."], tables=[replace(_table(plan), folded=False)])
     best = _unbeaten(plan, possible)
-    named = ", ".join(f"{number} {each.name}" for number, each in enumerate(best, 1))
+    named = ", ".join(f"{number} {candidate.name}" for number, candidate in enumerate(best, 1))
     return Section(
         "What was compared",
         [f"Chosen: {plan.choice}.", f"No other beats these in both time and memory: {named}."],
@@ -37,42 +37,42 @@ def candidates_section(plan: Plan) -> Section | None:
     )
 
 
-def _is_chosen(plan: Plan, each: Alternative) -> bool:
-    return (plan.choice or "").startswith(f"{each.name}: ")
+def _is_chosen(plan: Plan, candidate: Alternative) -> bool:
+    return (plan.choice or "").startswith(f"{candidate.name}: ")
 
 
-def _seconds(plan: Plan, each: Alternative) -> float:
+def _seconds(plan: Plan, candidate: Alternative) -> float:
     """The time that the objective is about."""
-    return each.latency if plan.objective == "latency" else each.interval
+    return candidate.latency if plan.objective == "latency" else candidate.interval
 
 
 def _unbeaten(plan: Plan, possible: list[Alternative]) -> list[Alternative]:
     """Candidates than which no other is better in both time and memory, the fastest first."""
-    both = [(_seconds(plan, each), max(each.peaks)) for each in possible]
-    best = [each for each, own in zip(possible, both, strict=True) if not _is_beaten(own, both)]
-    return sorted(best, key=lambda each: _seconds(plan, each))
+    both = [(_seconds(plan, candidate), max(candidate.peaks)) for candidate in possible]
+    best = [candidate for candidate, own in zip(possible, both, strict=True) if not _is_beaten(own, both)]
+    return sorted(best, key=lambda candidate: _seconds(plan, candidate))
 
 
 def _chart(plan: Plan, possible: list[Alternative], best: list[Alternative]) -> Chart:
     """Numbers stand for the names of the best, which would cover each other."""
     alt = altair()
     is_latency = plan.objective == "latency"
-    seconds = [_seconds(plan, each) for each in possible]
-    peaks = [max(each.peaks) for each in possible]
+    seconds = [_seconds(plan, candidate) for candidate in possible]
+    peaks = [max(candidate.peaks) for candidate in possible]
     (time, second), (size, byte) = unit_for(max(seconds), SECONDS), unit_for(max(peaks), BYTES)
     rows: list[dict[str, Any]] = [
         {
-            "candidate": each.name,
-            "mode": _mode(each),
-            "chosen": _is_chosen(plan, each),
-            "number": f"{best.index(each) + 1}" if each in best else "",
+            "candidate": candidate.name,
+            "mode": _mode(candidate),
+            "chosen": _is_chosen(plan, candidate),
+            "number": f"{best.index(candidate) + 1}" if candidate in best else "",
             "time": took / second,
             "peak": peak / byte,
-            "request": format_seconds(each.latency),
-            "stream": format_seconds(each.interval),
+            "request": format_seconds(candidate.latency),
+            "stream": format_seconds(candidate.interval),
             "fullest": format_bytes(peak),
         }
-        for each, took, peak in zip(possible, seconds, peaks, strict=True)
+        for candidate, took, peak in zip(possible, seconds, peaks, strict=True)
     ]
     low, high = min(seconds) / second, max(seconds) / second
     if is_log := high > SPREAD * low > 0:
@@ -104,8 +104,8 @@ def _is_beaten(one: tuple[float, int], both: list[tuple[float, int]]) -> bool:
     return any(time <= one[0] and peak <= one[1] and (time, peak) != one for time, peak in both)
 
 
-def _mode(each: Alternative) -> str:
-    return each.mode if each.devices > 1 else "one device"
+def _mode(candidate: Alternative) -> str:
+    return candidate.mode if candidate.devices > 1 else "one device"
 
 
 def _modes(possible: list[Alternative]) -> list[str]:
@@ -115,11 +115,11 @@ def _modes(possible: list[Alternative]) -> list[str]:
 def _table(plan: Plan) -> Table:
     numbers = ("a request", "in a stream", "fullest device")
     rows = []
-    for each in plan.alternatives:
-        name = f"{each.name} (chosen)" if _is_chosen(plan, each) else each.name
-        if each.refused is not None:
-            rows.append((name, "", "", "", each.refused))
+    for candidate in plan.alternatives:
+        name = f"{candidate.name} (chosen)" if _is_chosen(plan, candidate) else candidate.name
+        if candidate.refused is not None:
+            rows.append((name, "", "", "", candidate.refused))
         else:
-            times = (format_seconds(each.latency), format_seconds(each.interval))
-            rows.append((name, *times, format_bytes(max(each.peaks)), each.placement))
+            times = (format_seconds(candidate.latency), format_seconds(candidate.interval))
+            rows.append((name, *times, format_bytes(max(candidate.peaks)), candidate.placement))
     return Table("Candidates in numbers", ("candidate", *numbers, ""), rows, numbers)

@@ -15,16 +15,17 @@ def pipeline_page(plan: PipelinePlan) -> Page:
     """The page of a folder's plan."""
     sums = plan.devices
     ranks = [
-        ShownRank(each.device, (), each.weights, each.activations, each.cache, each.total, each.budget) for each in sums
+        ShownRank(total.device, (), total.weights, total.activations, total.cache, total.total, total.budget)
+        for total in sums
     ]
-    memory = memory_section([each.device for each in sums], ranks, BUDGET)
+    memory = memory_section([held.device for held in sums], ranks, BUDGET)
     notes = [IN_TURN] if plan.swap else []
     notes += [f"{left.path}, {format_bytes(left.bytes)}, is left out: {left.why}" for left in plan.folder.left_out]
     if plan.folder.files:
         notes.append(f"Beside the modules: {', '.join(path.as_posix() for path in plan.folder.files)}")
     together = Chapter("All modules", (), notes, [] if memory is None else [memory])
-    chapters = [together, *(plan_chapter(each.name, each.plan, [each.why]) for each in plan.modules)]
-    names = [each.name for each in plan.modules]
-    warnings = dict.fromkeys(warning for each in plan.modules for warning in each.plan.warnings)
+    chapters = [together, *(plan_chapter(module.name, module.plan, [module.why]) for module in plan.modules)]
+    names = [module.name for module in plan.modules]
+    warnings = dict.fromkeys(warning for module in plan.modules for warning in module.plan.warnings)
     subtitle = f"{len(names)} modules: {', '.join(names)}"
     return Page(f"Plan of {plan.folder.path.name}", subtitle, chapters, list(warnings))

@@ -16,10 +16,10 @@ from splitc.runtime.units import block_range, first_few, format_bytes
 def print_pipeline(plan: PipelinePlan) -> None:
     """Print what each module holds of each device, their sums against the budgets, and what stays out."""
     rows = table("module", "device", "blocks", *RANK_SIZES, "of budget", "", right=RANK_SIZES)
-    for each in plan.modules:
-        for number, rank in enumerate(each.plan.ranks):
+    for module in plan.modules:
+        for number, rank in enumerate(module.plan.ranks):
             memory = rank.memory
-            title = "" if number else module_title(each.name, each.plan.split_mode, len(each.plan.ranks))
+            title = "" if number else module_title(module.name, module.plan.split_mode, len(module.plan.ranks))
             sizes = (memory.weights, memory.activations, memory.cache)
             blocks = block_range([fitted(block.name, out.width // 5) for block in rank.stage.blocks])
             _add(rows, [title, str(rank.device), blocks], sizes, memory.total, plan.budgets.get(str(rank.device)))
@@ -34,19 +34,19 @@ def print_pipeline(plan: PipelinePlan) -> None:
             out.print(f"{device.device}: {format_bytes(device.common)} of weights are held once, for several modules")
     if plan.swap:
         out.print("modules work in turn: of the weights that they swap, each device has room for the largest module's")
-        for each in plan.modules:
-            if stay := [str(rank.device) for rank in each.plan.ranks if not can_swap(each.plan, rank)]:
-                out.print(f"{each.name}: its weights stay on {first_few(stay)}, since its engines hold them inside")
-    for each in plan.modules:
-        out.print(f"{each.name}: {each.why}")
+        for module in plan.modules:
+            if stay := [str(rank.device) for rank in module.plan.ranks if not can_swap(module.plan, rank)]:
+                out.print(f"{module.name}: its weights stay on {first_few(stay)}, since its engines hold them inside")
+    for module in plan.modules:
+        out.print(f"{module.name}: {module.why}")
     if plan.folder.files:
         out.print(f"beside them: {first_few([path.as_posix() for path in plan.folder.files])}")
     for left in plan.folder.left_out:
         out.print(f"left out: {left.path}, {format_bytes(left.bytes)}: {left.why}")
     warned: dict[str, list[str]] = {}
-    for each in plan.modules:
-        for warning in each.plan.warnings:
-            warned.setdefault(warning, []).append(each.name)
+    for module in plan.modules:
+        for warning in module.plan.warnings:
+            warned.setdefault(warning, []).append(module.name)
     for warning, names in warned.items():
         print_warning(f"{', '.join(names)}: {warning}")
 

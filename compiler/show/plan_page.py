@@ -39,7 +39,7 @@ def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
     ]
     cuts = [ShownCut([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts]
     words = words_of(plan.split_mode)
-    whole = [(each.name, each.bytes - each.split, each.reason) for each in plan.weights if each.reason]
+    whole = [(weight.name, weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]
     labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
     sections: list[Section | None] = [
         strip_section(ranks, cuts, plan.split.is_radial),
@@ -47,19 +47,19 @@ def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
         whole_section(whole, words.whole),
         candidates_section(plan),
     ]
-    return Chapter(title, _facts(plan), why, [each for each in sections if each is not None])
+    return Chapter(title, _facts(plan), why, [section for section in sections if section is not None])
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     """What is said of a plan in a few words."""
     mode = mode_in_words(plan.split_mode, len(plan.ranks))
-    found = [("split mode", mode), ("engines", plan.engine), ("planned for", plan.objective)]
-    found.append(("times", "measured" if plan.profiled else "estimated"))
-    held = sum(each.bytes for each in plan.weights)
+    facts = [("split mode", mode), ("engines", plan.engine), ("planned for", plan.objective)]
+    facts.append(("times", "measured" if plan.profiled else "estimated"))
+    held = sum(weight.bytes for weight in plan.weights)
     if held:
-        share = sum(each.split for each in plan.weights) / held
-        found.append(("weights split", f"{share:.0%} of {format_bytes(held)}"))
+        share = sum(weight.split for weight in plan.weights) / held
+        facts.append(("weights split", f"{share:.0%} of {format_bytes(held)}"))
     if plan.split.collectives:
         size = format_bytes(plan.split.exchanged_bytes(plan.cuts))
-        found.append((words_of(plan.split_mode).exchanges, f"{plan.split.collectives} a run, {size}"))
-    return found
+        facts.append((words_of(plan.split_mode).exchanges, f"{plan.split.collectives} a run, {size}"))
+    return facts

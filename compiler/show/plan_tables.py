@@ -38,8 +38,8 @@ def print_plan(plan: Plan) -> None:
     out.print(rows)
     budgets = {str(rank.device): "unknown" if rank.budget is None else format_bytes(rank.budget) for rank in plan.ranks}
     same = len(set(budgets.values())) == 1
-    each = next(iter(budgets.values())) + " each" * (len(plan.ranks) > 1)
-    listed = each if same else ", ".join(f"{device} {budget}" for device, budget in budgets.items())
+    common = next(iter(budgets.values())) + " each" * (len(plan.ranks) > 1)
+    listed = common if same else ", ".join(f"{device} {budget}" for device, budget in budgets.items())
     out.print(f"budget: {listed}; time: {'as measured' if plan.profiled else 'estimated'}")
     if any(rank.device.kind == "cuda" for rank in plan.ranks):
         out.print(f"engines: {describe_engine(plan.engine)}")
@@ -48,9 +48,10 @@ def print_plan(plan: Plan) -> None:
         _print_split(plan)
     again = [rank.rematerialized for rank in plan.ranks[1:] if rank.rematerialized.nodes]
     if again:
-        nodes = sum(each.nodes for each in again)
-        unsent, weights = (format_bytes(sum(getattr(each, n) for each in again)) for n in ("unsent", "weights"))
-        out.print(f"computed again: {nodes} cheap nodes, which spares {unsent} a run and repeats {weights} of weights")
+        nodes = sum(work.nodes for work in again)
+        unsent, weights = (format_bytes(sum(getattr(work, n) for work in again)) for n in ("unsent", "weights"))
+        saved = f"saves {unsent} of transfer, duplicates {weights} of weights"
+        out.print(f"recomputed per stage: {nodes} cheap nodes ({saved})")
     if plan.choice is not None:
         _print_alternatives(plan)
     for warning in plan.warnings:
@@ -60,15 +61,15 @@ def print_plan(plan: Plan) -> None:
 def _print_alternatives(plan: Plan) -> None:
     """Print what auto mode compared, and what it chose."""
     numbers = ("a request", "in a stream", "fullest device")
-    hosts = any(each.placement for each in plan.alternatives)
+    hosts = any(candidate.placement for candidate in plan.alternatives)
     rows = table("candidate", *numbers, "hosts" if hosts else "", right=numbers)
     refused: dict[str, list[str]] = {}
-    for each in plan.alternatives:
-        if each.refused is not None:
-            refused.setdefault(each.refused, []).append(each.name)
+    for candidate in plan.alternatives:
+        if candidate.refused is not None:
+            refused.setdefault(candidate.refused, []).append(candidate.name)
             continue
-        seconds = map(format_seconds, (each.latency, each.interval))
-        rows.add_row(each.name, *seconds, format_bytes(max(each.peaks)), each.placement)
+        seconds = map(format_seconds, (candidate.latency, candidate.interval))
+        rows.add_row(candidate.name, *seconds, format_bytes(max(candidate.peaks)), candidate.placement)
     out.print(rows)
     for why, names in refused.items():
         out.print(Text(f"not {', '.join(names)}: {why}", "dim"))
@@ -85,12 +86,12 @@ def _print_split(plan: Plan) -> None:
     inside = [weight for weight in plan.weights if weight.in_block]
     shares = []
     for what, weights in (("the blocks", inside), ("all", plan.weights)):
-        held, divided = sum(each.bytes for each in weights), sum(each.split for each in weights)
+        held, divided = sum(weight.bytes for weight in weights), sum(weight.split for weight in weights)
         shares.append(f"{divided / max(1, held):.1%} of {what} ({format_bytes(held)})")
     size = format_bytes(plan.split.exchanged_bytes(plan.cuts))
     exchanged = f"{plan.split.collectives} {words_of(plan.split_mode).exchanges}, {size} a run"
     out.print(f"weights split: {', '.join(shares)}; {exchanged}")
-    whole = [(each.name, each.bytes - each.split, each.reason) for each in plan.weights if each.reason]
+    whole = [(weight.name, weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]
     print_whole(whole, plan.split_mode)
 
 
@@ -105,10 +106,10 @@ def print_axes(plan: Plan) -> None:
     fates = plan.split.axis_fates()
     assert fates is not None, "`check_axes` was called"
     rows = table("size", "weights", "bytes", "collectives", "split, or why not", "first of the weights", right=NUMBERS)
-    for each in (each for each in fates if each.bytes >= SHOWN):
-        units = ",".join(map(str, each.units)) + ", joined" * each.joined
-        fate = Text(units, "green") if each.units else each.reason or ""
-        sums = "" if each.sums is None else str(each.sums)
-        first = fitted(each.first, out.width // 4)
-        rows.add_row(str(each.size), str(each.weights), format_bytes(each.bytes), sums, fate, first)
+    for axis in (axis for axis in fates if axis.bytes >= SHOWN):
+        units = ",".join(map(str, axis.units)) + ", joined" * axis.joined
+        fate = Text(units, "green") if axis.units else axis.reason or ""
+        sums = "" if axis.sums is None else str(axis.sums)
+        first = fitted(axis.first, out.width // 4)
+        rows.add_row(str(axis.size), str(axis.weights), format_bytes(axis.bytes), sums, fate, first)
     out.print(rows)

@@ -75,7 +75,7 @@ def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[s
 
 
 def _copy(gpu: GpuDevice, pieces: Sequence[tuple[int, Bytes]], first: int) -> None:
-    """Copy every few pieces, from the first one on: while one is under way to the GPU, the next one is read."""
+    """Copy every few pieces, from the first one on: while one is copied to the GPU, the next one is read."""
     runtime = gpu.cuda.runtime
     with gpu.device, gpu.cuda.Stream(non_blocking=True) as stream:
         staged = itertools.cycle([(gpu.pinned((PIECE,), np.dtype(np.uint8)), gpu.cuda.Event()) for _ in range(2)])
