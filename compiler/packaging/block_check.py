@@ -22,6 +22,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
+from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.nodes import describe_node, operator_name
 from splitc.compiler.operators.registry import operator_of
@@ -102,20 +103,14 @@ def _stage_of(plan: Plan, block: Block) -> Stage:
     taken in its quantized form, in which ranks exchange it.
     """
     graph = plan.analysis.graph
-    inside = set(plan.analysis.partition.with_upstream(block))
-    takes: dict[ir.Value, None] = {}
-    stack = list(inside)
-    while stack:
-        node = stack.pop()
-        for value in graph.reads[node]:
-            producer = value.producer()
-            if value.is_initializer() or producer in inside:
-                continue
-            if producer is not None and (value.dtype in SIZES or operator_of(producer).dequantizes):
-                inside.add(producer)
-                stack.append(producer)
-            else:
-                takes[value] = None
+
+    def is_computed(value: ir.Value) -> bool:
+        producer = value.producer()
+        return producer is not None and (value.dtype in SIZES or operator_of(producer).dequantizes)
+
+    upstream = plan.analysis.partition.with_upstream(block)
+    inside = ancestors(upstream, lambda node: filter(is_computed, graph.reads[node]))
+    nodes = sorted(inside, key=graph.position.__getitem__)
     own = set(block.nodes)
     gives = [
         value
@@ -123,9 +118,9 @@ def _stage_of(plan: Plan, block: Block) -> Stage:
         for value in node.outputs
         if value.is_graph_output() or any(use.node not in own for use in value.uses())
     ]
-    nodes = tuple(sorted(inside, key=graph.position.__getitem__))
-    feeds = [value for value in takes if value.producer() not in inside]
-    return Stage((block,), nodes, tuple(feeds), (), (), tuple(gives), ())
+    reads = dict.fromkeys(value for node in nodes for value in graph.reads[node])
+    feeds = [value for value in reads if not value.is_initializer() and value.producer() not in inside]
+    return Stage((block,), tuple(nodes), tuple(feeds), (), (), tuple(gives), ())
 
 
 def _compare_block(plan: Plan, joined: JoinedGraph, manifest: Manifest, stage: Stage) -> list[Difference]:

@@ -16,6 +16,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.observation import refusal
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
+from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
 from splitc.compiler.operators.operation import Axes, Operation
@@ -98,7 +99,7 @@ def find_axes_separately(
     relater, separate = _Relater(graph, bound), frozenset(nodes)
     operations = {
         node: relater.relate(node, opaque.get(node), shares=node not in separate)
-        for node in _with_constant(graph, nodes, graph.constant)
+        for node in _with_constant(graph, nodes)
     }
     return _settled(AxisMap(operations, relater.shared, bound))
 
@@ -203,16 +204,10 @@ def relate_node(operation: Operation) -> None:
         ) from error
 
 
-def _with_constant(graph: Graph, nodes: Collection[ir.Node], constant: Collection[ir.Node]) -> list[ir.Node]:
+def _with_constant(graph: Graph, nodes: Collection[ir.Node]) -> list[ir.Node]:
     """The nodes and their constant ancestors, in the model's order."""
-    needed: set[ir.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            above = (value.producer() for value in graph.reads[node])
-            stack += [producer for producer in above if producer is not None and producer in constant]
+    constant = graph.constant
+    needed = ancestors(nodes, lambda node: [value for value in graph.reads[node] if value.producer() in constant])
     return [node for node in graph.nodes if node in needed]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Operation
@@ -80,7 +81,7 @@ def find_sums(
         last = node
     used = (value for node in drawn for value in node.outputs if value.uses() or value.is_graph_output())
     flow.summed.update(dict.fromkeys(used))
-    in_order = sorted(flow.summed, key=lambda value: (position[_maker(value)], value.index() or 0))
+    in_order = sorted(flow.summed, key=lambda value: (position[producer_of(value)], value.index() or 0))
     joined = [border.value for border in borders if border.is_joined(chosen)]
     return Sums(flow.partial, tuple(in_order), flow.once, tuple(flow.ranged), tuple(drawn), tuple(joined))
 
@@ -162,12 +163,6 @@ def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:
     """Whether exactly one other node of the same graph reads a value of this node."""
     readers = [reader for reader, _ in value.uses()]
     return len(readers) == 1 and not value.is_graph_output() and readers[0].graph is node.graph
-
-
-def _maker(value: ir.Value) -> ir.Node:
-    node = value.producer()
-    assert node is not None
-    return node
 
 
 def chosen_atoms(axes: Iterable[Axis] | None, chosen: Collection[Factor]) -> frozenset[Factor]:
