@@ -91,7 +91,7 @@ def diffusers_feeds() -> dict[str, dict[str, Any]]:
     }
 
 
-def write_decoders(folder: Path) -> None:
+def write_decoders(folder: Path, switch: str = "use_past") -> None:
     """A decoder in the forms that optimum writes: without a past, with one, and both in an If of one file.
 
     All have the same weights.
@@ -105,8 +105,8 @@ def write_decoders(folder: Path) -> None:
         f"{name} = {name} () => (float[n, 32] out) {{ {body} out = Identity (h{len(LAYERS)}) }}"
         for name, body in (("then_branch", past), ("else_branch", plain))
     ]
-    inputs = f"{x}, float[n, 32] past, bool[1] use_past"
-    _save(folder / "decoder_model_merged.onnx", inputs, f"y = If (use_past) <{', '.join(branches)}>")
+    inputs = f"{x}, float[n, 32] past, bool[1] {switch}"
+    _save(folder / "decoder_model_merged.onnx", inputs, f"y = If ({switch}) <{', '.join(branches)}>")
 
 
 def _save(path: Path, inputs: str, body: str) -> None:

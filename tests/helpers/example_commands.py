@@ -1,0 +1,111 @@
+"""Commands as pages of the documentation show them, and their output beside what is really printed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import metadata
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+from tests.helpers.command import ROOT, splitc
+
+# What makes an example short: options of commands, in place of those that a page has, and flags; the size of a model.
+SHORTER: Mapping[str, Mapping[str, str]] = {"bench": {"--runs": "4", "--warmup": "1"}}
+FLAGS = {"bench": "--no-memory", "check": "--no-memory", "compile": "--force"}
+SMALLER = {"--hidden": "64", "--heads": "4", "--kv-heads": "2", "--feed-forward": "96", "--vocabulary": "50"}
+# A number with its unit, and a bar or a timeline, are not compared.
+QUANTITY = re.compile(r"\d[\d.,]*(?: ?(?:[KMGT]?i?B|[nµum]?s|%)(?![\w]))?(?:/s)?")
+BAR = re.compile(r"[█▉▊▋▌▍▎▏▓▒░][█▉▊▋▌▍▎▏▓▒░ ]*")
+EDIT = re.compile(r"# in plan\.json.*?:   (.+?),?   ->   (.+?),?$")
+
+
+def run_script(script: str, folder: Path) -> None:
+    """Run lines of a shell script that are splitc's, and check that what others name is there."""
+    for line in script.replace("\\\n", " ").splitlines():
+        if edit := EDIT.match(line):
+            _edit(folder / "plan.json", edit[1], edit[2])
+        elif words := shlex.split(line, comments=True):
+            _runner(words)(words)
+
+
+def run_console(session: str, folder: Path) -> None:
+    """Run what stands behind a `$`, and compare what it prints with the lines below it. `...` is any lines."""
+    for part in re.split(r"^\$ ", session, flags=re.MULTILINE)[1:]:
+        line, _, shown = part.partition("\n")
+        words = shlex.split(line, comments=True)
+        printed = _runner(words)(words)
+        assert matches(compared(shown), compared(printed)), f"$ {line}\n{printed}"
+
+
+def matches(shown: Sequence[Sequence[str]], printed: Sequence[Sequence[str]]) -> bool:
+    """Whether what is shown was printed."""
+    if not shown:
+        return not printed
+    if shown[0] == ["..."]:
+        return any(matches(shown[1:], printed[start:]) for start in range(len(printed) + 1))
+    return bool(printed) and shown[0] == printed[0] and matches(shown[1:], printed[1:])
+
+
+def compared(output: str) -> list[list[str]]:
+    """The lines of an output by words, without numbers and bars."""
+    lines = (QUANTITY.sub("0", BAR.sub("=", line)).split() for line in output.splitlines())
+    return [[word for word in line if word != "="] for line in lines if line]
+
+
+def _runner(words: Sequence[str]) -> Callable[[Sequence[str]], str]:
+    if words[0] == "python":
+        return _run_python
+    if words[0] in RUNNERS:
+        return RUNNERS[words[0]]
+    raise AssertionError(f"'{words[0]}' does not run here: skip the block, with a reason")
+
+
+def _run_splitc(words: Sequence[str]) -> str:
+    command, arguments = words[1], list(words[2:])
+    for option, value in SHORTER.get(command, {}).items():
+        if option in arguments:
+            del arguments[arguments.index(option) : arguments.index(option) + 2]
+        arguments += [option, value]
+    if (flag := FLAGS.get(command)) is not None and flag not in arguments:
+        arguments.append(flag)
+    return splitc(command, *arguments).stdout
+
+
+def _run_python(words: Sequence[str]) -> str:
+    """A maker of models, which makes a smaller one. Benchmarks are only looked for."""
+    if words[1] == "-m":
+        assert find_spec(words[2]) is not None, f"there is no module {words[2]}"
+        return ""
+    arguments = [SMALLER.get(before, word) for before, word in pairwise(words[1:])]
+    program = [sys.executable, str(ROOT / words[1]), *arguments]
+    return subprocess.run(program, check=True, capture_output=True, text=True).stdout
+
+
+def _check_make(words: Sequence[str]) -> str:
+    targets = re.findall(r"^([\w.$()/-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    known = {target.replace("$(VENV)", ".venv") for target in targets} | {".venv/test.done"}
+    assert set(words[1:]) <= known, f"make has no target {set(words[1:]) - known}"
+    return ""
+
+
+def _check_pip(words: Sequence[str]) -> str:
+    """Extras of splitc are there."""
+    extras = set(metadata("splitc").get_all("Provides-Extra") or ())
+    for named in re.findall(r"splitc\[([\w,]+)\]", " ".join(words)):
+        assert set(named.split(",")) <= extras
+    return ""
+
+
+RUNNERS: Mapping[str, Callable[[Sequence[str]], str]] = {"splitc": _run_splitc, "make": _check_make, "pip": _check_pip}
+
+
+def _edit(file: Path, old: str, new: str) -> None:
+    """Edit a plan as a comment says."""
+    text = file.read_text(encoding="utf-8")
+    assert old in text, f"plan.json has no {old}"
+    file.write_text(text.replace(old, new, 1), encoding="utf-8")

@@ -1,0 +1,160 @@
+"""The models, packages and inputs that pages of the documentation name. Each is made when a page first needs it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from models.llama import Size, build
+from models.writer import save
+from splitc.compiler import Request, compile_model, compile_pipeline, plan_model, plan_pipeline
+from tests.helpers import encoder_decoders
+from tests.helpers.blocks import FLOAT, INT, Block
+from tests.helpers.folders import diffusers_folder, text_encoder, write_decoders, write_json
+
+WORDS, WIDTH, LAYERS = 40, 256, 8
+DECODER = Size(layers=8, hidden=256, heads=4, kv_heads=2, feed_forward=256, vocabulary=WORDS)
+# Makes a file or folder at a path, from others of this table if it needs them.
+Maker = Callable[["Files", Path], object]
+
+
+def language_model(path: Path) -> None:
+    """A model without caches: token ids and a mask go in, logits come out. Wide enough for row mode."""
+    b = Block()
+    ids, mask = (b.input(name, INT, ["batch", "sequence"]) for name in ("input_ids", "attention_mask"))
+    value = b.op("Gather", b.w("table", WORDS, WIDTH), ids)
+    value = b.op("Mul", value, b.op("Cast", b.op("Unsqueeze", mask, b.ints(2)), to=int(FLOAT)))
+    for layer in range(LAYERS):
+        with b.scope(f"layers.{layer}"):
+            up, down = (b.w(f"layers.{layer}.{name}", WIDTH, WIDTH) for name in ("up", "down"))
+            value = b.op("Add", value, b.op("MatMul", b.op("Relu", b.op("MatMul", value, up)), down))
+    b.give(b.op("MatMul", value, b.w("head", WIDTH, WORDS)), "logits", ["batch", "sequence", WORDS])
+    save(b.model(), path)
+
+
+def recurrent(path: Path) -> None:
+    """Two cells written out as nodes, whose states splitc does not find by itself."""
+    b = Block()
+    value = b.input("x", FLOAT, ["n", 32])
+    for name in ("hidden", "cell"):
+        state = b.input(name, FLOAT, ["n", 32])
+        value = b.op("Tanh", b.op("Add", value, b.op("MatMul", state, b.w(f"{name}.weight", 32, 32))))
+        b.give(value, f"next_{name}", ["n", 32])
+    b.give(b.op("MatMul", value, b.w("last", 32, 32)), "y", ["n", 32])
+    save(b.model(), path)
+
+
+def switched(path: Path, declared: str, condition: str) -> None:
+    """A model that is one If, which an input decides."""
+    layers = [f"m{n} = MatMul (h{n}, W) r{n} = Relu (m{n}) h{n + 1} = Add (h{n}, r{n})" for n in range(4)]
+    branches = ", ".join(
+        f"{name} = {name} () => (float[n, 32] out) {{ h0 = {first} (x) {' '.join(layers)} out = Identity (h4) }}"
+        for name, first in (("then_branch", "Neg"), ("else_branch", "Exp"))
+    )
+    weight = "W = Constant <value = float[32, 32] {" + ", ".join(["0.01"] * 1024) + "}> ()"
+    text = f"main (float[n, 32] x, {declared}) => (float[n, 32] y) {{ {weight} {condition} y = If (c) <{branches}> }}"
+    ir.save(ir.from_onnx_text(f'<ir_version: 8, opset_import: ["" : 17]> {text}'), path)
+
+
+def optimum_folder(folder: Path) -> None:
+    """An encoder, and a decoder in the three forms that optimum writes."""
+    save(text_encoder(2).model(), folder / "encoder_model.onnx")
+    write_decoders(folder, "use_cache_branch")
+
+
+def tokenizer_folder(folder: Path) -> None:
+    write_tokenizer(folder / "tokenizer.json")
+    write_json(folder / "config.json", {"eos_token_id": 2})
+
+
+def write_tokenizer(path: Path) -> None:
+    """A word for each token; all others are the first one."""
+    made = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.save(str(path))
+
+
+def arrays(path: Path, **arrays: object) -> None:
+    np.savez(path, **{name: np.asarray(array) for name, array in arrays.items()})  # type: ignore[arg-type]
+
+
+def packaged(model: str) -> Maker:
+    """A package of a model, or of a folder of them, on two CPU devices."""
+
+    def make(files: Files, path: Path) -> None:
+        source = files.make(model)
+        if source.is_dir():
+            compile_pipeline(plan_pipeline(source, ["2xcpu"], Request(split_mode="layer")), path, verify=False)
+        else:
+            compile_model(plan_model(source, ["2xcpu"], Request(split_mode="layer")), path)
+
+    return make
+
+
+def writes(make: Callable[[Path], object]) -> Maker:
+    return lambda files, path: make(path)
+
+
+def in_new_folder(make: Callable[[Path], object]) -> Maker:
+    def create(files: Files, path: Path) -> None:
+        path.mkdir()
+        make(path)
+
+    return create
+
+
+IDS = np.arange(6).reshape(1, 6) % WORDS
+MAKERS: Mapping[str, Maker] = {
+    "model.onnx": writes(language_model),
+    "llama.onnx": writes(lambda path: save(build(DECODER), path)),
+    "recurrent.onnx": writes(recurrent),
+    "decoder_model_merged.onnx": writes(
+        partial(switched, declared="bool use_cache_branch", condition="c = Identity (use_cache_branch)")
+    ),
+    "vad.onnx": writes(
+        partial(switched, declared="int64 sr", condition="k = Constant <value_int = 16000> () c = Equal (sr, k)")
+    ),
+    "package": packaged("model.onnx"),
+    "decoder": packaged("llama.onnx"),
+    "folder": writes(diffusers_folder),
+    "pipeline": packaged("folder"),
+    "whisper": in_new_folder(encoder_decoders.speech_folder),
+    "t5": in_new_folder(encoder_decoders.text_folder),
+    "llama": in_new_folder(encoder_decoders.genai_folder),
+    "optimum": in_new_folder(optimum_folder),
+    "tokenizer": in_new_folder(tokenizer_folder),
+    "tokenizer.json": writes(write_tokenizer),
+    "inputs.npz": writes(partial(arrays, input_ids=IDS, attention_mask=np.ones_like(IDS))),
+    "latents.npz": writes(partial(arrays, latent_sample=np.zeros((1, 4, 8, 8), np.float32))),
+    "speech.wav": writes(partial(encoder_decoders.write_sound, seed=1)),
+}
+
+
+class Files:
+    """A folder in which everything is made that pages name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def make(self, name: str) -> Path:
+        """The file or folder of a name."""
+        path = self._folder / name
+        if not path.exists():
+            MAKERS[name](self, path)
+        return path
+
+    def put(self, name: str, place: Path) -> None:
+        """Put what has a name to another place: by hard links, which takes no time."""
+        source = self.make(name)
+        if source.is_dir():
+            shutil.copytree(source, place, copy_function=os.link)
+        else:
+            for path in self._folder.glob(f"{name}*"):  # and its weights beside it
+                shutil.copy(path, place.with_name(path.name))
