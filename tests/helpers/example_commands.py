@@ -53,7 +53,7 @@ def matches(shown: Sequence[Sequence[str]], printed: Sequence[Sequence[str]]) ->
 
 def compared(output: str) -> list[list[str]]:
     """The lines of an output by words, without numbers and bars."""
-    lines = (QUANTITY.sub("0", BAR.sub("=", line)).split() for line in output.splitlines())
+    lines = (QUANTITY.sub("0", BAR.sub(" = ", line)).split() for line in output.splitlines())
     return [[word for word in line if word != "="] for line in lines if line]
 
 

@@ -160,6 +160,7 @@ def test_odd_numbers_in_prompts_are_said(wrong: str) -> None:
 
 def test_caller_has_its_stderr(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the whole process's: of two threads that mute it, the second would have kept it muted for ever."""
-    monkeypatch.setattr(os, "dup2", lambda *_: pytest.fail("stderr was replaced"))
-    text = Text.load(tokenizer)
-    assert text.encode(PROMPT) == IDS and text.decode(IDS) == PROMPT and text.step(IDS[0]) == "w5"
+    with monkeypatch.context() as patch:  # pytest itself replaces it at the end of a test
+        patch.setattr(os, "dup2", lambda *_: pytest.fail("stderr was replaced"))
+        text = Text.load(tokenizer)
+        assert text.encode(PROMPT) == IDS and text.decode(IDS) == PROMPT and text.step(IDS[0]) == "w5"

@@ -145,7 +145,7 @@ def test_what_the_backend_can_not_run_is_refused(built: Callable[[str], Path], t
     for said, manifest in wrong.items():
         with pytest.raises(MisuseError, match=said):
             find_plans(manifest)
-    with pytest.raises(MisuseError, match="a GPU of its own for each rank, all on one machine, and these are cuda1"):
+    with pytest.raises(MisuseError, match="--plans needs a GPU for each rank, all on one machine, and these are cuda1"):
         plans_config("m", changed(whole, device="cuda1"))
     with pytest.raises(MisuseError, match="'t' is a scalar, which Triton's own backends can't have: leave out --plans"):
         plans_config("m", replace(whole, inputs=[*whole.inputs, Tensor("t", "float32", [])]))
