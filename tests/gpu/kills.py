@@ -34,6 +34,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.processes.reader import LOOK
 from splitc.runtime.processes.remote import FIRST_PATIENCE
 
 # Seconds within which an error has to come, also while a session loads, and after which nobody waits for it any more.
@@ -126,6 +127,7 @@ def _try(package: Path, each: Round, before: Mapping[str, int]) -> tuple[float, 
         problems.append(f"the error came after {took:.1f} s")
     if f"rank {each.rank} " not in caller.error:
         problems.append(f"the error does not name the rank: {caller.error}")
+    time.sleep(2 * LOOK)  # who watches the ranks of all sessions looks so often whether there are any
     left = {name: many - before[name] for name, many in _left_over().items()}
     return took, [*problems, *(f"{count} {name} left" for name, count in left.items() if count > 0)]
 
