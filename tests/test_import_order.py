@@ -18,6 +18,7 @@ COMPILER = (
     "request",
     "operators",
     "frontend",
+    "fusion",
     "analysis",
     "sharding",
     "planning",

@@ -19,6 +19,7 @@ from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
 from splitc.compiler.frontend.states import find_states, growing_symbols
+from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.request.shapes import AskedShapes, Shape, check_order
 from splitc.compiler.request.states import AskedStates
 from splitc.runtime.package.manifest import State
@@ -46,6 +47,8 @@ class Analysis:
     states: tuple[State, ...]
     partition: Partition
     fitted: Fitted
+    fuses: bool = False
+    fates: tuple[Fate, ...] = ()
 
 
 def analyze(
@@ -55,10 +58,12 @@ def analyze(
     settings: Mapping[str, Any] = MappingProxyType({}),
     trusts_data: bool = False,
     states: AskedStates = AskedStates(),
+    fuses: bool = False,
 ) -> Analysis:
     """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
 
     The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
+    If it `fuses`, attention that was written out becomes one operator where that can be.
 
     Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes, settings and states
     that do not fit the model.
@@ -74,13 +79,18 @@ def analyze(
             inferred = infer_shapes(graph.model)
         check_accepted(graph, proto, inferred.repeated)
         done(1)
-        analysis = _analyze(graph, asked, states, wanted_blocks, done)
+        analysis = _analyze(graph, asked, states, wanted_blocks, fuses, done)
     done(1)
     return analysis
 
 
 def _analyze(
-    graph: Graph, asked: AskedShapes, asked_states: AskedStates, wanted_blocks: int, done: Callable[[int], None]
+    graph: Graph,
+    asked: AskedShapes,
+    asked_states: AskedStates,
+    wanted_blocks: int,
+    fuses: bool,
+    done: Callable[[int], None],
 ) -> Analysis:
     states = find_states(graph, asked_states)
     growing = growing_symbols(graph, [*find_states(graph), *states])  # caches grow whether or not they are kept
@@ -90,11 +100,12 @@ def _analyze(
     smallest, typical = (sizes.changed(fitted.changes).shapes(graph.model) for sizes in (low, middle))
     largest = fitted.shapes
     check_order(smallest, typical, largest)
-    costs = Costs(graph, fitted.bound)
+    fused = fuse(graph, largest, fitted.bound) if fuses else Fused(graph, fitted.bound, ())
+    graph, costs = fused.graph, Costs(fused.graph, fused.bound)
     reconcile(graph.model, costs.bound)
     done(1)
     blocks = find_blocks(graph, costs, wanted_blocks)
-    return Analysis(graph, largest, smallest, typical, costs, tuple(states), blocks, fitted)
+    return Analysis(graph, largest, smallest, typical, costs, tuple(states), blocks, fitted, fuses, fused.fates)
 
 
 def _is_small(graph: Graph, bound: BoundShapes) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.lowering.editor import Editor
+from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.lowering.rank_forms import sum_over_ranks, summed_type
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import origin_of
-from splitc.compiler.lowering.editor import Editor
 from splitc.compiler.operators.registry import operator_of
 
 

@@ -7,12 +7,12 @@ from collections import defaultdict
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import mark_part
 from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.lowering import borders
 from splitc.compiler.lowering import rank_forms as forms
-from splitc.compiler.lowering.editor import Editor
 from splitc.compiler.lowering.size_rewriter import SizeRewriter
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.operators import axes as ax

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import hand_over
-from splitc.compiler.lowering.editor import Editor
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation, Sizes

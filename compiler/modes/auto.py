@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitc.compiler.analysis.divisibility import check_divisible
-from splitc.compiler.analysis.facts import Analysis, analyze, with_blocks
+from splitc.compiler.analysis.facts import Analysis, with_blocks
 from splitc.compiler.errors import ModelError
 from splitc.compiler.lowering.engine_segments import has_operators
+from splitc.compiler.modes.asked import analyze_for
 from splitc.compiler.modes.mode import Way
 from splitc.compiler.modes.table import MODES, find_mode
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, estimate_blocks
@@ -19,7 +20,7 @@ from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.request.request import Request
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.hardware.devices import threads_for
+from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.threads.progress import counted
 from splitc.runtime.units import format_seconds
@@ -89,7 +90,7 @@ def _on_fewest_hosts(alternatives: Sequence[Alternative]) -> list[Alternative]:
 
 def plan_alternatives(model: Path, resources: Resources, request: Request) -> list[tuple[Alternative, Plan | None]]:
     """All alternatives that are tried, each with its plan, or None if it is refused."""
-    analyses = _Analyses(model, request)
+    analyses = _Analyses(model, resources.devices, request)
     options = counted("planning candidates", _options(resources, request))
     return [_try(option, analyses, resources, request) for option in options]
 
@@ -97,10 +98,8 @@ def plan_alternatives(model: Path, resources: Resources, request: Request) -> li
 class _Analyses:
     """The model's analysis, with finer blocks where a plan needs more of them."""
 
-    def __init__(self, model: Path, asked: Request) -> None:
-        self._first = analyze(
-            model, asked.asked_shapes, 1, asked.settings, asked.trust_external_data, asked.asked_states
-        )
+    def __init__(self, model: Path, devices: Sequence[Device], asked: Request) -> None:
+        self._first = analyze_for(model, devices, asked, 1)
         self._finer: dict[int, Analysis] = {}
 
     def get(self, stages: int, devices: int) -> Analysis:

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from splitc.compiler.analysis.divisibility import check_divisible
-from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.errors import CannotSplitError
+from splitc.compiler.modes.asked import analyze_for
 from splitc.compiler.modes.auto import plan_auto
 from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
 from splitc.compiler.planning.plan import Plan
@@ -79,9 +79,7 @@ def _host_warnings(resources: Resources, request: Request) -> list[str]:
 def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
     mode = find_mode(request.split_mode)
     stages = mode.stages(request, len(resources.devices))
-    analysis = analyze(
-        model, request.asked_shapes, stages, request.settings, request.trust_external_data, request.asked_states
-    )
+    analysis = analyze_for(model, resources.devices, request, stages)
     if len(resources.devices) > 1:
         check_divisible(analysis)
     return mode.plan(analysis, resources, request)

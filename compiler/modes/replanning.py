@@ -57,7 +57,8 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         row_min=ROW_MIN if file.row_min is None else file.row_min,
         settings=file.settings,
     )
-    analysis = analyze(model, request.asked_shapes, ALL if file.finest else 1, file.settings, trusts_data)
+    wanted = ALL if file.finest else 1
+    analysis = analyze(model, request.asked_shapes, wanted, file.settings, trusts_data, fuses=file.fused)
     stages = request.pipeline_stages
     _check_shapes(analysis, file)
     if file.states is not None:

@@ -74,9 +74,10 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     In layer mode stages are ranks. `states` are the inputs that take an output of the run before. `shapes` are the
     largest input shapes; `min_shapes` and `opt_shapes` are given if engines take a range. `finest` says that the model
     is cut wherever it can be, instead of into the blocks that repeat. `row_min` is the minimum side of a matrix that
-    row mode slices. `settings` are inputs that are bound to constants. `hosts` is the number of hosts that the ranks'
-    devices name, `host0/cuda0` and so on, or 1 if they name none. `islands` are, in tensor mode, what nodes make whose
-    shards are joined where they come out: remove one, and its weights are whole.
+    row mode slices. `fused` says that attention became one operator where it could. `settings` are inputs that are
+    bound to constants. `hosts` is the number of hosts that the ranks' devices name, `host0/cuda0` and so on, or 1 if
+    they name none. `islands` are, in tensor mode, what nodes make whose shards are joined where they come out: remove
+    one, and its weights are whole.
     """
 
     schema: int
@@ -94,6 +95,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     opt_shapes: dict[str, list[int]] = {}
     states: list[State] | None = None
     row_min: int | None = None
+    fused: bool = False
     islands: list[str] = []
     cuts: list[Cut] = []
     warnings: list[str] = []
@@ -142,6 +144,7 @@ def to_file(plan: Plan) -> PlanFile:
             for rank in plan.ranks
         ],
         finest=analysis.partition.finest,
+        fused=analysis.fuses,
         hosts=_count_hosts([rank.device for rank in plan.ranks]),
         blocks={block.name: number for number, stage in enumerate(stages) for block in stage.blocks},
         states=list(analysis.states),

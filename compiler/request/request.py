@@ -194,6 +194,13 @@ class Request:
         help="Take no pair of an input and an output for a state that --state does not name.",
         planned=_used_up,
     )
+    no_fuse: bool = request_field(
+        False,
+        "--no-fuse",
+        kind=bool,
+        help="Leave attention as the exporter wrote it. Default: one operator, where ONNX Runtime's CUDA has a kernel.",
+        planned=lambda file: not file.fused,
+    )
     trust_external_data: bool = request_field(
         False,
         "--trust-external-data",

@@ -15,6 +15,7 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.observation import refusal
 from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.operators import axes as ax
@@ -23,7 +24,6 @@ from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.operators.registry import relate_axes
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
-from splitc.compiler.sharding.probe_sizes import bind_probe_sizes
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.bar import Bar
@@ -52,10 +53,21 @@ def print_plan(plan: Plan) -> None:
         unsent, weights = (format_bytes(sum(getattr(work, n) for work in again)) for n in ("unsent", "weights"))
         saved = f"saves {unsent} of transfer, duplicates {weights} of weights"
         out.print(f"recomputed per stage: {nodes} cheap nodes ({saved})")
+    if plan.analysis.fates:
+        _print_fused(plan)
     if plan.choice is not None:
         _print_alternatives(plan)
     for warning in plan.warnings:
         print_warning(warning)
+
+
+def _print_fused(plan: Plan) -> None:
+    """Print how much of the attention became one operator, and why the rest did not."""
+    fates = plan.analysis.fates
+    reasons = Counter(fate.why for fate in fates if fate.why is not None)
+    out.print(f"attention fused: {sum(fate.operator is not None for fate in fates)} of {len(fates)}")
+    for why, count in reasons.items():
+        out.print(Text(f"  {count} not: {why}", "dim"))
 
 
 def _print_alternatives(plan: Plan) -> None:

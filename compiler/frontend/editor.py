@@ -24,7 +24,7 @@ class Editor:
         """A small constant as an initializer."""
         key = (f"{array.dtype}{array.shape}", array.tobytes())
         if key not in self._added:
-            name = f"splitc_constant_{len(self._added)}"
+            name = self.unused_name(f"splitc_constant_{len(self._added)}")
             self._added[key] = self._register(ir.Tensor(array, name=name))
         return self._added[key]
 
@@ -53,9 +53,11 @@ class Editor:
         self.graph.register_initializer(value)
         return value
 
-    def before(self, node: ir.Node, operator: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+    def before(
+        self, node: ir.Node, operator: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any
+    ) -> ir.Value:
         """Insert a new node right before `node`. Returns its result."""
-        new = ir.node(operator, inputs, attributes)
+        new = ir.node(operator, inputs, attributes, domain=domain)
         self.graph.insert_before(node, new)
         return new.outputs[0]
 

@@ -1,0 +1,128 @@
+"""Attention as exporters write it, against the operator that it is fused to: times of both, on one device.
+
+    python -m tests.benchmarks.fused_attention --device cpu
+    python -m tests.benchmarks.fused_attention --device cuda
+
+Two attentions with their projections, with ONNX Runtime alone. Prints a line a shape, and the largest difference. The
+table of `splitc.compiler.fusion.kernels` follows from this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import TensorProto
+
+from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.fusion.fuse import fuse
+from splitc.compiler.request.shapes import AskedShapes
+from splitc.runtime.cli.terminal import out, table
+from tests.helpers.written_attention import Form, Size, feeds, write
+
+HALF = TensorProto.FLOAT16
+TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+# What is measured: its name, how it is written, and its sizes.
+CPU = [
+    ("BERT, 128", Form(bias="mask"), Size(1, 128, 128, 12, 64)),
+    ("BERT, 512", Form(bias="mask"), Size(1, 512, 512, 12, 64)),
+    ("ViT, 197", Form(scale="split"), Size(1, 197, 197, 12, 64)),
+    ("U-Net, 1024", Form(), Size(2, 1024, 1024, 5, 64)),
+    ("U-Net, 1024 to 77", Form(), Size(2, 1024, 77, 5, 64)),
+    ("Whisper, 1500", Form(scale="split"), Size(1, 1500, 1500, 8, 64)),
+    ("long, 4096", Form(), Size(1, 4096, 4096, 4, 64)),
+    ("token, 2000", Form(scale="split", bias="mask", keys="cache"), Size(1, 1, 2000, 12, 64)),
+    ("prompt, 256", Form(scale="split", bias="mask", keys="cache", guard=True), Size(1, 256, 256, 12, 64)),
+    ("T5, 256", Form(scale="none", bias="both"), Size(1, 256, 256, 8, 64)),
+]
+CUDA = [
+    ("BERT-large, 8 x 512", Form(bias="mask", dtype=HALF), Size(8, 512, 512, 16, 64)),
+    ("BERT-large, a row of a mask", Form(bias="row", dtype=HALF), Size(8, 512, 512, 16, 64)),
+    ("BERT-large, single precision", Form(bias="mask"), Size(8, 512, 512, 16, 64)),
+    ("ViT-H, 257", Form(scale="split", dtype=HALF), Size(1, 257, 257, 16, 80)),
+    ("SDXL, 4096", Form(dtype=HALF), Size(2, 4096, 4096, 10, 64)),
+    ("SDXL, 1024", Form(dtype=HALF), Size(2, 1024, 1024, 20, 64)),
+    ("SDXL, 1024 to 77", Form(dtype=HALF), Size(2, 1024, 77, 20, 64)),
+    ("SDXL, 4096, single precision", Form(), Size(2, 4096, 4096, 10, 64)),
+    ("Flux, 4608", Form(scale="split", dtype=HALF), Size(1, 4608, 4608, 24, 128)),
+    ("Flux, keys kept", Form(scale="split", keys="cache", dtype=HALF), Size(1, 4608, 4608, 24, 128)),
+    ("Whisper-large, 1500", Form(scale="split", dtype=HALF), Size(1, 1500, 1500, 20, 64)),
+    ("Softmax in single precision", Form(bias="mask", wide_softmax=True, dtype=HALF), Size(1, 1024, 1024, 16, 128)),
+    ("token, 2000", Form(scale="split", bias="mask", keys="cache", dtype=HALF), Size(1, 1, 2000, 32, 128)),
+    ("token, 2000, groups of 4", Form(bias="mask", keys="cache", groups=4, dtype=HALF), Size(1, 1, 2000, 32, 128)),
+    ("prompt, 512", Form(scale="split", bias="mask", keys="cache", guard=True, dtype=HALF), Size(1, 512, 512, 32, 128)),
+    ("T5, 512", Form(scale="none", bias="both", dtype=HALF), Size(1, 512, 512, 16, 64)),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--runs", type=int, default=15)
+    options = parser.parse_args()
+    rows = table("attention", "written", "fused", "ratio", "difference", right=("written", "fused", "ratio"))
+    for name, form, size in CPU if options.device == "cpu" else CUDA:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.onnx"
+            onnx.save(write(form, size, blocks=2), path)
+            inputs = feeds(form, size)
+            fused = Path(folder) / "fused.onnx"
+            analysis = analyze(path, AskedShapes({name: array.shape for name, array in inputs.items()}), 1)
+            made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, TYPES, least=0)
+            assert all(fate.operator for fate in made.fates), made.fates
+            ir.save(made.graph.model, fused)
+            try:
+                took, outputs = measure([opened(each, inputs, options.device) for each in (path, fused)], options.runs)
+            except Exception as error:
+                rows.add_row(name, "", "", "", str(error)[:200])
+                continue
+        one, other = (array.astype(np.float64) for array in outputs)
+        difference = float(np.abs(one - other).max() / np.abs(one).max())
+        rows.add_row(name, *(f"{1e3 * t:.3f} ms" for t in took), f"{took[0] / took[1]:.2f}", f"{difference:.1e}")
+    out.print(rows)
+
+
+def opened(path: Path, inputs: dict[str, np.ndarray], device: str) -> Callable[[], ort.OrtValue]:
+    """A model in a session of its own, as what runs it and leaves its output on the device."""
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = 1
+    settings.log_severity_level = 3
+    provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}[device]
+    session = ort.InferenceSession(path, settings, providers=[provider])
+    assert session.get_providers()[0] == provider
+    binding = session.io_binding()
+    kept = [ort.OrtValue.ortvalue_from_numpy(array, device, 0) for array in inputs.values()]
+    for name, value in zip(inputs, kept, strict=True):
+        binding.bind_ortvalue_input(name, value)
+    binding.bind_output("y", device, 0)
+
+    def run() -> ort.OrtValue:
+        session.run_with_iobinding(binding)
+        assert kept, "what is bound has to live as long"
+        return binding.get_outputs()[0]
+
+    return run
+
+
+def measure(runs: list[Callable[[], ort.OrtValue]], count: int) -> tuple[list[float], list[np.ndarray]]:
+    """The median seconds of each, which run in turns, and their outputs."""
+    outputs = [run().numpy() for run in runs]
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(count):
+        for times, run in zip(seconds, runs, strict=True):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds], outputs
+
+
+if __name__ == "__main__":
+    main()
