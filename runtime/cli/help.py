@@ -35,7 +35,7 @@ TOPICS: dict[str, Sequence[str]] = {
     "Server": ("--name", "--sequences", "--capacity", "--idle", "--batch", "--ensemble", "--plans", "--context"),
     "Runs": ("--runs", "--warmup", "--in-flight", "--baseline", "--baseline-threads", "--measure"),
     "Comparison": ("--rtol", "--atol"),
-    "Engines": ("--engine", "--cuda-graph", "--host-code", "--verify", "--weights", "--jobs"),
+    "Engines": ("--engine", "--no-fuse", "--cuda-graph", "--host-code", "--verify", "--weights", "--jobs"),
     "Output": ("--output", "--outputs", "--force", "--report", "--trace", "--rank", "--json", "--help"),
 }
 EXAMPLES = {
