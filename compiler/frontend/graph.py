@@ -106,6 +106,16 @@ class Graph:
         return {node: tuple(v for v in reads if v.is_initializer()) for node, reads in self.reads.items()}
 
 
+def complete(model: ir.Model) -> dict[ir.Node, tuple[ir.Value, ...]]:
+    """Complete the normal form of a graph that was rewritten, in place. Returns what each node reads.
+
+    From here on its nodes and values are their own origins.
+    """
+    COMPLETE(model)
+    mark_origins(model.graph)
+    return {node: tuple(node_reads(node)) for node in model.graph}
+
+
 def open_graph(
     path: Path,
     proto: onnx.ModelProto,
@@ -127,10 +137,8 @@ def open_graph(
         lift(model)
         fixed = tuple(bind_inputs(model, settings)) if settings else ()
         passed = take_off_passed(model.graph)
-        COMPLETE(model)
-        mark_origins(model.graph)
+        reads = complete(model)
     values = (value for node in model.graph for value in node.outputs)
     declared = {value.name: value.shape for value in values if value.name and value.shape is not None}
-    reads = {node: tuple(node_reads(node)) for node in model.graph}
     optional = tuple(value for value in optional if source_of(value) is not None)
     return Graph(path, model, reads, declared, passed, fixed, optional, data_files, trusts_data)

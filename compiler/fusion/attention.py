@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -43,10 +42,10 @@ class _Scores:
     scale: float = 1.0
 
 
-def find_attention(softmax: ir.Node, rank: Callable[[ir.Value], int | None], opset: int) -> Attention | None:
+def find_attention(softmax: ir.Node, rank: int | None, opset: int) -> Attention | None:
     """The attention around a Softmax; None if nothing is weighed by its output, as in a router or a classifier.
 
-    `rank` gives the number of a value's axes, None if it is unknown. Raises NotFusedError for what is not understood.
+    `rank` is the number of its axes, None if that is unknown. Raises NotFusedError for what is not understood.
     """
     weighing = _find_weighing(softmax.outputs[0])
     if weighing is None:
@@ -54,10 +53,9 @@ def find_attention(softmax: ir.Node, rank: Callable[[ir.Value], int | None], ops
     node, guarded = weighing
     scores, values = softmax.inputs[0], node.inputs[1]
     assert scores is not None and values is not None
-    count = rank(scores)
     # Before opset 13 the default is axis 1, of which a Softmax with the last axis is a special case.
     axis = softmax.attributes.get_int("axis", -1 if opset >= 13 else 1)
-    if count is None or axis not in (-1, count - 1):
+    if rank is None or axis not in (-1, rank - 1):
         raise NotFusedError("the Softmax is not known to be over the last axis")
     above = _find_product(scores, DEEPEST)
     query, keys = above.product.inputs

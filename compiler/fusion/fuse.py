@@ -8,13 +8,10 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.normal_form import COMPLETE
-from splitc.compiler.frontend.origins import mark_origins
+from splitc.compiler.frontend.graph import Graph, complete
 from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
-from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.fusion.attention import NotFusedError, find_attention
+from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.kernels import FASTER, LEAST_SCORES
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.sizes import Sizes, read_sizes
@@ -50,35 +47,53 @@ def fuse(
 
     `bound` are the shapes of its values with the inputs' `shapes`.
     """
-    softmaxes = [node for node in graph.nodes if node.op_type == "Softmax" and not node.domain]
-    if not softmaxes:
-        return Fused(graph, bound, ())
-    sizes = read_sizes(bound, bind_probe_sizes(graph, shapes, bound))
-    editor, opset = Editor(graph.graph), graph.model.opset_imports.get("", 1)
-    fates = [fate for node in softmaxes if (fate := _fuse(node, editor, sizes, opset, types, least)) is not None]
+    opset = graph.model.opset_imports.get("", 1)
+    looks = [look for node in graph.nodes if (look := _look(node, bound, opset, types, least)) is not None]
+    if not any(isinstance(look.found, Attention) for look in looks):
+        return Fused(graph, bound, tuple(look.fate() for look in looks))
+    sizes, editor = read_sizes(bound, bind_probe_sizes(graph, shapes, bound)), Editor(graph.graph)
+    fates = tuple(_write(look, editor, sizes) for look in looks)
     if not any(fate.operator for fate in fates):
-        return Fused(graph, bound, tuple(fates))
+        return Fused(graph, bound, fates)
     graph.model.opset_imports.setdefault(DOMAIN, 1)
-    COMPLETE(graph.model)
-    mark_origins(graph.graph)
-    reads = {node: tuple(node_reads(node)) for node in graph.graph}
-    return Fused(replace(graph, reads=reads), replace(bound, shapes=sizes.shapes), tuple(fates))
+    return Fused(replace(graph, reads=complete(graph.model)), replace(bound, shapes=sizes.shapes), fates)
 
 
-def _fuse(
-    node: ir.Node, editor: Editor, sizes: Sizes, opset: int, types: Collection[ir.DataType], least: int
-) -> Fate | None:
+@dataclass(frozen=True)
+class _Look:
+    """What was found around a Softmax: attention that may be fused, or why it is not."""
+
+    softmax: str
+    found: Attention | NotFusedError
+
+    def fate(self, operator: str | None = None) -> Fate:
+        return Fate(self.softmax, operator, None if operator else str(self.found))
+
+
+def _look(node: ir.Node, bound: BoundShapes, opset: int, types: Collection[ir.DataType], least: int) -> _Look | None:
+    """Look for attention around a node, by the planned sizes alone: others are found only where they are needed."""
+    if node.op_type != "Softmax" or node.domain:
+        return None
     name = node.name or node.outputs[0].name or ""
+    shape = None if (output := node.outputs[0].name or "") in bound.uncertain else bound.shapes.get(output)
     try:
-        attention = find_attention(node, sizes.rank, opset)
+        attention = find_attention(node, None if shape is None else len(shape), opset)
         if attention is None:
             return None
         if (dtype := attention.query.dtype) not in types:
             raise NotFusedError(f"no kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")
-        scores = sizes.of(node.outputs[0])
-        if scores is None or scores[-2][0] * scores[-1][0] < least:
+        if shape is None or shape[-2] * shape[-1] < least:
             raise NotFusedError("it is too small to be faster as one operator")
-        write_multi_head_attention(attention, editor, sizes)
     except NotFusedError as error:
-        return Fate(name, None, str(error))
-    return Fate(name, OPERATOR)
+        return _Look(name, error)
+    return _Look(name, attention)
+
+
+def _write(look: _Look, editor: Editor, sizes: Sizes) -> Fate:
+    if isinstance(look.found, NotFusedError):
+        return look.fate()
+    try:
+        write_multi_head_attention(look.found, editor, sizes)
+    except NotFusedError as error:
+        return replace(look, found=error).fate()
+    return look.fate(OPERATOR)

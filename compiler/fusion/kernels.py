@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.hardware.devices import Device
 
 # The types of numbers in which MultiHeadAttention is the faster one on CUDA. Measured on an H100 with ONNX Runtime 1.31
@@ -23,4 +24,4 @@ def gains_by_fusion(engine: str, devices: Sequence[Device]) -> bool:
     ONNX Runtime's CUDA provider does not fuse most exporters' attention by itself, and writes all scores to memory. On
     the CPU the operator is as often slower as faster. TensorRT fuses by itself.
     """
-    return engine == "onnxruntime" and all(device.kind == "cuda" for device in devices)
+    return engine == ONNXRUNTIME and all(device.kind == "cuda" for device in devices)

@@ -159,8 +159,8 @@ class _Writing:
         lacking = 4 - len(axes)
         if not lacking:
             return value
-        added = self.editor.constant(np.arange(lacking))
-        return self.add(role, "Unsqueeze", [value, added], value, [*[((1, 1), 1)] * lacking, *axes])
+        ones = self.editor.constant(np.ones(4, np.int64))  # Unsqueeze takes its axes in another way before opset 13
+        return self.add(role, "Expand", [value, ones], value, [*[((1, 1), 1)] * lacking, *axes])
 
     def _halved(self, value: ir.Value) -> ir.Value:
         """What is added in single precision, in the type of the queries."""

@@ -34,11 +34,6 @@ class Sizes:
             return None
         return tuple(zip(shape, probe, strict=True))
 
-    def rank(self, value: ir.Value) -> int | None:
-        """How many axes a value has, if that is known."""
-        sizes = self.of(value)
-        return None if sizes is None else len(sizes)
-
     def fixed(self, value: ir.Value, axis: int) -> int | None:
         """The size of an axis if no request changes it."""
         sizes = self.of(value)

@@ -32,7 +32,7 @@ FORMS = [
         ("once", "twice", "cache"),
         ((1, False, False), (2, True, True)),
     )
-]
+] + [Form(bias=bias, opset=12) for bias in ("mask", "row", "learned", "both")]
 
 
 def fused(model: onnx.ModelProto, folder: Path, size: Size, form: Form) -> Fused:
