@@ -49,7 +49,7 @@ def fuse(
     """
     opset = graph.model.opset_imports.get("", 1)
     looks = [look for node in graph.nodes if (look := _look(node, bound, opset, types, least)) is not None]
-    if not any(isinstance(look.found, Attention) for look in looks):
+    if not any(isinstance(look.attention, Attention) for look in looks):
         return Fused(graph, bound, tuple(look.fate() for look in looks))
     sizes, editor = read_sizes(bound, bind_probe_sizes(graph, shapes, bound)), Editor(graph.graph)
     fates = tuple(_write(look, editor, sizes) for look in looks)
@@ -64,10 +64,10 @@ class _Look:
     """What was found around a Softmax: attention that may be fused, or why it is not."""
 
     softmax: str
-    found: Attention | NotFusedError
+    attention: Attention | NotFusedError
 
     def fate(self, operator: str | None = None) -> Fate:
-        return Fate(self.softmax, operator, None if operator else str(self.found))
+        return Fate(self.softmax, operator, None if operator else str(self.attention))
 
 
 def _look(node: ir.Node, bound: BoundShapes, opset: int, types: Collection[ir.DataType], least: int) -> _Look | None:
@@ -90,10 +90,10 @@ def _look(node: ir.Node, bound: BoundShapes, opset: int, types: Collection[ir.Da
 
 
 def _write(look: _Look, editor: Editor, sizes: Sizes) -> Fate:
-    if isinstance(look.found, NotFusedError):
+    if isinstance(look.attention, NotFusedError):
         return look.fate()
     try:
-        write_multi_head_attention(look.found, editor, sizes)
+        write_multi_head_attention(look.attention, editor, sizes)
     except NotFusedError as error:
-        return replace(look, found=error).fate()
+        return replace(look, attention=error).fate()
     return look.fate(OPERATOR)
