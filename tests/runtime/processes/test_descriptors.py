@@ -26,6 +26,7 @@ from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.processes.wire import SocketWire
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
 from tests.helpers.packages import compile_mode
+from tests.helpers.stopping import stop
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def test_request_without_memory_leaves_those_in_flight_alone(decoder: Path, monk
         session.run(decoder_feeds())
         ranks = psutil.Process().children()
         for each in ranks:
-            each.send_signal(signal.SIGSTOP)
+            stop(each.pid)
         asked = [decoder_feeds(past=past) for past in (4, 3)]
         first = session.submit(asked[0])
         monkeypatch.setattr(shared_memory, "create_memory", full)

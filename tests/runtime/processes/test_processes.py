@@ -36,6 +36,7 @@ from tests.conftest import decoder_feeds, run_whole, until
 from tests.helpers.greedy import plain_loop
 from tests.helpers.maps import mapped
 from tests.helpers.packages import compile_mode
+from tests.helpers.stopping import stop
 
 # Seconds within which a request ends with an error.
 BOUND = 10.0
@@ -349,7 +350,7 @@ def test_files_of_nccl_are_removed(tmp_path: Path) -> None:
 def test_rank_that_dies_while_the_session_closes_ends_its_requests(decoder: Path) -> None:
     with ThreadPoolExecutor(1) as pool, open_processes(compile_mode(decoder, "tensor")) as session:
         victim = processes(session)[1]
-        victim.send_signal(signal.SIGSTOP)
+        stop(victim.pid)
         future = session.submit(decoder_feeds())
         closing = pool.submit(session.close)
         time.sleep(0.2)

@@ -19,6 +19,7 @@ from splitc.runtime.processes.ranks import RankProcesses
 from splitc.runtime.ranks.request import InFlightRequest
 from tests.conftest import decoder_feeds
 from tests.helpers.packages import compile_mode
+from tests.helpers.stopping import stop
 
 
 def ranks_of(session: Session) -> RankProcesses:
@@ -30,7 +31,7 @@ def test_rank_that_does_not_answer_a_question_has_no_notes(decoder: Path, monkey
     with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes") as session:
         monkeypatch.setattr("splitc.runtime.processes.remote.PATIENCE", 0.2)
         victim = ranks_of(session)._processes[1]._process
-        victim.send_signal(signal.SIGSTOP)
+        stop(victim.pid)
         assert session.notes == []
         victim.send_signal(signal.SIGCONT)
         session.run(decoder_feeds())
