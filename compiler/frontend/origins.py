@@ -27,6 +27,11 @@ def origin_of(clone: T) -> T | None:
     return origin
 
 
+def described(clone: ir.Value) -> ir.Value:
+    """The value that has a copy's type and shape: the model's, since copies go without, or its own."""
+    return origin_of(clone) or clone
+
+
 def stand_for(value: ir.Value, origin: ir.Value | None) -> None:
     """Make a value a copy of one of the model."""
     if origin is not None:

@@ -15,6 +15,8 @@ import onnx_ir as ir
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.lowering.communication import communicates
+from splitc.compiler.lowering.cpu_values import why_not_captured
+from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.builder import Building, find_builder
@@ -181,6 +183,10 @@ def _write_rank(
 ) -> _Written:
     """Write a rank's graphs, in files named by `stem` or their stage. Weights in `known` are in its folder already."""
     rank, folder = plan.ranks[number], writer.folder / f"rank{number}"
+    on_gpu = plan.engine == ONNXRUNTIME and rank.device.kind == "cuda"
+    if on_gpu:
+        for graph in program.graphs:
+            keep_on_gpu(graph, plan.analysis.graph.model.opset_imports.get("", 1), plan.analysis.costs.bound.shapes)
     paths = _graph_paths(folder, stem or f"stage{rank.group}", len(program.graphs))
     # Entries come first, since writing a graph changes its weights.
     entries = [
@@ -192,7 +198,11 @@ def _write_rank(
     uncertain = plan.analysis.costs.bound.uncertain
     entries = [
         msgspec.structs.replace(
-            entry, group=group, attends=_attends(graph), data_sizes=_has_data_sizes(graph, uncertain)
+            entry,
+            group=group,
+            attends=_attends(graph),
+            data_sizes=_has_data_sizes(graph, uncertain),
+            not_captured=why_not_captured(graph) if on_gpu else "",
         )
         for entry, group, graph in zip(entries, groups, program.graphs, strict=True)
     ]

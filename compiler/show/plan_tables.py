@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from rich.bar import Bar
 from rich.text import Text
 
-from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole
+from splitc.compiler.lowering.gpu_sizes import why_not_replayed
+from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole, replays_text
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table
-from splitc.runtime.engines.kinds import describe_engine
+from splitc.runtime.engines.kinds import ONNXRUNTIME, describe_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.units import block_range, format_bytes, format_seconds
@@ -44,6 +45,8 @@ def print_plan(plan: Plan) -> None:
     out.print(f"budget: {listed}; time: {'as measured' if plan.profiled else 'estimated'}")
     if any(rank.device.kind == "cuda" for rank in plan.ranks):
         out.print(f"engines: {describe_engine(plan.engine)}")
+        if plan.engine == ONNXRUNTIME:
+            out.print(replays_text(_why_not_replayed(plan)))
     print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts], plan.split.is_radial)
     if plan.weights:
         _print_split(plan)
@@ -59,6 +62,14 @@ def print_plan(plan: Plan) -> None:
         _print_alternatives(plan)
     for warning in plan.warnings:
         print_warning(warning)
+
+
+def _why_not_replayed(plan: Plan) -> str:
+    analysis = plan.analysis
+    if analysis.costs.bound.uncertain:
+        return "sizes depend on data"
+    graph = analysis.graph
+    return why_not_replayed(graph.graph, graph.model.opset_imports.get("", 1), analysis.costs.bound.shapes)
 
 
 def _print_fused(plan: Plan) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.terminal import fitted, out, table
-from splitc.runtime.package.manifest import Build, Built, FixedInput, Manifest, Tensor
+from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.package.manifest import Build, Built, FixedInput, Manifest, Tensor, why_not_replayed
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.package.pipeline_file import PipelineFile
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
@@ -34,6 +35,8 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
     if (text := describe_collectives(manifest)) is not None:
         out.print(text)
     print_whole([(weight.name, weight.bytes, weight.reason) for weight in manifest.unsplit], manifest.split_mode)
+    if (text := describe_replays(manifest)) is not None:
+        out.print(text)
     for way, pairs in routes.items():
         out.print(f"between GPUs of this machine: {', '.join(pairs)} {way}")
     out.print()
@@ -47,6 +50,20 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         out.print(
             f"{len(manifest.states)} states: " + ", ".join(f"{s.input} -> {s.output}" for s in manifest.states[:4])
         )
+
+
+def describe_replays(manifest: Manifest) -> str | None:
+    """Whether requests of known shapes are replayed, and what prevents it; None without engines for that."""
+    on_gpus = [rank for rank in manifest.ranks if rank.device.rpartition("/")[2].startswith("cuda")]
+    files = [file for rank in on_gpus for file in rank.engines]
+    if manifest.engine != ONNXRUNTIME or not files:
+        return None
+    return replays_text("; ".join(dict.fromkeys(filter(None, map(why_not_replayed, files)))))
+
+
+def replays_text(why_not: str) -> str:
+    """Whether requests are replayed on GPUs, and if not, why not."""
+    return f"not replayed as CUDA graphs: {why_not}" if why_not else "requests of known shapes: CUDA graphs"
 
 
 def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> None:

@@ -143,7 +143,8 @@ class EngineFile(Struct, frozen=True):
     built for. `group` are the ranks of collectives inside the engine, its own included. `sizes_only` are the inputs
     whose sizes it reads, but not their data. `weights` are those in files beside it that several sessions may share;
     None if they can't be listed. `attends` says whether it has operators of attention, `data_sizes` whether sizes
-    inside it depend on data, as NonZero's do.
+    inside it depend on data, as NonZero's do. `not_captured` is what keeps ONNX Runtime from capturing it on a GPU, as
+    far as the compiler knows: a node that is left on the CPU.
     """
 
     path: str
@@ -156,6 +157,14 @@ class EngineFile(Struct, frozen=True):
     weights: list[Weight] | None = None
     attends: bool = True
     data_sizes: bool = False
+    not_captured: str = ""
+
+
+def why_not_replayed(file: EngineFile) -> str:
+    """Why requests are not replayed where GPUs run the engine, as far as the compiler knows; "" if they are."""
+    if file.data_sizes:
+        return f"sizes in {file.path} depend on data"
+    return f"in {file.path}, {file.not_captured}" if file.not_captured else ""
 
 
 class Rank(Struct, frozen=True):

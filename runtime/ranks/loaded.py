@@ -10,7 +10,7 @@ from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.memory_use import RankMemory
-from splitc.runtime.package.manifest import Manifest, Rank
+from splitc.runtime.package.manifest import Manifest, Rank, why_not_replayed
 from splitc.runtime.ranks.loop import Program
 
 
@@ -94,9 +94,12 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     for communicator in communicators.values():
         communicator.connect()
     reserve(setup, backend)
-    blockers = [engine.capture_blocker for engine in engines]
     # A graph has the sizes of the request that was captured: with other data it reads memory that is not its own.
-    blockers += [f"sizes in {file.path} depend on data" for file in rank.engines if file.data_sizes]
+    blockers = [
+        why_not_replayed(file) or engine.capture_blocker
+        for file, engine in zip(rank.engines, engines, strict=True)
+        if file.data_sizes or engine.capture_blocker
+    ]
     program = Program(rank.program, engines, [*rank.outputs, *rank.keeps])
     return LoadedRank(
         program, list(communicators.values()), next(filter(None, blockers), None), before, backend.used_bytes()

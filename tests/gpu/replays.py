@@ -88,7 +88,7 @@ def _try(folder: Path, way: str, devices: Sequence[str]) -> str:
     requests = [_varied(given, number) for number in range(REQUESTS)]
     with tempfile.TemporaryDirectory(prefix="splitc-replays-") as scratch:
         try:
-            mode = _compile(model, Path(scratch) / "package", given, way)
+            mode = _compile(model, Path(scratch) / "package", given, way, device.kind)
         except ModelError as error:
             return f"REFUSED {str(error)[:120]}"
         with Session(Path(scratch) / "package", devices=devices[: 1 + WAYS.index(way)], verify="never") as session:
@@ -108,7 +108,7 @@ def _try(folder: Path, way: str, devices: Sequence[str]) -> str:
     replayed = sum(_is_replayed(served) for _, served in answers)
     verdict = "PASS" if from_same <= 1 or own <= max(1.0, 2 * whole) else "DIFF"
     errors = " ".join(f"{each:8.2g}" for each in (from_same, own, whole))
-    return f"{verdict} {mode:6} replayed {replayed} {errors}  {notes[0][:90] if notes else ''}"
+    return f"{verdict} {mode:6} replayed {replayed} {errors}  {notes[0][:200] if notes else ''}"
 
 
 def _is_replayed(served: Mapping[int, Execution]) -> bool:
@@ -126,13 +126,13 @@ def _varied(given: Arrays, number: int) -> dict[str, Any]:
     }
 
 
-def _compile(model: Path, package: Path, given: Arrays, way: str) -> str:
+def _compile(model: Path, package: Path, given: Arrays, way: str, kind: str) -> str:
     """The mode that it was compiled in: tensor, unless that can't split it."""
     shapes = {name: array.shape for name, array in given.items()}
 
     def make(mode: str) -> str:
         request = Request(split_mode=mode, engine="onnxruntime", spread=True, shapes=shapes, memory=("8GiB",))
-        plan = plan_model(model, ["cpu0"] if way == "alone" else ["2xcpu"], request)
+        plan = plan_model(model, [f"{kind}0"] if way == "alone" else [f"{kind}0", f"{kind}1"], request)
         compile_model(plan, package, verify=False)
         return mode
 

@@ -1,0 +1,136 @@
+"""Which values ONNX Runtime keeps on the CPU beside its CUDA provider, and which it copies to the GPU and back.
+
+It refuses to capture a graph in which it copies any. Its rules are those of fallback_cpu_capability.cc of ONNX Runtime
+1.31: what is computed from sizes alone stays on the CPU, and so does a node for which there is no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.origins import described
+from splitc.compiler.operators.gpu_kernels import HALVES, has_gpu_kernel, host_inputs
+from splitc.compiler.operators.registry import operator_of
+
+# The most numbers of a constant that a node on the CPU may take: kSmallInitializerThreshold.
+SMALL = 100
+SUBGRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A node's input of this number, and its value."""
+
+    node: ir.Node
+    number: int
+    value: ir.Value
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The values in the host's memory, and the reads for which one is copied to the GPU, or to the CPU.
+
+    `sizes` are those on the CPU that follow from sizes alone: each has as many numbers in every request.
+    """
+
+    on_cpu: frozenset[ir.Value]
+    sizes: frozenset[ir.Value]
+    to_gpu: tuple[Read, ...]
+    to_cpu: tuple[Read, ...]
+
+
+def place_values(graph: ir.Graph) -> Placement:
+    """Where ONNX Runtime has the values that a graph's nodes make, which are in order.
+
+    Inputs and constants lie where they are read, and so does what follows from constants: it is folded.
+    """
+    on_cpu: set[ir.Value] = set()
+    sizes: set[ir.Value] = set()
+    folded: set[ir.Value] = set()
+    to_gpu: list[Read] = []
+    to_cpu: list[Read] = []
+    for node in graph:
+        reads = [
+            Read(node, number, value)
+            for number, value in enumerate(node.inputs)
+            if value is not None and value.producer() is not None and value not in folded
+        ]
+        if _is_folded(node, sizes, folded):
+            folded.update(node.outputs)
+        elif operator_of(node).reads_shape:
+            on_cpu.update(node.outputs)
+            sizes.update(node.outputs)
+        elif not runs_on_gpu(node) or _is_left(node, on_cpu, folded):
+            on_cpu.update(node.outputs)
+            to_cpu += [read for read in reads if read.value not in on_cpu]
+            if all(value in sizes or value in folded or _is_small(value) for value in node.inputs if value is not None):
+                sizes.update(node.outputs)
+        else:
+            on_host = host_inputs(node)
+            to_gpu += [read for read in reads if read.value in on_cpu and read.number not in on_host]
+            to_cpu += [read for read in reads if read.value not in on_cpu and read.number in on_host]
+    return Placement(frozenset(on_cpu), frozenset(sizes), tuple(to_gpu), tuple(to_cpu))
+
+
+def why_not_captured(graph: ir.Graph) -> str:
+    """Why ONNX Runtime will not capture the graph on a GPU, by a node of it; "" if nothing prevents it."""
+    for node in graph:
+        if any(attribute.type in SUBGRAPHS for attribute in node.attributes.values()):
+            return f"{_title(node)} is control flow"
+        if not runs_on_gpu(node):
+            return f"{_title(node)} has no kernel for GPUs"
+    placement = place_values(graph)
+    for read in placement.to_cpu:
+        return f"{_title(read.node)} takes '{read.value.name}' on the CPU, which is computed on the GPU"
+    for read in placement.to_gpu:
+        return f"{_title(read.node)} takes '{read.value.name}' on the GPU, which is computed on the CPU"
+    return ""
+
+
+def _title(node: ir.Node) -> str:
+    return f"{node.op_type} '{node.outputs[0].name}'"
+
+
+def runs_on_gpu(node: ir.Node) -> bool:
+    """Whether there is a kernel for GPUs for the node."""
+    first = node.inputs[0] if node.inputs else None
+    return has_gpu_kernel(node, None if first is None else described(first).dtype)
+
+
+def _is_folded(node: ir.Node, sizes: Collection[ir.Value], folded: Collection[ir.Value]) -> bool:
+    """Whether ONNX Runtime computes a node when it loads the graph: from constants, or from sizes that are numbers."""
+    operator = operator_of(node)
+    if operator.reads_shape:
+        (value,) = node.inputs
+        assert value is not None
+        return value in sizes or value in folded or _is_static(value)
+    if operator.dequantizes or operator.quantizes:
+        return False
+    return all(value is None or value in folded or value.is_initializer() for value in node.inputs)
+
+
+def _is_left(node: ir.Node, on_cpu: Collection[ir.Value], folded: Collection[ir.Value]) -> bool:
+    """Whether a node is left on the CPU although it has a kernel for GPUs, since it reads what follows from sizes."""
+    on_host = host_inputs(node)
+    if not any(value in on_cpu for value in node.inputs):
+        return False
+    for number, value in enumerate(node.inputs):
+        if value is None or described(value).dtype in HALVES:
+            return False
+        is_free = value.is_graph_input() or value in folded or _is_small(value)
+        if not is_free and (value not in on_cpu or number in on_host):
+            return False
+    return True
+
+
+def _is_static(value: ir.Value) -> bool:
+    shape = described(value).shape
+    return shape is not None and shape.is_static()
+
+
+def _is_small(value: ir.Value) -> bool:
+    # A computed value may have a constant too, which inference found: ONNX Runtime may not.
+    return value.is_initializer() and value.const_value is not None and value.const_value.size <= SMALL

@@ -1,0 +1,160 @@
+"""Let sizes reach a GPU without a copy, so that ONNX Runtime captures the graph.
+
+What exporters compute from sizes stays on the CPU (cpu_values), until a node on the GPU reads it: a length that
+positions are compared with, a root that scores are divided by. ONNX Runtime copies such a value in each run, and
+refuses to capture a graph with copies. Range takes numbers from the CPU as arguments of its kernel: as one step from n
+to n + 1 it puts n on the GPU. What is not whole is computed there again, from whole numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import described
+from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.lowering.cpu_values import place_values, runs_on_gpu, why_not_captured
+from splitc.compiler.operators.gpu_kernels import host_inputs
+from splitc.compiler.request.shapes import Shape
+
+WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
+# A list of sizes has as many numbers as a value has axes, or a few times as many: more are left to be copied.
+MOST = 16
+
+
+def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
+    """Spare a graph copies between the CPU and the GPU, in place, where its results stay the same to the bit.
+
+    `shapes` are those of the model's values. Range is there from opset 11 on.
+    """
+    editor = Editor(graph)
+    for node in list(graph):
+        _give_kernel(node, editor)
+    if opset < 11:
+        return
+    placement = place_values(graph)
+    work = _Raising(editor, placement.sizes, shapes)
+    for read in placement.to_gpu:
+        if read.value in placement.sizes and (raised := work.raised(read.value)) is not None:
+            read.node.replace_input_with(read.number, raised)
+    if placement.to_gpu:
+        remove_unused(graph)
+
+
+def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> str:
+    """Why engines of this model's graph will not be captured on GPUs, after that; "" if nothing prevents it."""
+    engine = graph.clone()
+    keep_on_gpu(engine, opset, shapes)
+    return why_not_captured(engine)
+
+
+def _give_kernel(node: ir.Node, editor: Editor) -> None:
+    """Let a node of a type without a kernel have one where another type has the same results."""
+    value = node.inputs[0] if node.inputs else None
+    if value is None or runs_on_gpu(node):
+        return
+    if node.op_type in ("ArgMax", "ArgMin") and described(value).dtype == ir.DataType.INT32:
+        # A double holds each of these numbers.
+        double = editor.before(node, "Cast", value, to=ir.DataType.DOUBLE)
+        _describe(double, f"{node.outputs[0].name}/double", ir.DataType.DOUBLE, described(value).shape)
+        node.replace_input_with(0, double)
+
+
+@dataclass(frozen=True)
+class _Raising:
+    """Values that follow from sizes and are on the CPU, again on the GPU."""
+
+    editor: Editor
+    sizes: frozenset[ir.Value]
+    shapes: Mapping[str, Shape]
+    # The last node that was added behind each.
+    _last: dict[ir.Node, ir.Node] = field(default_factory=dict)
+    _done: dict[ir.Value, ir.Value | None] = field(default_factory=dict)
+
+    def raised(self, value: ir.Value) -> ir.Value | None:
+        """The value on the GPU, made there without a copy; None if that can't be."""
+        if value not in self._done:
+            self._done[value] = self._by_range(value) if described(value).dtype in WHOLE else self._computed(value)
+        return self._done[value]
+
+    def _computed(self, value: ir.Value) -> ir.Value | None:
+        """By the same node, on what it reads, raised."""
+        node = value.producer()
+        assert node is not None
+        if len(node.outputs) != 1 or not runs_on_gpu(node):
+            return None
+        inputs = []
+        for number, source in enumerate(node.inputs):
+            raised = source
+            if source is not None and source in self.sizes and number not in host_inputs(node):
+                raised = self.raised(source)
+                if raised is None:
+                    return None
+            inputs.append(raised)
+        return self._after(
+            value, "on_gpu", described(value).shape, node.op_type, inputs, node.domain, **node.attributes
+        )
+
+    def _by_range(self, value: ir.Value) -> ir.Value | None:
+        """Each of its numbers by a Range of one step."""
+        shape = self._shape(value)
+        if shape is None or not 0 < (count := math.prod(shape)) <= MOST:
+            return None
+        constant = self.editor.constant
+        if count > 1:
+            whole = self._after(value, "flat", ir.Shape([count]), "Reshape", [value, constant(np.array([-1]))])
+            places = [constant(np.array(place)) for place in range(count)]
+            numbers = [
+                self._after(value, f"number{n}", ir.Shape([]), "Gather", [whole, place])
+                for n, place in enumerate(places)
+            ]
+        else:
+            numbers = [self._after(value, "number0", ir.Shape([]), "Squeeze", [value])]
+        ranges = [self._range(value, number, place) for place, number in enumerate(numbers)]
+        raised = ranges[0]
+        if count > 1:
+            raised = self._after(value, "numbers", ir.Shape([count]), "Concat", ranges, axis=0)
+        if not shape:
+            return self._after(value, "on_gpu", ir.Shape([]), "Squeeze", [raised])
+        return self._after(value, "on_gpu", ir.Shape(shape), "Reshape", [raised, constant(np.array(shape, np.int64))])
+
+    def _range(self, value: ir.Value, number: ir.Value, place: int) -> ir.Value:
+        one = self.editor.scalar(1, described(value))
+        end = self._after(value, f"end{place}", ir.Shape([]), "Add", [number, one])
+        return self._after(value, f"range{place}", ir.Shape([1]), "Range", [number, end, one])
+
+    def _shape(self, value: ir.Value) -> Shape | None:
+        """The shape of what is computed from sizes, which no request changes."""
+        known = described(value)
+        if known.shape is not None and known.shape.is_static():
+            return known.shape.numpy()
+        return self.shapes.get(known.name or "")
+
+    def _after(
+        self,
+        value: ir.Value,
+        role: str,
+        shape: ir.Shape | None,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        domain: str = "",
+        **attributes: Any,
+    ) -> ir.Value:
+        """A new node's result, of the value's type, behind the node that makes the value."""
+        node, producer = ir.node(operator, inputs, attributes, domain=domain), value.producer()
+        assert producer is not None
+        self.editor.graph.insert_after(self._last.get(producer, producer), node)
+        self._last[producer] = node
+        _describe(node.outputs[0], f"{value.name}/{role}", described(value).dtype, shape)
+        return node.outputs[0]
+
+
+def _describe(value: ir.Value, name: str, dtype: ir.DataType | None, shape: ir.Shape | None) -> None:
+    value.name, value.shape = name, shape
+    value.type = None if dtype is None else ir.TensorType(dtype)

@@ -1,0 +1,71 @@
+"""ONNX Runtime's kernels for GPUs: what they read in the host's memory, and the types for which there is none.
+
+From the kernels' definitions in core/providers/cuda and contrib_ops/cuda of ONNX Runtime 1.31: InputMemoryType, and the
+types of what they take. Where a name is not listed here, a kernel is assumed that reads nothing in the host's memory.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from splitc.compiler.nodes import operator_name
+
+# Sizes, axes, bounds: the numbers of the inputs that are in the host's memory.
+HOST_INPUTS: dict[str, tuple[int, ...]] = {
+    "Clip": (1, 2),
+    "ConstantOfShape": (0,),
+    "CumSum": (1,),
+    "Dropout": (1, 2),
+    "Expand": (1,),
+    "If": (0,),
+    "Loop": (0, 1),
+    "NonMaxSuppression": (2, 3, 4),
+    "OneHot": (1, 2),
+    "Pad": (1, 2, 3),
+    "Range": (0, 1, 2),
+    "ReduceL1": (1,),
+    "ReduceL2": (1,),
+    "ReduceMax": (1,),
+    "ReduceMean": (1,),
+    "ReduceMin": (1,),
+    "ReduceProd": (1,),
+    "ReduceSum": (1,),
+    "Reshape": (1,),
+    "Resize": (1, 2, 3),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Squeeze": (1,),
+    "Tile": (1,),
+    "TopK": (1,),
+    "Trilu": (1,),
+    "Unsqueeze": (1,),
+    "Upsample": (1,),
+    "com.microsoft.GroupQueryAttention": (6,),
+}
+FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
+HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+NONE: frozenset[ir.DataType] = frozenset()
+# The types of the first input that there are kernels for.
+TYPES: dict[str, frozenset[ir.DataType]] = {
+    "ArgMax": FLOATS,
+    "ArgMin": FLOATS,
+    "ConvInteger": NONE,
+    "DequantizeLinear": frozenset({ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4}),
+    "DynamicQuantizeLinear": NONE,
+    "MatMulInteger": frozenset({ir.DataType.INT8}),
+    "QLinearConv": NONE,
+    "QLinearMatMul": NONE,
+    "com.microsoft.GroupQueryAttention": HALVES,
+}
+
+
+def host_inputs(node: ir.Node) -> tuple[int, ...]:
+    """The numbers of the inputs that the node's kernel for GPUs reads in the host's memory."""
+    return HOST_INPUTS.get(operator_name(node), ())
+
+
+def has_gpu_kernel(node: ir.Node, dtype: ir.DataType | None) -> bool:
+    """Whether ONNX Runtime has a kernel for GPUs for the node, whose first input is of this type, if that is known."""
+    name = operator_name(node)
+    types = NONE if name.startswith("com.microsoft.QLinear") else TYPES.get(name)
+    return types is None or dtype in types or (dtype is None and bool(types))

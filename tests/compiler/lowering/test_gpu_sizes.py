@@ -1,0 +1,154 @@
+"""Sizes reach GPUs without copies: where ONNX Runtime has each value, and that results are the same to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.shape_inference
+import onnx_ir as ir
+import pytest
+
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.lowering.cpu_values import place_values, why_not_captured
+from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
+from splitc.runtime import Session
+from splitc.runtime.package.manifest_file import read_manifest
+from tests.conftest import run_whole
+from tests.helpers.blocks import Block
+
+
+def length(block: Block, value: ir.Value) -> ir.Value:
+    """The size of a value's first axis, a number."""
+    return block.op("Gather", block.op("Shape", value), block.constant(0, np.int64))
+
+
+def compared(block: Block, x: ir.Value) -> None:
+    """Positions up to a length."""
+    places = block.op("Range", block.constant(0, np.int64), length(block, x), block.constant(1, np.int64))
+    half = block.op("Div", length(block, x), block.constant(2, np.int64))
+    first = block.op("LessOrEqual", places, block.op("Unsqueeze", half, block.ints(0)))
+    mask = block.op("Unsqueeze", block.op("Cast", first, to=ir.DataType.FLOAT), block.ints(1))
+    block.give(block.op("Mul", x, mask), shape=["n", 8])
+
+
+def scaled(block: Block, x: ir.Value) -> None:
+    """Numbers over the root of a length."""
+    count = block.op("Cast", length(block, x), to=ir.DataType.FLOAT)
+    block.give(block.op("Div", x, block.op("Sqrt", count)), shape=["n", 8])
+
+
+def listed(block: Block, x: ir.Value) -> None:
+    """Both sizes of a value, added as a row."""
+    sizes = block.op("Cast", block.op("Shape", x), to=ir.DataType.FLOAT)
+    four = block.op("Concat", sizes, sizes, sizes, sizes, axis=0)
+    block.give(block.op("Add", x, four), shape=["n", 8])
+
+
+def chosen(block: Block, x: ir.Value) -> None:
+    """What a comparison of sizes chooses."""
+    many = block.op("Greater", length(block, x), block.constant(4, np.int64))
+    block.give(block.op("Where", many, x, block.op("Neg", x)), shape=["n", 8])
+
+
+def largest(block: Block, x: ir.Value) -> None:
+    """The place of the largest whole number, of a type without a kernel."""
+    whole = block.op("Cast", block.op("Mul", x, block.constant(1e6, np.float32)), to=ir.DataType.INT32)
+    block.give(block.op("ArgMax", whole, axis=1, keepdims=0), shape=["n"], dtype=ir.DataType.INT64)
+
+
+FORMS = [compared, scaled, listed, chosen, largest]
+
+
+def written(tmp_path: Path, form: Callable[[Block, ir.Value], None]) -> tuple[Path, Block]:
+    block = Block()
+    form(block, block.op("MatMul", block.data("x", (6, 8), ["n", 8]), block.w("A", 8, 8)))
+    path = tmp_path / "model.onnx"
+    save(block.model(), path)
+    return path, block
+
+
+def package(model: Path, device: str) -> Path:
+    place = model.with_name(device)
+    request = Request(split_mode="layer", engine="onnxruntime", memory=("1GiB",))
+    compile_model(plan_model(model, [device], request), place, verify=False)
+    return place
+
+
+def engine(package: Path) -> ir.Graph:
+    """The package's one engine, with the types that follow from its inputs."""
+    model = onnx.load(package / "rank0" / "stage0.onnx", load_external_data=False)
+    return ir.from_proto(onnx.shape_inference.infer_shapes(model)).graph
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_is_copied_and_results_stay_the_same(form: Callable[[Block, ir.Value], None], tmp_path: Path) -> None:
+    model, block = written(tmp_path, form)
+    plain, kept = package(model, "cpu0"), package(model, "cuda0")
+    assert why_not_captured(engine(plain)), "the form has something to spare"
+    assert why_not_captured(engine(kept)) == ""
+    assert [file.not_captured for file in read_manifest(kept).ranks[0].engines] == [""]
+    for size in (1, 6, 5):
+        feeds: dict[str, Any] = {"x": block.random("x", size, 8)}
+        with Session(kept, devices=["cpu0"]) as session:
+            made = session.run(feeds)
+        for name, expected in run_whole(model, feeds).items():
+            np.testing.assert_array_equal(made[name], expected)
+
+
+def test_what_depends_on_data_stays_where_it_is(tmp_path: Path) -> None:
+    """How many there are is known by the GPU, and a Range needs it on the CPU."""
+
+    def counted(block: Block, x: ir.Value) -> None:
+        above = block.op("Cast", block.op("Greater", x, block.constant(0.0, np.float32)), to=ir.DataType.INT64)
+        count = block.op("ReduceSum", above, keepdims=0)
+        places = block.op("Range", block.constant(0, np.int64), count, block.constant(1, np.int64))
+        block.give(places, shape=["k"], dtype=ir.DataType.INT64)
+
+    model, _ = written(tmp_path, counted)
+    (file,) = read_manifest(package(model, "cuda0")).ranks[0].engines
+    assert file.not_captured.startswith("Range '") and file.not_captured.endswith("which is computed on the GPU")
+
+
+def test_control_flow_and_missing_kernels_are_named() -> None:
+    def graph(node: ir.Node, *inputs: ir.Value) -> ir.Graph:
+        node.outputs[0].name = "y"
+        return ir.Graph(inputs, node.outputs, nodes=[node])
+
+    x = ir.val("x", ir.DataType.INT32, ["n", 8])
+    assert why_not_captured(graph(ir.node("ArgMin", [x]), x)) == "ArgMin 'y' has no kernel for GPUs"
+    x = ir.val("x", ir.DataType.FLOAT, ["n", 8])
+    assert why_not_captured(graph(ir.node("ArgMin", [x]), x)) == ""
+    x = ir.val("x", ir.DataType.UINT8, ["n", 8])
+    added = ir.node("QLinearAdd", [x, x], domain="com.microsoft")
+    assert why_not_captured(graph(added, x)) == "QLinearAdd 'y' has no kernel for GPUs"
+    inner = ir.val("inner", ir.DataType.FLOAT, [])
+    branch = ir.Graph([], [inner], nodes=[ir.node("Constant", [], {"value_float": 1.0}, outputs=[inner])])
+    x = ir.val("x", ir.DataType.BOOL, [])
+    node = ir.node("If", [x], {"then_branch": branch, "else_branch": branch.clone()})
+    assert why_not_captured(graph(node, x)) == "If 'y' is control flow"
+
+
+def test_sizes_that_are_numbers_need_no_node() -> None:
+    """ONNX Runtime computes them once, as it loads the graph."""
+    x = ir.val("x", ir.DataType.FLOAT, [4, 8])
+    sizes = ir.node("Shape", [x])
+    whole = ir.node("Cast", [sizes.outputs[0]], {"to": ir.DataType.FLOAT})
+    negative = ir.node("Neg", [x])
+    made = ir.node("Add", [negative.outputs[0], whole.outputs[0]])
+    graph = ir.Graph([x], made.outputs, nodes=[sizes, whole, negative, made])
+    assert place_values(graph).to_gpu == ()
+    x.shape = ir.Shape(["n", 8])
+    assert [read.number for read in place_values(graph).to_gpu] == [1]
+
+
+def test_before_opset_11_there_is_no_range(tmp_path: Path) -> None:
+    model, _ = written(tmp_path, scaled)
+    graph = ir.load(model).graph
+    before = [node.op_type for node in graph]
+    keep_on_gpu(graph, 10, {})
+    assert [node.op_type for node in graph] == before
