@@ -81,7 +81,7 @@ class _Finder:
         values = (*operation.inputs, *operation.outputs, (operation.contracted,))
         if not partial and not any(self._shards(axis) for axes in values for axis in axes or ()):
             return None
-        added = frozenset(self._sums.once.get(node, ()))
+        added = frozenset(self._sums.added_on_one_rank.get(node, ()))
         gives_partial = bool(node.outputs) and node.outputs[0] in self._sums.partial
         writer = _Writer(self._roles)
         key = (
