@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
-
 from rich.bar import Bar
 from rich.text import Text
 
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.show.fused_section import fused_in_words, reasons_not_fused
 from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table
 from splitc.runtime.engines.kinds import describe_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.units import block_range, format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from splitc.compiler.planning.plan import Plan
 
 
 def print_plan(plan: Plan) -> None:
@@ -63,10 +59,8 @@ def print_plan(plan: Plan) -> None:
 
 def _print_fused(plan: Plan) -> None:
     """Print how much of the attention became one operator, and why the rest did not."""
-    fates = plan.analysis.fates
-    reasons = Counter(fate.why for fate in fates if fate.why is not None)
-    out.print(f"attention fused: {sum(fate.operator is not None for fate in fates)} of {len(fates)}")
-    for why, count in reasons.items():
+    out.print(fused_in_words(plan.analysis.fates))
+    for why, count in reasons_not_fused(plan.analysis.fates):
         out.print(Text(f"  {count} not: {why}", "dim"))
 
 
