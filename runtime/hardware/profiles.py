@@ -73,7 +73,8 @@ class DeviceProfile:
     kernel_copy_bytes: int = 0
 
 
-# One core of a server's CPU. Ranks are threads of one process: they pass values without a copy, and wake each other.
+# One core of a server's CPU: typical figures, which those of `devices --measure` replace. Ranks are threads of one
+# process: they pass values without a copy, and wake each other.
 CPU = DeviceProfile(
     kind="cpu",
     names=(),
@@ -109,7 +110,8 @@ HOPPER = DeviceProfile(
 )
 # The first profile of a kind is used for unknown devices.
 PROFILES = (CPU, HOPPER)
-# Links between a CPU device and a GPU.
+# Links between a CPU device and a GPU: half of the bandwidth between GPUs; an eighth for sums, which the host computes.
+# Typical figures, which those of `devices --measure` replace.
 MIXED_COPY, MIXED_SUM = Link(5e-5, 1e-10), Link(1e-4, 4e-10)
 
 # Between two hosts: an InfiniBand card of 200 Gbit/s (HDR), and the latency that NCCL's tuning tables have for small
