@@ -53,17 +53,28 @@ class Checked:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How packages are compared with unsplit models: the options of `_comparison`."""
+    """How packages are compared with unsplit models: options of the command."""
 
-    inputs: Path | None
-    reference: str | None
-    settings: list[str]
-    trusts_data: bool
-    rtol: float | None
-    atol: float | None
-    seed: int
-    fill: list[str]
-    memory: bool
+    inputs: Path | None = INPUTS
+    reference: str | None = typer.Option(
+        None,
+        "--reference",
+        help="Where the unsplit model runs: cpu0, cuda0. Default: the package's GPU if it fits there, else the CPU.",
+        autocompletion=completion.devices,
+    )
+    settings: list[str] = typer.Option(
+        [],
+        "--set",
+        metavar="NAME=VALUE",
+        help="Another value for an input that was bound by 'splitc compile --set'.",
+        autocompletion=completion.settings,
+    )
+    trusts_data: bool = TRUST_DATA
+    rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value.")
+    atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to the relative one.")
+    seed: int = SEED
+    fill: list[str] = FILL
+    memory: bool = MEASURE
 
     def check_fits_several(self) -> None:
         """Raise MisuseError if it has what is for one model."""
@@ -98,33 +109,8 @@ class Comparison:
             return Checked(judged.differences, str(whole.device), whole.why, measured, judged.notes)
 
 
-def _comparison(
-    inputs: Path | None = INPUTS,
-    reference: str | None = typer.Option(
-        None,
-        "--reference",
-        help="Where the unsplit model runs: cpu0, cuda0. Default: the package's GPU if it fits there, else the CPU.",
-        autocompletion=completion.devices,
-    ),
-    settings: list[str] = typer.Option(
-        [],
-        "--set",
-        metavar="NAME=VALUE",
-        help="Another value for an input that was bound by 'splitc compile --set'.",
-        autocompletion=completion.settings,
-    ),
-    trusts_data: bool = TRUST_DATA,
-    rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
-    atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to the relative one."),
-    seed: int = SEED,
-    fill: list[str] = FILL,
-    memory: bool = MEASURE,
-) -> Comparison:
-    return Comparison(inputs, reference, settings, trusts_data, rtol, atol, seed, fill, memory)
-
-
 @with_options("load", loading)
-@with_options("comparison", _comparison)
+@with_options("comparison", Comparison)
 def check(
     load: Load,
     comparison: Comparison,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +34,17 @@ NATIVE = {"ensemble": {"name", "ensemble"}, "plans": {"name", "plans"}}
 
 @dataclass(frozen=True)
 class GenaiOptions:
-    """What onnxruntime-genai is told."""
+    """What onnxruntime-genai is told: options of the command."""
 
-    tokenizer: Path | None
-    context: int | None
-    stop: list[int]
-
-
-def _genai_options(
     tokenizer: Path | None = typer.Option(
         None, "--tokenizer", help="For genai: the folder of tokenizer.json, which goes with the model."
-    ),
+    )
     context_length: int | None = typer.Option(
         None, "--context", min=1, help="For genai: the most tokens in a sequence. Default: what the package knows."
-    ),
+    )
     stop: list[int] = typer.Option(
         [], "--stop", help="For genai: a token id that ends a text, repeatable. Default: the tokenizer's."
-    ),
-) -> GenaiOptions:
-    return GenaiOptions(tokenizer, context_length, stop)
+    )
 
 
 def _serving(
@@ -79,7 +71,7 @@ def _serving(
 
 
 @with_options("serving", _serving)
-@with_options("genai", _genai_options)
+@with_options("genai", GenaiOptions)
 def export(
     context: typer.Context,
     serving: Serving,
@@ -125,7 +117,9 @@ def export(
         elif server == "triton":
             folders = export_triton(package, output, serving, batch=batch, **own)
         elif server == "genai":
-            folders = export_genai(package, output, module=module, **asdict(genai))
+            folders = export_genai(
+                package, output, module=module, tokenizer=genai.tokenizer, context=genai.context_length, stop=genai.stop
+            )
         else:
             folders = export_mlserver(package, output, serving, **own)
     if as_json:

@@ -30,33 +30,23 @@ from splitc.runtime.session.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is continued, translated or transcribed: a text, token ids or a sound."""
+    """What is continued, translated or transcribed: options of the command."""
 
-    text: str | None
-    ids: str | None
-    audio: Path | None
-    language: str | None
-    task: str | None
-
-
-def _prompt(
-    prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to continue, or to translate."),
-    prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3."),
-    audio: Path | None = typer.Option(None, "--audio", help="A WAV file to transcribe or translate."),
+    prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to continue, or to translate.")
+    prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3.")
+    audio: Path | None = typer.Option(None, "--audio", help="A WAV file to transcribe or translate.")
     language: str | None = typer.Option(
         None,
         "--language",
         help="The language that is spoken: en. Default: the model says.",
         autocompletion=completion.languages,
-    ),
+    )
     task: str | None = typer.Option(
         None,
         "--task",
         help="What to do with speech: transcribe or translate.",
         autocompletion=completion.one_of(("transcribe", "translate")),
-    ),
-) -> Prompt:
-    return Prompt(prompt, prompt_ids, audio, language, task)
+    )
 
 
 def _sampling(
@@ -69,11 +59,11 @@ def _sampling(
 
 
 @with_options("load", loading)
-@with_options("prompt", _prompt)
+@with_options("given", Prompt)
 @with_options("sampling", _sampling)
 def generate_command(
     load: Load,
-    prompt: Prompt,
+    given: Prompt,
     sampling: Sampling,
     package: Path = PACKAGE,
     tokenizer: Path | None = typer.Option(
@@ -99,7 +89,7 @@ def generate_command(
     """Generate text or tokens with a language model, or with an encoder and its decoder."""
     module, devices = load.keywords["module"], load.keywords["devices"]
     pipeline = read_pipeline(package)
-    needs_text = prompt.text is not None or prompt.audio is not None
+    needs_text = given.prompt is not None or given.audio is not None
     file = tokenizer or (find_tokenizer(package, module) if needs_text else None)
     with muted_stderr():
         result = Generated(Text.load(file) if file else None)
@@ -108,10 +98,10 @@ def generate_command(
     if pipeline is not None and len(pipeline.modules) > 1 and module is None:
         if devices or prefill:
             raise MisuseError(f"{'--device' if devices else '--prefill'} is for one model: name it by --module")
-        _generate_with_modules(load, package, prompt, result, as_json, options)
+        _generate_with_modules(load, package, given, result, as_json, options)
     else:
         options["prompt_chunk"] = prompt_chunk
-        _generate_with_one(load, package, prefill, prompt, result, as_json, options)
+        _generate_with_one(load, package, prefill, given, result, as_json, options)
     if not as_json:
         result.print_rates()
 
@@ -120,16 +110,16 @@ def _generate_with_one(
     load: Load,
     package: Path,
     prefill: Path | None,
-    prompt: Prompt,
+    given: Prompt,
     result: Generated,
     as_json: bool,
     options: Mapping[str, Any],
 ) -> None:
     """Generate with one model, and with another one for the prompt if there is a package `prefill`."""
-    if prompt.audio is not None:
+    if given.audio is not None:
         read_manifest(find_module(package, load.keywords["module"]))  # which says so if there is no package
         raise MisuseError("--audio is for a package with an encoder and a decoder, and this is one model")
-    ids = _read_prompt(result, prompt)
+    ids = _read_prompt(result, given)
     options = {**options, "stop_tokens": options["stop_tokens"] or _stops(result)}
     with ExitStack() as stack:
         with shown_bars():
@@ -143,15 +133,15 @@ def _generate_with_one(
 def _generate_with_modules(
     load: Load,
     package: Path,
-    prompt: Prompt,
+    given: Prompt,
     result: Generated,
     as_json: bool,
     options: Mapping[str, Any],
 ) -> None:
     """Generate with all modules of a package together."""
-    is_given = prompt.text is not None or prompt.ids is not None
-    ids = _read_prompt(result, prompt) if is_given else None
-    speech = {"sound": prompt.audio, "language": prompt.language, "task": prompt.task}
+    is_given = given.prompt is not None or given.prompt_ids is not None
+    ids = _read_prompt(result, given) if is_given else None
+    speech = {"sound": given.audio, "language": given.language, "task": given.task}
     opening = {key: value for key, value in load.keywords.items() if key not in ("module", "devices")}
     with ExitStack() as stack:
         with shown_bars():
@@ -160,9 +150,9 @@ def _generate_with_modules(
         result.take(stream, as_json)
 
 
-def _read_prompt(result: Generated, prompt: Prompt) -> list[int]:
+def _read_prompt(result: Generated, given: Prompt) -> list[int]:
     with muted_stderr():
-        return read_prompt(result.text, prompt.text, prompt.ids)
+        return read_prompt(result.text, given.prompt, given.prompt_ids)
 
 
 def _stops(result: Generated) -> list[int]:
