@@ -20,6 +20,7 @@ from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import Sums
 
 # Sizes above this are not told apart by a form, except by their order: smaller ones are tried in their place.
+# A choice: kernels and groups of convolutions are smaller, and matter; with more, more forms are tried.
 LARGE = 12
 # The role of an atom in a form.
 WHOLE, SHARDED, PARTNER = range(3)
