@@ -14,11 +14,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.analysis.liveness import Liveness, liveness, total_bytes
+from splitc.compiler.analysis.liveness import crossing_values, total_bytes
 from splitc.compiler.analysis.rematerialization import find_known_shapes, find_rematerializable, find_upstream
 from splitc.compiler.frontend.graph import Graph
 
@@ -71,9 +72,9 @@ def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
     rematerializable = find_rematerializable(graph, costs, shapes)
     if len(rematerializable) == len(graph.nodes):  # a model so cheap that nothing is left of it
         rematerializable = shapes = frozenset()
-    main_path, live = order_main_path(graph, costs, rematerializable)
+    main_path = _order_main_path(graph, costs, rematerializable)
     upstream = find_upstream(graph, rematerializable, shapes, main_path)
-    gaps = find_gaps(costs, main_path, live, upstream)
+    gaps = _find_gaps(graph, costs, main_path, upstream)
     blocks = _repeated_blocks(main_path, gaps)
     finest = len(blocks) < wanted or not blocks
     if finest:
@@ -81,22 +82,22 @@ def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
     return Partition(tuple(blocks), finest, rematerializable, shapes, upstream)
 
 
-def order_main_path(graph: Graph, costs: Costs, rematerializable: frozenset[ir.Node]) -> tuple[list[ir.Node], Liveness]:
-    """The nodes that are not rematerializable, in topological order, and what is live between them.
+def _order_main_path(graph: Graph, costs: Costs, rematerializable: frozenset[ir.Node]) -> list[ir.Node]:
+    """The nodes that are not rematerializable, in topological order.
 
     The order is the file's, unless a depth-first order has less than half of its live bytes. Exporters write nodes in
     execution order, which is a good one, but some tools shuffle them.
     """
-    reads = graph.reads.__getitem__
-
-    def size(value: ir.Value) -> int:
-        return max(1, costs.value_bytes(value))  # an unknown size is not free to cut
-
+    reads, size = graph.reads.__getitem__, partial(_size, costs)
     as_written = [node for node in graph.nodes if node not in rematerializable]
     depth_first = _depth_first(graph, rematerializable)
     is_better = 2 * total_bytes(depth_first, reads, size) < total_bytes(as_written, reads, size)
-    chosen = depth_first if is_better else as_written
-    return chosen, liveness(chosen, reads, size)
+    return depth_first if is_better else as_written
+
+
+def _size(costs: Costs, value: ir.Value) -> int:
+    """A value's bytes; one if its size is unknown, since it is not free to cut there."""
+    return max(1, costs.value_bytes(value))
 
 
 def _depth_first(graph: Graph, left_out: frozenset[ir.Node]) -> list[ir.Node]:
@@ -126,8 +127,8 @@ class Gap:
     bytes: int
 
 
-def find_gaps(
-    costs: Costs, main_path: Sequence[ir.Node], live: Liveness, upstream: Mapping[ir.Node, frozenset[ir.Node]]
+def _find_gaps(
+    graph: Graph, costs: Costs, main_path: Sequence[ir.Node], upstream: Mapping[ir.Node, frozenset[ir.Node]]
 ) -> list[Gap]:
     """The narrowest place between each two consecutive heavy nodes."""
     products = [costs.flops(node) if costs.is_product(node) else 0 for node in main_path]
@@ -136,13 +137,15 @@ def find_gaps(
     marks = [index for index in range(len(main_path)) if products[index] > most_flops or weights[index] > most_weights]
     if len(marks) < 2:  # no two heavy nodes: cuts may lie between any nodes
         marks = list(range(len(main_path)))
+    crossing = crossing_values(main_path, graph.reads.__getitem__)
+    live = [sum(_size(costs, value) for value in values) for values in crossing]
     gaps = []
     for before, after in itertools.pairwise(marks):
         # A value that crosses a cut is declared in the rank graphs, so its type must be known.
-        typed = [i for i in range(before + 1, after + 1) if all(alive.value.dtype for alive in live.crossing[i])]
+        typed = [index for index in range(before + 1, after + 1) if all(value.dtype for value in crossing[index])]
         if typed:
-            width = min(live.bytes[index] for index in typed)
-            level = [index for index in typed if live.bytes[index] == width]
+            width = min(live[index] for index in typed)
+            level = [index for index in typed if live[index] == width]
             gaps.append(Gap(level[0], level[-1], width))
     return gaps
 
