@@ -16,14 +16,17 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.partial import find_sums
 
-# The latency of a sum as bytes, which is added to those that it moves.
+# The latency of a sum as bytes, which is added to those that it moves. A choice: by the devices' profiles these are 100
+# KB on GPUs and 300 KB on CPUs. With 16 or 256 KiB the plans of 42 of 43 models on three devices are the same.
 SUM_BYTES = 64 << 10
 # Minimum gain of an atom that is split, as a share of the gain of all together. The best one is no measure: a few
-# weights that are read for one token, where others are read for thousands, need next to no sums.
+# weights that are read for one token, where others are read for thousands, need next to no sums. A choice: with 1/64 or
+# 1/16 the plans of 41 of 43 models are the same.
 LEAST_GAIN_RATIO = 1 / 32
 # Minimum share of the model's weight bytes that a split atom covers.
 LEAST_SHARE = 1e-4
 # Minimum bytes that splitting an embedding table saves on each rank: it saves memory only, since a run reads few rows.
+# A choice: with 4 or 64 MiB the plans of 43 models are the same, but with 1 MiB not (their tables are small).
 LOOKUP_BYTES = 16 << 20
 
 
