@@ -92,7 +92,7 @@ def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], 
     for atom, covered in weights.items():
         # Otherwise its elements are dropped by a Slice.
         is_used = atom in outputs_with or atom in contractions or atom in joined
-        if is_used and atom.pinned is None and atom.size > 1 and sum(covered.values()):
+        if is_used and atom.pinned is None and atom.size > 1 and any(covered.values()):
             sums = find_sums(axis_map, graph.position, {atom}, without.start(atom), size)
             moved = sum(map(size, sums.exchanged or outputs_with.get(atom, ())))
             candidates.append(Candidate(atom, covered, sums.count, moved))
