@@ -85,7 +85,7 @@ def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> l
         ]
         with contextlib.suppress(DoesNotFitError):
             return plan_stages(costs, limited, objective=request.objective, spread=spread, slack=slack)
-        uneven *= 1.25
+        uneven *= 1.25  # a choice: smaller steps are more searches
     return plan_stages(costs, targets, objective=request.objective, spread=spread, slack=slack)
 
 

@@ -86,7 +86,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     """
     graph = plan.analysis.graph
     weights = plan.analysis.costs.weight_bytes(graph.nodes)
-    limit = min(LARGEST, host_memory()[1] // 3)
+    limit = min(LARGEST, host_memory()[1] // 3)  # the model, the package, and as much for what they compute
     if weights > limit:
         return _check_blocks(plan, package, limit)
     # Its engines were built here, just now: they may bring code.
