@@ -6,6 +6,7 @@ from rich.bar import Bar
 from rich.text import Text
 
 from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.resources import Budget
 from splitc.compiler.show.fused_section import fused_in_words, reasons_not_fused
 from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table
@@ -20,13 +21,12 @@ def print_plan(plan: Plan) -> None:
     rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
     all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
     for number, rank in enumerate(plan.ranks):
-        memory, budget = rank.memory, max(1, rank.budget or 0)
+        memory = rank.memory
         rows.add_row(
             f"{number} {rank.device}",
             block_range([fitted(block.name, out.width // 5) for block in rank.stage.blocks]),
             *map(format_bytes, (memory.weights, memory.activations, memory.cache)),
-            Bar(size=budget, begin=0, end=memory.total, width=9) if rank.budget is not None else "",
-            f"{memory.total / budget:.0%}" if rank.budget is not None else "?",
+            *budget_cells(memory.total, rank.budget),
             f"{rank.seconds / all_seconds:.0%}",
         )
     memories = [rank.memory for rank in plan.ranks]
@@ -55,6 +55,14 @@ def print_plan(plan: Plan) -> None:
         _print_alternatives(plan)
     for warning in plan.warnings:
         print_warning(warning)
+
+
+def budget_cells(total: int, budget: Budget) -> tuple[Bar | str, str]:
+    """Bytes as a share of a budget: a bar and a number, for a table."""
+    if budget is None:
+        return "", "?"
+    known = max(1, budget)
+    return Bar(size=known, begin=0, end=total, width=9), f"{total / known:.0%}"
 
 
 def _print_fused(plan: Plan) -> None:
