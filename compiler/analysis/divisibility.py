@@ -13,9 +13,12 @@ from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.walks import ancestors, producers
 from splitc.compiler.nodes import describe_node
 
-# If a control flow node holds more than this share of the weights, other ranks would hold next to nothing.
+# If a control flow node holds more than this share of the weights, other ranks would hold next to nothing. A choice:
+# merged decoders, which it is for, have all of them in one If; with a lower share, models that can be split are
+# refused.
 INDIVISIBLE = 0.9
-# An input of at most this many elements can be bound on the command line: a switch or a setting, not data.
+# An input of at most this many elements can be bound on the command line: a switch or a setting, not data. A
+# choice, which only decides what a message proposes.
 FEW = 16
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -15,37 +14,18 @@ Reads = Callable[[ir.Node], Iterable[ir.Value]]
 Size = Callable[[ir.Value], int]
 
 
-@dataclass(frozen=True)
-class Interval:
-    """When a value is live: at every gap i with birth < i <= death. Gap i is before node i."""
-
-    value: ir.Value
-    bytes: int
-    birth: int
-    death: int
-
-
-@dataclass(frozen=True)
-class Liveness:
-    """The values that cross each gap of a sequence of nodes, and their bytes."""
-
-    crossing: tuple[tuple[Interval, ...], ...]
-    bytes: tuple[int, ...]
-
-
-def liveness(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Liveness:
-    """Liveness of values that are both made and read by the nodes. `size` gives the bytes of a value."""
-    crossing: list[list[Interval]] = [[] for _ in nodes]
+def crossing_values(nodes: Sequence[ir.Node], reads: Reads) -> list[list[ir.Value]]:
+    """For each node the values that are live in the gap before it: made before it, and read by it or a later one."""
+    crossing: list[list[ir.Value]] = [[] for _ in nodes]
     position, death = _lives(nodes, reads)
     for value, end in death.items():
-        interval = Interval(value, size(value), position[producer_of(value)], end)
-        for gap in range(interval.birth + 1, end + 1):
-            crossing[gap].append(interval)
-    return Liveness(tuple(map(tuple, crossing)), tuple(sum(value.bytes for value in gap) for gap in crossing))
+        for gap in range(position[producer_of(value)] + 1, end + 1):
+            crossing[gap].append(value)
+    return crossing
 
 
 def total_bytes(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> int:
-    """The bytes that cross each gap, summed over all gaps, in a third of the time of `liveness`."""
+    """The bytes that cross each gap, summed over all gaps, in a third of the time of `crossing_values`."""
     position, death = _lives(nodes, reads)
     return sum(size(value) * (end - position[producer_of(value)]) for value, end in death.items())
 

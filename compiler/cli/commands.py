@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +33,7 @@ from splitc.runtime.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from splitc.compiler.packaging.building import BuildSettings
+    from splitc.compiler.planning.plan import Plan
 
 # Options for engines that are built.
 TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
@@ -236,13 +237,9 @@ def compile_command(
 ) -> None:
     """Split a model, or a folder of models, over devices and write the package that runs it."""
     # Imported here, as in plan, since a machine that only runs packages has no onnx.
-    from splitc.compiler.api import plan_model
-    from splitc.compiler.modes.replanning import plan_from_file
-    from splitc.compiler.packaging.building import check_settings
     from splitc.compiler.packaging.package import compile_model
     from splitc.compiler.packaging.staging import check_target
-    from splitc.compiler.planning.plan_file import read_plan, to_file
-    from splitc.compiler.planning.settled import check_settled
+    from splitc.compiler.planning.plan_file import to_file
     from splitc.compiler.show.plan_tables import print_plan
     from splitc.compiler.show.progress import shown_progress
 
@@ -260,18 +257,35 @@ def compile_command(
         return
     _need_folder(model, module, swap)
     check_target(package, force)
-    if plan_path:
-        check_settled(plan_path, read_plan(plan_path), request, devices, given)
-        decided = plan_from_file(model, plan_path, request.trust_external_data)
-    else:
-        check_settings(choose_engine(request.engine, parse_devices(devices)), build)  # before the model is read
-        with shown_bars():
-            decided = plan_model(model, devices, request)
+    decided = _decide(model, plan_path, devices, request, build, given)
     if not as_json:
         print_to_the_end(lambda: print_plan(decided))
     with shown_progress() as (progress, building):
         manifest = compile_model(decided, package, progress=progress, building=building, **how)
     print_to_the_end(lambda: print_json(to_file(decided)) if as_json else _print_written(package, manifest))
+
+
+def _decide(
+    model: Path,
+    plan_path: Path | None,
+    devices: list[str],
+    request: Request,
+    build: BuildSettings,
+    given: Callable[[str], bool],
+) -> Plan:
+    """The plan in the file, or a new one."""
+    from splitc.compiler.api import plan_model
+    from splitc.compiler.modes.replanning import plan_from_file
+    from splitc.compiler.packaging.building import check_settings
+    from splitc.compiler.planning.plan_file import read_plan
+    from splitc.compiler.planning.settled import check_settled
+
+    if plan_path:
+        check_settled(plan_path, read_plan(plan_path), request, devices, given)
+        return plan_from_file(model, plan_path, request.trust_external_data)
+    check_settings(choose_engine(request.engine, parse_devices(devices)), build)  # before the model is read
+    with shown_bars():
+        return plan_model(model, devices, request)
 
 
 def _need_folder(model: Path, modules: list[str], swap: bool) -> None:

@@ -56,7 +56,8 @@ def _others(contents: Contents) -> Iterator[onnx.TensorProto]:
             yield from (sparse.values, sparse.indices)
 
 
-# A weight of at most this many bytes is small: a list of sizes, a scale.
+# A weight of at most this many bytes is small: a list of sizes, a scale. It stays in the ONNX file, where constant
+# folding and shape inference see it. The number is onnx's own, for models with external data (`size_threshold`).
 SMALL = 1024
 
 

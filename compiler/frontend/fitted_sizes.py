@@ -28,9 +28,11 @@ from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Fill
 
 # The most sizes that are changed, one after the other, and the most that are tried for each. These are counts, not
-# seconds, so that a busy machine finds the same sizes.
+# seconds, so that a busy machine finds the same sizes. A choice, against a search
+# without end.
 MOST_CHANGES, MOST_TRIES = 32, 500
-# Lengths are tried by doubling up to LARGEST, or one by one up to COUNTED.
+# Lengths are tried by doubling up to LARGEST, or one by one up to COUNTED. A choice: images and sounds have up to some
+# thousand positions a side, and what divides no power of two (windows, patches) is small.
 LARGEST, COUNTED = 1 << 14, 64
 
 # How sizes were tried.

@@ -20,9 +20,11 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
 Array = npt.NDArray[Any]
 
-# The most elements of a shape vector. Anything longer is data.
+# The most elements of a shape vector. Anything longer is data. With 64, or without a limit, the plans of 43 models are
+# the same; without one, tables would be folded too.
 LONGEST = 1024
-# The most results that are kept for other nodes that compute the same, in this model or the next.
+# The most results that are kept for other nodes that compute the same, in this model or the next. A choice: a
+# result is a short array, and what is dropped is computed again.
 MOST_RESULTS = 4096
 
 

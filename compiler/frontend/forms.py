@@ -16,9 +16,8 @@ import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
 
 from splitc.compiler.frontend.folding import LONGEST
+from splitc.compiler.frontend.observation import MOST_SIZES
 
-# The most elements of a constant of floats that a rule reads, such as scales. Longer ones are data.
-LONGEST_SCALES = 64
 # The attributes that are compared by their values. A node with any other has a form of its own.
 _COMPARED = (
     ir.AttributeType.INT,
@@ -168,6 +167,6 @@ def _type(value: ir.Value) -> Any:
 def _content(tensor: ir.TensorProtocol) -> Hashable:
     """A constant's type, sizes and, if it is short, elements."""
     whole = tensor.dtype.is_integer() or tensor.dtype == ir.DataType.BOOL
-    is_read = tensor.size <= LONGEST if whole else tensor.size <= LONGEST_SCALES and tensor.dtype.is_floating_point()
+    is_read = tensor.size <= LONGEST if whole else tensor.size <= MOST_SIZES and tensor.dtype.is_floating_point()
     content = _contents[tensor] = tensor.dtype, tuple(tensor.shape), tensor.tobytes() if is_read else b""
     return content

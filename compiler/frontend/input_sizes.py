@@ -14,7 +14,8 @@ from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape
 
-# The sizes to begin with: for an input's first dimension (usually the batch), and for any other.
+# The sizes to begin with: for an input's first dimension (usually the batch), and for any other. A choice, which
+# --shapes replaces: small, so that trying them is fast, and with many divisors, since heads and windows divide lengths.
 DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 
 

@@ -16,7 +16,8 @@ from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialize
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
-# The most elements of a constant that may be sizes: no tensor has as many axes. Longer ones are data.
+# The most elements of a constant that is a list of sizes, scales or axes: no tensor has as many axes. Longer ones are
+# data. With 16 the plans of 43 models are the same, and without a limit all but one.
 MOST_SIZES = 64
 Shape = tuple[int, ...]
 Size = int | ir.SymbolicDim
@@ -51,6 +52,7 @@ class Origins:
         return list(zip(outputs, self.dtypes, strict=True))
 
 
+# The most signatures. A choice: an observation is a few numbers, and what is dropped is observed again.
 @lru_cache(maxsize=1024)
 def _observed(signature: str) -> list[Origins]:
     """The observations of nodes with this `signature` so far, to be appended to."""

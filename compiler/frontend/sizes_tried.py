@@ -28,8 +28,10 @@ from splitc.runtime.package.manifest import Fill, Tensor
 from splitc.runtime.tools.unsplit import fixed_feeds
 
 # The most bytes of weights of a model, and of what a node reads, that are tried; the seconds that a run may take.
+# A choice: a plan should come in seconds. Larger models are planned untried.
 LARGEST, LARGEST_NODE, LONGEST = 256 << 20, 32 << 20, 10.0
-# The most elements of an input that is made up.
+# The most elements of an input that is made up: up to 128 MiB. A choice: a model with a larger input is not tried, and
+# not compared.
 MOST_ELEMENTS = 1 << 24
 
 

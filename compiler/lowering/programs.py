@@ -8,9 +8,9 @@ from itertools import groupby
 import onnx_ir as ir
 
 from splitc.compiler.lowering.communication import RECEIVE, SEND, kind_of
-from splitc.compiler.lowering.fusions import keep_unfused
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.segments import Segment
+from splitc.compiler.lowering.unfused_weights import keep_weights_unfused
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.package.manifest import State
@@ -33,7 +33,7 @@ def rank_program(
     taken = {value.name for segment in segments for value in segment.graph.inputs}
     taken |= {step.value for step in steps if isinstance(step, Send)}
     inputs = tuple(name for name in names(feeds) if name in taken)
-    graphs = tuple(keep_unfused(segment.graph) for segment in segments if segment.graph.outputs)
+    graphs = tuple(keep_weights_unfused(segment.graph) for segment in segments if segment.graph.outputs)
     return RankProgram(graphs, steps, inputs, tuple(outputs))
 
 

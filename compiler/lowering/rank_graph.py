@@ -126,7 +126,7 @@ class _RankGraph:
 
     def _drop_added(self, node: ir.Node, origin: ir.Node, operation: Operation) -> ir.Value | None:
         """Drop the inputs that another rank adds to the sum. Returns the new result; None if there are none."""
-        added = self._split.sums.once.get(origin, frozenset())
+        added = self._split.sums.added_on_one_rank.get(origin, frozenset())
         if not added or self._split.adds(self._rank, operation):
             return None
         contracts = bool(chosen_atoms([operation.contracted], self._split.ranges))

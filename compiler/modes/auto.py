@@ -28,7 +28,8 @@ from splitc.runtime.units import format_seconds
 # Alternatives are equally fast if their times differ by less than this share, by objective and whether the blocks were
 # profiled. Predictions of throughput are less exact than that anyway, since a stream hides delays of single devices.
 SLACK = {("throughput", False): 0.1, ("throughput", True): 0.05, ("latency", False): 0.02, ("latency", True): 0.02}
-# Minimum share of its memory by which another device must relieve the fullest one.
+# Minimum share of its memory by which another device must relieve the fullest one. A choice: with none, auto mode would
+# take another device for a few bytes. With 0 the plans of 11 models are the same; with 0.1 all but one.
 LEAST_MEMORY_GAIN = 0.02
 
 

@@ -22,9 +22,10 @@ from splitc.compiler.request.request import Request
 from splitc.runtime.errors import DoesNotFitError
 
 # How much slower the slowest stage may be for fewer bytes cut and more evenly spread weights. Measured and estimated
-# times are no more exact than that.
+# times are no more exact than that. With estimates, 0.05 gives 38 and 0.2 gives 39 of 43 models the same plan.
 SLACK_MEASURED, SLACK_ESTIMATED = 0.02, 0.1
-# How many times its share of the weights, in proportion to budgets, a device may hold for the sake of speed.
+# How many times its share of the weights, in proportion to budgets, a device may hold for the sake of speed. A choice:
+# with 1.3 the plans of 38 of 43 models on two devices are the same, with 2.5 of 42, all but a U-Net's.
 UNEVEN = 1.6
 
 
@@ -84,7 +85,7 @@ def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> l
         ]
         with contextlib.suppress(DoesNotFitError):
             return plan_stages(costs, limited, objective=request.objective, spread=spread, slack=slack)
-        uneven *= 1.25
+        uneven *= 1.25  # a choice: smaller steps are more searches
     return plan_stages(costs, targets, objective=request.objective, spread=spread, slack=slack)
 
 

@@ -39,7 +39,8 @@ from splitc.runtime.units import format_bytes
 Array = npt.NDArray[Any]
 # The types of shape arithmetic.
 SIZES = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
-# Weights of at least so many bytes are fed, rather than copied into the graphs that are run.
+# Weights of at least so many bytes are fed, rather than copied into the graphs that are run. A choice: most lists of
+# sizes are smaller, and rules of operators want these inside.
 LARGE = 1 << 10
 
 

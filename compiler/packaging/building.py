@@ -98,7 +98,8 @@ def read_sources(package: Path, timing_cache: Path | None) -> tuple[Manifest, Bu
     settings = BuildSettings(manifest.build.options, keep_sources=True, timing_cache=timing_cache)
     check_settings(manifest.engine, settings)
     find_builder(manifest.engine).check_here(manifest.engine)
-    verify_files(package, [file for file in manifest.files if not file.path.endswith(_built(manifest))])
+    replaced = tuple(engine.path for engine in _engines(manifest))
+    verify_files(package, [file for file in manifest.files if not file.path.endswith(replaced)])
     return manifest, settings
 
 
@@ -160,11 +161,6 @@ def _without_sources(folder: Path, manifest: Manifest) -> Manifest:
 
 def _engines(manifest: Manifest) -> list[EngineFile]:
     return [engine for rank in manifest.ranks for engine in rank.engines]
-
-
-def _built(manifest: Manifest) -> tuple[str, ...]:
-    """The paths of engines. They are not verified before they are built again."""
-    return tuple(engine.path for engine in _engines(manifest))
 
 
 def copy_package(package: Path, folder: Path) -> None:

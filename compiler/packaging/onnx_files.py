@@ -9,11 +9,9 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.external_data import SMALL
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
-
-# The most bytes of a weight that stays in the ONNX file, where constant folding and shape inference see it.
-SMALL = 1024
 
 
 @dataclass(frozen=True)

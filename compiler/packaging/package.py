@@ -89,22 +89,12 @@ def compile_model(
             _write_rank(plan, number, program, writer, weights == "link")
             for number, program in enumerate(_programs(plan))
         ]
-        files = _files(written)
-        check_disk_space(target, sum(tensor.nbytes for file in files for tensor in file.tensors))
-        write_weight_files(files, writer, jobs or cores(), progress)
-        for number, rank in enumerate(written):
-            if rank.weights.copies:
-                warn(f"{folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
+        _write_weights(written, writer, target, jobs, progress, warn)
         manifest = make_manifest(plan, [rank.entry for rank in written], writer.files, threads, build.options, fills)
         (folder / FILE_NAME).write_bytes(encode(manifest))
         check_loads(folder, manifest)
         if plan.split.rewrites and verify:
-            with _runnable(plan, folder, [rank.weights for rank in written]) as runnable:
-                verdict = check_outputs(plan, runnable)
-            if verdict.compared:
-                say(verdict.text)
-            else:
-                warn(f"the package is unverified: {verdict.text}")
+            _compare(plan, folder, written, say, warn)
         if find_kind(plan.engine).is_built and not build.later:
             manifest = finish_package(folder, manifest, build, target, building, jobs)
     return manifest
@@ -134,6 +124,35 @@ def _programs(plan: Plan) -> Iterable[RankProgram]:
     if find_kind(plan.engine).is_built:
         return find_builder(plan.engine).prepare(plan.analysis, list(programs))
     return programs
+
+
+def _write_weights(
+    written: Sequence[_Written],
+    writer: PackageWriter,
+    target: Path,
+    jobs: int | None,
+    progress: Progress,
+    warn: Callable[[str], None],
+) -> None:
+    """Write the weights of all ranks, if there is room for them at `target`."""
+    files = _files(written)
+    check_disk_space(target, sum(tensor.nbytes for file in files for tensor in file.tensors))
+    write_weight_files(files, writer, jobs or cores(), progress)
+    for number, rank in enumerate(written):
+        if rank.weights.copies:
+            warn(f"{writer.folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
+
+
+def _compare(
+    plan: Plan, folder: Path, written: Sequence[_Written], say: Callable[[str], None], warn: Callable[[str], None]
+) -> None:
+    """Compare the package with the unsplit model, and say the result."""
+    with _runnable(plan, folder, [rank.weights for rank in written]) as runnable:
+        verdict = check_outputs(plan, runnable)
+    if verdict.compared:
+        say(verdict.text)
+    else:
+        warn(f"the package is unverified: {verdict.text}")
 
 
 @contextmanager

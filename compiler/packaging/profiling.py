@@ -35,6 +35,7 @@ from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.package.manifest import Fill
 from splitc.runtime.threads.progress import counted
 
+# Runs of a block that do not count, and those whose median does. A choice: more take longer, of each block.
 WARMUP, RUNS = 2, 7
 # The cache's file of measured times, by a hash of the block's content.
 FILE = "block_seconds.json"

@@ -12,6 +12,7 @@ import numpy as np
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.compiler.errors import ModelError
+from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.meeting import Meeting
@@ -30,10 +31,9 @@ from splitc.runtime.tools.judge import judge
 from splitc.runtime.tools.unsplit import Arrays, Reference, open_reference
 from splitc.runtime.units import first_few
 
-# The most bytes of weights of a model that is compared, since it is loaded twice.
+# The most bytes of weights of a model that is compared whole, since it is loaded twice. A choice: larger ones
+# are compared a block of each form at a time.
 LARGEST = 2 << 30
-# The most elements that a made-up input may have.
-MOST_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     """
     graph = plan.analysis.graph
     weights = plan.analysis.costs.weight_bytes(graph.nodes)
-    limit = min(LARGEST, host_memory()[1] // 3)
+    limit = min(LARGEST, host_memory()[1] // 3)  # the model, the package, and as much for what they compute
     if weights > limit:
         return _check_blocks(plan, package, limit)
     # Its engines were built here, just now: they may bring code.

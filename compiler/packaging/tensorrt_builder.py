@@ -24,7 +24,7 @@ from splitc.compiler.packaging.build_graphs import fit_to_build
 from splitc.compiler.packaging.build_processes import Processes, divide_jobs
 from splitc.compiler.packaging.builder import BuildError, Building, Job, Refusal
 from splitc.compiler.planning.split import RankProgram
-from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, need_installed
+from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.gpus import list_gpus
 from splitc.runtime.ipc.child_python import python_command
@@ -156,7 +156,7 @@ def _build(order: Order, processes: Processes, progress: Callable[[Progress], No
 @contextmanager
 def _messages(order: Order, processes: Processes) -> Iterator[Iterator[Message]]:
     """Start the process, iterate over its messages, and end it. Raises BuildError if it dies."""
-    need_installed(order.kind)
+    find_kind(order.kind).need_installed()
     command = python_command("from splitc.compiler.packaging.tensorrt_process import main; main()")
     environment = {**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1" if order.kind == TENSORRT_RTX else "0"}
     with (

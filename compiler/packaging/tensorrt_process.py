@@ -28,7 +28,7 @@ from splitc.runtime.engines.kinds import TENSORRT_RTX, find_kind
 from splitc.runtime.hardware.gpus import find_cupy
 from splitc.runtime.package.manifest import Built
 
-# Seconds between two progress reports.
+# Seconds between two progress reports. A choice: bars are redrawn ten times a second.
 REPORT_EVERY = 0.1
 _PARSING = re.compile(r"Parsing node: (.*) \[\w+\]")
 

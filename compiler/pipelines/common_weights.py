@@ -19,16 +19,16 @@ import numpy.typing as npt
 import onnx_ir as ir
 from blake3 import blake3
 
-from splitc.compiler.packaging.onnx_files import SMALL
+from splitc.compiler.frontend.external_data import SMALL
 from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.sharding.cut_tensor import CutTensor
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.gpu.weight_places import PASSED_ON
 
 K = TypeVar("K", bound=Hashable)
-# Minimum bytes of a weight that is compared, as of those that plan.json lists.
-LEAST = 1 << 16
-# Bytes at either end of a weight that are compared first, and bytes that are read at a time.
+# Bytes at either end of a weight that are compared first: one page of memory; and bytes that are hashed at a time, as
+# in runtime/package/files.py.
 GLANCE, PIECE = 1 << 12, 1 << 26
 
 
@@ -87,7 +87,7 @@ def _large_tensors(plan: Plan) -> list[ir.TensorProtocol]:
     """The model's weights that are worth holding once."""
     values = plan.analysis.graph.graph.initializers.values()
     tensors = (value.const_value for value in values if value.const_value is not None)
-    return [tensor for tensor in tensors if tensor.dtype != ir.DataType.STRING and tensor.nbytes >= LEAST]
+    return [tensor for tensor in tensors if tensor.dtype != ir.DataType.STRING and tensor.nbytes >= LISTED]
 
 
 def _find_equal(tensors: Mapping[str, Sequence[ir.TensorProtocol]]) -> dict[int, str]:

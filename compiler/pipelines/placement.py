@@ -22,7 +22,7 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError, SplitcError, col
 from splitc.runtime.hardware.devices import Device
 
 # Modules are split, the largest first, until the fullest device holds at most this much more than an even share: less
-# is not worth making a small module slower.
+# is not worth making a small module slower. A choice: a split module's ranks wait for each other.
 UNEVEN = 1.2
 # What is free on a device that holds nothing, where budgets are not known: more than on any other.
 EMPTY = 1

@@ -91,7 +91,8 @@ class Clock:
     def crowd(self, ranks: Sequence[RankPlan]) -> float:
         """The share of their host's cores that these ranks use, on the fullest host; 0 for GPUs."""
         on_cpu = all(rank.device.kind == "cpu" for rank in self.ranks)
-        return _most_on_a_host(ranks) * self.threads / cores() if on_cpu else 0.0
+        most = max(Counter(rank.device.host for rank in ranks).values(), default=0)
+        return most * self.threads / cores() if on_cpu else 0.0
 
     def unlike(self, ranks: Sequence[RankPlan], sizes: Callable[[int], tuple[int, ...]]) -> list[RankPlan]:
         """One rank of each kind: ranks on devices alike take the same time if the `sizes` of their parts are equal."""
@@ -178,11 +179,6 @@ def estimate_blocks(analysis: Analysis, resources: Resources, place: int, at_onc
     threads = threads_for(resources.devices, resources.threads)
     pace = find_pace(resources.devices[place], threads, at_once, resources.machine)
     return [pace.seconds(analysis.costs, block.nodes) for block in analysis.partition.blocks]
-
-
-def _most_on_a_host(ranks: Sequence[RankPlan]) -> int:
-    """The number of ranks on the host that has most of them."""
-    return max(Counter(rank.device.host for rank in ranks).values(), default=0)
 
 
 def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Speed:

@@ -9,7 +9,8 @@ from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.resources import Budget
 from splitc.runtime.hardware.devices import Device
 
-# Every number of devices or hosts up to this one is tried; above it, only powers of two and all of them.
+# Every number of devices or hosts up to this one is tried; above it, only powers of two and all of them. A choice:
+# heads and widths divide by powers of two, and each number tried is a plan.
 FEW = 4
 
 

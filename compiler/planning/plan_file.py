@@ -20,7 +20,8 @@ from splitc.runtime.hardware.devices import Device, host_numbers
 from splitc.runtime.package.manifest import Cut, Source, State
 
 SCHEMA = 2
-# The least bytes of a weight that is listed.
+# The least bytes of a weight that is listed, and compared with those of other modules. A choice: it keeps biases and
+# norms out of plan.json; the sums count all weights.
 LISTED = 64 << 10
 
 

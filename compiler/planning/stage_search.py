@@ -17,7 +17,7 @@ from splitc.compiler.errors import CannotSplitError
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.units import format_bytes
 
-# Costs that differ by less than this share are equal.
+# Costs that differ by less than this share are equal: more than sums of doubles round, and less than anything measured.
 SAME = 1e-9
 
 Floats = npt.NDArray[np.float64]

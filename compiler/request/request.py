@@ -18,8 +18,9 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import parse_bytes
 
 OBJECTIVES = ("throughput", "latency")
+# Default of --headroom. A choice: what other programs may take between the plan and the run.
 DEFAULT_HEADROOM = 1 << 30
-# Default of --row-min: sending the input of a smaller matrix costs more than slicing it saves.
+# Default of --row-min. A choice: smaller matrices hold little, and each costs a send and a receive.
 ROW_MIN = 256
 _RANGE = "repeatable, for engines that are built for a range of sizes (TensorRT)."
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.observation import refusal
+from splitc.compiler.frontend.observation import MOST_SIZES, refusal
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
@@ -236,10 +236,6 @@ def _constant(value: ir.Value | None, bound: BoundShapes) -> npt.NDArray[Any] | 
     if value is None or source_of(value) is not None:
         return None
     tensor = value.const_value
-    if tensor is not None and tensor.size <= MOST_CONSTANT_ELEMENTS and tensor.dtype.is_integer():
+    if tensor is not None and tensor.size <= MOST_SIZES and tensor.dtype.is_integer():
         return tensor.numpy()
     return bound.constants.get(value.name or "")
-
-
-# The most elements of a constant that is read. Axes, sizes and bounds are short lists.
-MOST_CONSTANT_ELEMENTS = 64

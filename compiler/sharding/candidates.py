@@ -16,14 +16,15 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.partial import find_sums
 
-# The latency of a sum as bytes, which is added to those that it moves.
+# The latency of a sum as bytes, which is added to those that it moves. A choice: by the devices' profiles these are 100
+# KB on GPUs and 300 KB on CPUs. With 16 or 256 KiB the plans of 42 of 43 models on three devices are the same.
 SUM_BYTES = 64 << 10
 # Minimum gain of an atom that is split, as a share of the gain of all together. The best one is no measure: a few
-# weights that are read for one token, where others are read for thousands, need next to no sums.
+# weights that are read for one token, where others are read for thousands, need next to no sums. A choice: with 1/64 or
+# 1/16 the plans of 41 of 43 models are the same.
 LEAST_GAIN_RATIO = 1 / 32
-# Minimum share of the model's weight bytes that a split atom covers.
-LEAST_SHARE = 1e-4
 # Minimum bytes that splitting an embedding table saves on each rank: it saves memory only, since a run reads few rows.
+# A choice: with 4 or 64 MiB the plans of 43 models are the same, but with 1 MiB not (their tables are small).
 LOOKUP_BYTES = 16 << 20
 
 
@@ -85,14 +86,13 @@ def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], 
     for value in graph.graph.outputs:
         for atom in dict.fromkeys(atom for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)):
             outputs_with[atom].append(value)
-    least = LEAST_SHARE * sum(size(value) for value in graph.graph.initializers.values())
     joined = {atom for crossing in crossings(axis_map) for side in crossing.sides for atom in ax.atoms(side.before)}
     without = Candidates((), tuple(weights), contractions, ranged, {})
     candidates = []
     for atom, covered in weights.items():
         # Otherwise its elements are dropped by a Slice.
         is_used = atom in outputs_with or atom in contractions or atom in joined
-        if is_used and atom.pinned is None and atom.size > 1 and sum(covered.values()) > least:
+        if is_used and atom.pinned is None and atom.size > 1 and any(covered.values()):
             sums = find_sums(axis_map, graph.position, {atom}, without.start(atom), size)
             moved = sum(map(size, sums.exchanged or outputs_with.get(atom, ())))
             candidates.append(Candidate(atom, covered, sums.count, moved))

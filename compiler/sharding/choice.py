@@ -15,9 +15,12 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.candidates import Candidate, Candidates, reject_costly
 from splitc.compiler.sharding.partial import Sums, find_sums
 
-# A larger candidate displaces its rivals if its gain is at least this share of theirs.
+# A larger candidate displaces its rivals if its gain is at least this share of theirs. A choice, for models in which
+# another axis covers a little more for many more sums: with any from 0 to 0.6 the plans of 52 models on three devices
+# are the same, with 0.9 those of 42 of 43.
 LEAST_DISPLACING_RATIO = 0.6
-# Candidates displace the one that excludes them all if they cover this many times its bytes.
+# Candidates displace the one that excludes them all if they cover this many times its bytes. A choice: with 1 the plans
+# of 51 of 52 models are the same, with 4 of 43; without the rule, a video transformer's is another.
 LEAST_EXCLUDED_RATIO = 2
 
 

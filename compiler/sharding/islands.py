@@ -18,7 +18,8 @@ from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.sharding.axis_map import AxisMap, Island
 from splitc.compiler.sharding.choice import Choice
 
-# Minimum share of the model's weight bytes that an island reads.
+# Minimum share of the model's weight bytes that an island reads. A choice: a collective for less saves little memory.
+# With 1/64 the plans of 43 models on three devices are the same, without a limit those of 51 of 52.
 LEAST_ISLAND = 1 / 256
 # The number types that collectives join. Others come out of islands whole.
 JOINED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "INT8", "UINT8", "INT32", "INT64"))

@@ -23,15 +23,15 @@ class Sums:
 
     `partial` maps each partial value to the atoms that it is partial over. A rank without units of them contributes
     zero. `summed` are the values that are summed where they are made, in the model's order; the other partial values
-    are passed on. `once` maps a node to the inputs that only one rank may add to a partial result. `ranged` are the
-    nodes for which the ranks find the least and the greatest element together. `drawn` are those that draw random
-    numbers: one rank does, the others have zeros, and what they make is summed too. `joined` are the values whose
-    shards are joined at the border of an island.
+    are passed on. `added_on_one_rank` maps a node to the inputs that only one rank may add to a partial result.
+    `ranged` are the nodes for which the ranks find the least and the greatest element together. `drawn` are those that
+    draw random numbers: one rank does, the others have zeros, and what they make is summed too. `joined` are the values
+    whose shards are joined at the border of an island.
     """
 
     partial: Mapping[ir.Value, frozenset[Factor]]
     summed: tuple[ir.Value, ...]
-    once: Mapping[ir.Node, frozenset[int]]
+    added_on_one_rank: Mapping[ir.Node, frozenset[int]]
     ranged: tuple[ir.Node, ...]
     drawn: tuple[ir.Node, ...] = ()
     joined: tuple[ir.Value, ...] = ()
@@ -83,7 +83,7 @@ def find_sums(
     flow.summed.update(dict.fromkeys(used))
     in_order = sorted(flow.summed, key=lambda value: (position[producer_of(value)], value.index() or 0))
     joined = [border.value for border in borders if border.is_joined(chosen)]
-    return Sums(flow.partial, tuple(in_order), flow.once, tuple(flow.ranged), tuple(drawn), tuple(joined))
+    return Sums(flow.partial, tuple(in_order), flow.added_on_one_rank, tuple(flow.ranged), tuple(drawn), tuple(joined))
 
 
 @dataclass
@@ -99,7 +99,7 @@ class _Flow:
     crossing: Collection[ir.Value]
     partial: dict[ir.Value, frozenset[Factor]] = field(default_factory=dict)
     summed: dict[ir.Value, None] = field(default_factory=dict)
-    once: dict[ir.Node, frozenset[int]] = field(default_factory=dict)
+    added_on_one_rank: dict[ir.Node, frozenset[int]] = field(default_factory=dict)
     ranged: list[ir.Node] = field(default_factory=list)
 
     def visit(self, node: ir.Node) -> list[ir.Node]:
@@ -110,18 +110,18 @@ class _Flow:
             for number, value in enumerate(node.inputs)
             if value is not None and value in self.partial and value not in self.summed
         }
-        once = self._passes(operation, incoming) if incoming else None
-        if once is None:
+        on_one_rank = self._passes(operation, incoming) if incoming else None
+        if on_one_rank is None:
             self.summed.update({value: None for number in incoming if (value := node.inputs[number]) is not None})
             atoms = chosen_atoms([operation.contracted], self.chosen)
-            once = frozenset(number for number in operation.add_on_one_rank if operation.has(number))
+            on_one_rank = frozenset(number for number in operation.add_on_one_rank if operation.has(number))
         else:
             atoms = frozenset[Factor]().union(*incoming.values())
         if not atoms:
             if operation.needs_range and chosen_atoms(operation.inputs[0], self.chosen):
                 self.ranged.append(node)
             return []
-        self.once[node] = once
+        self.added_on_one_rank[node] = on_one_rank
         self.partial.update(dict.fromkeys(node.outputs, atoms))
         passed = [value for value in node.outputs if _is_handed_on(value, node) and value not in self.crossing]
         self.summed.update({value: None for value in node.outputs if value not in passed})

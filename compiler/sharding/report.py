@@ -19,7 +19,7 @@ from splitc.compiler.sharding.products import Products
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.units import format_bytes
 
-# Warn when a smaller share of the blocks' weight bytes is split.
+# Warn when a smaller share of the blocks' weight bytes is split. A choice, which decides of the warning alone.
 WARN_BELOW_SHARE = 0.5
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from rich.bar import Bar
 from rich.table import Table
 
 from splitc.compiler.pipelines.ledger import can_swap
 from splitc.compiler.pipelines.plan import PipelinePlan
 from splitc.compiler.planning.resources import Budget
+from splitc.compiler.show.fused_section import fused_in_words
+from splitc.compiler.show.plan_tables import budget_cells
 from splitc.runtime.cli.tables import RANK_SIZES, module_title
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table
 from splitc.runtime.units import block_range, first_few, format_bytes
@@ -39,6 +40,8 @@ def print_pipeline(plan: PipelinePlan) -> None:
                 out.print(f"{module.name}: its weights stay on {first_few(stay)}, since its engines hold them inside")
     for module in plan.modules:
         out.print(f"{module.name}: {module.why}")
+        if fates := module.plan.analysis.fates:
+            out.print(f"{module.name}: {fused_in_words(fates)}")
     if plan.folder.files:
         out.print(f"beside them: {first_few([path.as_posix() for path in plan.folder.files])}")
     for left in plan.folder.left_out:
@@ -53,6 +56,4 @@ def print_pipeline(plan: PipelinePlan) -> None:
 
 def _add(rows: Table, words: list[str], sizes: tuple[int, int, int], total: int, budget: Budget) -> None:
     """A row of the table, with its total as a share of the device's budget."""
-    known = max(1, budget or 0)
-    bar = "" if budget is None else Bar(size=known, begin=0, end=total, width=9)
-    rows.add_row(*words, *map(format_bytes, sizes), bar, "?" if budget is None else f"{total / known:.0%}")
+    rows.add_row(*words, *map(format_bytes, sizes), *budget_cells(total, budget))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.show.candidates_chart import candidates_section
+from splitc.compiler.show.fused_section import fused_section
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.reports.contents import Chapter, Page, Section
 from splitc.runtime.reports.memory_chart import memory_section
@@ -45,6 +46,7 @@ def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
         strip_section(ranks, cuts, plan.split.is_radial),
         memory_section(labels, ranks, BUDGET),
         whole_section(whole, words.whole),
+        fused_section(plan.analysis.fates),
         candidates_section(plan),
     ]
     return Chapter(title, _facts(plan), why, [section for section in sections if section is not None])

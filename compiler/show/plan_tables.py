@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
-
 from rich.bar import Bar
 from rich.text import Text
 
 from splitc.compiler.lowering.gpu_sizes import why_not_replayed
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.resources import Budget
+from splitc.compiler.show.fused_section import fused_in_words, reasons_not_fused
 from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole, replays_text
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table
 from splitc.runtime.engines.kinds import ONNXRUNTIME, describe_engine
@@ -16,22 +16,18 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.units import block_range, format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    from splitc.compiler.planning.plan import Plan
-
 
 def print_plan(plan: Plan) -> None:
     """Print what each rank holds, against its budget, and what crosses the cuts."""
     rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
     all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
     for number, rank in enumerate(plan.ranks):
-        memory, budget = rank.memory, max(1, rank.budget or 0)
+        memory = rank.memory
         rows.add_row(
             f"{number} {rank.device}",
             block_range([fitted(block.name, out.width // 5) for block in rank.stage.blocks]),
             *map(format_bytes, (memory.weights, memory.activations, memory.cache)),
-            Bar(size=budget, begin=0, end=memory.total, width=9) if rank.budget is not None else "",
-            f"{memory.total / budget:.0%}" if rank.budget is not None else "?",
+            *budget_cells(memory.total, rank.budget),
             f"{rank.seconds / all_seconds:.0%}",
         )
     memories = [rank.memory for rank in plan.ranks]
@@ -64,6 +60,14 @@ def print_plan(plan: Plan) -> None:
         print_warning(warning)
 
 
+def budget_cells(total: int, budget: Budget) -> tuple[Bar | str, str]:
+    """Bytes as a share of a budget: a bar and a number, for a table."""
+    if budget is None:
+        return "", "?"
+    known = max(1, budget)
+    return Bar(size=known, begin=0, end=total, width=9), f"{total / known:.0%}"
+
+
 def _why_not_replayed(plan: Plan) -> str:
     analysis = plan.analysis
     if analysis.costs.bound.uncertain:
@@ -74,10 +78,8 @@ def _why_not_replayed(plan: Plan) -> str:
 
 def _print_fused(plan: Plan) -> None:
     """Print how much of the attention became one operator, and why the rest did not."""
-    fates = plan.analysis.fates
-    reasons = Counter(fate.why for fate in fates if fate.why is not None)
-    out.print(f"attention fused: {sum(fate.operator is not None for fate in fates)} of {len(fates)}")
-    for why, count in reasons.items():
+    out.print(fused_in_words(plan.analysis.fates))
+    for why, count in reasons_not_fused(plan.analysis.fates):
         out.print(Text(f"  {count} not: {why}", "dim"))
 
 

@@ -20,6 +20,7 @@ from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import Sums
 
 # Sizes above this are not told apart by a form, except by their order: smaller ones are tried in their place.
+# A choice: kernels and groups of convolutions are smaller, and matter; with more, more forms are tried.
 LARGE = 12
 # The role of an atom in a form.
 WHOLE, SHARDED, PARTNER = range(3)
@@ -81,7 +82,7 @@ class _Finder:
         values = (*operation.inputs, *operation.outputs, (operation.contracted,))
         if not partial and not any(self._shards(axis) for axes in values for axis in axes or ()):
             return None
-        added = frozenset(self._sums.once.get(node, ()))
+        added = frozenset(self._sums.added_on_one_rank.get(node, ()))
         gives_partial = bool(node.outputs) and node.outputs[0] in self._sums.partial
         writer = _Writer(self._roles)
         key = (

@@ -18,7 +18,7 @@ from splitc.runtime.version import VERSION
 
 # The cache's file of trials.
 FILE = "trials.json"
-# A cache with more is dropped as a whole. A file of so many takes 2 ms to read.
+# A cache with more is dropped as a whole. A choice: a file of so many takes 2 ms to read, and a model adds hundreds.
 MOST = 20_000
 # The rooms whose code decides the results.
 ROOMS = ("operators", "sharding", "lowering", "trials")

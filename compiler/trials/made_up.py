@@ -16,7 +16,7 @@ from splitc.compiler.operators.registry import operator_of
 Array = npt.NDArray[Any]
 # The scale of quantized numbers, and the largest of them: sums of these do not saturate.
 SCALE, LARGEST = 0.37, 3
-# The largest integer that is a sum of the ranks' parts.
+# The largest integer that is a sum of the ranks' parts. A choice: it fits into 8 bits, and is more than the parts.
 LARGEST_SUM = 50
 
 

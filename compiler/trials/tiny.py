@@ -30,6 +30,7 @@ from splitc.compiler.trials.made_up import made_up, made_up_sum, parts_of
 
 Array = npt.NDArray[Any]
 
+# Ranks of a trial: one is neither the first nor the last, and one may have nothing.
 RANKS = 3
 # The units of each rank, for the first sharded axis of a form, the second, and so on. One rank has none.
 UNITS = ((2, 0, 3), (0, 4, 3), (6, 5, 0), (3, 0, 10))
@@ -37,7 +38,7 @@ UNITS = ((2, 0, 3), (0, 4, 3), (6, 5, 0), (3, 0, 10))
 EVEN_UNITS = ((8, 0, 16), (0, 16, 8), (16, 8, 0), (8, 0, 16))
 # The ranks' shares of an axis of OUTER units together with its partner.
 SHARES, OUTER = (0.3, 0.2, 0.5), 2
-# The most elements of a value that is tried.
+# The most elements of a value that is tried. A choice: most operators take sizes of 12.
 MOST_ELEMENTS = 1 << 21
 
 

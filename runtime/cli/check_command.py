@@ -51,9 +51,69 @@ class Checked:
         return [difference.name for difference in self.outputs if not difference.passed]
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """How packages are compared with unsplit models: options of the command."""
+
+    inputs: Path | None = INPUTS
+    reference: str | None = typer.Option(
+        None,
+        "--reference",
+        help="Where the unsplit model runs: cpu0, cuda0. Default: the package's GPU if it fits there, else the CPU.",
+        autocompletion=completion.devices,
+    )
+    settings: list[str] = typer.Option(
+        [],
+        "--set",
+        metavar="NAME=VALUE",
+        help="Another value for an input that was bound by 'splitc compile --set'.",
+        autocompletion=completion.settings,
+    )
+    trusts_data: bool = TRUST_DATA
+    rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value.")
+    atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to the relative one.")
+    seed: int = SEED
+    fill: list[str] = FILL
+    memory: bool = MEASURE
+
+    def check_fits_several(self) -> None:
+        """Raise MisuseError if it has what is for one model."""
+        of_one = {"--inputs": self.inputs, "--set": self.settings, "--fill": self.fill}
+        if given := [option for option, value in of_one.items() if value]:
+            raise MisuseError(f"{given[0]} is for one model: name it, with --module")
+
+    def make(self, load_session: Load, model: Path) -> Checked:
+        """Run the package and the model on the same inputs."""
+        with (
+            shown_bars(),
+            load_session() as session,
+            open_feeds(session, self.inputs, self.seed, self.fill) as feeds,
+        ):
+            actual = session.run(feeds)
+            opened = open_reference(
+                model,
+                session.manifest,
+                session.devices,
+                session.threads * len(session.manifest.ranks),
+                asked=self.reference,
+                settings=bound_inputs(session.manifest, parse_settings(self.settings)),
+                trusts_data=self.trusts_data,
+            )
+            number_type = session.manifest.number_type
+            compared = partial(compare, number_type=number_type, rtol=self.rtol, atol=self.atol)
+            with opened as whole:
+                # Who says how far off an output may be means it.
+                excused = self.rtol is None and self.atol is None
+                judged = judge(compared, whole, feeds, whole.run(feeds), actual, excused=excused)
+            measured = measure_ranks(session, feeds) if self.memory else []
+            return Checked(judged.differences, str(whole.device), whole.why, measured, judged.notes)
+
+
 @with_options("load", loading)
+@with_options("comparison", Comparison)
 def check(
     load: Load,
+    comparison: Comparison,
     package: Path = PACKAGE,
     model: Path = typer.Option(
         ...,
@@ -62,67 +122,19 @@ def check(
         help="The unsplit ONNX model; of a package of several, the models' folder.",
         autocompletion=completion.models,
     ),
-    inputs: Path | None = INPUTS,
-    reference: str | None = typer.Option(
-        None,
-        "--reference",
-        help="Where the unsplit model runs: cpu0, cuda0. Default: the package's GPU if it fits there, else the CPU.",
-        autocompletion=completion.devices,
-    ),
-    settings: list[str] = typer.Option(
-        [],
-        "--set",
-        metavar="NAME=VALUE",
-        help="Another value for an input that was bound by 'splitc compile --set'.",
-        autocompletion=completion.settings,
-    ),
-    trusts_data: bool = TRUST_DATA,
-    rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value."),
-    atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to the relative one."),
-    seed: int = SEED,
-    fill: list[str] = FILL,
-    memory: bool = MEASURE,
     report: Path | None = REPORT,
     as_json: bool = JSON,
 ) -> None:
     """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs."""
-
-    def check_one(load_session: Load, model: Path) -> Checked:
-        with shown_bars(), load_session() as session, open_feeds(session, inputs, seed, fill) as feeds:
-            actual = session.run(feeds)
-            opened = open_reference(
-                model,
-                session.manifest,
-                session.devices,
-                session.threads * len(session.manifest.ranks),
-                asked=reference,
-                settings=bound_inputs(session.manifest, parse_settings(settings)),
-                trusts_data=trusts_data,
-            )
-            compared = partial(compare, number_type=session.manifest.number_type, rtol=rtol, atol=atol)
-            with opened as whole:
-                excused = rtol is None and atol is None  # who says how far off an output may be means it
-                judged = judge(compared, whole, feeds, whole.run(feeds), actual, excused=excused)
-            measured = measure_ranks(session, feeds) if memory else []
-            return Checked(judged.differences, str(whole.device), whole.why, measured, judged.notes)
-
-    check_report(report, [path for path in (package, model, inputs) if path])
+    check_report(report, [path for path in (package, model, comparison.inputs) if path])
     module, pipeline = load.keywords["module"], read_pipeline(package)
     several = pipeline is not None and module is None and model.is_dir()
-    of_one = {"--inputs": inputs, "--set": settings, "--fill": fill}
-    if several and (given := [option for option, value in of_one.items() if value]):
-        raise MisuseError(f"{given[0]} is for one model: name it, with --module")
     names: Sequence[str | None] = [module]
     if pipeline is not None and several:
+        comparison.check_fits_several()
         names = [entry.name for entry in pipeline.modules]
     sources = {name: _find_model(package, pipeline, name, model) for name in names}
-    checked: dict[str, Checked] = {}
-    errors: list[SplitcError] = []
-    for name, source in sources.items():
-        try:
-            checked[name or ""] = check_one(partial(load, package, module=name), source)
-        except SplitcError as error:
-            errors.append(named(error, str(name)) if several else error)
+    checked, errors = _compare_all(load, package, sources, comparison, several)
     if not several:
         raise_all(errors)
     if report:
@@ -136,6 +148,20 @@ def check(
         where = f"in {len(checked)} modules" if several else f"with {sources[module].name}"
         _conclude(checked, several, where, as_json)
     raise_all([*differ, *errors])
+
+
+def _compare_all(
+    load: Load, package: Path, sources: Mapping[str | None, Path], comparison: Comparison, several: bool
+) -> tuple[dict[str, Checked], list[SplitcError]]:
+    """The comparison of each module with its model in `sources`, and the errors, which name it if there are several."""
+    checked: dict[str, Checked] = {}
+    errors: list[SplitcError] = []
+    for name, source in sources.items():
+        try:
+            checked[name or ""] = comparison.make(partial(load, package, module=name), source)
+        except SplitcError as error:
+            errors.append(named(error, str(name)) if several else error)
+    return checked, errors
 
 
 def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None, model: Path) -> Path:

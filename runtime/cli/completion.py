@@ -27,7 +27,7 @@ from splitc.runtime.package.pipeline_file import find_module, read_pipeline
 Value = str | tuple[str, str]
 # Typer gives a function what it has a parameter for: the context, and the beginning that is typed.
 Completer = Callable[..., list[Value]]
-# The most CPU devices that are listed: there are as many as a user asks for.
+# The most CPU devices that are listed: there are as many as a user asks for. A choice.
 MOST = 8
 
 

@@ -8,12 +8,13 @@ import msgspec
 import typer
 
 from splitc.runtime.cli.bars import shown_bars
-from splitc.runtime.cli.device_tables import print_devices, print_links, print_speeds
 from splitc.runtime.cli.shared_options import JSON
-from splitc.runtime.cli.terminal import out, print_json
-from splitc.runtime.hardware.devices import list_devices, parse_devices
+from splitc.runtime.cli.terminal import out, print_json, table
+from splitc.runtime.hardware.devices import DeviceStatus, list_devices, parse_devices
+from splitc.runtime.hardware.gpus import INSTALL, find_cupy
 from splitc.runtime.hardware.machine import Machine, keep_machine, known_machine
 from splitc.runtime.mpi.first_process import begin
+from splitc.runtime.units import format_bytes, format_seconds
 
 
 def devices(
@@ -32,11 +33,11 @@ def devices(
     if as_json:
         print_json(machine if measure else present)
     else:
-        print_devices(present)
+        _print_devices(present)
         if machine.measured:
-            print_links(machine)
+            _print_links(machine)
         if machine.speeds:
-            print_speeds(machine)
+            _print_speeds(machine)
         if machine.interconnect is not None:
             out.print(f"between hosts: {machine.interconnect} (--interconnect {machine.interconnect.option})")
     if measure:  # after all that can be said without a place to keep it
@@ -53,3 +54,34 @@ def _measure(gpus: Sequence[str]) -> Machine:
     with shown_bars():
         machine = measure_machine(parse_devices(["cpu0", "cpu1", *gpus]))
     return msgspec.structs.replace(machine, interconnect=between or before.interconnect)
+
+
+def _print_devices(devices: Sequence[DeviceStatus]) -> None:
+    """Print the devices of this machine, and how GPUs copy to each other."""
+    rows = table("device", "what", "capability", "memory", "free", "copies", right=("memory", "free"))
+    for device in devices:
+        sizes = map(format_bytes, (device.total_bytes, device.free_bytes))
+        copies = ", ".join(f"{other} {how}" for other, how in device.peers.items())
+        rows.add_row(device.name, device.description, device.compute_capability or "", *sizes, copies)
+    out.print(rows)
+    if not find_cupy():
+        out.print(f"GPUs are not listed. {INSTALL}.")
+
+
+def _print_links(machine: Machine) -> None:
+    """Print the measurements of each pair of devices."""
+    sizes = [format_bytes(timing.bytes) for timing in next(iter(machine.measured.values()))]
+    rows = table("measured", "", *sizes, right=sizes)
+    for name, timings in machine.measured.items():
+        rows.add_row(name, "copy", *(format_seconds(timing.copy) for timing in timings))
+        rows.add_row("", "sum", *(format_seconds(timing.reduce) for timing in timings))
+    out.print(rows)
+
+
+def _print_speeds(machine: Machine) -> None:
+    """Print the measured speed of each device."""
+    rows = table("measured", "floating point operations", "memory", right=("floating point operations", "memory"))
+    for name, speed in machine.speeds.items():
+        flops = "" if speed.flops is None else f"{speed.flops / 1e12:.3g} TFLOP/s"
+        rows.add_row(name, flops, "" if speed.bytes is None else f"{speed.bytes / 1e9:.3g} GB/s")
+    out.print(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import typer
 
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.completion import one_of
-from splitc.runtime.cli.options import is_given
+from splitc.runtime.cli.options import is_given, with_options
 from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError
@@ -31,8 +32,50 @@ SERVERS = {
 NATIVE = {"ensemble": {"name", "ensemble"}, "plans": {"name", "plans"}}
 
 
+@dataclass(frozen=True)
+class GenaiOptions:
+    """What onnxruntime-genai is told: options of the command."""
+
+    tokenizer: Path | None = typer.Option(
+        None, "--tokenizer", help="For genai: the folder of tokenizer.json, which goes with the model."
+    )
+    context_length: int | None = typer.Option(
+        None, "--context", min=1, help="For genai: the most tokens in a sequence. Default: what the package knows."
+    )
+    stop: list[int] = typer.Option(
+        [], "--stop", help="For genai: a token id that ends a text, repeatable. Default: the tokenizer's."
+    )
+
+
+def _serving(
+    capacity: int | None = typer.Option(
+        None, "--capacity", min=1, help="Tokens for which caches that are written in place have room at once."
+    ),
+    idle: float = typer.Option(300.0, "--idle", min=1.0, help="Seconds without a request after which a sequence ends."),
+    in_flight: int | None = typer.Option(
+        None, "--in-flight", min=1, help="Requests in flight at the same time. Default: two for each rank."
+    ),
+    device: list[str] = DEVICE,
+    threads: int | None = THREADS,
+    ranks: str | None = RANKS,
+) -> Serving:
+    return Serving(
+        "package",
+        idle_seconds=idle,
+        capacity=capacity,
+        devices=device,
+        threads=threads,
+        in_flight=in_flight,
+        ranks=ranks,
+    )
+
+
+@with_options("serving", _serving)
+@with_options("genai", GenaiOptions)
 def export(
     context: typer.Context,
+    serving: Serving,
+    genai: GenaiOptions,
     server: str = typer.Argument(
         help=f"What it is for: {', '.join(SERVERS)}.", metavar="SERVER", autocompletion=one_of(SERVERS.keys())
     ),
@@ -45,10 +88,6 @@ def export(
         "--sequences/--no-sequences",
         help="Keep states on the ranks from request to request, by sequence ids. Default: if the model has caches.",
     ),
-    capacity: int | None = typer.Option(
-        None, "--capacity", min=1, help="Tokens for which caches that are written in place have room at once."
-    ),
-    idle: float = typer.Option(300.0, "--idle", min=1.0, help="Seconds without a request after which a sequence ends."),
     batch: int | None = typer.Option(
         None,
         "--batch",
@@ -65,34 +104,10 @@ def export(
         "--plans",
         help="For Triton: the plans of all ranks as a model of its own TensorRT backend, without splitc.",
     ),
-    tokenizer: Path | None = typer.Option(
-        None, "--tokenizer", help="For genai: the folder of tokenizer.json, which goes with the model."
-    ),
-    context_length: int | None = typer.Option(
-        None, "--context", min=1, help="For genai: the most tokens in a sequence. Default: what the package knows."
-    ),
-    stop: list[int] = typer.Option(
-        [], "--stop", help="For genai: a token id that ends a text, repeatable. Default: the tokenizer's."
-    ),
-    in_flight: int | None = typer.Option(
-        None, "--in-flight", min=1, help="Requests in flight at the same time. Default: two for each rank."
-    ),
-    device: list[str] = DEVICE,
-    threads: int | None = THREADS,
-    ranks: str | None = RANKS,
     as_json: bool = JSON,
 ) -> None:
     """Write a package in the form that another project's server loads. Its files are hard links."""
     _check_options(context, server)
-    serving = Serving(
-        "package",
-        idle_seconds=idle,
-        capacity=capacity,
-        devices=device,
-        threads=threads,
-        in_flight=in_flight,
-        ranks=ranks,
-    )
     own: dict[str, Any] = {"module": module, "name": name, "sequences": sequences}
     with shown_bars():
         if ensemble:
@@ -103,7 +118,7 @@ def export(
             folders = export_triton(package, output, serving, batch=batch, **own)
         elif server == "genai":
             folders = export_genai(
-                package, output, module=module, tokenizer=tokenizer, context=context_length, stop=stop
+                package, output, module=module, tokenizer=genai.tokenizer, context=genai.context_length, stop=genai.stop
             )
         else:
             folders = export_mlserver(package, output, serving, **own)

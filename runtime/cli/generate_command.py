@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +28,44 @@ from splitc.runtime.package.pipeline_file import find_module, read_pipeline
 from splitc.runtime.session.pipeline import Pipeline
 
 
-@with_options("load", loading)
-def generate_command(
-    load: Load,
-    package: Path = PACKAGE,
-    prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to continue, or to translate."),
-    prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3."),
-    audio: Path | None = typer.Option(None, "--audio", help="A WAV file to transcribe or translate."),
+@dataclass(frozen=True)
+class Prompt:
+    """What is continued, translated or transcribed: options of the command."""
+
+    prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to continue, or to translate.")
+    prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3.")
+    audio: Path | None = typer.Option(None, "--audio", help="A WAV file to transcribe or translate.")
     language: str | None = typer.Option(
         None,
         "--language",
         help="The language that is spoken: en. Default: the model says.",
         autocompletion=completion.languages,
-    ),
+    )
     task: str | None = typer.Option(
         None,
         "--task",
         help="What to do with speech: transcribe or translate.",
         autocompletion=completion.one_of(("transcribe", "translate")),
-    ),
+    )
+
+
+def _sampling(
+    temperature: float = typer.Option(0.0, "--temperature", help="0: the likeliest token. Above 0: sample."),
+    top_k: int = typer.Option(0, "--top-k", help="Choose among this many of the likeliest tokens. 0: all."),
+    top_p: float = typer.Option(1.0, "--top-p", help="Choose among the fewest tokens with this total probability."),
+    seed: int = typer.Option(0, "--seed", help="Seed of sampling."),
+) -> Sampling:
+    return Sampling(temperature, top_k, top_p, seed)
+
+
+@with_options("load", loading)
+@with_options("given", Prompt)
+@with_options("sampling", _sampling)
+def generate_command(
+    load: Load,
+    given: Prompt,
+    sampling: Sampling,
+    package: Path = PACKAGE,
     tokenizer: Path | None = typer.Option(
         None, "--tokenizer", help="tokenizer.json, or its folder. Default: the package's; without, ids are printed."
     ),
@@ -56,10 +76,6 @@ def generate_command(
         min=1,
         help=f"Tokens to generate. Default: what the configs say, or {USUAL}; fewer if the model has no room for more.",
     ),
-    temperature: float = typer.Option(0.0, "--temperature", help="0: the likeliest token. Above 0: sample."),
-    top_k: int = typer.Option(0, "--top-k", help="Choose among this many of the likeliest tokens. 0: all."),
-    top_p: float = typer.Option(1.0, "--top-p", help="Choose among the fewest tokens with this total probability."),
-    seed: int = typer.Option(0, "--seed", help="Seed of sampling."),
     stop: list[int] = typer.Option([], "--stop", help="A token id to stop at, repeatable. Default: the tokenizer's."),
     prefill: Path | None = typer.Option(
         None,
@@ -73,58 +89,70 @@ def generate_command(
     """Generate text or tokens with a language model, or with an encoder and its decoder."""
     module, devices = load.keywords["module"], load.keywords["devices"]
     pipeline = read_pipeline(package)
-    file = tokenizer or (find_tokenizer(package, module) if prompt is not None or audio is not None else None)
+    needs_text = given.prompt is not None or given.audio is not None
+    file = tokenizer or (find_tokenizer(package, module) if needs_text else None)
     with muted_stderr():
         result = Generated(Text.load(file) if file else None)
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "sampling": Sampling(temperature, top_k, top_p, seed),
-        "timings": result.timings,
-    }
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop_tokens": stop}
+    options["timings"] = result.timings
     if pipeline is not None and len(pipeline.modules) > 1 and module is None:
         if devices or prefill:
             raise MisuseError(f"{'--device' if devices else '--prefill'} is for one model: name it by --module")
-        options |= {"sound": audio, "language": language, "task": task, "stop_tokens": stop}
-        _generate_with_modules(load, package, prompt, prompt_ids, result, as_json, options)
+        _generate_with_modules(load, package, given, result, as_json, options)
     else:
-        if audio is not None:
-            read_manifest(find_module(package, module))  # which says so if there is no package
-            raise MisuseError("--audio is for a package with an encoder and a decoder, and this is one model")
-        ids = _read_prompt(result, prompt, prompt_ids)
-        options["stop_tokens"] = stop or _stops(result)
-        with ExitStack() as stack:
-            with shown_bars():
-                session = stack.enter_context(load(package))
-                first = stack.enter_context(load(prefill, devices=None, module=None)) if prefill else None
-            result.take(session.generate(ids, prompt_chunk=prompt_chunk, prefill=first, **options), as_json)
-        if result.ended == ROOM and not as_json:
-            err.print(f"the model has room for no more than {len(ids) + len(result.tokens) - 1} tokens", style="dim")
+        options["prompt_chunk"] = prompt_chunk
+        _generate_with_one(load, package, prefill, given, result, as_json, options)
     if not as_json:
         result.print_rates()
+
+
+def _generate_with_one(
+    load: Load,
+    package: Path,
+    prefill: Path | None,
+    given: Prompt,
+    result: Generated,
+    as_json: bool,
+    options: Mapping[str, Any],
+) -> None:
+    """Generate with one model, and with another one for the prompt if there is a package `prefill`."""
+    if given.audio is not None:
+        read_manifest(find_module(package, load.keywords["module"]))  # which says so if there is no package
+        raise MisuseError("--audio is for a package with an encoder and a decoder, and this is one model")
+    ids = _read_prompt(result, given)
+    options = {**options, "stop_tokens": options["stop_tokens"] or _stops(result)}
+    with ExitStack() as stack:
+        with shown_bars():
+            session = stack.enter_context(load(package))
+            first = stack.enter_context(load(prefill, devices=None, module=None)) if prefill else None
+        result.take(session.generate(ids, prefill=first, **options), as_json)
+    if result.ended == ROOM and not as_json:
+        err.print(f"the model has room for no more than {len(ids) + len(result.tokens) - 1} tokens", style="dim")
 
 
 def _generate_with_modules(
     load: Load,
     package: Path,
-    prompt: str | None,
-    prompt_ids: str | None,
+    given: Prompt,
     result: Generated,
     as_json: bool,
     options: Mapping[str, Any],
 ) -> None:
     """Generate with all modules of a package together."""
-    is_given = prompt is not None or prompt_ids is not None
-    ids = _read_prompt(result, prompt, prompt_ids) if is_given else None
+    is_given = given.prompt is not None or given.prompt_ids is not None
+    ids = _read_prompt(result, given) if is_given else None
+    speech = {"sound": given.audio, "language": given.language, "task": given.task}
     opening = {key: value for key, value in load.keywords.items() if key not in ("module", "devices")}
     with ExitStack() as stack:
         with shown_bars():
             modules = stack.enter_context(Pipeline(package, **opening))
-        result.take(modules.generate(ids, other_stop_tokens=_stops(result), warn=print_warning, **options), as_json)
+        stream = modules.generate(ids, other_stop_tokens=_stops(result), warn=print_warning, **speech, **options)
+        result.take(stream, as_json)
 
 
-def _read_prompt(result: Generated, prompt: str | None, prompt_ids: str | None) -> list[int]:
+def _read_prompt(result: Generated, given: Prompt) -> list[int]:
     with muted_stderr():
-        return read_prompt(result.text, prompt, prompt_ids)
+        return read_prompt(result.text, given.prompt, given.prompt_ids)
 
 
 def _stops(result: Generated) -> list[int]:

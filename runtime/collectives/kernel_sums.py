@@ -24,11 +24,12 @@ from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.threads.failures import Failure, attempt
 
-# The most ranks.
+# The most ranks: the GPUs of usual hosts with NVLink. The kernels have arrays of as many (native/sums.cuh).
 MOST_RANKS = 8
 # Small sums: threads of a block, and the bytes that each one sums.
 SMALL_THREADS, WIDTH = 128, 8
-# Large ones: blocks, their threads, the bytes of a word, and of a sum: larger ones are several.
+# Large ones: blocks, their threads, the bytes of a word, and of a sum: larger ones are several. An H100 runs 132 blocks
+# at once, and a word is the most that a thread moves at once; other numbers were not measured.
 LARGE_BLOCKS, LARGE_THREADS, WORD, LARGE = 128, 512, 16, 8 << 20
 # The most bytes: NCCL is as fast for larger sums (see `small_bytes`).
 MOST = 16 << 20

@@ -16,7 +16,8 @@ from splitc.runtime.collectives import LOADING, Label, check_label
 from splitc.runtime.ipc.channel import Channel, portable
 from splitc.runtime.threads.failures import Failure, first_failure
 
-# Seconds within which a session ends the processes of all ranks if that of one has ended.
+# Seconds within which a session ends the processes of all ranks if that of one has ended. A choice: half of the 10 s in
+# which an error is promised. If it were over sooner, this rank would report the loss, which says less.
 ENDING = 5.0
 
 

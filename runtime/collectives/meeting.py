@@ -16,9 +16,10 @@ from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import cores
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 
-# The most seconds that a rank waits for another one in a sum.
+# The most seconds that a rank waits for another one in a sum. A choice: longer than any run of an engine, so that only
+# a rank that hangs meets it. One that dies is noticed at once.
 PATIENCE = 120.0
-# The alignment of a meeting's memory, in bytes.
+# The alignment of a meeting's memory, in bytes: a line of the cache of x86 and most Arm processors.
 LINE = 64
 # The most ranks of a meeting: that of native/meeting.h.
 MOST_RANKS = 1024

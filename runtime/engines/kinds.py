@@ -134,8 +134,3 @@ def has_collectives(engine: str, devices: Sequence[Device]) -> bool:
     kind = find_kind(engine)
     on_cpus = all(device.kind == "cpu" for device in devices)
     return kind.has_collectives and (not kind.uses_operators or on_cpus or has_gpu_each(devices))
-
-
-def need_installed(engine: str) -> None:
-    """Raise MisuseError, which names the package to install, if engines of this kind can't be built or run here."""
-    find_kind(engine).need_installed()

@@ -45,7 +45,8 @@ from splitc.runtime.package.manifest import Weight
 PROVIDER = "CUDAExecutionProvider"
 # The first ONNX Runtime that takes an array on a GPU as a value, as weights are shared. For Python 3.11 and later.
 NEEDED = "onnxruntime-gpu>=1.26"
-# The number of previously seen input shapes whose output shapes an engine remembers.
+# The number of previously seen input shapes whose output shapes an engine remembers. A choice: one that is forgotten
+# runs NEW times eagerly before it is captured again, and one that is kept takes a few hundred bytes.
 REMEMBERED = 64
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"

@@ -20,7 +20,8 @@ from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import BuildOptions, Weight
 
-# The most CUDA graphs that an engine keeps, and the most input shapes whose output shapes it remembers.
+# The most CUDA graphs that an engine keeps, and the most input shapes whose output shapes it remembers. A choice: a
+# graph takes memory on the GPU, a shape a few hundred bytes; what was dropped is made anew.
 MOST_GRAPHS, MOST_SHAPES = 32, 64
 # TensorRT's names of number types that are not numpy's in upper case.
 TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}

@@ -18,7 +18,8 @@ import msgspec
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.units import format_bytes
 
-# The most bytes of a file that is read whole.
+# The most bytes of a file that is read whole. A choice: plans, settings and prompts are far smaller, and a file that is
+# larger by mistake would fill the memory.
 MOST_BYTES = 1 << 30
 # Errors where a hard link is impossible: to another file system, on one without links, or one link too many.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)

@@ -6,7 +6,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.signature import LanguageSignature
 from splitc.runtime.package.manifest import Manifest, Tensor
 
-# Tokens to generate, unless the caller says how many.
+# Tokens to generate, unless the caller says how many. A choice: a paragraph.
 USUAL = 100
 
 

@@ -17,9 +17,12 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.requests.sequence import StateSequence
 
 Logits = npt.NDArray[Any]
-# Tokens beyond the prompt for which caches have room at first, and by which they grow.
+# Tokens beyond the prompt for which caches have room at first, and by which they grow; a quarter of the prompt if that
+# is more. A choice: with fewer, more requests copy the caches into larger ones; with more, caches take memory that is
+# not used, and more than usual rotary tables have rows, which ONNX Runtime refuses.
 AHEAD = 4096
-# The least capacity of caches in a session that replays, in tokens.
+# The least capacity of caches in a session that replays, in tokens. A choice: each capacity has CUDA graphs of its own,
+# and smaller ones would save little memory.
 LEAST_CAPACITY = 256
 
 

@@ -23,7 +23,8 @@ from splitc.runtime.package.manifest import Manifest
 # Changes the logits of the next token, [vocabulary], given all tokens so far, the prompt's among them.
 Rule = Callable[[npt.NDArray[Any], Sequence[int]], npt.NDArray[Any]]
 
-# Default number of tokens of a prompt in one run.
+# Default number of tokens of a prompt in one run (--prompt-chunk). A choice: the activations of a run grow with it, and
+# with fewer, the weights are read more often.
 PROMPT_CHUNK = 512
 # Why a generator of tokens ended: at a stop token, at `max_new_tokens`, or where the model has room for no more.
 STOP, LIMIT, ROOM = "stop", "limit", "room"

@@ -24,23 +24,26 @@ from splitc.runtime.hardware.gpus import need_cupy
 from splitc.runtime.hardware.profiles import find_profile
 from splitc.runtime.units import format_bytes
 
-# Seconds that a rank waits for its GPU before it reports that it hangs.
+# Seconds that a rank waits for its GPU before it reports that it hangs. A choice: longer than any run of an engine.
 PATIENCE = 120.0
 # Seconds between two polls of a GPU. Polling without a pause would keep Python's global lock from the threads of other
-# ranks, which launch work on their GPUs.
+# ranks, which launch work on their GPUs. A choice: the system's own delay is several times as long.
 NAP = 1e-5
 # If the expected time is known, a thread sleeps until the first share of it, then polls without a pause until the
-# second, and with pauses afterwards. (A sleep takes about 60 microseconds too long, on some machines much more.)
+# second, and with pauses afterwards. (A sleep takes about 60 microseconds too long, on some machines much more.) The
+# shares are a choice: work that ends outside them is noticed a NAP or a sleep late.
 EARLY, LATE = 0.5, 2.0
-# The least expected seconds to sleep for.
+# The least expected seconds to sleep for: with the share EARLY, a sleep that ends 60 microseconds late still ends
+# before the work does.
 LEAST_SLEEP = 5e-4
-# Seconds that a rank waits for its GPU when it ends.
+# Seconds that a rank waits for its GPU when it ends. A choice, within the 10 s in which an error is promised.
 CLOSING = 5.0
 # GPUs whose streams did not finish, kept for ever, since their memory may still be in use.
 _STUCK: list[GpuDevice] = []
 # cudaErrorNotReady.
 NOT_READY = 600
-# Sizes of allocations from this many bytes on are rounded up.
+# Sizes of allocations from this many bytes on are rounded up, to one of 8 sizes for each power of two. A choice: caches
+# are larger; smaller values are many, and to round them would waste up to an eighth.
 LARGE = 1 << 20
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from splitc.runtime.errors import EngineError
 from splitc.runtime.hardware.gpus import need_cupy
 
+# Threads of a block: a usual number, for kernels that only move memory and wait for that.
 THREADS = 256
 # Bytes that a thread copies at once: the most that one instruction can.
 WIDTH = 16

@@ -26,7 +26,7 @@ _ON_HOST = r"(?:host(?P<host>[0-9]{1,9})/)?"
 _NAME = re.compile(_ON_HOST + r"(?P<kind>[a-z]+):?(?P<index>[0-9]{1,9})")
 _COUNT = re.compile(_ON_HOST + r"(?P<count>[0-9]{1,9})x(?P<kind>[a-z]+)")
 _HOSTS = re.compile(r"(?P<hosts>[0-9]{1,9})x(?P<devices>[0-9]{1,9}x[a-z]+)")
-# The most devices.
+# The most devices: as many ranks can meet (native/meeting.h).
 MOST = 1024
 
 
@@ -182,7 +182,7 @@ def cache_bytes() -> int:
     return max((parse_bytes(f"{size}iB") for size in sizes), default=0)  # files have text such as 32768K
 
 
-# The most threads of a CPU device: more than cores of any machine, and a system may refuse to start more.
+# The most threads of a CPU device: more than cores of any machine, and a system may refuse to start more. A choice.
 MOST_THREADS = 1024
 
 

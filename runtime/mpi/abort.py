@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-# Seconds that mpirun gets to forward what was printed: what it has not read when the processes end is lost.
+# Seconds that mpirun gets to forward what was printed: what it has not read when the processes end is lost. A choice,
+# and short beside the 10 s in which an error is promised.
 PRINTING = 0.3
 
 

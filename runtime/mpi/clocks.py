@@ -9,7 +9,8 @@ import msgspec
 
 from splitc.runtime.processes.messages import Answer
 
-# The recent answers of a machine that count: clocks drift, so old answers say little.
+# The recent answers of a machine that count: clocks drift, so old answers say little. A choice: with fewer, none of
+# them may have come without delay.
 RECENT = 64
 
 

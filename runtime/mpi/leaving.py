@@ -12,7 +12,8 @@ from splitc.runtime.mpi.world import World
 from splitc.runtime.processes.awake import AwakeClock
 from splitc.runtime.threads.interrupts import later_interrupts
 
-# Seconds (of this process being awake) within which the others must have ended, and between two checks.
+# Seconds (of this process being awake) within which the others must have ended, and between two checks. As long as
+# everywhere, so that an error comes within 10.
 PATIENCE, LOOK = 8.0, 0.5
 _leaving: list[World] = []
 

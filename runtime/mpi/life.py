@@ -12,7 +12,7 @@ from splitc.runtime.mpi.abort import abort_all
 from splitc.runtime.mpi.sending import sleep_after
 from splitc.runtime.processes.awake import AwakeClock
 
-# Seconds between two heartbeats.
+# Seconds between two heartbeats. A choice: 14 are missing before a rank is said to hang.
 BEAT = 0.5
 # Seconds without a heartbeat after which the session breaks and aborts all processes, which may take MPI a second or
 # two; an error is promised within 10. Only seconds in which this process was awake count.

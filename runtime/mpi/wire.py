@@ -26,7 +26,8 @@ from splitc.runtime.processes.wire import LOST, Arrays
 
 # A message, and the arrays that it comes with.
 Parcel = tuple[Any, Any]
-# Seconds between two looks at what other ranks have sent while rank 0's thread works, which needs Python's lock.
+# Seconds between two looks at what other ranks have sent while rank 0's thread works, which needs Python's lock. A
+# choice: a look more often would take the lock more often, and an answer waits a millisecond at most.
 LOOK = 1e-3
 
 

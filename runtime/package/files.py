@@ -12,7 +12,8 @@ from blake3 import blake3
 
 from splitc.runtime.package.manifest import File, Manifest
 
-# The bytes that are hashed at a time, by BLAKE3 on several threads.
+# The bytes that are hashed at a time, by BLAKE3 on several threads. A choice: on two cores any size
+# from 1 MiB on is as fast (25 to 22 ms for 256 MiB); more threads want more at a time.
 PIECE = 64 << 20
 
 

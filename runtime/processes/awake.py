@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 
-# The most seconds between two readings that count. A process that works reads its clock more often than that.
+# The most seconds between two readings that count. A process that works reads its clock every half second (LOOK, BEAT);
+# twice that is a choice: with more, a process that was stopped would take its own sleep for the ranks' silence.
 MOST = 1.0
 
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from splitc.runtime.ipc.mapped_files import NCCL, find_mapped, remove_files
 
-# Seconds between two heartbeats.
+# Seconds between two heartbeats. A choice: 16 are missing before a rank is said to hang (remote.PATIENCE).
 BEAT = 0.5
 
 

@@ -26,7 +26,8 @@ from splitc.runtime.processes.messages import Start, pack, unpack
 BEGIN, MAIN = "splitc.runtime.processes.begin", "splitc.runtime.processes.rank"
 # OpenBLAS, numpy's, would start a thread for each core, whatever a container allows. Ranks do not use it.
 THREADLESS = {"OPENBLAS_NUM_THREADS": "1"}
-# Seconds that processes get to end which were killed, or have closed their connections.
+# Seconds that processes get to end which were killed, or have closed their connections. A choice: half of the 10 s in
+# which an error is promised. One that its GPU keeps from ending is not waited for longer.
 ENDING = 5.0
 
 

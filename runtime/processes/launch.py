@@ -21,7 +21,8 @@ from splitc.runtime.processes.device_processes import DeviceProcess, DeviceProce
 from splitc.runtime.processes.messages import Start
 from splitc.runtime.ranks.deployment import Deployment
 
-# Seconds that a rank busy-waits for its next request before it sleeps, where it may.
+# Seconds that a rank busy-waits for its next request before it sleeps, where it may: on GPUs, with cores to spare. A
+# choice: more than a caller takes between two tokens. After a longer pause a request waits for the rank to wake.
 SPIN = 2e-3
 
 

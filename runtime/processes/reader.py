@@ -18,14 +18,17 @@ from typing import Any
 from splitc.runtime.processes.wire import Wire
 from splitc.runtime.threads.interrupts import later_interrupts
 
-# Seconds between two looks at whether the ranks are alive.
+# Seconds between two looks at whether the ranks are alive. A choice: a dead rank's connection ends at once, and only of
+# a rank that hangs is nothing heard; PATIENCE is 16 looks.
 LOOK = 0.5
 # Of the seconds that an answer is expected to take, a caller sleeps the first share, then busy-waits until the second,
 # if it may. It does not sleep for answers that take less than LEAST, since a sleep takes 0.06 ms too long on a usual
-# machine, and more on others; nor does it busy-wait longer for those that take more than MOST.
+# machine, and more on others; nor does it busy-wait longer for those that take more than MOST. The shares are a choice:
+# an answer that comes earlier or later is noticed as late as a sleep is. Only callers of GPUs busy-wait.
 EARLY, LATE = 0.5, 2.0
 LEAST, MOST = 5e-4, 1e-2
-# Seconds after which a thread ends that has nothing to read.
+# Seconds after which a thread ends that has nothing to read. A choice: sooner, and callers who pause would start one
+# for each request.
 IDLE = 1.0
 
 

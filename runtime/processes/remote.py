@@ -25,9 +25,11 @@ from splitc.runtime.threads.futures import first_error
 from splitc.runtime.threads.interrupts import later_interrupts
 
 # Seconds without a heartbeat after which a process counts as hanging, so that an error comes within 10; and before its
-# first one, while Python starts. As below, only seconds in which the session's process was awake count.
+# first one, while Python starts (a choice: that takes a second or two). Only seconds in which the session's process was
+# awake count, here and below.
 PATIENCE, FIRST_PATIENCE = 8.0, 20.0
-# Seconds that the other ranks get to fail in the same request as a rank whose collectives they may wait for.
+# Seconds that the other ranks get to fail in the same request as a rank whose collectives they may wait for. A choice:
+# if all fail alike, they do so within a run's time; if not, the session breaks, within the 10 s that are promised.
 GRACE = 2.0
 
 

@@ -17,11 +17,13 @@ States = dict[str, Any]
 # The kind of a request: what is equal for requests with the same work.
 Kind = tuple[Any, ...]
 # The most recordings that are kept, each with buffers on the GPU, and the most kinds of requests that are counted, or
-# remembered as refused.
+# remembered as refused. A choice: each recording holds the activations and states of its request, and a kind that was
+# forgotten runs eagerly a few times more.
 MOST, REMEMBERED = 8, 64
-# The most ended sequences whose states are kept for new ones.
+# The most ended sequences whose states are kept for new ones. A choice: each holds a sequence's caches; without any, a
+# new sequence would be recorded anew.
 MOST_SPARE = 2
-# A recording is unused if this many requests came since its last replay.
+# A recording is unused if this many requests came since its last replay. A choice: 8 for each recording that is kept.
 IDLE = 64
 
 

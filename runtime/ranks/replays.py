@@ -31,7 +31,8 @@ from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.threads.failures import Failure, attempt, first_failure
 
 # The most that a replay may differ from an eager run, relative to the largest value: kernels may sum in any order, and
-# libraries may choose others for a graph.
+# libraries may choose others for a graph. Five times what is allowed in half precision (tools/compare.py): a replay
+# that reads wrong memory differs by more.
 CLOSE = 2e-2
 # The states of requests that belong to no sequence, and where these are.
 STATELESS: dict[str, Any] = {}

@@ -19,7 +19,8 @@ from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.threads.failures import Failure, attempt
 from splitc.runtime.threads.futures import first_error
 
-# Seconds that ranks get to end if not all can start.
+# Seconds that ranks get to end if not all can start. A choice: an engine's load can't be interrupted, and takes
+# seconds.
 PATIENCE = 10.0
 
 

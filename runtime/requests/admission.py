@@ -20,7 +20,8 @@ from splitc.runtime.requests.turns import CHECK_EVERY, Turn, Turns
 from splitc.runtime.threads.futures import Answer
 from splitc.runtime.threads.interrupts import later_interrupts
 
-# Seconds that a closing session waits for requests in flight before it stops their engines.
+# Seconds that a closing session waits for requests in flight before it stops their engines. A choice: a longer request
+# fails, and a shorter wait would fail more.
 PATIENCE = 10.0
 
 

@@ -14,7 +14,7 @@ from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.serving.cache_names import find_caches
 from splitc.runtime.serving.stage_engines import find_stages
 
-# Tokens in a sequence at most, where the package knows no limit.
+# Tokens in a sequence at most, where the package knows no limit. A choice, which --context replaces.
 USUAL_CONTEXT = 4096
 TYPE = "decoder-pipeline"
 

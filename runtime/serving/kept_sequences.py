@@ -119,6 +119,7 @@ class KeptSequences:
         self._drop(kept)
 
     def _watch(self) -> None:
+        # So a sequence ends a quarter of its idle time late at most, and the thread wakes once a second at least.
         while not self._ended.wait(min(self._idle / 4, 1.0)):
             self._end_idle(time.monotonic())
 

@@ -14,7 +14,8 @@ from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.serving.triton_config import model_config
 from splitc.runtime.session.session import choose_devices
 
-# The most rows of a batch of requests, unless the engines take fewer.
+# The most rows of a batch of requests, unless the engines take fewer. A choice, which --batch replaces: more rows take
+# more activations than were planned for.
 MOST_ROWS = 32
 MODEL = '''"""A package of splitc. Triton's Python must have splitc: pip install splitc."""
 

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 
 from splitc.runtime.errors import EngineError
 
-# Seconds of the longest wait. After a session that lived as long, counting starts anew.
+# Seconds of the longest wait. After a session that lived as long, counting starts anew. Both here are choices: a model
+# that always breaks is loaded at least six times an hour, in case what broke it is gone, and one that loads in no time
+# not more than once a second.
 LONGEST = 600.0
 # The least seconds of the first wait.
 LEAST = 1.0

@@ -42,7 +42,8 @@ from splitc.runtime.session.shared_ranks import SharedRanks
 from splitc.runtime.threads.futures import in_order, then
 from splitc.runtime.threads.interrupts import later_interrupts
 
-# The most requests in flight. Each has its feeds, activations and outputs in memory.
+# The most requests in flight. Each has its feeds, activations and outputs in memory. A choice: far more than any
+# machine holds, so that a number with too many digits is refused in words.
 MOST_IN_FLIGHT = 10_000
 
 

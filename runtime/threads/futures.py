@@ -17,7 +17,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-# Seconds between two looks at whether a signal waits.
+# Seconds between two looks at whether a signal waits. A choice: nobody notices a tenth of a second after Ctrl-C.
 LOOK = 0.1
 
 

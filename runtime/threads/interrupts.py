@@ -97,7 +97,8 @@ class _Gate:
                 handler(number, frame)
 
 
-# Seconds after which a signal is raised again that could not be handled.
+# Seconds after which a signal is raised again that could not be handled. A choice: the block that put it off is a few
+# calls long, and nobody notices a hundredth of a second.
 AGAIN = 0.01
 
 

@@ -78,9 +78,10 @@ class BenchResult:
     alone: dict[int, Execution]
 
 
-# Requests in a round, for each request in flight. Package and unsplit model take turns by rounds.
+# Requests in a round, for each request in flight. Package and unsplit model take turns by rounds. A choice: with fewer
+# a round is mostly the start and the end of the stream, with more the machine's speed may change between turns.
 ROUND = 8
-# The number of last rounds whose timeline is kept.
+# The number of last rounds whose timeline is kept. A choice: what a page and --trace can show.
 TRACED = 8
 
 

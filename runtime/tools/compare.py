@@ -21,6 +21,8 @@ RELATIVE = {
     "int4": 3e-2,
     "int2": 1e-1,
 }
+# Added to that: an output of zeros has no largest value. A choice: several times what rounding does to
+# numbers of float32 near one.
 ABSOLUTE = 1e-6
 
 

@@ -31,6 +31,7 @@ from splitc.runtime.tools.device_speeds import measure_speeds
 
 # Bytes of the values that are sent: small ones show the latency, large ones the bandwidth.
 MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
+# Runs that do not count, and those whose median does. A choice: more would not change a median, and take longer.
 WARMUP, RUNS = 5, 25
 # The least seconds that can be measured.
 SHORTEST = 1e-7

@@ -16,7 +16,7 @@ from models.llama import Size, build
 from models.minilm import Encoder
 from models.writer import Writer, save
 from splitc.compiler.analysis.facts import Analysis, analyze
-from splitc.compiler.analysis.liveness import liveness, total_bytes
+from splitc.compiler.analysis.liveness import crossing_values, total_bytes
 from splitc.compiler.request.shapes import AskedShapes
 
 MakeModel = Callable[[ir.Model], Path]
@@ -170,5 +170,5 @@ def test_total_of_live_bytes(write: MakeModel) -> None:
     analysis = analyze(write(build(Size(layers=2))), AskedShapes(), 1)
     nodes, reads, size = analysis.graph.nodes, analysis.graph.reads.__getitem__, analysis.costs.value_bytes
     total = total_bytes(nodes, reads, size)
-    assert total == sum(liveness(nodes, reads, size).bytes)
+    assert total == sum(size(value) for values in crossing_values(nodes, reads) for value in values)
     assert total > 0

@@ -13,10 +13,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler import Request, compile_model, plan_model, plan_pipeline
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.request.shapes import AskedShapes
+from splitc.compiler.show.pipeline_page import pipeline_page
+from splitc.compiler.show.pipeline_tables import print_pipeline
+from splitc.compiler.show.plan_page import plan_chapter
+from splitc.compiler.show.plan_tables import print_plan
 from splitc.runtime import Session
 from tests.conftest import run_whole
 from tests.helpers.written_attention import Form, Size, feeds, operators, write
@@ -151,3 +155,47 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     assert plan_model(path, ["2xcpu"], Request(shapes=shapes, no_fuse=True)).analysis.fates == ()
     with Session(tmp_path / "package") as session:
         np.testing.assert_allclose(session.run(inputs)["y"], run_whole(path, inputs)["y"], rtol=0, atol=1e-5)
+
+
+def test_page_of_a_plan_says_what_was_fused_and_why_the_rest_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the terminal does; a page of a model in which no attention was looked for has no such section."""
+    path = tmp_path / "model.onnx"
+    onnx.save(write(Form(), SIZE, blocks=2), path)
+    monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
+    shapes = {name: array.shape for name, array in feeds(Form(), SIZE).items()}
+    sections = {}
+    for least in (0, 1 << 16):
+        monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, types=ANY, least=least))
+        plan = plan_model(path, ["cpu0"], Request(shapes=shapes))
+        sections[least] = next(section for section in plan_chapter("", plan).sections if section.title == "Fusion")
+    fused_all, fused_none = sections.values()
+    print_plan(plan)
+    assert fused_all.notes == ["attention fused: 2 of 2"]
+    assert [row[1:] for row in fused_all.tables[0].rows] == [("MultiHeadAttention", "")] * 2
+    assert fused_none.notes == ["attention fused: 0 of 2"]
+    assert fused_none.tables[0].rows == [("2", "it is too small to be faster as one operator")]
+    said = capsys.readouterr().out
+    assert "attention fused: 0 of 2\n  2 not: it is too small to be faster as one operator\n" in said
+    unfused = plan_model(path, ["cpu0"], Request(shapes=shapes, no_fuse=True))
+    assert "Fusion" not in [section.title for section in plan_chapter("", unfused).sections]
+
+
+def test_folder_says_of_each_model_what_was_fused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the terminal in a line, and in the model's chapter of the page."""
+    monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
+    monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, types=ANY, least=0))
+    for name, blocks in (("one", 1), ("three", 3)):
+        (tmp_path / name).mkdir()
+        onnx.save(write(Form(), SIZE, blocks), tmp_path / name / "model.onnx")
+    plan = plan_pipeline(tmp_path, ["cpu0"], Request(memory=["1GiB"]))
+    print_pipeline(plan)
+    said = capsys.readouterr().out
+    assert "one: attention fused: 1 of 1\n" in said and "three: attention fused: 3 of 3\n" in said
+    chapters = {
+        chapter.title: [section.title for section in chapter.sections] for chapter in pipeline_page(plan).chapters
+    }
+    assert "Fusion" in chapters["one"] and "Fusion" in chapters["three"] and "Fusion" not in chapters["All modules"]

@@ -25,7 +25,7 @@ BOTH = ["decoder_model", "decoder_with_past_model"]
 @pytest.fixture
 def decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two decoders with the same weights, each in its own file."""
-    monkeypatch.setattr(common_weights, "LEAST", WEIGHT)
+    monkeypatch.setattr(common_weights, "LISTED", WEIGHT)
     write_decoders(tmp_path / "folder")
     return tmp_path / "folder"
 
@@ -33,7 +33,7 @@ def decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_equal_weights_have_one_key(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks each has its own, whole or cut."""
-    monkeypatch.setattr(common_weights, "LEAST", WEIGHT)
+    monkeypatch.setattr(common_weights, "LISTED", WEIGHT)
     names = ["one", "other"]
     for name in names:
         save(build(DECODER), tmp_path / "folder" / name / f"{name}.onnx")

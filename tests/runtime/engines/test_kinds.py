@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from splitc.runtime.engines import kinds
 from splitc.runtime.engines.kind import BackendOptions, EngineKind
 from splitc.runtime.engines.kinds import KINDS, choose_engine, describe_engine, find_kind, has_collectives, make_backend
 from splitc.runtime.errors import MisuseError
@@ -91,4 +90,4 @@ def test_unknown_kind_is_refused_with_those_that_there_are() -> None:
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineKind, "is_installed", False)
     with pytest.raises(MisuseError, match=r"tensorrt-rtx is not installed: pip install tensorrt-rtx-cu13"):
-        kinds.need_installed("tensorrt-rtx")
+        find_kind("tensorrt-rtx").need_installed()

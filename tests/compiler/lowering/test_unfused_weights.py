@@ -1,4 +1,4 @@
-"""What ONNX Runtime fuses in the ranks' graphs is what it fuses in the model."""
+"""Dequantized weights are fused with products in the ranks' graphs where they are in the model, and nowhere else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep ONNX Runtime from fusing in a rank's graph what it does not fuse in the model.
+"""Dequantized weights that ONNX Runtime fuses with a product in a rank's graph, but not in the model, are kept apart.
 
 It fuses a dequantized weight with the product that is its only reader, and then quantizes the product's other input. It
 does not if several products read the weight. That must not change where a split separates these.
@@ -13,7 +13,7 @@ from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.operators.registry import operator_of
 
 
-def keep_unfused(graph: ir.Graph) -> ir.Graph:
+def keep_weights_unfused(graph: ir.Graph) -> ir.Graph:
     """Insert a Flatten, which changes nothing, after each dequantized matrix that is left with one reader, in place."""
     editor = Editor(graph)
     for node in list(graph):
