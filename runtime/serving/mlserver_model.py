@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from splitc.runtime.files.explained import explained
 from splitc.runtime.serving.interface import TYPES
 from splitc.runtime.serving.kept_sequences import SequenceStep
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
+from splitc.runtime.threads.executor import Executor
 
 
 class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when types are checked
@@ -33,7 +33,7 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
                 raise
             raise MLServerError(str(known), 500) from None
         # One thread submits requests: it waits while too many are in flight, so that the server need not.
-        self._submits = ThreadPoolExecutor(1, "splitc takes requests")
+        self._submits = Executor(1, "splitc takes requests")
         return True
 
     async def predict(self, payload: types.InferenceRequest) -> types.InferenceResponse:

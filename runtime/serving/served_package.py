@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from splitc.runtime.serving.kept_sequences import Answer, KeptSequences, Sequenc
 from splitc.runtime.serving.serving_file import Serving, read_serving
 from splitc.runtime.serving.waits import Waits
 from splitc.runtime.session.session import Session
+from splitc.runtime.threads.executor import Executor
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ServedPackage:
             host_code=serving.host_code,
         )
         # As many threads as there can be requests in flight: each waits for its request, and passes on the answer.
-        self._pool = ThreadPoolExecutor(session.in_flight, "splitc serves")
+        self._pool = Executor(session.in_flight, "splitc serves")
         self._places = threading.BoundedSemaphore(session.in_flight)
         if not serving.sequences:
             return session, None

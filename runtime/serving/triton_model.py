@@ -7,7 +7,6 @@ flight, and a client needs no streaming protocol.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from splitc.runtime.hardware.gpus import need_cupy
 from splitc.runtime.serving.kept_sequences import Answer, SequenceStep
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
 from splitc.runtime.serving.serving_file import FILE_NAME
+from splitc.runtime.threads.executor import Executor
 
 
 class TritonPythonModel:
@@ -37,7 +37,7 @@ class TritonPythonModel:
         interface = self._served.interface
         self._inputs = [tensor.name for tensor in (*interface.inputs, *interface.optional)]
         self._outputs = [tensor.name for tensor in interface.outputs]
-        self._senders = ThreadPoolExecutor(2, "splitc answers")
+        self._senders = Executor(2, "splitc answers")
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Start the requests. Their response senders answer them later."""

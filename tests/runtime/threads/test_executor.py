@@ -1,0 +1,22 @@
+"""Pools of threads."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_all_pools_are_ours() -> None:
+    """Python's own may lose a thread to a signal, and its exit then waits for ever."""
+    users = [
+        path.relative_to(ROOT).as_posix()
+        for place in ("compiler", "runtime")
+        for path in (ROOT / place).rglob("*.py")
+        if any(
+            isinstance(node, ast.ImportFrom) and "ThreadPoolExecutor" in {alias.name for alias in node.names}
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    ]
+    assert users == ["runtime/threads/executor.py"]
