@@ -23,9 +23,10 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     """Shapes with a distinct prime for each symbol of the inputs. No prime divides any size of a weight.
 
     Exporters do not record relations between symbols. So if a symbol's given size is the sum of two others' (total,
-    past and new length), its probe size is the sum of theirs. The given shapes are returned if probe sizes leave more
-    shapes unknown (an image whose sides must be multiples of the patch size). `constants` are only those that do not
-    depend on sizes.
+    past and new length), its probe size is the sum of theirs. If that leaves more shapes unknown, no sums are kept;
+    then inputs with as many rows get one symbol for them, which some exporters do not say. The given shapes are
+    returned if all leave more unknown (an image whose sides must be multiples of the patch size). `constants` are only
+    those that do not depend on sizes.
     """
     symbols: dict[str, int] = {}
     for value in graph.graph.inputs:
@@ -35,8 +36,11 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
                 symbols[size.value] = number
     if not symbols:
         return bound
-    for sums in (True, False):
-        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, _number(graph, symbols, sums)))
+    ways = [_number(graph, symbols, sums) for sums in (True, False)]
+    rows = _same_rows(graph, symbols)
+    ways += [{**numbers, **{name: numbers[first] for name, first in rows.items()}} for numbers in ways if rows]
+    for numbers in ways:
+        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
         if len(probed.uncertain) <= len(bound.uncertain):
             return replace(probed, constants=_same(probed.constants, bound.constants))
     return bound
@@ -45,6 +49,15 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
 def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, Array]:
     """The constants that are equal with both sizes, and so do not depend on the inputs' sizes."""
     return {name: array for name, array in first.items() if name in second and np.array_equal(array, second[name])}
+
+
+def _same_rows(graph: Graph, symbols: Mapping[str, int]) -> dict[str, str]:
+    """Symbols that are the first axis of an input, and the first one such with the same given size."""
+    firsts = [value.shape[0] for value in graph.graph.inputs if value.shape]
+    names = dict.fromkeys(size.value for size in firsts if isinstance(size, ir.SymbolicDim) and size.value in symbols)
+    by_size: dict[int, str] = {}
+    same = {name: by_size.setdefault(symbols[name], name) for name in names if name is not None}
+    return {name: first for name, first in same.items() if name != first}
 
 
 def _number(graph: Graph, symbols: Mapping[str, int], sums: bool) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,7 @@ from splitc.compiler.fusion.attention import Attention, NotFusedError, find_atte
 from splitc.compiler.fusion.kernels import FASTER, LEAST_SCORES
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.sizes import Sizes, read_sizes
+from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.request.shapes import Shape
 
 
@@ -72,21 +74,31 @@ class _Look:
 
 def _look(node: ir.Node, bound: BoundShapes, opset: int, types: Collection[ir.DataType], least: int) -> _Look | None:
     """Look for attention around a node, by the planned sizes alone: others are found only where they are needed."""
-    if node.op_type != "Softmax" or node.domain:
+
+    def shape_of(value: ir.Value) -> Shape | None:
+        if value.const_value is not None:
+            return tuple(value.const_value.shape.numpy())
+        return None if (value.name or "") in bound.uncertain else bound.shapes.get(value.name or "")
+
+    def rank_of(value: ir.Value) -> int | None:
+        shape = shape_of(value)
+        return None if shape is None else len(shape)
+
+    softmax = find_softmax(node, rank_of, opset)
+    if softmax is None:
         return None
-    name = node.name or node.outputs[0].name or ""
-    shape = None if (output := node.outputs[0].name or "") in bound.uncertain else bound.shapes.get(output)
     try:
-        attention = find_attention(node, None if shape is None else len(shape), opset)
+        attention = find_attention(softmax, rank_of)
         if attention is None:
             return None
-        if (dtype := attention.query.dtype) not in types:
+        if (dtype := attention.query.value.dtype) not in types:
             raise NotFusedError(f"no kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")
-        if shape is None or shape[-2] * shape[-1] < least:
+        shape = shape_of(softmax.output)
+        if shape is None or math.prod(shape[-2:]) < least:
             raise NotFusedError("it is too small to be faster as one operator")
     except NotFusedError as error:
-        return _Look(name, error)
-    return _Look(name, attention)
+        return _Look(softmax.name, error)
+    return _Look(softmax.name, attention)
 
 
 def _write(look: _Look, editor: Editor, sizes: Sizes) -> Fate:

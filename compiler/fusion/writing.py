@@ -1,0 +1,132 @@
+"""New nodes in the place of those that wrote an attention out, each with the sizes of what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.fusion.operand import Operand
+from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Adds nodes before the node `at`, named after `name`. Sizes that change are read off the `sources`."""
+
+    at: ir.Node
+    name: str
+    sources: tuple[ir.Value, ...]
+    editor: Editor
+    sizes: Sizes
+
+    def add(
+        self,
+        role: str,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        like: ir.Value,
+        axes: Iterable[Axis],
+        domain: str = "",
+        **attributes: Any,
+    ) -> ir.Value:
+        """A new node's result, of the type of `like`."""
+        value = self.editor.before(self.at, operator, *inputs, domain=domain, **attributes)
+        value.name, value.type = f"{self.name}/{role}", like.type
+        while value.name in self.sizes.shapes:
+            value.name += "'"
+        self.sizes.put(value, axes)
+        return value
+
+    def axes(self, value: ir.Value) -> tuple[Axis, ...]:
+        """The axes of a value whose sizes are known."""
+        axes = self.sizes.axes(value)
+        assert axes is not None
+        return axes
+
+    def ordered(self, operand: Operand, role: str) -> ir.Value:
+        """An operand, without its factor, in the order of its axes."""
+        if operand.is_value:
+            return operand.value
+        axes = self.axes(operand.value)
+        order = list(operand.axes)
+        return self.add(role, "Transpose", [operand.value], operand.value, [axes[n] for n in order], perm=order)
+
+    def viewed(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
+        """A value's elements, in their order, along other axes."""
+        own = self.axes(value)
+        if tuple(axis.size for axis in own) == tuple(axis.size for axis in axes):
+            return value
+        numbers: list[int | Axis] = []
+        for place, axis in enumerate(axes):
+            kept = place < len(own) and own[place].size == axis.size
+            numbers.append(axis.fixed if axis.fixed is not None else 0 if kept else axis)
+        if (free := self._freed(numbers)) is not None:
+            numbers[free] = -1
+        return self.add(role, "Reshape", [value, self.list_of(numbers, role)], value, axes)
+
+    def _freed(self, numbers: Sequence[int | Axis]) -> int | None:
+        """The axis whose size a Reshape finds by itself: one that is read nowhere, else the first."""
+        open_axes = [place for place, number in enumerate(numbers) if isinstance(number, Axis)]
+        unread = [place for place in open_axes if isinstance(axis := numbers[place], Axis) and not self.has(axis)]
+        return next(iter((*unread, *open_axes)), None)
+
+    def expanded(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
+        """A value repeated along axes of which it has one element. All are named, missing first ones too."""
+        own = self.axes(value)
+        own = (*[fixed_axis(1)] * (len(axes) - len(own)), *own)
+        if [axis.size for axis in self.axes(value)] == [axis.size for axis in axes]:
+            return value
+        numbers: list[int | Axis] = [
+            1 if one.size == other.size else other.fixed if other.fixed is not None else other
+            for one, other in zip(own, axes, strict=True)
+        ]
+        return self.add(role, "Expand", [value, self.list_of(numbers, role)], value, axes)
+
+    def has(self, axis: Axis) -> bool:
+        """Whether an axis' size can be said: it is fixed, or a source has it."""
+        return axis.fixed is not None or self._source(axis) is not None
+
+    def list_of(self, numbers: Sequence[int | Axis], role: str) -> ir.Value:
+        """A list of sizes: a constant if it is one."""
+        if not any(isinstance(number, Axis) for number in numbers):
+            return self.editor.constant(np.array(numbers, np.int64))
+        parts = [self._number(number, f"{role}_size{place}") for place, number in enumerate(numbers)]
+        return self._integers(f"{role}_sizes", "Concat", parts, len(numbers), axis=0)
+
+    def _number(self, number: int | Axis, role: str) -> ir.Value:
+        """A list of one size."""
+        fixed = number.fixed if isinstance(number, Axis) else number
+        if fixed is not None:
+            return self.editor.constant(np.array([fixed], np.int64))
+        assert isinstance(number, Axis)
+        source = self._source(number)
+        assert source is not None, "`has` was asked"
+        value, place = source
+        sizes = self._integers(f"{role}_of", "Shape", [value], len(self.axes(value)))
+        return self._integers(role, "Gather", [sizes, self.editor.constant(np.array([place], np.int64))], 1)
+
+    def _integers(
+        self, role: str, operator: str, inputs: Sequence[ir.Value], count: int, **attributes: Any
+    ) -> ir.Value:
+        value = self.add(role, operator, inputs, inputs[0], [fixed_axis(count)], **attributes)
+        value.type = ir.TensorType(ir.DataType.INT64)
+        return value
+
+    def _source(self, axis: Axis) -> tuple[ir.Value, int] | None:
+        """A value that has an axis of this size, and where."""
+        for value in self.sources:
+            for place, own in enumerate(self.axes(value)):
+                same = self.sizes.differ or (own.symbol is not None and own.symbol == axis.symbol)
+                if own.size == axis.size and same:
+                    return value, place
+        return None
+
+    def has_sizes(self, value: ir.Value, axes: Sequence[Axis]) -> bool:
+        """Whether a value has axes of these sizes."""
+        own = self.sizes.axes(value)
+        return own is not None and [axis.size for axis in own] == [axis.size for axis in axes]
