@@ -24,9 +24,9 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
 
     Exporters do not record relations between symbols. So if a symbol's given size is the sum of two others' (total,
     past and new length), its probe size is the sum of theirs. If that leaves more shapes unknown, no sums are kept;
-    then inputs with as many rows get one symbol for them, which some exporters do not say. The given shapes are
-    returned if all leave more unknown (an image whose sides must be multiples of the patch size). `constants` are only
-    those that do not depend on sizes.
+    then the same axis of several inputs gets one symbol where its size is the same, which some exporters do not say. The
+    given shapes are returned if all leave more unknown (an image whose sides must be multiples of the patch size). `constants`
+    are only those that do not depend on sizes.
     """
     symbols: dict[str, int] = {}
     for value in graph.graph.inputs:
@@ -37,8 +37,8 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     if not symbols:
         return bound
     ways = [_number(graph, symbols, sums) for sums in (True, False)]
-    rows = _same_rows(graph, symbols)
-    ways += [{**numbers, **{name: numbers[first] for name, first in rows.items()}} for numbers in ways if rows]
+    same = _same_axes(graph, symbols)
+    ways += [{**numbers, **{name: numbers[first] for name, first in same.items()}} for numbers in ways if same]
     for numbers in ways:
         probed = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
         if len(probed.uncertain) <= len(bound.uncertain):
@@ -51,12 +51,15 @@ def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, 
     return {name: array for name, array in first.items() if name in second and np.array_equal(array, second[name])}
 
 
-def _same_rows(graph: Graph, symbols: Mapping[str, int]) -> dict[str, str]:
-    """Symbols that are the first axis of an input, and the first one such with the same given size."""
-    firsts = [value.shape[0] for value in graph.graph.inputs if value.shape]
-    names = dict.fromkeys(size.value for size in firsts if isinstance(size, ir.SymbolicDim) and size.value in symbols)
-    by_size: dict[int, str] = {}
-    same = {name: by_size.setdefault(symbols[name], name) for name in names if name is not None}
+def _same_axes(graph: Graph, symbols: Mapping[str, int]) -> dict[str, str]:
+    """Symbols of an input's axis, and the first symbol of the same axis of an input that has the same given size."""
+    found: dict[tuple[int, int], str] = {}
+    same: dict[str, str] = {}
+    for value in graph.graph.inputs:
+        for axis, size in enumerate(value.shape or ()):
+            if isinstance(size, ir.SymbolicDim) and size.value in symbols:
+                first = found.setdefault((axis, symbols[size.value]), size.value)
+                same.setdefault(size.value, first)
     return {name: first for name, first in same.items() if name != first}
 
 

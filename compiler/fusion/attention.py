@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -75,8 +74,8 @@ class _Weighing:
     weights: ir.Value
     output: ir.Value
     order: tuple[int, ...]
-    guarded: bool
-    passed: tuple[ir.Value, ...]
+    guarded: bool = False
+    passed: tuple[ir.Value, ...] = ()
 
 
 def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
@@ -101,9 +100,10 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
 
 def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
     """The product whose factor a Softmax's output is, and whether NaN are made zeros on the way."""
-    guarded, turned = False, False
+    guarded, turned, straight = False, False, value
     passed: list[ir.Value] = []
     while True:
+        straight = straight if turned else value
         users = _users(value)
         kinds = {node.op_type: node for node in users if not node.domain}
         if len(users) == 2 and kinds.keys() == {"IsNaN", "Where"} and _guards(kinds["Where"], kinds["IsNaN"], value):
@@ -113,8 +113,9 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
         elif not users or not kinds:
             raise NotFusedError("its weights go nowhere that is known")
         elif users[0].op_type in PRODUCTS:
-            return _read_weighing(users[0], value, turned, guarded, passed, rank_of)
-        elif users[0].op_type in PASSED | VIEWS and users[0].inputs[0] is value:
+            below = _read_weighing(users[0], value, turned, rank_of)
+            return replace(below, weights=straight, guarded=guarded, passed=tuple(passed))
+        elif users[0].op_type in (PASSED if turned else PASSED | VIEWS) and users[0].inputs[0] is value:
             value = users[0].outputs[0]
         elif users[0].op_type == "Transpose" and _swaps_last(users[0]):
             turned, value = not turned, users[0].outputs[0]
@@ -123,9 +124,7 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
         passed.append(value)
 
 
-def _read_weighing(
-    node: ir.Node, weights: ir.Value, turned: bool, guarded: bool, passed: Sequence[ir.Value], rank_of: RankOf
-) -> _Weighing:
+def _read_weighing(node: ir.Node, weights: ir.Value, turned: bool, rank_of: RankOf) -> _Weighing:
     product = read_product(node, rank_of) if is_product(node) else None
     if product is None:
         raise NotFusedError("its weights go into no product of two computed values along one axis")
@@ -134,7 +133,7 @@ def _read_weighing(
     first = product.first.swapped() if turned else product.first
     if not first.is_value:
         raise NotFusedError("its weights are multiplied along another axis than the Softmax's")
-    return _Weighing(product.second, weights, node.outputs[0], product.order, guarded, tuple(passed))
+    return _Weighing(product.second, weights, node.outputs[0], product.order)
 
 
 def _users(value: ir.Value) -> list[ir.Node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,16 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.fusion.operand import Operand
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a size can be read: that of an axis of a value, times a number or divided by one."""
+
+    value: ir.Value
+    place: int
+    times: int = 1
+    over: int = 1
 
 
 @dataclass(frozen=True)
@@ -106,9 +117,13 @@ class Writer:
         assert isinstance(number, Axis)
         source = self._source(number)
         assert source is not None, "`has` was asked"
-        value, place = source
-        sizes = self._integers(f"{role}_of", "Shape", [value], len(self.axes(value)))
-        return self._integers(role, "Gather", [sizes, self.editor.constant(np.array([place], np.int64))], 1)
+        sizes = self._integers(f"{role}_of", "Shape", [source.value], len(self.axes(source.value)))
+        place = self.editor.constant(np.array([source.place], np.int64))
+        size = self._integers(role, "Gather", [sizes, place], 1)
+        for operator, factor in (("Mul", source.times), ("Div", source.over)):
+            if factor != 1:
+                size = self._integers(role, operator, [size, self.editor.constant(np.array([factor], np.int64))], 1)
+        return size
 
     def _integers(
         self, role: str, operator: str, inputs: Sequence[ir.Value], count: int, **attributes: Any
@@ -117,14 +132,27 @@ class Writer:
         value.type = ir.TensorType(ir.DataType.INT64)
         return value
 
-    def _source(self, axis: Axis) -> tuple[ir.Value, int] | None:
-        """A value that has an axis of this size, and where."""
-        for value in self.sources:
-            for place, own in enumerate(self.axes(value)):
-                same = self.sizes.differ or (own.symbol is not None and own.symbol == axis.symbol)
-                if own.size == axis.size and same:
-                    return value, place
-        return None
+    def _source(self, axis: Axis) -> _Source | None:
+        """Where an axis' size can be read: at one that has it, else at one that is a multiple or a part of it."""
+        found = [
+            source
+            for value in self.sources
+            for place, own in enumerate(self.axes(value))
+            if (source := self._related(axis, own, value, place)) is not None
+        ]
+        return min(found, key=lambda source: (source.over, source.times), default=None)
+
+    def _related(self, axis: Axis, own: Axis, value: ir.Value, place: int) -> _Source | None:
+        if not self.sizes.differ:
+            same = own.size == axis.size and own.symbol is not None and own.symbol == axis.symbol
+            return _Source(value, place) if same else None
+        if own.fixed is not None or 0 in (*own.size, *axis.size):
+            return None
+        ratios = {Fraction(one, other) for one, other in zip(axis.size, own.size, strict=True)}
+        ratio = ratios.pop()
+        if ratios or 1 not in (ratio.numerator, ratio.denominator):
+            return None
+        return _Source(value, place, ratio.numerator, ratio.denominator)
 
     def has_sizes(self, value: ir.Value, axes: Sequence[Axis]) -> bool:
         """Whether a value has axes of these sizes."""

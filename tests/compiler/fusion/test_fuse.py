@@ -19,20 +19,36 @@ from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime import Session
 from tests.conftest import run_whole
-from tests.helpers.written_attention import Form, Size, feeds, operators, write
+from tests.helpers.written_attention import TRUTHS, Form, Size, feeds, operators, write
 
 SIZE = Size()
 ANY = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 OTHER = replace(SIZE, batch=3, length=9, all=4)
+# Batch and heads as two axes: each scale with each bias and keys, in turns with repeated heads.
 FORMS = [
-    Form(scale, bias, keys, groups, guard, flipped)
-    for scale, bias, keys, (groups, guard, flipped) in product(
-        ("after", "before", "split", "none"),
-        ("none", "mask", "row", "learned", "both"),
-        ("once", "twice", "cache"),
-        ((1, False, False), (2, True, True)),
+    Form(scale, bias, keys, groups=1 + number % 2, guard=bool(number % 2), flipped=bool(number % 2))
+    for number, (scale, bias, keys) in enumerate(
+        product(("after", "before", "split", "none"), ("none", "mask", "row", "learned", "both"), ("once", "cache"))
     )
-] + [Form(bias=bias, opset=12) for bias in ("mask", "row", "learned", "both")]
+]
+FORMS += [Form(bias=bias, opset=12) for bias in ("mask", "row", "learned", "both")]
+FORMS += [
+    Form(bias=bias, layout=layout, flipped=flipped)
+    for layout, bias, flipped in product(
+        ("merged", "rows", "einsum"), ("none", "mask", "row", "learned", "both", "where", "kept"), (False, True)
+    )
+]
+FORMS += [Form(bias=bias, flipped=flipped, guard=flipped) for bias, flipped in product(TRUTHS, (False, True))]
+FORMS += [
+    Form(bias=bias, layout=layout, **more)
+    for bias, layout, more in product(
+        ("none", "mask", "where"),
+        ("heads", "merged", "rows"),
+        ({"value_size": 6}, {"softmax": "less"}, {"softmax": "written"}, {"turned": True}, {"reads_sizes": True}),
+    )
+]
+FORMS += [Form(bias=bias, keys="shared") for bias in ("none", "mask", "learned")]
+FORMS += [Form("late", bias, layout=layout) for bias in ("mask", "both", "where") for layout in ("heads", "merged")]
 
 
 def fused(model: onnx.ModelProto, folder: Path, size: Size, form: Form) -> Fused:
@@ -73,8 +89,8 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
 ODD = [
     (Form(), {"FLOAT"}, "it is too small to be faster as one operator"),
     (Form(dtype=onnx.TensorProto.FLOAT16), {"FLOAT"}, "no kernel is faster for its type, FLOAT16"),
-    (Form(scale="late", bias="mask"), {"FLOAT"}, "its scores are scaled after a mask was added"),
-    (Form(tanh=True), {"FLOAT"}, "its scores pass a Tanh"),
+    (Form(tanh=True), {"FLOAT"}, "its scores are capped by a Tanh, which the operator can't do"),
+    (Form(sinks=True), {"FLOAT"}, "its weights pass a Slice"),
     (Form(softmax_axis=2), {"FLOAT"}, "the Softmax is not known to be over the last axis"),
 ]
 
@@ -90,7 +106,7 @@ def test_what_is_not_fused_says_why(tmp_path: Path, form: Form, types: set[str],
     assert "Softmax" in operators(made.graph.graph)
 
 
-def test_heads_whose_number_depends_on_the_request_stay(tmp_path: Path) -> None:
+def test_heads_whose_number_depends_on_the_request_are_a_part_of_the_batch(tmp_path: Path) -> None:
     """Windows of a picture lie where heads do: their number is no attribute."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
@@ -98,13 +114,63 @@ def test_heads_whose_number_depends_on_the_request_stay(tmp_path: Path) -> None:
             => (float[batch, count, length, 8] y)
         { scores = MatMul (q, k)  weights = Softmax <axis = -1> (scores)  y = MatMul (weights, v) }
     """)
-    path = tmp_path / "model.onnx"
+    check(model, tmp_path, {"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8)})
+
+
+def test_windows_may_have_masks_of_their_own(tmp_path: Path) -> None:
+    """As in Swin: a bias for each head, and a mask for each window that is the same for each picture."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        windows (float[all, 4, 5, 8] q, float[all, 4, 8, 5] k, float[all, 4, 5, 8] v, float[1, 3, 1, 5, 5] mask,
+                 float[1, 4, 5, 5] bias) => (float[all, 4, 5, 8] y)
+        <int64[5] divided = {-1, 3, 4, 5, 5}, int64[4] merged = {-1, 4, 5, 5}>
+        {
+            scores = MatMul (q, k)
+            biased = Add (scores, bias)
+            windows = Reshape (biased, divided)
+            masked = Add (windows, mask)
+            again = Reshape (masked, merged)
+            weights = Softmax <axis = -1> (again)
+            y = MatMul (weights, v)
+        }
+    """)
+    shapes = {"q": (6, 4, 5, 8), "k": (6, 4, 8, 5), "v": (6, 4, 5, 8), "mask": (1, 3, 1, 5, 5), "bias": (1, 4, 5, 5)}
+    check(model, tmp_path, shapes)
+
+
+def test_heads_that_were_moved_to_the_front_take_no_batch(tmp_path: Path) -> None:
+    """And are not moved again."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        packed (float[length, 4, 8] q, float[length, 4, 8] k, float[length, 4, 8] v, float[1, length, length] mask)
+            => (float[length, 4, 8] y)
+        {
+            queries = Transpose <perm = [1, 0, 2]> (q)
+            keys = Transpose <perm = [1, 2, 0]> (k)
+            values = Transpose <perm = [1, 0, 2]> (v)
+            scores = MatMul (queries, keys)
+            masked = Add (scores, mask)
+            weights = Softmax <axis = -1> (masked)
+            made = MatMul (weights, values)
+            rows = Transpose <perm = [1, 0, 2]> (made)
+            y = Add (rows, q)
+        }
+    """)
+    names = check(model, tmp_path, {"q": (5, 4, 8), "k": (5, 4, 8), "v": (5, 4, 8), "mask": (1, 5, 5)})
+    assert "Transpose" not in names
+
+
+def check(model: onnx.ModelProto, folder: Path, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+    """Check that a model's one attention is fused and gives the same. Returns the operators that there are then."""
+    path = folder / "model.onnx"
     onnx.save(model, path)
-    shapes = {"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8)}
     analysis = analyze(path, AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
-    why = "the number and the size of its heads may change from request to request"
-    assert [fate.why for fate in made.fates] == [why]
+    assert [(fate.operator, fate.why) for fate in made.fates] == [("MultiHeadAttention", None)]
+    random = np.random.default_rng(0)
+    inputs = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+    return operators(made.graph.graph)
 
 
 def test_attention_may_be_an_output_of_the_model(tmp_path: Path) -> None:
