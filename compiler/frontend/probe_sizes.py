@@ -24,9 +24,9 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
 
     Exporters do not record relations between symbols. So if a symbol's given size is the sum of two others' (total,
     past and new length), its probe size is the sum of theirs. If that leaves more shapes unknown, no sums are kept;
-    then the same axis of several inputs gets one symbol where its size is the same, which some exporters do not say. The
-    given shapes are returned if all leave more unknown (an image whose sides must be multiples of the patch size). `constants`
-    are only those that do not depend on sizes.
+    then the same axis of several inputs gets one symbol where its size is the same, since some exporters name each axis
+    anew. The given shapes are returned if all that leaves more shapes unknown (an image whose sides must be multiples
+    of the patch size). `constants` are only those that do not depend on sizes.
     """
     symbols: dict[str, int] = {}
     for value in graph.graph.inputs:
@@ -53,13 +53,13 @@ def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, 
 
 def _same_axes(graph: Graph, symbols: Mapping[str, int]) -> dict[str, str]:
     """Symbols of an input's axis, and the first symbol of the same axis of an input that has the same given size."""
-    found: dict[tuple[int, int], str] = {}
+    firsts: dict[tuple[int, int], str] = {}
     same: dict[str, str] = {}
     for value in graph.graph.inputs:
         for axis, size in enumerate(value.shape or ()):
-            if isinstance(size, ir.SymbolicDim) and size.value in symbols:
-                first = found.setdefault((axis, symbols[size.value]), size.value)
-                same.setdefault(size.value, first)
+            name = size.value if isinstance(size, ir.SymbolicDim) else None
+            if name is not None and name in symbols:
+                same.setdefault(name, firsts.setdefault((axis, symbols[name]), name))
     return {name: first for name, first in same.items() if name != first}
 
 

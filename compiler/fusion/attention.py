@@ -272,7 +272,7 @@ def _weighs(value: ir.Value) -> bool:
     """Whether a few nodes below a Softmax there is a product with a computed value."""
     level = [value]
     for _ in range(6):
-        users = [node for each in level for node in _users(each) if not node.domain]
+        users = [node for one in level for node in _users(one) if not node.domain]
         if any(is_product(node) for node in users):
             return True
         level = [node.outputs[0] for node in users if node.op_type not in ("TopK", "ReduceSum", "ArgMax", "Gather")]
@@ -283,7 +283,7 @@ def _comes_from_product(value: ir.Value) -> bool:
     """Whether a few nodes above a Softmax there is a product of two computed values."""
     level = [value]
     for _ in range(10):
-        above = [node for each in level if (node := each.producer()) is not None and not node.domain]
+        above = [node for one in level if (node := one.producer()) is not None and not node.domain]
         if any(is_product(node) for node in above):
             return True
         level = [

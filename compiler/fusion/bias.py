@@ -37,9 +37,9 @@ def write_bias(attention: Attention, frame: Frame, work: Writer) -> ir.Value:
     total = first
     for number, other in enumerate(others):
         if other.dtype != total.dtype:
-            total, other = (_as_type(each, ir.DataType.FLOAT, work) for each in (total, other))
-        axes = [a if a.size != ONE else b for a, b in zip(work.axes(total), work.axes(other), strict=True)]
-        total = work.add(f"biases{number}", "Add", [total, other], total, axes)
+            total, other = _as_type(total, ir.DataType.FLOAT, work), _as_type(other, ir.DataType.FLOAT, work)
+        both = [a if a.size != ONE else b for a, b in zip(work.axes(total), work.axes(other), strict=True)]
+        total = work.add(f"biases{number}", "Add", [total, other], total, both)
     dtype = attention.query.value.dtype
     assert dtype is not None
     total = _as_type(total, dtype, work)
@@ -59,8 +59,8 @@ def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
     lacking = len(scores) - len(work.axes(value))
     if lacking:  # Unsqueeze takes its axes in another way before opset 13
         ones = work.editor.constant(np.ones(len(scores), np.int64))
-        axes = [*[fixed_axis(1)] * lacking, *work.axes(value)]
-        value = work.add(f"{role}_axes", "Expand", [value, ones], value, axes)
+        padded = [*[fixed_axis(1)] * lacking, *work.axes(value)]
+        value = work.add(f"{role}_axes", "Expand", [value, ones], value, padded)
     leading = scores[:-2]
     batch = frame.divided(leading)
     parts = [(0, len(leading), frame.batch), (0, len(leading), frame.heads)]

@@ -34,8 +34,9 @@ class Frame:
     def divided(self, leading: Sequence[Axis]) -> int | None:
         """How many of these first axes are the batch; the others are heads. None if an axis holds both."""
         count = len(leading)
-        for number in dict.fromkeys((max(0, count - 1), count, *range(count))):
-            sizes = [axis.size for axis in leading]
+        sizes = [axis.size for axis in leading]
+        likely: list[int] = [max(0, count - 1), count, *range(count)]
+        for number in likely:
             if (product_of(sizes[:number]), product_of(sizes[number:])) == (self.batch.size, self.heads.size):
                 return number
         return None

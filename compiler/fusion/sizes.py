@@ -44,8 +44,10 @@ def joined(axes: Iterable[Axis]) -> Axis:
 
 def product_of(sizes: Iterable[Size]) -> Size:
     """The size of several axes as one."""
-    planned, probes = zip(ONE, *sizes, strict=True)
-    return math.prod(planned), math.prod(probes)
+    planned = probe = 1
+    for one, other in sizes:
+        planned, probe = planned * one, probe * other
+    return planned, probe
 
 
 @dataclass(frozen=True)

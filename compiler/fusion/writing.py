@@ -134,13 +134,13 @@ class Writer:
 
     def _source(self, axis: Axis) -> _Source | None:
         """Where an axis' size can be read: at one that has it, else at one that is a multiple or a part of it."""
-        found = [
+        sources = [
             source
             for value in self.sources
             for place, own in enumerate(self.axes(value))
             if (source := self._related(axis, own, value, place)) is not None
         ]
-        return min(found, key=lambda source: (source.over, source.times), default=None)
+        return min(sources, key=lambda source: (source.over, source.times), default=None)
 
     def _related(self, axis: Axis, own: Axis, value: ir.Value, place: int) -> _Source | None:
         if not self.sizes.differ:

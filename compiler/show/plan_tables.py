@@ -16,7 +16,11 @@ from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.units import block_range, format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from splitc.compiler.fusion.fuse import Fate
     from splitc.compiler.planning.plan import Plan
+    from splitc.compiler.sharding.report import AxisFate
 
 
 def print_plan(plan: Plan) -> None:
@@ -107,16 +111,32 @@ def _print_split(plan: Plan) -> None:
     print_whole(whole, plan.split_mode)
 
 
-def check_axes(plan: Plan) -> None:
-    """Raise MisuseError if there are no axes to print."""
-    if plan.split.axis_fates() is None:
+def check_explained(plan: Plan) -> None:
+    """Raise MisuseError if there is nothing to explain."""
+    if plan.split.axis_fates() is None and not plan.analysis.fates:
         raise MisuseError(f"--explain is for --split-mode tensor, and this plan's is {plan.split_mode}")
 
 
-def print_axes(plan: Plan) -> None:
+def print_explained(plan: Plan) -> None:
+    """Print each place that looks like attention, and the axes that were found."""
+    if plan.analysis.fates:
+        _print_places(plan.analysis.fates)
+    axes = plan.split.axis_fates()
+    if axes is not None:
+        _print_axes(axes)
+
+
+def _print_places(fates: Sequence[Fate]) -> None:
+    """Print for each Softmax that weighs values the operator that it became a part of, or why it did not."""
+    rows = table("attention, by its Softmax", "fused with, or why not")
+    for fate in fates:
+        operator = Text(fate.operator, "green") if fate.operator is not None else fate.why or ""
+        rows.add_row(fitted(fate.softmax, out.width // 2), operator)
+    out.print(rows)
+
+
+def _print_axes(fates: Sequence[AxisFate]) -> None:
     """Print the axes of weights: their size, the bytes that they cover, and how they are sharded or why not."""
-    fates = plan.split.axis_fates()
-    assert fates is not None, "`check_axes` was called"
     rows = table("size", "weights", "bytes", "collectives", "split, or why not", "first of the weights", right=NUMBERS)
     for axis in (axis for axis in fates if axis.bytes >= SHOWN):
         units = ",".join(map(str, axis.units)) + ", joined" * axis.joined

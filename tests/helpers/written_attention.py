@@ -83,15 +83,17 @@ class _Writer:
         for _ in range(blocks):
             value = self._block(value)
         self._nodes[-1].output[0] = "y"
-        inputs: list[tuple[str, list[str | int | None]]] = [
-            ("x", ["batch", "length", size.width]),
-            ("memory", ["batch", "all", size.width]),
+        # A bias that was learned for some lengths is right for these alone.
+        length, all_keys = (size.length, size.all) if self.form.bias in ("learned", "both") else ("length", "all")
+        inputs: list[tuple[str, Any]] = [
+            ("x", ["batch", length, size.width]),
+            ("memory", ["batch", all_keys, size.width]),
         ]
         values = [helper.make_tensor_value_info(name, dtype, shape) for name, shape in inputs]
-        if (shape := _mask_shape(self.form, ("batch", "length", "all"))) is not None:
+        if (mask := _mask_shape(self.form, ("batch", length, all_keys))) is not None:
             mask_type = TensorProto.BOOL if self.form.bias in TRUTHS else dtype
-            values.append(helper.make_tensor_value_info("mask", mask_type, shape))
-        outputs = [helper.make_tensor_value_info("y", dtype, ["batch", "length", size.width])]
+            values.append(helper.make_tensor_value_info("mask", mask_type, mask))
+        outputs = [helper.make_tensor_value_info("y", dtype, ["batch", length, size.width])]
         graph = helper.make_graph(self._nodes, "attention", values, outputs, self._weights)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.form.opset)], ir_version=8)
 
@@ -281,17 +283,17 @@ def _mask_shape(form: Form, sizes: tuple[Any, Any, Any]) -> tuple[Any, ...] | No
 def feeds(form: Form, size: Size, seed: int = 1) -> dict[str, np.ndarray]:
     """Random inputs; a mask hides some keys, and not the first."""
     random, dtype = np.random.default_rng(seed), helper.tensor_dtype_to_np_dtype(form.dtype)
-    made = {
-        "x": random.standard_normal((size.batch, size.length, size.width)),
-        "memory": random.standard_normal((size.batch, size.all, size.width)),
+    made: dict[str, np.ndarray] = {
+        "x": random.standard_normal((size.batch, size.length, size.width)).astype(dtype),
+        "memory": random.standard_normal((size.batch, size.all, size.width)).astype(dtype),
     }
     shape = _mask_shape(form, (size.batch, size.length, size.all))
-    made = {name: array.astype(dtype) for name, array in made.items()}
     if shape is not None:
         hidden = random.random(shape) < 0.4
         hidden[..., 0] = False
-        lowest = np.where(hidden, np.finfo(dtype).min / 2, 0.0).astype(dtype)
-        made["mask"] = ~hidden if form.bias in TRUTHS else lowest
+        made["mask"] = np.where(hidden, np.finfo(dtype).min / 2, 0.0).astype(dtype)
+        if form.bias in TRUTHS:
+            made["mask"] = ~hidden
     return made
 
 
