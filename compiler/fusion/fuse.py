@@ -11,6 +11,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.graph import Graph, complete
 from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
+from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.kernels import FASTER, LEAST_SCORES
@@ -51,6 +52,7 @@ def fuse(
     """
     opset = graph.model.opset_imports.get("", 1)
     looks = [look for node in graph.nodes if (look := _look(node, bound, opset, types, least)) is not None]
+    looks += _looks_inside(graph, bound, opset)
     if not any(isinstance(look.attention, Attention) for look in looks):
         return Fused(graph, bound, tuple(look.fate() for look in looks))
     sizes, editor = read_sizes(bound, bind_probe_sizes(graph, shapes, bound)), Editor(graph.graph)
@@ -99,6 +101,16 @@ def _look(node: ir.Node, bound: BoundShapes, opset: int, types: Collection[ir.Da
     except NotFusedError as error:
         return _Look(softmax.name, error)
     return _Look(softmax.name, attention)
+
+
+def _looks_inside(graph: Graph, bound: BoundShapes, opset: int) -> list[_Look]:
+    """What looks like attention in an If or a Loop, whose shapes are not known."""
+    if not has_subgraphs(graph.graph):
+        return []
+    inside = (node for node in all_nodes(graph.graph) if node.graph is not graph.graph)
+    looks = [_look(node, bound, opset, (), 0) for node in inside]
+    why = NotFusedError("it is inside an If or a Loop")
+    return [_Look(look.softmax, why) for look in looks if look is not None]
 
 
 def _write(look: _Look, editor: Editor, sizes: Sizes) -> Fate:

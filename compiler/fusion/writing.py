@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -128,31 +127,27 @@ class Writer:
     def _integers(
         self, role: str, operator: str, inputs: Sequence[ir.Value], count: int, **attributes: Any
     ) -> ir.Value:
+        """A list of so many sizes."""
         value = self.add(role, operator, inputs, inputs[0], [fixed_axis(count)], **attributes)
         value.type = ir.TensorType(ir.DataType.INT64)
         return value
 
     def _source(self, axis: Axis) -> _Source | None:
         """Where an axis' size can be read: at one that has it, else at one that is a multiple or a part of it."""
-        sources = [
-            source
-            for value in self.sources
-            for place, own in enumerate(self.axes(value))
-            if (source := self._related(axis, own, value, place)) is not None
-        ]
-        return min(sources, key=lambda source: (source.over, source.times), default=None)
-
-    def _related(self, axis: Axis, own: Axis, value: ir.Value, place: int) -> _Source | None:
-        if not self.sizes.differ:
-            same = own.size == axis.size and own.symbol is not None and own.symbol == axis.symbol
-            return _Source(value, place) if same else None
-        if own.fixed is not None or 0 in (*own.size, *axis.size):
-            return None
-        ratios = {Fraction(one, other) for one, other in zip(axis.size, own.size, strict=True)}
-        ratio = ratios.pop()
-        if ratios or 1 not in (ratio.numerator, ratio.denominator):
-            return None
-        return _Source(value, place, ratio.numerator, ratio.denominator)
+        places = [(value, place, own) for value in self.sources for place, own in enumerate(self.axes(value))]
+        for value, place, own in places:
+            # Where the probes are the planned sizes, only the graph itself says which axes are the same.
+            named = own.symbol is not None and own.symbol == axis.symbol
+            if own.size == axis.size and (self.sizes.differ or named):
+                return _Source(value, place)
+        for value, place, own in places if self.sizes.differ else []:
+            (one, other), (planned, probe) = axis.size, own.size
+            if one * probe == other * planned and 0 not in (one, planned):
+                if one % planned == 0:
+                    return _Source(value, place, times=one // planned)
+                if planned % one == 0 and own.fixed is None:
+                    return _Source(value, place, over=planned // one)
+        return None
 
     def has_sizes(self, value: ir.Value, axes: Sequence[Axis]) -> bool:
         """Whether a value has axes of these sizes."""

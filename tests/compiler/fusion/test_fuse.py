@@ -180,6 +180,38 @@ def check(model: onnx.ModelProto, folder: Path, shapes: dict[str, tuple[int, ...
     return operators(made.graph.graph)
 
 
+def test_attention_inside_an_if_says_so(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        branches (float[b, 4, l, 8] q, float[b, 4, 8, l] k, float[b, 4, l, 8] v, bool c) => (float[b, 4, l, 8] y)
+        {
+            y = If (c) <
+                then_branch = attends () => (float[b, 4, l, 8] made) {
+                    scores = MatMul (q, k)
+                    weights = Softmax <axis = -1> (scores)
+                    made = MatMul (weights, v)
+                },
+                else_branch = passes () => (float[b, 4, l, 8] kept) { kept = Identity (q) }
+            >
+        }
+    """)
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    analysis = analyze(path, AskedShapes({"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8), "c": ()}), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
+    assert [fate.why for fate in made.fates] == ["it is inside an If or a Loop"]
+
+
+def test_rows_of_which_a_mask_hides_all_weigh_all_values_alike(tmp_path: Path) -> None:
+    """As a low number for each key does, when the Softmax takes off the highest."""
+    form = Form(bias="where")
+    model = write(form, SIZE)
+    inputs = feeds(form, SIZE)
+    inputs["mask"][0, 0, :2] = False
+    made = fused(model, tmp_path, SIZE, form)
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
 def test_attention_may_be_an_output_of_the_model(tmp_path: Path) -> None:
     """And a scale that a request may override stays where it is."""
     model = onnx.parser.parse_model("""
@@ -206,12 +238,20 @@ def test_attention_may_be_an_output_of_the_model(tmp_path: Path) -> None:
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
+PACKAGES = [
+    ("layer", Form(scale="split", bias="mask", keys="cache")),
+    ("tensor", Form(scale="split", bias="mask", keys="cache")),
+    ("tensor", Form(bias="where", layout="merged", reads_sizes=True)),
+    ("tensor", Form(layout="rows")),
+    ("tensor", Form(bias="where", layout="einsum")),
+]
+
+
+@pytest.mark.parametrize(("mode", "form"), PACKAGES, ids=[f"{mode}-{form.layout}" for mode, form in PACKAGES])
 def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, mode: str, form: Form, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on GPUs: each rank has its heads in one operator. The explained plan has a line for each."""
-    form = Form(scale="split", bias="mask", keys="cache")
     path = tmp_path / "model.onnx"
     onnx.save(write(form, SIZE, blocks=4), path)
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
