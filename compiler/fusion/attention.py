@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of
+from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_halves
 from splitc.compiler.fusion.product import PRODUCTS, Product, RankOf, is_product, read_product
 from splitc.compiler.fusion.softmax import Softmax, is_row_maximum
 
@@ -35,6 +35,15 @@ class Bias:
 
 
 @dataclass(frozen=True)
+class RowScale:
+    """Scores, of the shape of `at`, are multiplied or divided by a `value` that is computed."""
+
+    value: ir.Value
+    at: ir.Value
+    divides: bool
+
+
+@dataclass(frozen=True)
 class Attention:
     """softmax(scale x query x keys + biases) x values.
 
@@ -49,6 +58,7 @@ class Attention:
     values: Operand
     biases: tuple[Bias, ...]
     scale: float
+    row_scales: tuple[RowScale, ...]
     guarded: bool
     output: ir.Value
     order: tuple[int, ...]
@@ -64,6 +74,7 @@ class _Scores:
     passed: tuple[ir.Value, ...]
     biases: tuple[Bias, ...] = ()
     scale: float = 1.0
+    row_scales: tuple[RowScale, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,8 +105,29 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
         raise
     layouts = (softmax.scores, below.weights, *(bias.at for bias in above.biases))
     passed = (*above.passed, softmax.output, *below.passed)
-    rest = above.biases, above.scale, below.guarded, below.output, below.order, layouts, passed
-    return Attention(above.product.first, above.product.second, below.values, *rest)
+    query, keys, values = _factors(above.product, below.values)
+    return Attention(
+        query=query,
+        keys=keys,
+        values=values,
+        biases=above.biases,
+        scale=above.scale,
+        row_scales=above.row_scales,
+        guarded=below.guarded,
+        output=below.output,
+        order=below.order,
+        layouts=layouts,
+        passed=passed,
+    )
+
+
+def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Operand]:
+    """Queries, keys and values: as halves if all were halves, since the operator computes in single precision."""
+    query, keys = in_halves(product.first, scaled=True), in_halves(product.second, scaled=True)
+    weighed = in_halves(values, scaled=False)
+    if query is None or keys is None or weighed is None:
+        return product.first, product.second, values
+    return query, keys, weighed
 
 
 def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
@@ -203,13 +235,27 @@ def _read_scores(node: ir.Node, rank_of: RankOf) -> _Scores:
 def _find_scaled(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     scaled = factor_of(node)
     if scaled is None:
-        raise NotFusedError(f"its scores pass a {node.op_type} by what is no constant number")
+        return _find_scaled_rows(node, deepest, rank_of)
     above = _find_scores(scaled[0], deepest - 1, rank_of)
     # Scaling is linear: what was added before is scaled by itself. Hidden scores stay hidden if they stay low.
     biases = tuple(replace(b, factor=b.factor * scaled[1], low=b.low * scaled[1]) for b in above.biases)
     if scaled[1] < 0 or any(bias.hides is not None and bias.low > HIDDEN / 10 for bias in biases):
         raise NotFusedError("its scores are scaled after a mask, which may no longer hide")
     return replace(above, biases=biases, scale=above.scale * scaled[1])
+
+
+def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
+    """Scores times, or divided by, what is computed: a number for each head, say."""
+    for path, value in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Mul" else 1]:
+        assert path is not None and value is not None
+        if path.is_initializer() or not _comes_from_product(path):
+            continue
+        above = _find_scores(path, deepest - 1, rank_of)
+        if above.biases:
+            raise NotFusedError("its scores are scaled after a mask by what is no constant number")
+        scale = RowScale(value, node.outputs[0], node.op_type == "Div")
+        return replace(above, row_scales=(*above.row_scales, scale))
+    raise NotFusedError("its scores come from no product")
 
 
 def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:

@@ -37,12 +37,11 @@ def write_bias(attention: Attention, frame: Frame, work: Writer) -> ir.Value:
     total = first
     for number, other in enumerate(others):
         if other.dtype != total.dtype:
-            total, other = _as_type(total, ir.DataType.FLOAT, work), _as_type(other, ir.DataType.FLOAT, work)
+            wide = total if total.dtype == ir.DataType.FLOAT else other
+            total, other = _as_type(total, wide, work), _as_type(other, wide, work)
         both = [a if a.size != ONE else b for a, b in zip(work.axes(total), work.axes(other), strict=True)]
         total = work.add(f"biases{number}", "Add", [total, other], total, both)
-    dtype = attention.query.value.dtype
-    assert dtype is not None
-    total = _as_type(total, dtype, work)
+    total = _as_type(total, attention.query.value, work)
     axes = work.axes(total)
     return work.expanded(total, [*axes[:2], frame.length, axes[3]], "bias_rows")
 
@@ -94,13 +93,11 @@ def _has_many(axes: Sequence[Axis]) -> bool:
     return product_of(axis.size for axis in axes) != ONE
 
 
-def _as_type(value: ir.Value, dtype: ir.DataType, work: Writer) -> ir.Value:
-    """A bias in another type of numbers."""
-    if value.dtype == dtype:
+def _as_type(value: ir.Value, like: ir.Value, work: Writer) -> ir.Value:
+    """A bias in the type of another value."""
+    if value.dtype == like.dtype:
         return value
-    axes = work.axes(value)
-    if dtype == ir.DataType.FLOAT16:
-        value = work.add("bias_bounded", "Max", [value, work.editor.scalar(LOWEST_HALF, value)], value, axes)
-    cast = work.add("bias_cast", "Cast", [value], value, axes, to=dtype)
-    cast.type = ir.TensorType(dtype)
-    return cast
+    if like.dtype == ir.DataType.FLOAT16:
+        lowest = work.editor.scalar(LOWEST_HALF, value)
+        value = work.add("bias_bounded", "Max", [value, lowest], value, work.axes(value))
+    return work.cast(value, like, "bias_cast")

@@ -14,11 +14,11 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import hand_over
-from splitc.compiler.fusion.attention import Attention, NotFusedError
+from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
 from splitc.compiler.fusion.operand import VIEWS, Operand, axes_of, seen_through, unmerged, whole
-from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
 DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
@@ -55,11 +55,25 @@ def _check(attention: Attention, work: Writer) -> Frame:
         raise NotFusedError("its lengths are sizes that no value is known to have")
     for bias in attention.biases:
         check_bias(bias, work.sizes)
+    for scale in attention.row_scales:
+        _check_scale(scale, frame, work.sizes)
     for node in (node for value in attention.passed for node in _size_readers(value)):
         axes = work.sizes.axes(node.inputs[0]) if node.inputs[0] is not None else None
         if node.attributes or axes is None or not all(map(work.has, axes)):
             raise NotFusedError("the sizes of its scores are read elsewhere")
     return frame
+
+
+def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
+    """Raise NotFusedError if queries can't be scaled in the place of their scores."""
+    own, scores = sizes.axes(scale.value), sizes.axes(scale.at)
+    if own is None or scores is None or len(own) > len(scores):
+        raise NotFusedError("its scores are scaled by what has no known shape")
+    if all(axis.size == ONE for axis in own):
+        return
+    leading = [axis.size for axis in frame.leading]
+    if own[-1].size != ONE or [axis.size for axis in scores[:-2]] != leading:
+        raise NotFusedError("its scores are scaled by another number for each key")
 
 
 def _size_readers(value: ir.Value) -> list[ir.Node]:
@@ -89,7 +103,7 @@ class _Writing:
     def rows(self) -> ir.Value:
         """The operator and its inputs: [batch, length, heads x value size]."""
         attention, frame, work = self.attention, self.frame, self.work
-        query = self._fitted(seen_through(attention.query, scaled=True), frame.leading, "query")
+        query = self._fitted(self._scaled(seen_through(attention.query, scaled=True)), frame.leading, "query")
         keys = self._fitted(seen_through(attention.keys.swapped(), scaled=True), frame.leading, "keys")
         values = self._fitted(seen_through(attention.values, scaled=False), frame.weighed, "values")
         heads = frame.heads.fixed or 1
@@ -109,7 +123,22 @@ class _Writing:
             nan = work.add("is_nan", "IsNaN", [made], made, axes)
             nan.type = ir.TensorType(ir.DataType.BOOL)
             made = work.add("guarded", "Where", [nan, work.editor.scalar(0.0, made), made], made, axes)
-        return made
+        return made if made.dtype == attention.output.dtype else work.cast(made, attention.output, "as_written")
+
+    def _scaled(self, query: Operand) -> Operand:
+        """Queries, times what is computed to scale their scores."""
+        for number, scale in enumerate(self.attention.row_scales):
+            axes, value = self.work.axes(scale.value), scale.value
+            if all(axis.size == ONE for axis in axes):
+                value = self.work.viewed(value, [], f"scale{number}")
+            else:
+                query = replace(whole(self.work.ordered(query, "query_ordered"), len(query.axes)), factor=query.factor)
+            if value.dtype != query.value.dtype:
+                value = self.work.cast(value, query.value, f"scale{number}_cast")
+            operator, like = "Div" if scale.divides else "Mul", query.value
+            scaled = self.work.add("query_scaled", operator, [like, value], like, self.work.axes(like))
+            query = replace(query, value=scaled)
+        return query
 
     def _fitted(self, operand: Operand, leading: Sequence[Axis], role: str) -> Operand:
         """An operand [..., rows, size] whose first axes are each of the batch or of heads."""

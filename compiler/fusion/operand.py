@@ -42,6 +42,17 @@ def whole(value: ir.Value, rank: int) -> Operand:
     return Operand(value, tuple(range(rank)))
 
 
+def in_halves(operand: Operand, scaled: bool) -> Operand | None:
+    """An operand that was made single precision from halves, as one of these; itself if it is of halves; else None."""
+    if operand.value.dtype == ir.DataType.FLOAT16:
+        return operand
+    seen = seen_through(operand, scaled)
+    node = seen.value.producer()
+    if node is None or node.domain or node.op_type != "Cast" or node.inputs[0] is None:
+        return None
+    return replace(seen, value=node.inputs[0]) if node.inputs[0].dtype == ir.DataType.FLOAT16 else None
+
+
 def seen_through(operand: Operand, scaled: bool) -> Operand:
     """An operand as one of the first value above it that is made in another way than by a transpose or a factor.
 

@@ -58,6 +58,13 @@ class Writer:
         assert axes is not None
         return axes
 
+    def cast(self, value: ir.Value, like: ir.Value, role: str) -> ir.Value:
+        """A value in the type of another one."""
+        assert like.dtype is not None
+        made = self.add(role, "Cast", [value], value, self.axes(value), to=like.dtype)
+        made.type = ir.TensorType(like.dtype)
+        return made
+
     def ordered(self, operand: Operand, role: str) -> ir.Value:
         """An operand, without its factor, in the order of its axes."""
         if operand.is_value:

@@ -18,7 +18,8 @@ TRUTHS = ("where", "kept")
 class Form:
     """How attention is written.
 
-    `scale`: after the product, before it on queries, split over queries and keys, late, after the bias, or none.
+    `scale`: after the product, before it on queries, split over queries and keys, late, after the bias, or none; or
+    after the product by what is computed, one number or one for each head.
     `bias`: what is added to the scores: nothing, a mask [batch, 1, length, all], one row [batch, 1, 1, all], a
     learned one [heads, length, all], or both of the first and the last; or a mask of truths that a Where hides by, or
     multiplications of the scores and of a low number by it and its opposite. `keys`: transposed as one order, as two,
@@ -44,6 +45,7 @@ class Form:
     turned: bool = False
     reads_sizes: bool = False
     sinks: bool = False
+    widened: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,12 +145,18 @@ class _Writer:
             query = self._scaled(query, number)
         if form.scale == "split":
             query, keys = self._scaled(query, number**0.5), self._scaled(keys, number**0.5)
+        if form.widened:
+            query, keys = (self._add("Cast", factor, to=TensorProto.FLOAT) for factor in (query, keys))
         if form.layout == "einsum":
             scores = self._add("Einsum", query, keys, equation="blhd,bahd->bhla")
         else:
             scores = self._add("MatMul", query, keys)
         if form.scale == "after":
             scores = self._scaled(scores, number)
+        if form.scale in ("computed", "heads"):
+            computed = self._weight(self._random.random((size.heads, 1, 1) if form.scale == "heads" else 1) - 1)
+            computed = self._add("Exp", computed)
+            scores = self._add(*("Div", scores, computed) if form.flipped else ("Mul", computed, scores))
         by_heads = form.layout in ("merged", "rows") and form.bias != "none"
         if by_heads:
             ends = self._size_of("x", 0), self._size_of(scores, 1), self._size_of(scores, 2)
@@ -223,7 +231,7 @@ class _Writer:
             weights = self._add("Div", powers, self._add("ReduceSum", powers, axes, keepdims=1))
         else:
             weights = self._add("Softmax", scores, axis=form.softmax_axis)
-        if form.wide_softmax:
+        if form.wide_softmax or form.widened:
             weights = self._add("Cast", weights, to=form.dtype)
         if form.sinks:
             numbers = [self._weight(np.array([number]), integer=True) for number in (0, self.size.all, -1)]

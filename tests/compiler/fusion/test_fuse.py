@@ -54,6 +54,8 @@ FORMS += [
         ),
     )
 ]
+FORMS += [Form(scale, bias, flipped=bias == "mask") for scale in ("computed", "heads") for bias in ("none", "mask")]
+FORMS += [Form("computed", layout=layout) for layout in ("merged", "rows", "einsum")]
 FORMS += [Form(bias=bias, keys="shared") for bias in ("none", "mask", "learned")]
 FORMS += [Form("late", bias, layout=layout) for bias in ("mask", "both", "where") for layout in ("heads", "merged")]
 
@@ -178,6 +180,24 @@ def check(model: onnx.ModelProto, folder: Path, shapes: dict[str, tuple[int, ...
     inputs = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
     return operators(made.graph.graph)
+
+
+WIDE = [
+    Form("before", dtype=onnx.TensorProto.FLOAT16, widened=True),
+    Form("split", dtype=onnx.TensorProto.FLOAT16, widened=True, layout="merged"),
+    Form(dtype=onnx.TensorProto.FLOAT16, wide_softmax=True, bias="mask"),
+]
+
+
+@pytest.mark.parametrize("form", WIDE)
+def test_halves_that_were_widened_are_fused_as_halves(tmp_path: Path, form: Form) -> None:
+    model = write(form, SIZE)
+    made = fused(model, tmp_path, SIZE, form)
+    assert [fate.operator for fate in made.fates] == ["MultiHeadAttention"]
+    types = [node.inputs[0].dtype for node in made.graph.graph if node.op_type == "MultiHeadAttention"]  # type: ignore[union-attr]
+    assert types == [ir.DataType.FLOAT16]
+    inputs = feeds(form, SIZE)
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=4e-3)
 
 
 def test_attention_inside_an_if_says_so(tmp_path: Path) -> None:
