@@ -40,9 +40,15 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     known = tuple(value for value in sources if sizes.of(value) is not None)
     work = Writer(at, attention.output.name or "", known, editor, sizes)
     frame = _check(attention, work)
-    _rewrite_sizes(attention, work)
     writing = _Writing(attention, frame, work)
-    writing.deliver(writing.rows())
+    try:
+        views = writing.views(writing.rows())
+    except NotFusedError:
+        work.undo()
+        raise
+    _rewrite_sizes(attention, work)
+    for old, natural, order in views:
+        writing.replace(old, natural, order)
 
 
 def _check(attention: Attention, work: Writer) -> Frame:
@@ -181,8 +187,8 @@ class _Writing:
         value = self.work.ordered(operand, f"{role}_ordered")
         return self.work.viewed(value, [self.frame.batch, self.frame.heads, rows, size], role)
 
-    def deliver(self, made: ir.Value) -> None:
-        """Put the operator's result in the place of the attention's output."""
+    def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:
+        """The values that the operator's result replaces; for each the result along its axes, and their order."""
         attention, frame, work = self.attention, self.frame, self.work
         size, weighed = fixed_axis(frame.value_size), frame.weighed
         batch = frame.divided(weighed)
@@ -190,18 +196,19 @@ class _Writing:
             natural = work.viewed(made, [*weighed[:batch], frame.length, *weighed[batch:], size], "divided")
             count = len(weighed)
             back = (*range(batch), *range(batch + 1, count + 1), batch, count + 1)
-            order = tuple(back[axis] for axis in attention.order)
-            self._replace(attention.output, natural, order)
-            return
+            return [(attention.output, natural, tuple(back[axis] for axis in attention.order))]
         natural = work.viewed(made, [frame.batch, frame.length, frame.heads, size], "divided")
         by_heads = [frame.batch, frame.heads, frame.length, size]
-        for node, _ in list(attention.output.uses()):  # the view that undoes the merged heads
-            if node.op_type in VIEWS and not node.domain and work.has_sizes(node.outputs[0], by_heads):
-                self._replace(node.outputs[0], natural, SWAP_HEADS)
         value = work.ordered(Operand(natural, SWAP_HEADS), "by_heads")
-        self._replace(attention.output, work.viewed(value, [*weighed, frame.length, size], "merged"), attention.order)
+        merged = work.viewed(value, [*weighed, frame.length, size], "merged")
+        divided = [  # what undoes the merged heads
+            (node.outputs[0], natural, SWAP_HEADS)
+            for node in dict.fromkeys(node for node, _ in attention.output.uses())
+            if node.op_type in VIEWS and not node.domain and work.has_sizes(node.outputs[0], by_heads)
+        ]
+        return [*divided, (attention.output, merged, attention.order)]
 
-    def _replace(self, old: ir.Value, natural: ir.Value, order: tuple[int, ...]) -> None:
+    def replace(self, old: ir.Value, natural: ir.Value, order: tuple[int, ...]) -> None:
         """Put a value, with its axes in another order, in the place of an old one. Transposes that undo that go."""
         for node, _ in list(old.uses()):
             undone = node.attributes.get_ints("perm", ()) if node.op_type == "Transpose" and not node.domain else ()

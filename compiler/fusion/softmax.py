@@ -46,14 +46,14 @@ def _find_written(node: ir.Node, name: str, rank_of: RankOf) -> Softmax | None:
         return None
     if total_node.op_type != "ReduceSum" or total_node.inputs[0] is not exponential:
         return None
-    return Softmax(name, above.inputs[0], node.outputs[0], _is_over_last(total_node, rank_of(exponential)))
+    return Softmax(name, above.inputs[0], node.outputs[0], is_over_last(total_node, rank_of(exponential)))
 
 
 def is_row_maximum(value: ir.Value | None, scores: ir.Value) -> bool:
     """Whether a value is the highest of the scores in each row: taken off, it changes no Softmax."""
     if value is None or (node := _reduction(value)) is None:
         return False
-    return node.op_type == "ReduceMax" and node.inputs[0] is scores and _is_over_last(node, None)
+    return node.op_type == "ReduceMax" and node.inputs[0] is scores and is_over_last(node, None)
 
 
 def _reduction(value: ir.Value) -> ir.Node | None:
@@ -76,7 +76,7 @@ def _reduction(value: ir.Value) -> ir.Node | None:
     return node if fits else None
 
 
-def _is_over_last(node: ir.Node, rank: int | None) -> bool:
+def is_over_last(node: ir.Node, rank: int | None) -> bool:
     """Whether a reduction is along the last axis alone."""
     axes = node.attributes.get_ints("axes", ())
     if not axes and len(node.inputs) > 1 and node.inputs[1] is not None and node.inputs[1].const_value is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import Operand
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
 
@@ -33,6 +34,7 @@ class Writer:
     sources: tuple[ir.Value, ...]
     editor: Editor
     sizes: Sizes
+    added: list[ir.Node] = field(default_factory=list)
 
     def add(
         self,
@@ -46,11 +48,20 @@ class Writer:
     ) -> ir.Value:
         """A new node's result, of the type of `like`."""
         value = self.editor.before(self.at, operator, *inputs, domain=domain, **attributes)
+        node = value.producer()
+        assert node is not None
+        self.added.append(node)
         value.name, value.type = f"{self.name}/{role}", like.type
         while value.name in self.sizes.shapes:
             value.name += "'"
         self.sizes.put(value, axes)
         return value
+
+    def undo(self) -> None:
+        """Remove what was added, which nothing else reads."""
+        for node in reversed(self.added):
+            self.editor.graph.remove(node, safe=True)
+        self.added.clear()
 
     def axes(self, value: ir.Value) -> tuple[Axis, ...]:
         """The axes of a value whose sizes are known."""
@@ -122,7 +133,8 @@ class Writer:
             return self.editor.constant(np.array([fixed], np.int64))
         assert isinstance(number, Axis)
         source = self._source(number)
-        assert source is not None, "`has` was asked"
+        if source is None:
+            raise NotFusedError("no value is known to have one of its sizes")
         sizes = self._integers(f"{role}_of", "Shape", [source.value], len(self.axes(source.value)))
         place = self.editor.constant(np.array([source.place], np.int64))
         size = self._integers(role, "Gather", [sizes, place], 1)

@@ -66,12 +66,13 @@ def print_plan(plan: Plan) -> None:
 
 
 def _print_fused(plan: Plan) -> None:
-    """Print how much of the attention became one operator, and why the rest did not."""
-    fates = plan.analysis.fates
-    reasons = Counter(fate.why for fate in fates if fate.why is not None)
-    out.print(f"attention fused: {sum(fate.operator is not None for fate in fates)} of {len(fates)}")
-    for why, count in reasons.items():
-        out.print(Text(f"  {count} not: {why}", "dim"))
+    """Print how many attentions and norms became one operator, and why the others did not."""
+    for kind, title in (("attention", "attention"), ("norm", "norms")):
+        fates = [fate for fate in plan.analysis.fates if fate.kind == kind]
+        if fates:
+            out.print(f"{title} fused: {sum(fate.operator is not None for fate in fates)} of {len(fates)}")
+        for why, count in Counter(fate.why for fate in fates if fate.why is not None).items():
+            out.print(Text(f"  {count} not: {why}", "dim"))
 
 
 def _print_alternatives(plan: Plan) -> None:
@@ -118,7 +119,7 @@ def check_explained(plan: Plan) -> None:
 
 
 def print_explained(plan: Plan) -> None:
-    """Print each place that looks like attention, and the axes that were found."""
+    """Print each place that looks like attention or a norm, and the axes that were found."""
     if plan.analysis.fates:
         _print_places(plan.analysis.fates)
     axes = plan.split.axis_fates()
@@ -127,11 +128,11 @@ def print_explained(plan: Plan) -> None:
 
 
 def _print_places(fates: Sequence[Fate]) -> None:
-    """Print for each Softmax that weighs values the operator that it became a part of, or why it did not."""
-    rows = table("attention, by its Softmax", "fused with, or why not")
+    """Print for each attention, by its Softmax, and each norm, by its mean, its operator, or why it has none."""
+    rows = table("", "by its node", "fused with, or why not")
     for fate in fates:
         operator = Text(fate.operator, "green") if fate.operator is not None else fate.why or ""
-        rows.add_row(fitted(fate.softmax, out.width // 2), operator)
+        rows.add_row(fate.kind, fitted(fate.place, out.width // 2), operator)
     out.print(rows)
 
 
