@@ -41,7 +41,7 @@ class Form:
     opset: int = 17
     layout: str = "heads"
     softmax: str = "one"
-    value_size: int = 8
+    value_size: int | None = None
     turned: bool = False
     reads_sizes: bool = False
     sinks: bool = False
@@ -74,6 +74,7 @@ def write(form: Form, size: Size, blocks: int = 1, seed: int = 0) -> onnx.ModelP
 class _Writer:
     def __init__(self, form: Form, size: Size, seed: int) -> None:
         self.form, self.size = form, size
+        self.value_size = form.value_size or size.size
         self._random = np.random.default_rng(seed)
         self._nodes: list[onnx.NodeProto] = []
         self._weights: list[onnx.TensorProto] = []
@@ -181,18 +182,18 @@ class _Writer:
         query = self._projected(value, size.heads, size.size)
         keys = self._projected("memory", heads, size.size)
         keys_at = len(self._nodes) - 1
-        values = self._projected("memory", heads, form.value_size)
+        values = self._projected("memory", heads, self.value_size)
         if form.layout == "einsum":
             return query, keys, values
         if form.layout == "rows":
             return query, self._add("Transpose", keys, perm=[0, 2, 1]), values
         if form.groups > 1:
-            keys, values = self._repeated(keys, size.size), self._repeated(values, form.value_size)
+            keys, values = self._repeated(keys, size.size), self._repeated(values, self.value_size)
         if form.keys == "cache":
             keys, values = self._add("Identity", keys), self._add("Identity", values)
         if form.layout == "merged":
             made = []
-            for each, width in ((query, size.size), (keys, size.size), (values, form.value_size)):
+            for each, width in ((query, size.size), (keys, size.size), (values, self.value_size)):
                 made.append(self._reshaped(each, -1, self._size_of(each, 2), width))
             return made[0], self._add("Transpose", made[1], perm=[0, 2, 1]), made[2]
         if form.keys == "once" and form.groups == 1:  # both transposes of the keys in one
@@ -203,7 +204,7 @@ class _Writer:
     def _biased(self, scores: str) -> str:
         form = self.form
         if form.bias in TRUTHS:
-            low = self._weight(np.array(-np.inf if form.guard else -1e9))
+            low = self._weight(np.array(-np.inf if form.guard else -3e4))
             if form.bias == "where":
                 zero = (low, scores) if form.flipped else (scores, low)
                 mask = self._add("Not", "mask") if form.flipped else "mask"
@@ -241,7 +242,7 @@ class _Writer:
     def _weighed(self, weights: str, values: str) -> str:
         """The values of each head, weighed, and projected to the model's width."""
         form, size = self.form, self.size
-        width = size.heads * form.value_size
+        width = size.heads * self.value_size
         if form.layout == "einsum":
             made = self._add("Einsum", weights, values, equation="bhla,bahd->blhd")
         elif form.turned:
@@ -255,7 +256,7 @@ class _Writer:
             made = self._add("Transpose", made, perm=[1, 0, 2])
         else:
             if form.layout == "merged":
-                made = self._reshaped(made, -1, size.heads, self._size_of(made, 1), form.value_size)
+                made = self._reshaped(made, -1, size.heads, self._size_of(made, 1), self.value_size)
             if form.layout != "einsum":
                 made = self._add("Transpose", made, perm=[0, 2, 1, 3])
             made = self._reshaped(made, 0, 0, width)
