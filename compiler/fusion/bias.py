@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.fusion.attention import Attention, Bias, NotFusedError
 from splitc.compiler.fusion.frame import Frame
-from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, product_of
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
 # The lowest number of a half: a mask in single precision may have lower ones, which are infinite as halves.
@@ -70,7 +70,7 @@ def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
         if _is_mixed(own[start:end], leading[start:end]):
             own[start:end] = leading[start:end]
     value = work.expanded(value, own, f"{role}_repeated")
-    merged = [part if _has_many(own[start:end]) else fixed_axis(1) for start, end, part in parts]
+    merged = [fixed_axis(1) if is_one(own[start:end]) else part for start, end, part in parts]
     return work.viewed(value, [*merged, *own[-2:]], f"{role}_four")
 
 
@@ -87,10 +87,6 @@ def _is_mixed(own: Sequence[Axis], full: Sequence[Axis]) -> bool:
     """Whether some of the axes have one element where the scores have more, and some have as many."""
     ones = [axis.size == ONE for axis, other in zip(own, full, strict=True) if other.size != ONE]
     return any(ones) and not all(ones)
-
-
-def _has_many(axes: Sequence[Axis]) -> bool:
-    return product_of(axis.size for axis in axes) != ONE
 
 
 def _as_type(value: ir.Value, like: ir.Value, work: Writer) -> ir.Value:

@@ -14,7 +14,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import constant
-from splitc.compiler.fusion.sizes import Sizes
+from splitc.compiler.fusion.sizes import Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
 
@@ -129,14 +129,13 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     data, weights, output = sizes.axes(norm.data), sizes.axes(norm.weights), sizes.axes(norm.output)
     if data is None or weights is None or output is None:
         raise NotFusedError("it has no known sizes")
-    if [axis.size for axis in weights] != [data[-1].size] or [axis.size for axis in output] != [
-        axis.size for axis in data
-    ]:
+    one_row = bool(weights) and weights[-1].size == data[-1].size and is_one(weights[:-1])
+    if not one_row or [axis.size for axis in output] != [axis.size for axis in data]:
         raise NotFusedError("it is multiplied by what is no weight for each place of the last axis")
     at = norm.output.producer()
     assert at is not None
     work = Writer(at, norm.output.name or "", (), editor, sizes)
-    scale = norm.weights
+    scale = work.viewed(norm.weights, data[-1:], "norm_row")
     if scale.dtype != norm.data.dtype:
         scale = work.cast(scale, norm.data, "norm_weights")
     made = work.add("norm", OPERATOR, [norm.data, scale], norm.data, data, axis=-1, epsilon=norm.epsilon, stash_type=1)

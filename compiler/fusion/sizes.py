@@ -50,6 +50,11 @@ def product_of(sizes: Iterable[Size]) -> Size:
     return planned, probe
 
 
+def is_one(axes: Iterable[Axis]) -> bool:
+    """Whether axes have one element together."""
+    return product_of(axis.size for axis in axes) == ONE
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The shapes of all values with the planned inputs, and with others that differ in each size that may.

@@ -26,6 +26,7 @@ RECIPROCAL = "root = Sqrt (total)  turned = Reciprocal (root)  normal = Mul (x, 
 POWERED = "half = Constant <value_float = -0.5> ()  turned = Pow (total, half)  normal = Mul (turned, x)"
 DIVIDED = "root = Sqrt (total)  normal = Div (x, root)"
 WEIGHTED = "y = Mul (weights, normal)"
+BY_ROWS = "axes = Constant <value_ints = [0, 1]> ()  row = Unsqueeze (weights, axes)  y = Mul (normal, row)"
 
 
 def written(body: str, dtype: str = "float", weights: str = "float") -> onnx.ModelProto:
@@ -57,8 +58,9 @@ def check(model: onnx.ModelProto, folder: Path, tolerance: float) -> None:
 
 @pytest.mark.parametrize("square", [POWER, SQUARE])
 @pytest.mark.parametrize("divided", [RECIPROCAL, POWERED])
-def test_each_form_gives_the_same(tmp_path: Path, square: str, divided: str) -> None:
-    check(written(square + MEAN + divided + WEIGHTED), tmp_path, 2e-6)
+@pytest.mark.parametrize("weighted", [WEIGHTED, BY_ROWS])
+def test_each_form_gives_the_same(tmp_path: Path, square: str, divided: str, weighted: str) -> None:
+    check(written(square + MEAN + divided + weighted), tmp_path, 2e-6)
 
 
 def test_halves_in_single_precision_between_casts(tmp_path: Path) -> None:
