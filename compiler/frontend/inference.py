@@ -62,7 +62,7 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
     with repetitions() as repeated:
         if len(nodes) > len(model.graph) or not _infer_in_order(model, nodes, rules):
             repeated.clear()
-            # Its last step relates symbols, and can't read all that it wrote itself (ceiling). All shapes are known then.
+            # Its last step relates symbols, and can't read all that it wrote (ceiling): all shapes are set then.
             with _own_rules(), suppress(ValueError):
                 infer_symbolic_shapes(model, warn_on_missing=False)
     if any(value.dtype in UNKNOWN for node in model.graph for value in node.outputs if value.name):

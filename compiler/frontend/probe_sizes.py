@@ -16,6 +16,11 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, shape_of
 from splitc.compiler.request.shapes import Shape
 
+# Sizes of an image may have to be multiples of the given ones, or of a part of these.
+FACTORS = (3, 5, 7, 2)
+# For each symbol alone shapes are inferred again, for each of its sizes: more symbols would take too long.
+MOST_SYMBOLS = 6
+
 Array = npt.NDArray[Any]
 
 
@@ -28,12 +33,7 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     anew. The given shapes are returned if all that leaves more shapes unknown (an image whose sides must be multiples
     of the patch size). `constants` are only those that do not depend on sizes.
     """
-    symbols: dict[str, int] = {}
-    for value in graph.graph.inputs:
-        for size, number in zip(value.shape or (), shapes[value.name or ""], strict=False):
-            # Some exporters write a number as a symbol: "4" may be any length, or the number of heads.
-            if isinstance(size, ir.SymbolicDim) and size.value and not size.value.isdigit():
-                symbols[size.value] = number
+    symbols = _symbols(graph, shapes)
     if not symbols:
         return bound
     ways = [_number(graph, symbols, sums) for sums in (True, False)]
@@ -44,6 +44,44 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
         if len(probed.uncertain) <= len(bound.uncertain):
             return replace(probed, constants=_same(probed.constants, bound.constants))
     return bound
+
+
+def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
+    """Shapes with another size for each symbol of the inputs, distinct if that can be.
+
+    Those of `bind_probe_sizes`; else each symbol gets a prime or, where that leaves more shapes unknown, a multiple of
+    its given size. The given shapes are returned if some symbol takes none of these.
+    """
+    probed = bind_probe_sizes(graph, shapes, bound)
+    symbols = _symbols(graph, shapes)
+    same = _same_axes(graph, symbols)
+    kinds = [name for name in symbols if name not in same]
+    if probed is not bound or not 0 < len(kinds) <= MOST_SYMBOLS:
+        return probed
+    numbers, primes = dict(symbols), _number(graph, symbols, False)
+    for kind in kinds:
+        for size in (primes[kind], *(factor * symbols[kind] for factor in FACTORS)):
+            if size in numbers.values():
+                continue
+            tried = {**numbers, kind: size, **{name: size for name, first in same.items() if first == kind}}
+            made = bind_shapes(graph.model, _input_shapes(graph, shapes, tried))
+            if len(made.uncertain) <= len(bound.uncertain):
+                numbers, probed = tried, made
+                break
+        else:
+            return bound
+    return replace(probed, constants=_same(probed.constants, bound.constants))
+
+
+def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """The symbols of the inputs, with their given sizes."""
+    symbols: dict[str, int] = {}
+    for value in graph.graph.inputs:
+        for size, number in zip(value.shape or (), shapes[value.name or ""], strict=False):
+            # Some exporters write a number as a symbol: "4" may be any length, or the number of heads.
+            if isinstance(size, ir.SymbolicDim) and size.value and not size.value.isdigit():
+                symbols[size.value] = number
+    return symbols
 
 
 def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, Array]:

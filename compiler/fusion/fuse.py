@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.graph import Graph, complete
-from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
+from splitc.compiler.frontend.probe_sizes import bind_other_sizes
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
@@ -62,7 +62,7 @@ def fuse(
         return Fused(graph, bound, tuple(look.fate() for look in looks))
     # Norms are along one axis, whose size is that of their weights: probe sizes would say nothing more.
     attends = any(isinstance(look.content, Attention) for look in looks)
-    probed = bind_probe_sizes(graph, shapes, bound) if attends else bound
+    probed = bind_other_sizes(graph, shapes, bound) if attends else bound
     sizes, editor = read_sizes(bound, probed), Editor(graph.graph)
     fates = tuple(_write(look, editor, sizes) for look in looks)
     if not any(fate.operator for fate in fates):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,7 +17,7 @@ import pytest
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
-from splitc.compiler.request.shapes import AskedShapes
+from splitc.compiler.request.shapes import AskedShapes, Shape
 from splitc.compiler.show.plan_tables import check_explained, print_explained
 from splitc.runtime import Session
 from tests.conftest import run_whole
@@ -123,7 +124,8 @@ def test_heads_whose_number_depends_on_the_request_are_a_part_of_the_batch(tmp_p
             => (float[batch, count, length, 8] y)
         { scores = MatMul (q, k)  weights = Softmax <axis = -1> (scores)  y = MatMul (weights, v) }
     """)
-    check(model, tmp_path, {"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8)})
+    others = {"q": (3, 6, 7, 8), "k": (3, 6, 8, 7), "v": (3, 6, 7, 8)}
+    check(model, tmp_path, {"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8)}, others)
 
 
 def test_windows_may_have_masks_of_their_own(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_windows_may_have_masks_of_their_own(tmp_path: Path) -> None:
         }
     """)
     shapes = {"q": (6, 4, 5, 8), "k": (6, 4, 8, 5), "v": (6, 4, 5, 8), "mask": (1, 3, 1, 5, 5), "bias": (1, 4, 5, 5)}
-    check(model, tmp_path, shapes)
+    check(model, tmp_path, shapes, {**shapes, "q": (9, 4, 5, 8), "k": (9, 4, 8, 5), "v": (9, 4, 5, 8)})
 
 
 def test_heads_that_were_moved_to_the_front_take_no_batch(tmp_path: Path) -> None:
@@ -169,16 +171,43 @@ def test_heads_that_were_moved_to_the_front_take_no_batch(tmp_path: Path) -> Non
     assert "Transpose" not in names
 
 
-def check(model: onnx.ModelProto, folder: Path, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Check that a model's one attention is fused and gives the same. Returns the operators that there are then."""
+def test_sides_of_a_picture_may_have_to_be_even(tmp_path: Path) -> None:
+    """So none can be a prime; others tell the sizes of axes apart too."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        pictures (float[batch, 8, height, width] x) => (float[batch, 8, height, width] y)
+        <int64[4] heads = {0, 2, 4, -1}, float[4] scales = {1.0, 1.0, 2.0, 2.0}>
+        {
+            low = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (x)
+            keys = Reshape (low, heads)
+            rows = Transpose <perm = [0, 1, 3, 2]> (keys)
+            scores = MatMul (rows, keys)
+            weights = Softmax <axis = -1> (scores)
+            made = MatMul (weights, rows)
+            back = Transpose <perm = [0, 1, 3, 2]> (made)
+            shape = Shape (low)
+            picture = Reshape (back, shape)
+            up = Resize <mode = "nearest"> (picture, , scales)
+            y = Add (x, up)
+        }
+    """)
+    check(model, tmp_path, {"x": (2, 8, 16, 24)}, {"x": (1, 8, 10, 6)})
+
+
+def check(model: onnx.ModelProto, folder: Path, shapes: Mapping[str, Shape], *others: Mapping[str, Shape]) -> list[str]:
+    """Check that a model's one attention is fused and gives the same, with other shapes too.
+
+    Returns the operators that there are then.
+    """
     path = folder / "model.onnx"
     onnx.save(model, path)
     analysis = analyze(path, AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
     assert [(fate.operator, fate.why) for fate in made.fates] == [("MultiHeadAttention", None)]
     random = np.random.default_rng(0)
-    inputs = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+    for sizes in (shapes, *others):
+        inputs = {name: random.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}
+        np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
     return operators(made.graph.graph)
 
 
