@@ -54,11 +54,9 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
 def _check(attention: Attention, work: Writer) -> Frame:
     """The frame in which the operator can say it all. Raises NotFusedError if there is none."""
     dtypes = {operand.value.dtype for operand in (attention.query, attention.keys, attention.values)}
-    if len(dtypes) > 1:
+    if len(dtypes) > 1 or attention.output.dtype is None:
         raise NotFusedError("its queries, keys and values are not of one type")
     frame = find_frame(attention, work.sizes)
-    if not (work.has(frame.length) and work.has(frame.all)):
-        raise NotFusedError("its lengths are sizes that no value is known to have")
     for bias in attention.biases:
         check_bias(bias, work.sizes)
     for scale in attention.row_scales:

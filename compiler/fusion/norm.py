@@ -127,8 +127,8 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     Raises NotFusedError if the operator can't say it; then nothing is changed.
     """
     data, weights, output = sizes.axes(norm.data), sizes.axes(norm.weights), sizes.axes(norm.output)
-    if data is None or weights is None or output is None:
-        raise NotFusedError("it has no known sizes")
+    if data is None or weights is None or output is None or norm.output.dtype is None:
+        raise NotFusedError("it has no known sizes, or no known type")
     one_row = bool(weights) and weights[-1].size == data[-1].size and is_one(weights[:-1])
     if not one_row or [axis.size for axis in output] != [axis.size for axis in data]:
         raise NotFusedError("it is multiplied by what is no weight for each place of the last axis")
