@@ -164,7 +164,7 @@ def plan(
     explain: bool = typer.Option(
         False,
         "--explain",
-        help="Show each attention, fused or why not; in tensor mode also each axis, split or why not.",
+        help="Show each attention and norm, fused or why not; in tensor mode also each axis, split or why not.",
     ),
     report: Path | None = REPORT,
     as_json: bool = JSON,
