@@ -49,15 +49,24 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
 def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
     """Shapes with another size for each symbol of the inputs, distinct if that can be.
 
-    Those of `bind_probe_sizes`; else each symbol gets a prime or, where that leaves more shapes unknown, a multiple of
-    its given size. The given shapes are returned if some symbol takes none of these.
+    Those of `bind_probe_sizes`, if they fit; else caches that have symbols of their own get the same size. Else each
+    symbol gets a prime or, where that does not fit, a multiple of its given size. The given shapes are returned if some
+    symbol takes none of these.
     """
     probed = bind_probe_sizes(graph, shapes, bound)
+    if probed is not bound and _fits(graph, probed, bound):
+        return probed
     symbols = _symbols(graph, shapes)
     same = _same_axes(graph, symbols)
     kinds = [name for name in symbols if name not in same]
-    if probed is not bound or not 0 < len(kinds) <= MOST_SYMBOLS:
-        return probed
+    caches = _same_axes(graph, symbols, first=2)
+    for numbers in (_number(graph, symbols, True, least) for least in (1, 0) if caches):
+        numbers.update({name: numbers[first] for name, first in caches.items()})
+        made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
+        if _fits(graph, made, bound):
+            return replace(made, constants=_same(made.constants, bound.constants))
+    if not 0 < len(kinds) <= MOST_SYMBOLS:
+        return bound
     numbers, primes = dict(symbols), _number(graph, symbols, False)
     for kind in kinds:
         for size in (primes[kind], *(factor * symbols[kind] for factor in FACTORS)):
@@ -65,12 +74,24 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
                 continue
             tried = {**numbers, kind: size, **{name: size for name, first in same.items() if first == kind}}
             made = bind_shapes(graph.model, _input_shapes(graph, shapes, tried))
-            if len(made.uncertain) <= len(bound.uncertain):
+            if _fits(graph, made, bound):
                 numbers, probed = tried, made
                 break
         else:
             return bound
     return replace(probed, constants=_same(probed.constants, bound.constants))
+
+
+def _fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
+    """Whether shapes are known as far as the given ones, and factors agree along the axis that a product sums over."""
+    if len(made.uncertain) > len(bound.uncertain):
+        return False
+    for node in graph.nodes:
+        if node.op_type == "MatMul" and not node.domain:
+            first, second = (made.shapes.get(value.name or "") if value is not None else None for value in node.inputs)
+            if first and second and len(second) > 1 and first[-1] != second[-2]:
+                return False
+    return True
 
 
 def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
@@ -89,27 +110,27 @@ def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, 
     return {name: array for name, array in first.items() if name in second and np.array_equal(array, second[name])}
 
 
-def _same_axes(graph: Graph, symbols: Mapping[str, int]) -> dict[str, str]:
-    """Symbols of an input's axis, and the first symbol of the same axis of an input that has the same given size."""
+def _same_axes(graph: Graph, symbols: Mapping[str, int], first: int = 0) -> dict[str, str]:
+    """Symbols of an input's axis, from the `first` on, and the first one of the same axis with the same given size."""
     firsts: dict[tuple[int, int], str] = {}
     same: dict[str, str] = {}
     for value in graph.graph.inputs:
         for axis, size in enumerate(value.shape or ()):
             name = size.value if isinstance(size, ir.SymbolicDim) else None
-            if name is not None and name in symbols:
+            if name is not None and name in symbols and axis >= first:
                 same.setdefault(name, firsts.setdefault((axis, symbols[name]), name))
-    return {name: first for name, first in same.items() if name != first}
+    return {name: other for name, other in same.items() if name != other}
 
 
-def _number(graph: Graph, symbols: Mapping[str, int], sums: bool) -> dict[str, int]:
-    """A probe size for each symbol. With `sums`, a symbol whose given size is a sum of two others' keeps that."""
+def _number(graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1) -> dict[str, int]:
+    """A probe size for each symbol. With `sums`, one that is the sum of two others, each at least `least`, stays so."""
     primes = _primes({size for weight in graph.graph.initializers.values() for size in shape_of(weight)})
     numbers: dict[str, int] = {}
     for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
         parts = [
             (a, b)
             for a, b in itertools.combinations(numbers, 2)
-            if sums and symbols[a] + symbols[b] == size and min(symbols[a], symbols[b]) > 0
+            if sums and symbols[a] + symbols[b] == size and min(symbols[a], symbols[b]) >= least
         ]
         numbers[symbol] = numbers[parts[0][0]] + numbers[parts[0][1]] if parts else next(primes)
     return numbers

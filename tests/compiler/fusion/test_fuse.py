@@ -194,6 +194,28 @@ def test_sides_of_a_picture_may_have_to_be_even(tmp_path: Path) -> None:
     check(model, tmp_path, {"x": (2, 8, 16, 24)}, {"x": (1, 8, 10, 6)})
 
 
+def test_caches_may_have_symbols_of_their_own_and_be_empty(tmp_path: Path) -> None:
+    """As a prompt is planned for, with what torch's exporter writes if nobody names the axes."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        prompt (float[b, 4, l, 8] q, float[b, 4, l, 8] k, float[b, 4, l, 8] v, float[b, 1, l, t] mask,
+                float[b, 4, s1, 8] past_keys, float[b, 4, s2, 8] past_values) => (float[b, 4, l, 8] y)
+        {
+            keys = Concat <axis = 2> (past_keys, k)
+            values = Concat <axis = 2> (past_values, v)
+            turned = Transpose <perm = [0, 1, 3, 2]> (keys)
+            scores = MatMul (q, turned)
+            masked = Add (scores, mask)
+            weights = Softmax <axis = -1> (masked)
+            y = MatMul (weights, values)
+        }
+    """)
+    news: dict[str, Shape] = dict.fromkeys("qkv", (2, 4, 5, 8))
+    shapes: dict[str, Shape] = {**news, "mask": (2, 1, 5, 5), "past_keys": (2, 4, 0, 8), "past_values": (2, 4, 0, 8)}
+    later: dict[str, Shape] = {**news, "mask": (2, 1, 5, 8), "past_keys": (2, 4, 3, 8), "past_values": (2, 4, 3, 8)}
+    check(model, tmp_path, shapes, later)
+
+
 def check(model: onnx.ModelProto, folder: Path, shapes: Mapping[str, Shape], *others: Mapping[str, Shape]) -> list[str]:
     """Check that a model's one attention is fused and gives the same, with other shapes too.
 
