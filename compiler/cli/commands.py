@@ -163,7 +163,9 @@ def plan(
     swap: bool = SWAP,
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the plan here, to edit or compile it."),
     explain: bool = typer.Option(
-        False, "--explain", help="In tensor mode: show the axes found, and why each is split or not."
+        False,
+        "--explain",
+        help="Show each attention and norm, fused or why not; in tensor mode also each axis, split or why not.",
     ),
     report: Path | None = REPORT,
     as_json: bool = JSON,
@@ -172,7 +174,7 @@ def plan(
     from splitc.compiler.api import plan_model
     from splitc.compiler.packaging.refusals import with_refusals
     from splitc.compiler.planning.plan_file import to_file, write_plan
-    from splitc.compiler.show.plan_tables import check_axes, print_axes, print_plan
+    from splitc.compiler.show.plan_tables import check_explained, print_explained, print_plan
 
     check_report(report, [model])
     if model.is_dir():
@@ -186,7 +188,7 @@ def plan(
     with shown_bars():
         decided = plan_model(model, devices, request)
     if explain:
-        check_axes(decided)
+        check_explained(decided)
     decided = with_refusals(decided)
     if output:
         check_output(output, decided.analysis.graph.data_files)
@@ -201,7 +203,7 @@ def plan(
         return
     print_plan(decided)
     if explain:
-        print_axes(decided)
+        print_explained(decided)
     if output:
         out.print(f"wrote {output}: splitc compile {model} --plan {output} -o PACKAGE")
 

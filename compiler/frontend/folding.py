@@ -98,6 +98,8 @@ def _gives_short(node: ir.Node, arrays: list[Array]) -> bool:
         return abs(limit - start) <= LONGEST * abs(delta)
     if node.op_type == "Tile":
         return int(arrays[0].size * np.prod(arrays[1])) <= LONGEST
+    if node.op_type == "OneHot":
+        return int(arrays[0].size * arrays[1].item()) <= LONGEST
     if node.op_type in ("ConstantOfShape", "Expand"):
         size = arrays[0].size if node.op_type == "Expand" else 1
         return int(np.prod(np.maximum(arrays[-1], 1))) * size <= LONGEST

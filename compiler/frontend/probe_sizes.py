@@ -16,6 +16,11 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, shape_of
 from splitc.compiler.request.shapes import Shape
 
+# Sizes of an image may have to be multiples of the given ones, or of a part of these.
+FACTORS = (3, 5, 7, 2)
+# For each symbol alone shapes are inferred again, for each of its sizes: more symbols would take too long.
+MOST_SYMBOLS = 6
+
 Array = npt.NDArray[Any]
 
 
@@ -23,23 +28,81 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     """Shapes with a distinct prime for each symbol of the inputs. No prime divides any size of a weight.
 
     Exporters do not record relations between symbols. So if a symbol's given size is the sum of two others' (total,
-    past and new length), its probe size is the sum of theirs. The given shapes are returned if probe sizes leave more
-    shapes unknown (an image whose sides must be multiples of the patch size). `constants` are only those that do not
-    depend on sizes.
+    past and new length), its probe size is the sum of theirs. If that leaves more shapes unknown, no sums are kept;
+    then the same axis of several inputs gets one symbol where its size is the same, since some exporters name each axis
+    anew. The given shapes are returned if all that leaves more shapes unknown (an image whose sides must be multiples
+    of the patch size). `constants` are only those that do not depend on sizes.
     """
+    symbols = _symbols(graph, shapes)
+    if not symbols:
+        return bound
+    ways = [_number(graph, symbols, sums) for sums in (True, False)]
+    same = _same_axes(graph, symbols)
+    ways += [{**numbers, **{name: numbers[first] for name, first in same.items()}} for numbers in ways if same]
+    for numbers in ways:
+        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
+        if len(probed.uncertain) <= len(bound.uncertain):
+            return replace(probed, constants=_same(probed.constants, bound.constants))
+    return bound
+
+
+def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
+    """Shapes with another size for each symbol of the inputs, distinct if that can be.
+
+    Those of `bind_probe_sizes`, if they fit; else caches that have symbols of their own get the same size. Else each
+    symbol gets a prime or, where that does not fit, a multiple of its given size. The given shapes are returned if some
+    symbol takes none of these.
+    """
+    probed = bind_probe_sizes(graph, shapes, bound)
+    if probed is not bound and _fits(graph, probed, bound):
+        return probed
+    symbols = _symbols(graph, shapes)
+    same = _same_axes(graph, symbols)
+    kinds = [name for name in symbols if name not in same]
+    caches = _same_axes(graph, symbols, first=2)
+    for numbers in (_number(graph, symbols, True, least) for least in (1, 0) if caches):
+        numbers.update({name: numbers[first] for name, first in caches.items()})
+        made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
+        if _fits(graph, made, bound):
+            return replace(made, constants=_same(made.constants, bound.constants))
+    if not 0 < len(kinds) <= MOST_SYMBOLS:
+        return bound
+    numbers, primes = dict(symbols), _number(graph, symbols, False)
+    for kind in kinds:
+        for size in (primes[kind], *(factor * symbols[kind] for factor in FACTORS)):
+            if size in numbers.values():
+                continue
+            tried = {**numbers, kind: size, **{name: size for name, first in same.items() if first == kind}}
+            made = bind_shapes(graph.model, _input_shapes(graph, shapes, tried))
+            if _fits(graph, made, bound):
+                numbers, probed = tried, made
+                break
+        else:
+            return bound
+    return replace(probed, constants=_same(probed.constants, bound.constants))
+
+
+def _fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
+    """Whether shapes are known as far as the given ones, and factors agree along the axis that a product sums over."""
+    if len(made.uncertain) > len(bound.uncertain):
+        return False
+    for node in graph.nodes:
+        if node.op_type == "MatMul" and not node.domain:
+            first, second = (made.shapes.get(value.name or "") if value is not None else None for value in node.inputs)
+            if first and second and len(second) > 1 and first[-1] != second[-2]:
+                return False
+    return True
+
+
+def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """The symbols of the inputs, with their given sizes."""
     symbols: dict[str, int] = {}
     for value in graph.graph.inputs:
         for size, number in zip(value.shape or (), shapes[value.name or ""], strict=False):
             # Some exporters write a number as a symbol: "4" may be any length, or the number of heads.
             if isinstance(size, ir.SymbolicDim) and size.value and not size.value.isdigit():
                 symbols[size.value] = number
-    if not symbols:
-        return bound
-    for sums in (True, False):
-        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, _number(graph, symbols, sums)))
-        if len(probed.uncertain) <= len(bound.uncertain):
-            return replace(probed, constants=_same(probed.constants, bound.constants))
-    return bound
+    return symbols
 
 
 def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, Array]:
@@ -47,15 +110,27 @@ def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, 
     return {name: array for name, array in first.items() if name in second and np.array_equal(array, second[name])}
 
 
-def _number(graph: Graph, symbols: Mapping[str, int], sums: bool) -> dict[str, int]:
-    """A probe size for each symbol. With `sums`, a symbol whose given size is a sum of two others' keeps that."""
+def _same_axes(graph: Graph, symbols: Mapping[str, int], first: int = 0) -> dict[str, str]:
+    """Symbols of an input's axis, from the `first` on, and the first one of the same axis with the same given size."""
+    firsts: dict[tuple[int, int], str] = {}
+    same: dict[str, str] = {}
+    for value in graph.graph.inputs:
+        for axis, size in enumerate(value.shape or ()):
+            name = size.value if isinstance(size, ir.SymbolicDim) else None
+            if name is not None and name in symbols and axis >= first:
+                same.setdefault(name, firsts.setdefault((axis, symbols[name]), name))
+    return {name: other for name, other in same.items() if name != other}
+
+
+def _number(graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1) -> dict[str, int]:
+    """A probe size for each symbol. With `sums`, one that is the sum of two others, each at least `least`, stays so."""
     primes = _primes({size for weight in graph.graph.initializers.values() for size in shape_of(weight)})
     numbers: dict[str, int] = {}
     for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
         parts = [
             (a, b)
             for a, b in itertools.combinations(numbers, 2)
-            if sums and symbols[a] + symbols[b] == size and min(symbols[a], symbols[b]) > 0
+            if sums and symbols[a] + symbols[b] == size and min(symbols[a], symbols[b]) >= least
         ]
         numbers[symbol] = numbers[parts[0][0]] + numbers[parts[0][1]] if parts else next(primes)
     return numbers

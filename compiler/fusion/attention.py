@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from splitc.compiler.fusion.operand import constant, factor_of
+from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_halves
+from splitc.compiler.fusion.product import PRODUCTS, Product, RankOf, is_product, read_product
+from splitc.compiler.fusion.softmax import Softmax, is_row_maximum
 
 # More nodes between a Softmax and its product are not looked through. A choice: an addition is looked through both
 # ways, so that the time may double with each. With 3, or 100, the same is fused in 43 models.
-DEEPEST = 12
-
-
-@dataclass(frozen=True)
-class Attention:
-    """softmax(scale x query x keys + biases) x values.
-
-    `query` and `keys` are the factors of one product, which makes [..., length, all], and `values` the second factor of
-    the other one. With `guarded`, rows of NaN, which a mask leaves nothing of, count as zeros.
-    """
-
-    query: ir.Value
-    keys: ir.Value
-    values: ir.Value
-    biases: tuple[ir.Value, ...]
-    scale: float
-    guarded: bool
-    output: ir.Value
+DEEPEST = 16
+# Scores that a mask replaces by this or less have no weight: masks are written as -1e4 in halves, and lower in others.
+HIDDEN = -1e4
 
 
 class NotFusedError(Exception):
@@ -35,54 +22,163 @@ class NotFusedError(Exception):
 
 
 @dataclass(frozen=True)
+class Bias:
+    """`factor` x `value` is added to the scores, where their shape is that of `at`.
+
+    Or `value` is a mask: scores where it is `hides` become `low`.
+    """
+
+    value: ir.Value
+    at: ir.Value
+    factor: float = 1.0
+    hides: bool | None = None
+    low: float = 0.0
+
+
+@dataclass(frozen=True)
+class RowScale:
+    """Scores, of the shape of `at`, are multiplied or divided by a `value` that is computed."""
+
+    value: ir.Value
+    at: ir.Value
+    divides: bool
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(scale x query x keys + biases) x values.
+
+    Queries are [..., length, size], keys [..., size, all] and values [..., all, size]. Axis n of the `output` is axis
+    `order[n]` of [..., length, size]. With `guarded`, rows of NaN, which a mask leaves nothing of, count as zeros.
+    `layouts` are scores whose first axes may be divided in another way than the queries'; `passed` are all values
+    between the queries and the output, which are no more once they are one operator.
+    """
+
+    query: Operand
+    keys: Operand
+    values: Operand
+    biases: tuple[Bias, ...]
+    scale: float
+    row_scales: tuple[RowScale, ...]
+    guarded: bool
+    output: ir.Value
+    order: tuple[int, ...]
+    layouts: tuple[ir.Value, ...]
+    passed: tuple[ir.Value, ...]
+
+
+@dataclass(frozen=True)
 class _Scores:
-    """What is done to a product before the Softmax."""
+    """What is done to a product before the Softmax, from it on."""
 
-    product: ir.Node
-    biases: tuple[ir.Value, ...] = ()
+    product: Product
+    passed: tuple[ir.Value, ...]
+    biases: tuple[Bias, ...] = ()
     scale: float = 1.0
+    row_scales: tuple[RowScale, ...] = ()
 
 
-def find_attention(softmax: ir.Node, rank: int | None, opset: int) -> Attention | None:
+@dataclass(frozen=True)
+class _Weighing:
+    """The product that a Softmax's output goes into, as values [..., all, size], and what is in between."""
+
+    values: Operand
+    weights: ir.Value
+    output: ir.Value
+    order: tuple[int, ...]
+    guarded: bool = False
+    passed: tuple[ir.Value, ...] = ()
+
+
+def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
     """The attention around a Softmax; None if nothing is weighed by its output, as in a router or a classifier.
 
-    `rank` is the number of its axes, None if that is unknown. Raises NotFusedError for what is not understood.
+    Raises NotFusedError for what is not understood.
     """
-    weighing = _find_weighing(softmax.outputs[0])
-    if weighing is None:
-        return None
-    node, guarded = weighing
-    scores, values = softmax.inputs[0], node.inputs[1]
-    assert scores is not None and values is not None
-    # Before opset 13 the default is axis 1, of which a Softmax with the last axis is a special case.
-    axis = softmax.attributes.get_int("axis", -1 if opset >= 13 else 1)
-    if rank is None or axis not in (-1, rank - 1):
-        raise NotFusedError("the Softmax is not known to be over the last axis")
-    above = _find_product(scores, DEEPEST)
-    query, keys = above.product.inputs
-    assert query is not None and keys is not None
-    return Attention(query, keys, values, above.biases, above.scale, guarded, node.outputs[0])
+    try:
+        below = _find_weighing(softmax.output, rank_of)
+        if not softmax.is_last:
+            raise NotFusedError("the Softmax is not known to be over the last axis")
+        above = _find_scores(softmax.scores, DEEPEST, rank_of)
+    except NotFusedError:
+        if not _weighs(softmax.output) or not _comes_from_product(softmax.scores):
+            return None
+        raise
+    layouts = (softmax.scores, below.weights, *(bias.at for bias in above.biases))
+    passed = (*above.passed, softmax.output, *below.passed)
+    query, keys, values = _factors(above.product, below.values)
+    return Attention(
+        query=query,
+        keys=keys,
+        values=values,
+        biases=above.biases,
+        scale=above.scale,
+        row_scales=above.row_scales,
+        guarded=below.guarded,
+        output=below.output,
+        order=below.order,
+        layouts=layouts,
+        passed=passed,
+    )
 
 
-def _find_weighing(value: ir.Value) -> tuple[ir.Node, bool] | None:
-    """The product whose first factor a Softmax's output is, and whether NaN are made zeros on the way."""
-    guarded = False
-    while not value.is_graph_output():
-        users = dict.fromkeys(node for node, _ in value.uses())
+def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Operand]:
+    """Queries, keys and values: as halves if all were halves, since the operator computes in single precision."""
+    query, keys = in_halves(product.first, scaled=True), in_halves(product.second, scaled=True)
+    weighed = in_halves(values, scaled=False)
+    if query is None or keys is None or weighed is None:
+        return product.first, product.second, values
+    return query, keys, weighed
+
+
+def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
+    """The product whose factor a Softmax's output is, and whether NaN are made zeros on the way."""
+    guarded, turned, straight = False, False, value
+    passed: list[ir.Value] = []
+    while True:
+        straight = straight if turned else value
+        users = _users(value)
         kinds = {node.op_type: node for node in users if not node.domain}
         if len(users) == 2 and kinds.keys() == {"IsNaN", "Where"} and _guards(kinds["Where"], kinds["IsNaN"], value):
             guarded, value = True, kinds["Where"].outputs[0]
-        elif len(users) != 1 or not kinds:
-            return None
-        elif "MatMul" in kinds:
-            first, second = kinds["MatMul"].inputs
-            weighs = first is value and second is not None and not second.is_initializer()
-            return (kinds["MatMul"], guarded) if weighs else None
-        elif kinds.keys() <= {"Cast", "Identity", "Dropout"}:
-            value = next(iter(users)).outputs[0]
+        elif value.is_graph_output() or len(users) > 1:
+            raise NotFusedError("its weights are read elsewhere too")
+        elif not users or not kinds:
+            raise NotFusedError("its weights go nowhere that is known")
+        elif users[0].op_type in PRODUCTS:
+            below = _read_weighing(users[0], value, turned, rank_of)
+            return replace(below, weights=straight, guarded=guarded, passed=tuple(passed))
+        elif users[0].op_type in (PASSED if turned else PASSED | VIEWS) and users[0].inputs[0] is value:
+            value = users[0].outputs[0]
+        elif users[0].op_type == "Transpose" and _swaps_last(users[0]):
+            turned, value = not turned, users[0].outputs[0]
         else:
-            return None
-    return None
+            raise NotFusedError(f"its weights pass a {users[0].op_type}")
+        passed.append(value)
+
+
+def _read_weighing(node: ir.Node, weights: ir.Value, turned: bool, rank_of: RankOf) -> _Weighing:
+    product = read_product(node, rank_of) if is_product(node) else None
+    if product is None:
+        raise NotFusedError("its weights go into no product of two computed values along one axis")
+    if product.first.value is not weights:
+        product = product.flipped()
+    first = product.first.swapped() if turned else product.first
+    if not first.is_value:
+        raise NotFusedError("its weights are multiplied along another axis than the Softmax's")
+    return _Weighing(product.second, weights, node.outputs[0], product.order)
+
+
+def _users(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read a value, without those that read its sizes alone."""
+    return [node for node in dict.fromkeys(node for node, _ in value.uses()) if node.op_type != "Shape"]
+
+
+def _swaps_last(node: ir.Node) -> bool:
+    """Whether a Transpose puts the last two axes in each other's place, and no others."""
+    order = node.attributes.get_ints("perm", ())
+    rank = len(order)
+    return tuple(order) == (*range(rank - 2), rank - 1, rank - 2)
 
 
 def _guards(where: ir.Node, is_nan: ir.Node, value: ir.Value) -> bool:
@@ -90,44 +186,154 @@ def _guards(where: ir.Node, is_nan: ir.Node, value: ir.Value) -> bool:
     return list(where.inputs[::2]) == [is_nan.outputs[0], value] and constant(where.inputs[1]) == 0.0
 
 
-def _find_product(value: ir.Value, deepest: int) -> _Scores:
+def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     """The product of two computed values that scores come from, and what is done to it on the way."""
     node = value.producer()
     if node is None or node.domain or not deepest:
         raise NotFusedError("its scores come from no product")
-    if node.op_type == "MatMul":
-        if any(factor is None or factor.is_initializer() for factor in node.inputs):
-            raise NotFusedError("its scores are a product with a weight")
-        return _Scores(node)
-    if node.op_type in ("Cast", "Identity"):
-        (source,) = node.inputs
-        assert source is not None
-        return _find_product(source, deepest - 1)
-    if node.op_type in ("Mul", "Div"):
-        return _find_scaled(node, deepest)
-    if node.op_type == "Add":
-        return _find_biased(node, deepest)
-    raise NotFusedError(f"its scores pass a {node.op_type}")
+    if node.op_type in PRODUCTS:
+        return _read_scores(node, rank_of)
+    one = node.inputs[0]
+    assert one is not None
+    if node.op_type in PASSED | VIEWS or _changes_nothing(node, one):
+        above = _find_scores(one, deepest - 1, rank_of)
+    elif node.op_type in ("Mul", "Div"):
+        above = _find_scaled(node, deepest, rank_of)
+    elif node.op_type in ("Add", "Sub"):
+        above = _find_biased(node, deepest, rank_of)
+    elif node.op_type == "Where":
+        above = _find_masked(node, deepest, rank_of)
+    elif node.op_type == "Tanh":
+        raise NotFusedError("its scores are capped by a Tanh, which the operator can't do")
+    elif node.op_type == "Concat":
+        raise NotFusedError("its scores are joined with others, such as sinks, which the operator can't do")
+    else:
+        raise NotFusedError(f"its scores pass a {node.op_type}")
+    return replace(above, passed=(*above.passed, value))
 
 
-def _find_scaled(node: ir.Node, deepest: int) -> _Scores:
+def _changes_nothing(node: ir.Node, scores: ir.Value) -> bool:
+    """Whether a node takes the same off all of a row, or bounds what is hidden already: no weight changes."""
+    if node.op_type == "Sub":
+        return is_row_maximum(node.inputs[1], scores)
+    return node.op_type == "Max" and len(node.inputs) == 2 and (constant(node.inputs[1]) or 0.0) <= HIDDEN
+
+
+def _read_scores(node: ir.Node, rank_of: RankOf) -> _Scores:
+    if not is_product(node):
+        raise NotFusedError("its scores are a product with a weight")
+    product = read_product(node, rank_of)
+    if product is None:
+        raise NotFusedError("its scores are a product along several axes, or of factors with unlike axes")
+    rank = len(product.order)
+    if product.order[-2:] == (rank - 1, rank - 2):
+        product = product.flipped()
+    if product.order != tuple(range(rank)):
+        raise NotFusedError("its scores have their axes in an order that is not understood")
+    return _Scores(product, (node.outputs[0],))
+
+
+def _find_scaled(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     scaled = factor_of(node)
     if scaled is None:
-        raise NotFusedError(f"its scores pass a {node.op_type} by what is no constant number")
-    above = _find_product(scaled[0], deepest - 1)
-    if above.biases:
-        raise NotFusedError("its scores are scaled after a mask was added")
-    return _Scores(above.product, (), above.scale * scaled[1])
+        return _find_scaled_rows(node, deepest, rank_of)
+    above = _find_scores(scaled[0], deepest - 1, rank_of)
+    # Scaling is linear: what was added before is scaled by itself. Hidden scores stay hidden if they stay low.
+    biases = tuple(replace(b, factor=b.factor * scaled[1], low=b.low * scaled[1]) for b in above.biases)
+    if scaled[1] < 0 or any(bias.hides is not None and bias.low > HIDDEN / 10 for bias in biases):
+        raise NotFusedError("its scores are scaled after a mask, which may no longer hide")
+    return replace(above, biases=biases, scale=above.scale * scaled[1])
 
 
-def _find_biased(node: ir.Node, deepest: int) -> _Scores:
+def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
+    """Scores times, or divided by, what is computed: a number for each head, say."""
+    for path, value in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Mul" else 1]:
+        assert path is not None and value is not None
+        if path.is_initializer() or not _comes_from_product(path):
+            continue
+        above = _find_scores(path, deepest - 1, rank_of)
+        if above.biases:
+            raise NotFusedError("its scores are scaled after a mask by what is no constant number")
+        scale = RowScale(value, node.outputs[0], node.op_type == "Div")
+        return replace(above, row_scales=(*above.row_scales, scale))
+    raise NotFusedError("its scores come from no product")
+
+
+def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
+    """Scores to which, or from which, something is added or taken."""
     reasons = []
-    for path, bias in (node.inputs, node.inputs[::-1]):
+    for path, bias in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Add" else 1]:
         assert path is not None and bias is not None
+        kept = _kept_by(path, bias)
         try:
-            above = _find_product(path, deepest - 1)
+            above = _find_scores(path if kept is None else kept, deepest - 1, rank_of)
         except NotFusedError as error:
             reasons.append(error)
         else:
-            return _Scores(above.product, (*above.biases, bias), above.scale)
-    raise reasons[0]
+            added = Bias(bias, node.outputs[0], -1.0 if node.op_type == "Sub" else 1.0)
+            return replace(above, biases=(*above.biases, added))
+    # What says most of the two is the reason on the path that has a product.
+    raise next((reason for reason in reasons if "no product" not in str(reason)), reasons[0])
+
+
+def _kept_by(path: ir.Value, bias: ir.Value) -> ir.Value | None:
+    """The scores in mask x scores + low x (not mask), which is a Where in other words; None for anything else."""
+    kept, lows = path.producer(), bias.producer()
+    if kept is None or lows is None or kept.op_type != "Mul" or lows.op_type != "Mul" or kept.domain or lows.domain:
+        return None
+    hidden = factor_of(lows)
+    if hidden is None or hidden[1] > HIDDEN or (mask := _cast_of(hidden[0])) is None:
+        return None
+    negation = mask.producer()
+    if negation is None or negation.op_type != "Not":
+        return None
+    for one, other in (kept.inputs, kept.inputs[::-1]):
+        if one is not None and _cast_of(one) is negation.inputs[0]:
+            return other
+    return None
+
+
+def _cast_of(value: ir.Value) -> ir.Value | None:
+    """The truths that a value has as numbers."""
+    node = value.producer()
+    if node is None or node.op_type != "Cast" or node.inputs[0] is None:
+        return None
+    return node.inputs[0] if node.inputs[0].dtype == ir.DataType.BOOL else None
+
+
+def _find_masked(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
+    """Scores some of which a mask replaces by a low number."""
+    mask, then, otherwise = node.inputs
+    assert mask is not None and then is not None and otherwise is not None
+    hides = constant(then) is not None
+    low, path = (constant(then), otherwise) if hides else (constant(otherwise), then)
+    if low is None:
+        raise NotFusedError("its scores are chosen from others by a Where")
+    if low > HIDDEN:
+        raise NotFusedError("a Where puts others in the place of its scores that are not low enough to hide them")
+    above = _find_scores(path, deepest - 1, rank_of)
+    return replace(above, biases=(*above.biases, Bias(mask, node.outputs[0], 1.0, hides, low)))
+
+
+def _weighs(value: ir.Value) -> bool:
+    """Whether a few nodes below a Softmax there is a product with a computed value."""
+    level = [value]
+    for _ in range(6):
+        users = [node for one in level for node in _users(one) if not node.domain]
+        if any(is_product(node) for node in users):
+            return True
+        level = [node.outputs[0] for node in users if node.op_type not in ("TopK", "ReduceSum", "ArgMax", "Gather")]
+    return False
+
+
+def _comes_from_product(value: ir.Value) -> bool:
+    """Whether a few nodes above a Softmax there is a product of two computed values."""
+    level = [value]
+    for _ in range(10):
+        above = [node for one in level if (node := one.producer()) is not None and not node.domain]
+        if any(is_product(node) for node in above):
+            return True
+        level = [
+            one for node in above if node.op_type not in ("MatMul", "Gemm", "Conv") for one in node.inputs[:2] if one
+        ]
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -9,27 +10,35 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.graph import Graph, complete
-from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
+from splitc.compiler.frontend.probe_sizes import bind_other_sizes
+from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.kernels import FASTER, LEAST_SCORES
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
+from splitc.compiler.fusion.norm import OPERATOR as NORM
+from splitc.compiler.fusion.norm import Norm, find_norm, write_norm
 from splitc.compiler.fusion.sizes import Sizes, read_sizes
+from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.request.shapes import Shape
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a Softmax that weighs values: the operator that has it inside, or why there is none."""
+    """What became of a place that looks like attention, or like a norm: its operator, or why there is none.
 
-    softmax: str
+    The place is called after its Softmax, or after its mean.
+    """
+
+    place: str
     operator: str | None
     why: str | None = None
+    kind: str = "attention"
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A graph whose attention is one operator each where that can be, with the shapes of all its values."""
+    """A graph whose attentions and norms are one operator each where that can be, with the shapes of all its values."""
 
     graph: Graph
     bound: BoundShapes
@@ -43,57 +52,110 @@ def fuse(
     types: Collection[ir.DataType] = FASTER,
     least: int = LEAST_SCORES,
 ) -> Fused:
-    """Fuse the graph's attention in numbers of these types, and with at least so many scores a head, in place.
+    """Fuse the graph's norms and attention in numbers of these types, in place.
 
-    `bound` are the shapes of its values with the inputs' `shapes`.
+    Only attention with at least so many scores a head is. `bound` are the shapes of the graph's values with the inputs'
+    `shapes`.
     """
-    opset = graph.model.opset_imports.get("", 1)
-    looks = [look for node in graph.nodes if (look := _look(node, bound, opset, types, least)) is not None]
-    if not any(isinstance(look.attention, Attention) for look in looks):
+    looks = _find(graph, bound, types, least)
+    if all(isinstance(look.content, NotFusedError) for look in looks):
         return Fused(graph, bound, tuple(look.fate() for look in looks))
-    sizes, editor = read_sizes(bound, bind_probe_sizes(graph, shapes, bound)), Editor(graph.graph)
+    # Norms are along one axis, whose size is that of their weights: probe sizes would say nothing more.
+    attends = any(isinstance(look.content, Attention) for look in looks)
+    probed = bind_other_sizes(graph, shapes, bound) if attends else bound
+    sizes, editor = read_sizes(bound, probed), Editor(graph.graph)
     fates = tuple(_write(look, editor, sizes) for look in looks)
     if not any(fate.operator for fate in fates):
         return Fused(graph, bound, fates)
-    graph.model.opset_imports.setdefault(DOMAIN, 1)
+    if any(fate.operator == OPERATOR for fate in fates):
+        graph.model.opset_imports.setdefault(DOMAIN, 1)
     return Fused(replace(graph, reads=complete(graph.model)), replace(bound, shapes=sizes.shapes), fates)
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What was found around a Softmax: attention that may be fused, or why it is not."""
+    """What was found at a place: attention or a norm that may be fused, or why it is not."""
 
-    softmax: str
-    attention: Attention | NotFusedError
+    place: str
+    kind: str
+    content: Attention | Norm | NotFusedError
 
     def fate(self, operator: str | None = None) -> Fate:
-        return Fate(self.softmax, operator, None if operator else str(self.attention))
+        return Fate(self.place, operator, None if operator else str(self.content), self.kind)
+
+
+def _find(graph: Graph, bound: BoundShapes, types: Collection[ir.DataType], least: int) -> list[_Look]:
+    """All that looks like attention or a norm."""
+    opset = graph.model.opset_imports.get("", 1)
+    looks = [_look(node, bound, opset, types, least) or _look_for_norm(node, types) for node in graph.nodes]
+    return [*(look for look in looks if look is not None), *_looks_inside(graph, bound, opset)]
 
 
 def _look(node: ir.Node, bound: BoundShapes, opset: int, types: Collection[ir.DataType], least: int) -> _Look | None:
     """Look for attention around a node, by the planned sizes alone: others are found only where they are needed."""
-    if node.op_type != "Softmax" or node.domain:
+
+    def shape_of(value: ir.Value) -> Shape | None:
+        if value.const_value is not None:
+            return tuple(value.const_value.shape.numpy())
+        return None if (value.name or "") in bound.uncertain else bound.shapes.get(value.name or "")
+
+    def rank_of(value: ir.Value) -> int | None:
+        shape = shape_of(value)
+        return None if shape is None else len(shape)
+
+    softmax = find_softmax(node, rank_of, opset)
+    if softmax is None:
         return None
-    name = node.name or node.outputs[0].name or ""
-    shape = None if (output := node.outputs[0].name or "") in bound.uncertain else bound.shapes.get(output)
     try:
-        attention = find_attention(node, None if shape is None else len(shape), opset)
+        attention = find_attention(softmax, rank_of)
         if attention is None:
             return None
-        if (dtype := attention.query.dtype) not in types:
-            raise NotFusedError(f"no kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")
-        if shape is None or shape[-2] * shape[-1] < least:
+        if (dtype := attention.query.value.dtype) not in types:
+            raise _no_kernel(dtype)
+        shape = shape_of(softmax.output)
+        if shape is None or math.prod(shape[-2:]) < least:
             raise NotFusedError("it is too small to be faster as one operator")
     except NotFusedError as error:
-        return _Look(name, error)
-    return _Look(name, attention)
+        return _Look(softmax.name, "attention", error)
+    return _Look(softmax.name, "attention", attention)
+
+
+def _no_kernel(dtype: ir.DataType | None) -> NotFusedError:
+    return NotFusedError(f"no kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")
+
+
+def _look_for_norm(mean: ir.Node, types: Collection[ir.DataType]) -> _Look | None:
+    """Look for a norm around a node."""
+    name = mean.name or mean.outputs[0].name or ""
+    try:
+        norm = find_norm(mean)
+        if norm is None:
+            return None
+        if norm.data.dtype not in types:
+            raise _no_kernel(norm.data.dtype)
+    except NotFusedError as error:
+        return _Look(name, "norm", error)
+    return _Look(name, "norm", norm)
+
+
+def _looks_inside(graph: Graph, bound: BoundShapes, opset: int) -> list[_Look]:
+    """What looks like attention in an If or a Loop, whose shapes are not known."""
+    if not has_subgraphs(graph.graph):
+        return []
+    inside = (node for node in all_nodes(graph.graph) if node.graph is not graph.graph)
+    looks = [_look(node, bound, opset, (), 0) for node in inside]
+    why = NotFusedError("it is inside an If or a Loop")
+    return [_Look(look.place, look.kind, why) for look in looks if look is not None]
 
 
 def _write(look: _Look, editor: Editor, sizes: Sizes) -> Fate:
-    if isinstance(look.attention, NotFusedError):
-        return look.fate()
     try:
-        write_multi_head_attention(look.attention, editor, sizes)
+        if isinstance(look.content, Attention):
+            write_multi_head_attention(look.content, editor, sizes)
+            return look.fate(OPERATOR)
+        if isinstance(look.content, Norm):
+            write_norm(look.content, editor, sizes)
+            return look.fate(NORM)
     except NotFusedError as error:
-        return replace(look, attention=error).fate()
-    return look.fate(OPERATOR)
+        look = replace(look, content=error)
+    return look.fate()

@@ -1,30 +1,29 @@
 """Attention as ONNX Runtime's operator MultiHeadAttention, which has kernels on the CPU and on CUDA.
 
 It takes queries [batch, length, heads x size]; keys and values likewise, or both [batch, heads, all, size]; and what is
-added to the scores, [batch or 1, heads or 1, length, all]. Its result is [batch, length, heads x size]. See
+added to the scores, [batch or 1, heads or 1, length, all]. Its result is [batch, length, heads x value size]. See
 com.microsoft.MultiHeadAttention in ONNX Runtime's ContribOperators.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import hand_over
-from splitc.compiler.fusion.attention import Attention, NotFusedError
-from splitc.compiler.fusion.operand import Operand, find_operand
-from splitc.compiler.fusion.sizes import Size, Sizes
+from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
+from splitc.compiler.fusion.bias import check_bias, write_bias
+from splitc.compiler.fusion.frame import Frame, find_frame
+from splitc.compiler.fusion.operand import VIEWS, Operand, axes_of, seen_through, unmerged, whole
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
+from splitc.compiler.fusion.writing import Writer
 
 DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
-# Orders of four axes: heads and lengths change places; the last two do.
-SWAP_HEADS, SWAP_LAST = (0, 2, 1, 3), (0, 1, 3, 2)
-# The lowest number of a half: a mask in single precision may have lower ones, which are infinite as halves.
-LOWEST_HALF = -65504.0
+# The order of four axes in which heads and lengths have changed places.
+SWAP_HEADS = (0, 2, 1, 3)
 
 
 def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Sizes) -> None:
@@ -32,169 +31,191 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
 
     Raises NotFusedError if the operator can't say it; then nothing is changed.
     """
-    heads, size = _check(attention, sizes)
-    work = _Writing(attention, editor, sizes)
-    query = find_operand(attention.query, 4, scaled=True).transposed(SWAP_HEADS)
-    keys = find_operand(attention.keys, 4, scaled=True).transposed(SWAP_LAST)
-    values = find_operand(attention.values, 4, scaled=False)
-    if all(operand.transposed(SWAP_HEADS).is_value for operand in (keys, values)):
-        rest = [work.merged(keys.value, "keys"), work.merged(values.value, "values")]
-    else:
-        rest = [work.ordered(keys, "keys"), work.ordered(values, "values")]
-    rows = work.merged(work.ordered(query, "query"), "query")
-    inputs = [rows, *rest, *([None, None, work.bias()] if attention.biases else [])]
-    scale = attention.scale * query.factor * keys.factor
-    made = work.add("rows", OPERATOR, inputs, rows, domain=DOMAIN, num_heads=heads, scale=scale)
-    if attention.guarded:
-        nan = work.add("is_nan", "IsNaN", [made], rows)
-        nan.type = ir.TensorType(ir.DataType.BOOL)
-        made = work.add("guarded", "Where", [nan, editor.scalar(0.0, rows), made], rows)
-    work.replace(work.divided(made, heads, size))
+    at = attention.output.producer()
+    assert at is not None
+    seen = [seen_through(operand, scaled=True) for operand in (attention.query, attention.keys)]
+    before = unmerged(seen[0], sizes, scaled=True)
+    # Inputs come last: what reads them needs them on each device.
+    sources = [*(operand.value for operand in (*seen, before) if operand is not None), *editor.graph.inputs]
+    known = tuple(value for value in sources if sizes.of(value) is not None)
+    work = Writer(at, attention.output.name or "", known, editor, sizes)
+    frame = _check(attention, work)
+    writing = _Writing(attention, frame, work)
+    try:
+        views = writing.views(writing.rows())
+    except NotFusedError:
+        work.undo()
+        raise
+    _rewrite_sizes(attention, work)
+    for old, natural, order in views:
+        writing.replace(old, natural, order)
 
 
-def _check(attention: Attention, sizes: Sizes) -> tuple[int, int]:
-    """The number of heads and their size. Raises NotFusedError if the operator does not fit."""
-    queries, keys, values = (sizes.of(value) for value in (attention.query, attention.keys, attention.values))
-    if queries is None or keys is None or values is None or not len(queries) == len(keys) == len(values) == 4:
-        raise NotFusedError("its queries, keys and values have no four axes of known sizes")
-    batch, heads, length, width = queries
-    rows = keys[3]
-    if keys != (batch, heads, width, rows) or values != (batch, heads, rows, width):
-        raise NotFusedError("its queries, keys and values differ in their batches, heads or sizes")
-    number, size = sizes.fixed(attention.query, 1), sizes.fixed(attention.query, 3)
-    if number is None or size is None:
-        raise NotFusedError("the number and the size of its heads may change from request to request")
+def _check(attention: Attention, work: Writer) -> Frame:
+    """The frame in which the operator can say it all. Raises NotFusedError if there is none."""
+    dtypes = {operand.value.dtype for operand in (attention.query, attention.keys, attention.values)}
+    if len(dtypes) > 1 or attention.output.dtype is None:
+        raise NotFusedError("its queries, keys and values are not of one type")
+    frame = find_frame(attention, work.sizes)
     for bias in attention.biases:
-        shape = sizes.of(bias)
-        if shape is None or len(shape) > 4:
-            raise NotFusedError("what is added to its scores has no known shape")
-        padded = ((1, 1),) * (4 - len(shape)) + shape
-        if any(one not in ((1, 1), other) for one, other in zip(padded, (batch, heads, length, rows), strict=True)):
-            raise NotFusedError("what is added to its scores has another shape than these")
-        if padded[3] != rows:
-            raise NotFusedError("what is added to its scores is the same for all keys")
-    return number, size
+        check_bias(bias, work.sizes)
+    for scale in attention.row_scales:
+        _check_scale(scale, frame, work.sizes)
+    for node in (node for value in attention.passed for node in _size_readers(value)):
+        axes = work.sizes.axes(node.inputs[0]) if node.inputs[0] is not None else None
+        if node.attributes or axes is None or not all(map(work.has, axes)):
+            raise NotFusedError("the sizes of its scores are read elsewhere")
+    return frame
+
+
+def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
+    """Raise NotFusedError if queries can't be scaled in the place of their scores."""
+    own, scores = sizes.axes(scale.value), sizes.axes(scale.at)
+    if own is None or scores is None or len(own) > len(scores):
+        raise NotFusedError("its scores are scaled by what has no known shape")
+    if all(axis.size == ONE for axis in own):
+        return
+    leading = [axis.size for axis in frame.leading]
+    if own[-1].size != ONE or [axis.size for axis in scores[:-2]] != leading:
+        raise NotFusedError("its scores are scaled by another number for each key")
+
+
+def _size_readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read a value's sizes."""
+    return [node for node, _ in value.uses() if node.op_type == "Shape" and not node.domain]
+
+
+def _rewrite_sizes(attention: Attention, work: Writer) -> None:
+    """Sizes of scores are read off queries and keys: else all scores would be computed for them."""
+    for value in (*attention.passed, attention.output):
+        for node in _size_readers(value):
+            axes = work.sizes.axes(value)
+            if node.attributes or axes is None or not all(map(work.has, axes)):
+                continue  # of the output: it stays
+            sizes = replace(work, at=node).list_of(axes, "scores")
+            node.outputs[0].replace_all_uses_with(sizes, replace_graph_outputs=False)
 
 
 @dataclass(frozen=True)
 class _Writing:
-    """New nodes before the one that makes an attention's output, named after that."""
+    """The operator in its frame."""
 
     attention: Attention
-    editor: Editor
-    sizes: Sizes
+    frame: Frame
+    work: Writer
 
-    @property
-    def _at(self) -> ir.Node:
-        node = self.attention.output.producer()
-        assert node is not None
-        return node
+    def rows(self) -> ir.Value:
+        """The operator and its inputs: [batch, length, heads x value size]."""
+        attention, frame, work = self.attention, self.frame, self.work
+        query = self._fitted(self._scaled(seen_through(attention.query, scaled=True)), frame.leading, "query")
+        keys = self._fitted(seen_through(attention.keys.swapped(), scaled=True), frame.leading, "keys")
+        values = self._fitted(seen_through(attention.values, scaled=False), frame.weighed, "values")
+        heads = frame.heads.fixed or 1
+        by_rows = self._natural(keys).is_value and self._natural(values).is_value
+        if by_rows or heads == 1 or frame.size != frame.value_size:
+            rest = [self._merged(keys, "keys"), self._merged(values, "values")]
+        else:
+            rest = [self._by_heads(keys, "keys"), self._by_heads(values, "values")]
+        inputs: list[ir.Value | None] = [self._merged(query, "query"), *rest]
+        if attention.biases:
+            inputs += [None, None, write_bias(attention, frame, work)]
+        scale = attention.scale * query.factor * keys.factor
+        axes = (frame.batch, frame.length, fixed_axis(heads * frame.value_size))
+        like = attention.query.value
+        made = work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, num_heads=heads, scale=scale)
+        if attention.guarded:
+            nan = work.add("is_nan", "IsNaN", [made], made, axes)
+            nan.type = ir.TensorType(ir.DataType.BOOL)
+            made = work.add("guarded", "Where", [nan, work.editor.scalar(0.0, made), made], made, axes)
+        return made if made.dtype == attention.output.dtype else work.cast(made, attention.output, "as_written")
 
-    def add(
-        self,
-        role: str,
-        operator: str,
-        inputs: Sequence[ir.Value | None],
-        like: ir.Value,
-        axes: Sequence[tuple[Size, Any]] | None = None,
-        domain: str = "",
-        **attributes: Any,
-    ) -> ir.Value:
-        """A new node's result, of the type of `like`, and of its shape if no `axes` are given."""
-        value = self.editor.before(self._at, operator, *inputs, domain=domain, **attributes)
-        value.name, value.type = f"{self.attention.output.name}/{role}", like.type
-        axes = self.axes(like) if axes is None else axes
-        self.sizes.put(value, tuple(size for size, _ in axes))
-        value.shape = ir.Shape([symbol for _, symbol in axes])
-        return value
+    def _scaled(self, query: Operand) -> Operand:
+        """Queries, times what is computed to scale their scores."""
+        for number, scale in enumerate(self.attention.row_scales):
+            axes, value = self.work.axes(scale.value), scale.value
+            if all(axis.size == ONE for axis in axes):
+                value = self.work.viewed(value, [], f"scale{number}")
+            else:
+                query = replace(whole(self.work.ordered(query, "query_ordered"), len(query.axes)), factor=query.factor)
+            if value.dtype != query.value.dtype:
+                value = self.work.cast(value, query.value, f"scale{number}_cast")
+            operator, like = "Div" if scale.divides else "Mul", query.value
+            scaled = self.work.add("query_scaled", operator, [like, value], like, self.work.axes(like))
+            query = replace(query, value=scaled)
+        return query
 
-    def axes(self, value: ir.Value) -> list[tuple[Size, Any]]:
-        """The size of each axis, and its symbol or number in the graph."""
-        sizes = self.sizes.of(value)
-        assert sizes is not None
-        symbols = value.shape if value.shape is not None else [None] * len(sizes)
-        return list(zip(sizes, symbols, strict=True))
+    def _fitted(self, operand: Operand, leading: Sequence[Axis], role: str) -> Operand:
+        """An operand [..., rows, size] whose first axes are each of the batch or of heads."""
+        work, frame = self.work, self.frame
+        axes = self._axes(operand)
+        if [axis.size for axis in axes[:-2]] != [axis.size for axis in leading]:
+            value = work.expanded(work.ordered(operand, f"{role}_ordered"), [*leading, *axes[-2:]], f"{role}_repeated")
+            operand = replace(whole(value, len(axes)), factor=operand.factor)
+        if frame.divided(leading) is not None:
+            return operand
+        before = unmerged(operand, work.sizes, scaled=role != "values")
+        if before is not None and frame.divided(self._axes(before)[:-2]) is not None:
+            return before
+        value = work.ordered(operand, f"{role}_ordered")
+        value = work.viewed(value, [frame.batch, frame.heads, *axes[-2:]], f"{role}_by_heads")
+        return replace(whole(value, 4), factor=operand.factor)
 
-    def ordered(self, operand: Operand, role: str) -> ir.Value:
-        """The operand, without its factor, in the order of its axes."""
-        if operand.is_value:
-            return operand.value
-        axes = self.axes(operand.value)
-        ordered = [axes[axis] for axis in operand.axes]
-        value, order = operand.value, list(operand.axes)
-        return self.add(f"{role}_ordered", "Transpose", [value], value, ordered, perm=order)
+    def _axes(self, operand: Operand) -> tuple[Axis, ...]:
+        axes = axes_of(operand, self.work.sizes)
+        assert axes is not None
+        return axes
 
-    def merged(self, value: ir.Value, role: str) -> ir.Value:
-        """[batch, length, heads, size] as [batch, length, heads x size]."""
-        batch, length, (heads, _), (size, _) = self.axes(value)
-        width = heads[0] * size[0]
-        shape = self.editor.constant(np.array([0, 0, width], np.int64))
-        return self.add(role, "Reshape", [value, shape], value, [batch, length, ((width, width), width)])
+    def _natural(self, operand: Operand) -> Operand:
+        """An operand as [batch..., rows, heads..., size]."""
+        rank = len(operand.axes)
+        batch = self.frame.divided(self._axes(operand)[:-2])
+        assert batch is not None
+        return operand.transposed((*range(batch), rank - 2, *range(batch, rank - 2), rank - 1))
 
-    def divided(self, value: ir.Value, heads: int, size: int) -> ir.Value:
-        """[batch, length, heads x size] as [batch, length, heads, size]."""
-        batch, length, _ = self.axes(value)
-        shape = self.editor.constant(np.array([0, 0, heads, size], np.int64))
-        axes = [batch, length, ((heads, heads), heads), ((size, size), size)]
-        return self.add("divided", "Reshape", [value, shape], value, axes)
+    def _merged(self, operand: Operand, role: str) -> ir.Value:
+        """An operand as [batch, rows, heads x size]."""
+        *_, rows, size = self._axes(operand)
+        value = self.work.ordered(self._natural(operand), f"{role}_by_rows")
+        width = fixed_axis((self.frame.heads.fixed or 1) * (size.fixed or 1))
+        return self.work.viewed(value, [self.frame.batch, rows, width], role)
 
-    def bias(self) -> ir.Value:
-        """All that is added to the scores, with four axes and as many rows as there are queries."""
-        first, *others = (self._four(value, f"bias{number}") for number, value in enumerate(self.attention.biases))
-        total = first
-        for number, other in enumerate(others):
-            axes = [a if a[0] != (1, 1) else b for a, b in zip(self.axes(total), self.axes(other), strict=True)]
-            total = self.add(f"biases{number}", "Add", [total, other], total, axes)
-        query = self.axes(self.attention.query)
-        if total.dtype != self.attention.query.dtype:
-            total = self._halved(total)
-        if self.axes(total)[2][0] == query[2][0]:
-            return total
-        axes = self.axes(total)
-        return self.add("bias_rows", "Expand", [total, self._rows()], total, [*axes[:2], query[2], axes[3]])
+    def _by_heads(self, operand: Operand, role: str) -> ir.Value:
+        """An operand as [batch, heads, rows, size]."""
+        *_, rows, size = self._axes(operand)
+        value = self.work.ordered(operand, f"{role}_ordered")
+        return self.work.viewed(value, [self.frame.batch, self.frame.heads, rows, size], role)
 
-    def _four(self, value: ir.Value, role: str) -> ir.Value:
-        """A value with four axes, the first of which may be added."""
-        axes = self.axes(value)
-        lacking = 4 - len(axes)
-        if not lacking:
-            return value
-        ones = self.editor.constant(np.ones(4, np.int64))  # Unsqueeze takes its axes in another way before opset 13
-        return self.add(role, "Expand", [value, ones], value, [*[((1, 1), 1)] * lacking, *axes])
+    def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:
+        """The values that the operator's result replaces; for each the result along its axes, and their order."""
+        attention, frame, work = self.attention, self.frame, self.work
+        size, weighed = fixed_axis(frame.value_size), frame.weighed
+        batch = frame.divided(weighed)
+        if batch is not None:
+            natural = work.viewed(made, [*weighed[:batch], frame.length, *weighed[batch:], size], "divided")
+            count = len(weighed)
+            back = (*range(batch), *range(batch + 1, count + 1), batch, count + 1)
+            return [(attention.output, natural, tuple(back[axis] for axis in attention.order))]
+        natural = work.viewed(made, [frame.batch, frame.length, frame.heads, size], "divided")
+        by_heads = [frame.batch, frame.heads, frame.length, size]
+        value = work.ordered(Operand(natural, SWAP_HEADS), "by_heads")
+        merged = work.viewed(value, [*weighed, frame.length, size], "merged")
+        divided = [  # what undoes the merged heads
+            (node.outputs[0], natural, SWAP_HEADS)
+            for node in dict.fromkeys(node for node, _ in attention.output.uses())
+            if node.op_type in VIEWS and not node.domain and work.has_sizes(node.outputs[0], by_heads)
+        ]
+        return [*divided, (attention.output, merged, attention.order)]
 
-    def _halved(self, value: ir.Value) -> ir.Value:
-        """What is added in single precision, in the type of the queries."""
-        if self.attention.query.dtype == ir.DataType.FLOAT16:
-            value = self.add("bias_bounded", "Max", [value, self.editor.scalar(LOWEST_HALF, value)], value)
-        dtype = self.attention.query.dtype
-        assert dtype is not None
-        cast = self.add("bias_cast", "Cast", [value], value, to=dtype)
-        cast.type = ir.TensorType(dtype)
-        return cast
-
-    def _rows(self) -> ir.Value:
-        """[1, 1, length, 1], by which a row for all queries is repeated."""
-        all_sizes = self._numbers("query_sizes", "Shape", [self.attention.query], 4)
-        length = self._numbers("length", "Gather", [all_sizes, self.editor.constant(np.array([2]))], 1)
-        one = self.editor.constant(np.array([1]))
-        return self._numbers("bias_sizes", "Concat", [one, one, length, one], 4, axis=0)
-
-    def _numbers(self, role: str, operator: str, inputs: Sequence[ir.Value], count: int, **attributes: Any) -> ir.Value:
-        """A list of so many sizes."""
-        value = self.add(role, operator, inputs, inputs[0], [((count, count), count)], **attributes)
-        value.type = ir.TensorType(ir.DataType.INT64)
-        return value
-
-    def replace(self, made: ir.Value) -> None:
-        """Put the result, [batch, length, heads, size], in the place of the attention's output."""
-        output = self.attention.output
-        for node, _ in list(output.uses()):
-            order = node.attributes.get_ints("perm", ()) if node.op_type == "Transpose" and not node.domain else ()
-            if tuple(order) == SWAP_HEADS and not node.outputs[0].is_graph_output():
-                node.outputs[0].replace_all_uses_with(made)
-        back = self.ordered(Operand(made, SWAP_HEADS), "output")
-        sizes = self.sizes.of(back)
-        assert sizes is not None
-        output.replace_all_uses_with(back, replace_graph_outputs=True)
-        hand_over(output, back, "unfused")  # it may be an output of the model
-        self.sizes.put(back, sizes)
+    def replace(self, old: ir.Value, natural: ir.Value, order: tuple[int, ...]) -> None:
+        """Put a value, with its axes in another order, in the place of an old one. Transposes that undo that go."""
+        for node, _ in list(old.uses()):
+            undone = node.attributes.get_ints("perm", ()) if node.op_type == "Transpose" and not node.domain else ()
+            fits = len(undone) == len(order) and Operand(natural, order).transposed(undone).is_value
+            if fits and not node.outputs[0].is_graph_output():
+                node.outputs[0].replace_all_uses_with(natural)
+        back = self.work.ordered(Operand(natural, order), "output")
+        axes = self.work.axes(back)
+        old.replace_all_uses_with(back, replace_graph_outputs=True)
+        if old is self.attention.output or old.is_graph_output():
+            hand_over(old, back, "unfused")  # it may be an output of the model
+            self.work.sizes.put(back, axes)

@@ -1,4 +1,4 @@
-"""What a product multiplies, seen through what can be done elsewhere: transposes, and factors that are constants."""
+"""What a product multiplies, seen through what can be done elsewhere: transposes, views, constant factors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.fusion.sizes import Axis, Sizes
+
+# They keep the order of elements, and so only say anew which axes there are.
+VIEWS = frozenset({"Reshape", "Squeeze", "Unsqueeze", "Flatten"})
+PASSED = frozenset({"Cast", "Identity", "Dropout"})
 
 
 @dataclass(frozen=True)
@@ -22,31 +27,74 @@ class Operand:
         """With the axes in another order."""
         return replace(self, axes=tuple(self.axes[axis] for axis in order))
 
+    def swapped(self) -> Operand:
+        """With the last two axes in each other's place."""
+        return replace(self, axes=(*self.axes[:-2], self.axes[-1], self.axes[-2]))
+
     @property
     def is_value(self) -> bool:
         """Whether the axes are in the value's own order."""
         return self.axes == tuple(range(len(self.axes)))
 
 
-def find_operand(value: ir.Value, rank: int, scaled: bool) -> Operand:
-    """A value of so many axes as an operand of the first value above it that is made in another way.
+def whole(value: ir.Value, rank: int) -> Operand:
+    """A value of so many axes as it is."""
+    return Operand(value, tuple(range(rank)))
 
-    Only one that may be `scaled` gets a factor other than 1.
+
+def in_halves(operand: Operand, scaled: bool) -> Operand | None:
+    """An operand that was made single precision from halves, as one of these; itself if it is of halves; else None."""
+    if operand.value.dtype == ir.DataType.FLOAT16:
+        return operand
+    seen = seen_through(operand, scaled)
+    node = seen.value.producer()
+    if node is None or node.domain or node.op_type != "Cast" or node.inputs[0] is None:
+        return None
+    return replace(seen, value=node.inputs[0]) if node.inputs[0].dtype == ir.DataType.FLOAT16 else None
+
+
+def seen_through(operand: Operand, scaled: bool) -> Operand:
+    """An operand as one of the first value above it that is made in another way than by a transpose or a factor.
+
+    Only one that may be `scaled` gets a factor.
     """
-    operand = Operand(value, tuple(range(rank)))
     while (node := operand.value.producer()) is not None and not node.domain:
+        source = node.inputs[0] if node.inputs else None
         if node.op_type == "Transpose":
-            first = node.attributes.get_ints("perm", tuple(reversed(range(rank))))
-            source = node.inputs[0]
-            axes = tuple(first[axis] for axis in operand.axes)
+            first = node.attributes.get_ints("perm", tuple(reversed(range(len(operand.axes)))))
+            operand = replace(operand, axes=tuple(first[axis] for axis in operand.axes))
         elif scaled and node.op_type in ("Mul", "Div") and (product := factor_of(node)) is not None:
-            source, axes = product[0], operand.axes
+            source = product[0]
             operand = replace(operand, factor=operand.factor * product[1])
         else:
             break
         assert source is not None
-        operand = replace(operand, value=source, axes=axes)
+        operand = replace(operand, value=source)
     return operand
+
+
+def unmerged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand | None:
+    """An operand whose first axes a view has merged, as one of what the view reads; None if there is no such view."""
+    rank = len(operand.axes)
+    if operand.axes[:-2] != tuple(range(rank - 2)):
+        return None
+    axes, value = sizes.of(operand.value), operand.value
+    while (node := value.producer()) is not None and not node.domain and node.op_type in VIEWS:
+        source = node.inputs[0]
+        assert source is not None
+        value, above = source, sizes.of(source)
+        if axes is None or above is None or len(above) <= rank or above[-2:] != axes[-2:]:
+            continue
+        more = len(above) - rank
+        order = (*range(len(above) - 2), *(axis + more for axis in operand.axes[-2:]))
+        return seen_through(replace(operand, value=value, axes=order), scaled)
+    return None
+
+
+def axes_of(operand: Operand, sizes: Sizes) -> tuple[Axis, ...] | None:
+    """An operand's axes; None if their sizes are not known."""
+    axes = sizes.axes(operand.value)
+    return None if axes is None or len(axes) != len(operand.axes) else tuple(axes[axis] for axis in operand.axes)
 
 
 def factor_of(node: ir.Node) -> tuple[ir.Value, float] | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
@@ -11,6 +14,45 @@ from splitc.compiler.request.shapes import Shape
 
 # A size with the planned inputs, and with probe sizes.
 Size = tuple[int, int]
+ONE = (1, 1)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a value: its size, what the graph calls it, and its number if it is the same in each request."""
+
+    size: Size
+    symbol: Any = None
+    fixed: int | None = None
+
+
+def fixed_axis(number: int) -> Axis:
+    """An axis of this size in each request."""
+    return Axis((number, number), number, number)
+
+
+def joined(axes: Iterable[Axis]) -> Axis:
+    """Several axes as one."""
+    kept = [axis for axis in axes if axis.size != ONE]
+    if len(kept) == 1:
+        return kept[0]
+    fixed = [axis.fixed for axis in kept]
+    if None not in fixed:
+        return fixed_axis(math.prod(number for number in fixed if number is not None))
+    return Axis(product_of(axis.size for axis in kept))
+
+
+def product_of(sizes: Iterable[Size]) -> Size:
+    """The size of several axes as one."""
+    planned = probe = 1
+    for one, other in sizes:
+        planned, probe = planned * one, probe * other
+    return planned, probe
+
+
+def is_one(axes: Iterable[Axis]) -> bool:
+    """Whether axes have one element together."""
+    return product_of(axis.size for axis in axes) == ONE
 
 
 @dataclass(frozen=True)
@@ -34,18 +76,24 @@ class Sizes:
             return None
         return tuple(zip(shape, probe, strict=True))
 
-    def fixed(self, value: ir.Value, axis: int) -> int | None:
-        """The size of an axis if no request changes it."""
+    def axes(self, value: ir.Value) -> tuple[Axis, ...] | None:
+        """A value's axes; None if their sizes are not known."""
         sizes = self.of(value)
-        if sizes is None or sizes[axis][0] != sizes[axis][1]:
+        if sizes is None:
             return None
-        known = value.const_value is not None or (value.shape is not None and isinstance(value.shape[axis], int))
-        return sizes[axis][0] if self.differ or known else None
+        shape = value.shape if value.shape is not None and len(value.shape) == len(sizes) else [None] * len(sizes)
+        axes = []
+        for size, symbol in zip(sizes, shape, strict=True):
+            known = self.differ or isinstance(symbol, int) or value.const_value is not None
+            axes.append(Axis(size, symbol, size[0] if known and size[0] == size[1] else None))
+        return tuple(axes)
 
-    def put(self, value: ir.Value, sizes: tuple[Size, ...]) -> None:
-        """Say the sizes of a value that is new."""
-        self.shapes[value.name or ""] = tuple(planned for planned, _ in sizes)
-        self.probes[value.name or ""] = tuple(probe for _, probe in sizes)
+    def put(self, value: ir.Value, axes: Iterable[Axis]) -> None:
+        """Say the axes of a value that is new."""
+        axes = tuple(axes)
+        value.shape = ir.Shape([axis.symbol for axis in axes])
+        self.shapes[value.name or ""] = tuple(axis.size[0] for axis in axes)
+        self.probes[value.name or ""] = tuple(axis.size[1] for axis in axes)
 
 
 def read_sizes(bound: BoundShapes, probed: BoundShapes) -> Sizes:

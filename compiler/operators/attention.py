@@ -74,7 +74,7 @@ def multi_head_attention(op: Operation) -> None:
     if count <= 0:
         return
     heads = ax.new_axis(count)
-    rank, value = len(op.input(0)), op.input(2) if op.has(2) else ()
+    rank, value, e = len(op.input(0)), op.input(2) if op.has(2) else (), "e"
     width = ax.size_of(op.output()[-1]) // count
     if rank == 5:
         query, head = "b l h 3 d, -, -", ax.size_of(op.input(0)[-1])
@@ -82,15 +82,15 @@ def multi_head_attention(op: Operation) -> None:
         head = ax.size_of(op.input(0)[-1]) // count
         if op.has(1) and len(op.input(1)) == 5:
             query = "b l (h d), b s h 2 d, -"
-        elif len(value) == 4:
-            query = "b l (h d), b h s d, b h s e"
+        elif len(value) == 4:  # the kernel wants values of the keys' size here
+            query, e = "b l (h d), b h s d, b h s d", "d"
         else:
             query = "b l (h d), b s (h d), b s (h e)"
     op.pattern(
-        f"{query}, (h d + h d + h e), {_mask(op, 4)}, b h l t, b h p d, b h p e "
-        "-> b l (h e), b h t d, b h t e, b h l t",
+        f"{query}, (h d + h d + h {e}), {_mask(op, 4)}, b h l t, b h p d, b h p {e} "
+        f"-> b l (h {e}), b h t d, b h t {e}, b h l t",
         whole="dlspt23",
-        known={"h": heads, "d": ax.new_axis(head), "e": ax.new_axis(width)},
+        known={"h": heads, "e": ax.new_axis(width), "d": ax.new_axis(head)},
     )
     op.attributes["num_heads"] = [heads]
 

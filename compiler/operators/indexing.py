@@ -143,6 +143,7 @@ OPERATORS = (
     Operator("GatherElements", gather_elements, reads_part=True, lookups=((1, 0),)),
     Operator("GatherND", gather_nd, reads_part=True),
     Operator("com.microsoft.GatherBlockQuantized", gather_blocks, shapes=block_rows_shape, lookups=((1, 0),)),
+    Operator("OneHot", shape_arithmetic=True),
     Operator("ScatterElements", scatter_elements, positions=(1,)),
     Operator("ScatterND", scatter_nd, positions=(1,)),
     Operator("TensorScatter", tensor_scatter, positions=(2,)),

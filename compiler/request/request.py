@@ -199,7 +199,7 @@ class Request:
         False,
         "--no-fuse",
         kind=bool,
-        help="Leave attention as the exporter wrote it. Default: one operator, where ONNX Runtime's CUDA has a kernel.",
+        help="Leave attention and norms as exported. Default: one operator each where ONNX Runtime's CUDA has one.",
         planned=lambda file: not file.fused,
     )
     trust_external_data: bool = request_field(

@@ -1,30 +1,42 @@
-"""What became of a model's attention, on a plan's page."""
+"""What became of a model's attention and norms, in words and on a plan's page."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from splitc.compiler.fusion.fuse import Fate
 from splitc.runtime.reports.contents import Section, Table
 
+TITLES = {"attention": "attention", "norm": "norms"}
+
+
+def by_kind(fates: Sequence[Fate]) -> Iterator[tuple[str, list[Fate]]]:
+    """The fates of the attention, and of the norms, with a title each. Without those that a model has none of."""
+    for kind, title in TITLES.items():
+        if chosen := [fate for fate in fates if fate.kind == kind]:
+            yield title, chosen
+
 
 def reasons_not_fused(fates: Sequence[Fate]) -> list[tuple[str, int]]:
-    """Why attention was not fused, and how much of it, the most frequent reason first."""
+    """Why places were not fused, and how many, the most frequent reason first."""
     return Counter(fate.why for fate in fates if fate.why is not None).most_common()
 
 
-def fused_in_words(fates: Sequence[Fate]) -> str:
-    """How much of the attention became one operator."""
-    return f"attention fused: {sum(fate.operator is not None for fate in fates)} of {len(fates)}"
+def fused_in_words(title: str, fates: Sequence[Fate]) -> str:
+    """How many of these became one operator."""
+    return f"{title} fused: {sum(fate.operator is not None for fate in fates)} of {len(fates)}"
 
 
 def fused_section(fates: Sequence[Fate]) -> Section | None:
-    """How much of the attention became one operator, and why the rest did not. None if no attention was looked for."""
+    """How much of the attention and the norms became one operator, and why the rest did not.
+
+    None if none was looked for.
+    """
     if not fates:
         return None
     reasons = [(str(count), why) for why, count in reasons_not_fused(fates)]
-    rows = [(fate.softmax, fate.operator or "not fused", fate.why or "") for fate in fates]
-    tables = [Table("Why not", ("attentions", "reason"), reasons, ("attentions",), folded=False)] if reasons else []
-    tables.append(Table("Each of them", ("softmax", "operator", "reason"), rows))
-    return Section("Fusion", [fused_in_words(fates)], tables=tables)
+    rows = [(fate.place, fate.operator or "not fused", fate.why or "") for fate in fates]
+    tables = [Table("Why not", ("places", "reason"), reasons, ("places",), folded=False)] if reasons else []
+    tables.append(Table("Each of them", ("place", "operator", "reason"), rows))
+    return Section("Fusion", [fused_in_words(*kind) for kind in by_kind(fates)], tables=tables)

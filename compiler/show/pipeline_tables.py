@@ -7,7 +7,7 @@ from rich.table import Table
 from splitc.compiler.pipelines.ledger import can_swap
 from splitc.compiler.pipelines.plan import PipelinePlan
 from splitc.compiler.planning.resources import Budget
-from splitc.compiler.show.fused_section import fused_in_words
+from splitc.compiler.show.fused_section import by_kind, fused_in_words
 from splitc.compiler.show.plan_tables import budget_cells
 from splitc.runtime.cli.tables import RANK_SIZES, module_title
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table
@@ -40,8 +40,8 @@ def print_pipeline(plan: PipelinePlan) -> None:
                 out.print(f"{module.name}: its weights stay on {first_few(stay)}, since its engines hold them inside")
     for module in plan.modules:
         out.print(f"{module.name}: {module.why}")
-        if fates := module.plan.analysis.fates:
-            out.print(f"{module.name}: {fused_in_words(fates)}")
+        for title, fates in by_kind(module.plan.analysis.fates):
+            out.print(f"{module.name}: {fused_in_words(title, fates)}")
     if plan.folder.files:
         out.print(f"beside them: {first_few([path.as_posix() for path in plan.folder.files])}")
     for left in plan.folder.left_out:

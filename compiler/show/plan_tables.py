@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.bar import Bar
 from rich.text import Text
 
+from splitc.compiler.fusion.fuse import Fate
 from splitc.compiler.lowering.gpu_sizes import why_not_replayed
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget
-from splitc.compiler.show.fused_section import fused_in_words, reasons_not_fused
+from splitc.compiler.sharding.report import AxisFate
+from splitc.compiler.show.fused_section import by_kind, fused_in_words, reasons_not_fused
 from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole, replays_text
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table
 from splitc.runtime.engines.kinds import ONNXRUNTIME, describe_engine
@@ -77,10 +81,11 @@ def _why_not_replayed(plan: Plan) -> str:
 
 
 def _print_fused(plan: Plan) -> None:
-    """Print how much of the attention became one operator, and why the rest did not."""
-    out.print(fused_in_words(plan.analysis.fates))
-    for why, count in reasons_not_fused(plan.analysis.fates):
-        out.print(Text(f"  {count} not: {why}", "dim"))
+    """Print how many attentions and norms became one operator, and why the others did not."""
+    for title, fates in by_kind(plan.analysis.fates):
+        out.print(fused_in_words(title, fates))
+        for why, count in reasons_not_fused(fates):
+            out.print(Text(f"  {count} not: {why}", "dim"))
 
 
 def _print_alternatives(plan: Plan) -> None:
@@ -120,16 +125,32 @@ def _print_split(plan: Plan) -> None:
     print_whole(whole, plan.split_mode)
 
 
-def check_axes(plan: Plan) -> None:
-    """Raise MisuseError if there are no axes to print."""
-    if plan.split.axis_fates() is None:
+def check_explained(plan: Plan) -> None:
+    """Raise MisuseError if there is nothing to explain."""
+    if plan.split.axis_fates() is None and not plan.analysis.fates:
         raise MisuseError(f"--explain is for --split-mode tensor, and this plan's is {plan.split_mode}")
 
 
-def print_axes(plan: Plan) -> None:
+def print_explained(plan: Plan) -> None:
+    """Print each place that looks like attention or a norm, and the axes that were found."""
+    if plan.analysis.fates:
+        _print_places(plan.analysis.fates)
+    axes = plan.split.axis_fates()
+    if axes is not None:
+        _print_axes(axes)
+
+
+def _print_places(fates: Sequence[Fate]) -> None:
+    """Print for each attention, by its Softmax, and each norm, by its mean, its operator, or why it has none."""
+    rows = table("", "by its node", "fused with, or why not")
+    for fate in fates:
+        operator = Text(fate.operator, "green") if fate.operator is not None else fate.why or ""
+        rows.add_row(fate.kind, fitted(fate.place, out.width // 2), operator)
+    out.print(rows)
+
+
+def _print_axes(fates: Sequence[AxisFate]) -> None:
     """Print the axes of weights: their size, the bytes that they cover, and how they are sharded or why not."""
-    fates = plan.split.axis_fates()
-    assert fates is not None, "`check_axes` was called"
     rows = table("size", "weights", "bytes", "collectives", "split, or why not", "first of the weights", right=NUMBERS)
     for axis in (axis for axis in fates if axis.bytes >= SHOWN):
         units = ",".join(map(str, axis.units)) + ", joined" * axis.joined

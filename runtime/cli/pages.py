@@ -19,7 +19,7 @@ OPTION_PAGES = {
     **dict.fromkeys(("--profile", "--threads"), "planning#objectives-and-shares"),
     **dict.fromkeys(("--split-mode", "--pipeline-stages", "--main-device", "--row-min", "--fallback"), "split-modes"),
     "--explain": "split-modes#tensor-mode",
-    "--no-fuse": "gpus#fused-attention",
+    "--no-fuse": "gpus#fused-attention-and-norms",
     "--plan": "planning#editing-the-plan",
     "--shapes": "shapes#shapes-to-plan-for",
     **dict.fromkeys(("--min-shapes", "--opt-shapes", "--max-shapes"), "shapes#ranges-for-engines-that-are-built"),

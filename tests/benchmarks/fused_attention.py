@@ -60,6 +60,13 @@ CUDA = [
     ("token, 2000, groups of 4", Form(bias="mask", keys="cache", groups=4, dtype=HALF), Size(1, 1, 2000, 32, 128)),
     ("prompt, 512", Form(scale="split", bias="mask", keys="cache", guard=True, dtype=HALF), Size(1, 512, 512, 32, 128)),
     ("T5, 512", Form(scale="none", bias="both", dtype=HALF), Size(1, 512, 512, 16, 64)),
+    ("heads in the batch, 1024", Form(layout="rows", dtype=HALF), Size(4, 1024, 1024, 16, 64)),
+    ("heads in the batch, a Where mask", Form(layout="merged", bias="where", dtype=HALF), Size(4, 1024, 1024, 16, 64)),
+    ("Einsum, 1024", Form(layout="einsum", dtype=HALF), Size(4, 1024, 1024, 16, 64)),
+    ("values of 128, keys of 192", Form(bias="mask", value_size=128, dtype=HALF), Size(1, 1024, 1024, 16, 192)),
+    ("one head of 512, 4096", Form(dtype=HALF), Size(1, 4096, 4096, 1, 512)),
+    ("one head of keys for 32", Form(keys="shared", bias="mask", dtype=HALF), Size(1, 1024, 1024, 32, 64)),
+    ("widened products, 1024", Form("before", widened=True, dtype=HALF), Size(2, 1024, 1024, 20, 64)),
 ]
 
 

@@ -10,15 +10,22 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
+# Masks that say with True what is kept.
+TRUTHS = ("where", "kept")
+
 
 @dataclass(frozen=True)
 class Form:
     """How attention is written.
 
-    `scale`: after the product, before it on queries, split over queries and keys, late, after the bias, or none.
+    `scale`: after the product, before it on queries, split over queries and keys, late, after the bias, or none; or
+    after the product by what is computed, one number or one for each head.
     `bias`: what is added to the scores: nothing, a mask [batch, 1, length, all], one row [batch, 1, 1, all], a
-    learned one [heads, length, all], or both of the first and the last. `keys`: transposed as one order, as two, or
-    from a cache [batch, heads, all, size].
+    learned one [heads, length, all], or both of the first and the last; or a mask of truths that a Where hides by, or
+    multiplications of the scores and of a low number by it and its opposite. `keys`: transposed as one order, as two,
+    from a cache [batch, heads, all, size], or one head for all queries'. `layout`: batch and heads are two axes; merged
+    after heads were moved before lengths; merged while lengths are first; or in any order, in an Einsum. `softmax`: one
+    operator, one with the highest score taken off before, or written out.
     """
 
     scale: str = "after"
@@ -32,6 +39,13 @@ class Form:
     tanh: bool = False
     softmax_axis: int = -1
     opset: int = 17
+    layout: str = "heads"
+    softmax: str = "one"
+    value_size: int | None = None
+    turned: bool = False
+    reads_sizes: bool = False
+    sinks: bool = False
+    widened: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,7 @@ def write(form: Form, size: Size, blocks: int = 1, seed: int = 0) -> onnx.ModelP
 class _Writer:
     def __init__(self, form: Form, size: Size, seed: int) -> None:
         self.form, self.size = form, size
+        self.value_size = form.value_size or size.size
         self._random = np.random.default_rng(seed)
         self._nodes: list[onnx.NodeProto] = []
         self._weights: list[onnx.TensorProto] = []
@@ -71,16 +86,17 @@ class _Writer:
         for _ in range(blocks):
             value = self._block(value)
         self._nodes[-1].output[0] = "y"
-        inputs: list[tuple[str, list[str | int | None]]] = [
-            ("x", ["batch", "length", size.width]),
-            ("memory", ["batch", "all", size.width]),
+        # A bias that was learned for some lengths is right for these alone.
+        length, all_keys = (size.length, size.all) if self.form.bias in ("learned", "both") else ("length", "all")
+        inputs: list[tuple[str, Any]] = [
+            ("x", ["batch", length, size.width]),
+            ("memory", ["batch", all_keys, size.width]),
         ]
-        if self.form.bias in ("mask", "both"):
-            inputs.append(("mask", ["batch", 1, "length", "all"]))
-        if self.form.bias == "row":
-            inputs.append(("mask", ["batch", 1, 1, "all"]))
         values = [helper.make_tensor_value_info(name, dtype, shape) for name, shape in inputs]
-        outputs = [helper.make_tensor_value_info("y", dtype, ["batch", "length", size.width])]
+        if (mask := _mask_shape(self.form, ("batch", length, all_keys))) is not None:
+            mask_type = TensorProto.BOOL if self.form.bias in TRUTHS else dtype
+            values.append(helper.make_tensor_value_info("mask", mask_type, mask))
+        outputs = [helper.make_tensor_value_info("y", dtype, ["batch", length, size.width])]
         graph = helper.make_graph(self._nodes, "attention", values, outputs, self._weights)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.form.opset)], ir_version=8)
 
@@ -96,12 +112,26 @@ class _Writer:
         self._weights.append(numpy_helper.from_array(np.asarray(array, dtype), f"weight_{self._count}"))
         return f"weight_{self._count}"
 
-    def _projected(self, value: str, heads: int) -> str:
-        """[batch, length, heads, size]."""
-        size = self.size
-        weight = self._random.standard_normal((size.width, heads * size.size)) / np.sqrt(size.width)
-        shape = self._weight(np.array([0, 0, heads, size.size]), integer=True)
-        return self._add("Reshape", self._add("MatMul", value, self._weight(weight)), shape)
+    def _projected(self, value: str, heads: int, width: int) -> str:
+        """[batch, length, heads, width], in the form's layout."""
+        size, layout = self.size, self.form.layout
+        weight = self._random.standard_normal((size.width, heads * width)) / np.sqrt(size.width)
+        rows = self._add("MatMul", value, self._weight(weight))
+        if layout == "rows":
+            first = self._add("Transpose", rows, perm=[1, 0, 2])
+            return self._add("Transpose", self._reshaped(first, 0, -1, width), perm=[1, 0, 2])
+        divided = self._reshaped(rows, 0, 0, heads, width)
+        return divided if layout == "einsum" else self._add("Transpose", divided, perm=[0, 2, 1, 3])
+
+    def _reshaped(self, value: str, *shape: int | str) -> str:
+        """A Reshape. Names are of the lists of one size that they are."""
+        if all(isinstance(size, int) for size in shape):
+            return self._add("Reshape", value, self._weight(np.array(shape), integer=True))
+        parts = [size if isinstance(size, str) else self._weight(np.array([size]), integer=True) for size in shape]
+        return self._add("Reshape", value, self._add("Concat", *parts, axis=0))
+
+    def _size_of(self, value: str, axis: int) -> str:
+        return self._add("Gather", self._add("Shape", value), self._weight(np.array([axis]), integer=True))
 
     def _scaled(self, value: str, number: float) -> str:
         if self.form.flipped:
@@ -111,39 +141,129 @@ class _Writer:
     def _block(self, value: str) -> str:
         form, size = self.form, self.size
         number = size.size**-0.5
-        query = self._add("Transpose", self._projected(value, size.heads), perm=[0, 2, 1, 3])
-        heads = size.heads // form.groups
-        keys, values = self._projected("memory", heads), self._projected("memory", heads)
-        values = self._repeated(self._add("Transpose", values, perm=[0, 2, 1, 3]))
-        if form.keys == "once" and form.groups == 1:
-            keys = self._add("Transpose", keys, perm=[0, 2, 3, 1])
-        else:
-            keys = self._repeated(self._add("Transpose", keys, perm=[0, 2, 1, 3]))
-            if form.keys == "cache":
-                keys, values = self._add("Identity", keys), self._add("Identity", values)
-            keys = self._add("Transpose", keys, perm=[0, 1, 3, 2])
+        query, keys, values = self._factors(value)
         if form.scale == "before":
             query = self._scaled(query, number)
         if form.scale == "split":
             query, keys = self._scaled(query, number**0.5), self._scaled(keys, number**0.5)
-        scores = self._add("MatMul", query, keys)
+        if form.widened:
+            query, keys = (self._add("Cast", factor, to=TensorProto.FLOAT) for factor in (query, keys))
+        if form.layout == "einsum":
+            scores = self._add("Einsum", query, keys, equation="blhd,bahd->bhla")
+        else:
+            scores = self._add("MatMul", query, keys)
         if form.scale == "after":
             scores = self._scaled(scores, number)
-        for bias in self._biases():
-            scores = self._add("Add", *((bias, scores) if form.flipped else (scores, bias)))
+        if form.scale in ("computed", "heads"):
+            computed = self._weight(self._random.random((size.heads, 1, 1) if form.scale == "heads" else 1) - 1)
+            computed = self._add("Exp", computed)
+            scores = self._add(*("Div", scores, computed) if form.flipped else ("Mul", computed, scores))
+        by_heads = form.layout in ("merged", "rows") and form.bias != "none"
+        if by_heads:
+            ends = self._size_of("x", 0), self._size_of(scores, 1), self._size_of(scores, 2)
+            scores = self._reshaped(scores, ends[0], size.heads, *ends[1:])
+        scores = self._biased(scores)
         if form.scale == "late":
             scores = self._scaled(scores, number)
-        if form.tanh:
-            scores = self._add("Tanh", scores)
-        if form.wide_softmax:
-            scores = self._add("Cast", scores, to=TensorProto.FLOAT)
-        weights = self._add("Softmax", scores, axis=form.softmax_axis)
-        if form.wide_softmax:
-            weights = self._add("Cast", weights, to=form.dtype)
+        if by_heads:
+            scores = self._reshaped(scores, -1, *ends[1:])
+        weights = self._softmax(scores)
         if form.guard:
             weights = self._add("Where", self._add("IsNaN", weights), self._weight(np.array(0.0)), weights)
-        made = self._add("Transpose", self._add("MatMul", weights, values), perm=[0, 2, 1, 3])
-        return self._add("Reshape", made, self._weight(np.array([0, 0, size.width]), integer=True))
+        if form.reads_sizes:
+            shape = self._add("Shape", weights)
+            weights = self._add("Reshape", weights, shape)
+        return self._weighed(weights, values)
+
+    def _factors(self, value: str) -> tuple[str, str, str]:
+        """Queries, keys turned for the product, and values."""
+        form, size = self.form, self.size
+        heads = size.heads // form.groups if form.keys != "shared" else 1
+        query = self._projected(value, size.heads, size.size)
+        keys = self._projected("memory", heads, size.size)
+        keys_at = len(self._nodes) - 1
+        values = self._projected("memory", heads, self.value_size)
+        if form.layout == "einsum":
+            return query, keys, values
+        if form.layout == "rows":
+            return query, self._add("Transpose", keys, perm=[0, 2, 1]), values
+        if form.groups > 1:
+            keys, values = self._repeated(keys, size.size), self._repeated(values, self.value_size)
+        if form.keys == "cache":
+            keys, values = self._add("Identity", keys), self._add("Identity", values)
+        if form.layout == "merged":
+            made = []
+            for each, width in ((query, size.size), (keys, size.size), (values, self.value_size)):
+                made.append(self._reshaped(each, -1, self._size_of(each, 2), width))
+            return made[0], self._add("Transpose", made[1], perm=[0, 2, 1]), made[2]
+        if form.keys == "once" and form.groups == 1:  # both transposes of the keys in one
+            self._nodes[keys_at].attribute[0].CopyFrom(helper.make_attribute("perm", [0, 2, 3, 1]))
+            return query, keys, values
+        return query, self._add("Transpose", keys, perm=[0, 1, 3, 2]), values
+
+    def _biased(self, scores: str) -> str:
+        form = self.form
+        if form.bias in TRUTHS:
+            low = self._weight(np.array(-np.inf if form.guard else -3e4))
+            if form.bias == "where":
+                zero = (low, scores) if form.flipped else (scores, low)
+                mask = self._add("Not", "mask") if form.flipped else "mask"
+                return self._add("Where", mask, *zero)
+            kept = self._add("Mul", self._add("Cast", "mask", to=form.dtype), scores)
+            hidden = self._add("Mul", low, self._add("Cast", self._add("Not", "mask"), to=form.dtype))
+            return self._add("Add", kept, hidden)
+        for bias in self._biases():
+            scores = self._add("Add", *((bias, scores) if form.flipped else (scores, bias)))
+        return scores
+
+    def _softmax(self, scores: str) -> str:
+        form = self.form
+        if form.tanh:
+            scores = self._add("Tanh", scores)
+        if form.sinks:
+            scores = self._add("Concat", scores, scores, axis=-1)
+        if form.wide_softmax:
+            scores = self._add("Cast", scores, to=TensorProto.FLOAT)
+        if form.softmax != "one":
+            scores = self._add("Sub", scores, self._add("ReduceMax", scores, axes=[-1], keepdims=1))
+        if form.softmax == "written":
+            powers = self._add("Exp", scores)
+            axes = self._weight(np.array([-1]), integer=True)
+            weights = self._add("Div", powers, self._add("ReduceSum", powers, axes, keepdims=1))
+        else:
+            weights = self._add("Softmax", scores, axis=form.softmax_axis)
+        if form.wide_softmax or form.widened:
+            weights = self._add("Cast", weights, to=form.dtype)
+        if form.sinks:
+            numbers = [self._weight(np.array([number]), integer=True) for number in (0, self.size.all, -1)]
+            weights = self._add("Slice", weights, *numbers)
+        return weights
+
+    def _weighed(self, weights: str, values: str) -> str:
+        """The values of each head, weighed, and projected to the model's width."""
+        form, size = self.form, self.size
+        width = size.heads * self.value_size
+        if form.layout == "einsum":
+            made = self._add("Einsum", weights, values, equation="bhla,bahd->blhd")
+        elif form.turned:
+            order = [0, 2, 1] if form.layout in ("merged", "rows") else [0, 1, 3, 2]
+            turned = [self._add("Transpose", each, perm=order) for each in (values, weights)]
+            made = self._add("Transpose", self._add("MatMul", *turned), perm=order)
+        else:
+            made = self._add("MatMul", weights, values)
+        if form.layout == "rows":
+            made = self._reshaped(self._add("Transpose", made, perm=[1, 0, 2]), 0, -1, width)
+            made = self._add("Transpose", made, perm=[1, 0, 2])
+        else:
+            if form.layout == "merged":
+                made = self._reshaped(made, -1, size.heads, self._size_of(made, 1), self.value_size)
+            if form.layout != "einsum":
+                made = self._add("Transpose", made, perm=[0, 2, 1, 3])
+            made = self._reshaped(made, 0, 0, width)
+        if width == size.width:
+            return made
+        weight = self._random.standard_normal((width, size.width)) / np.sqrt(width)
+        return self._add("MatMul", made, self._weight(weight))
 
     def _biases(self) -> list[str]:
         size, kind = self.size, self.form.bias
@@ -152,33 +272,38 @@ class _Writer:
             biases.append(self._weight(self._random.standard_normal((size.heads, size.length, size.all))))
         return biases
 
-    def _repeated(self, value: str) -> str:
+    def _repeated(self, value: str, width: int) -> str:
         """Key heads, repeated for the query heads of their group."""
         groups, size = self.form.groups, self.size
-        if groups == 1:
-            return value
         one = self._add("Unsqueeze", value, self._weight(np.array([2]), integer=True))
         shape = self._weight(np.array([1, 1, groups, 1, 1]), integer=True)
         many = self._add("Expand", one, shape)
-        sizes = self._add("Shape", value)
-        ends = [self._add("Gather", sizes, self._weight(np.array([axis]), integer=True)) for axis in (0, 2)]
-        heads, width = (self._weight(np.array([number]), integer=True) for number in (size.heads, size.size))
-        return self._add("Reshape", many, self._add("Concat", ends[0], heads, ends[1], width, axis=0))
+        return self._reshaped(many, self._size_of(value, 0), size.heads, self._size_of(value, 2), width)
+
+
+def _mask_shape(form: Form, sizes: tuple[Any, Any, Any]) -> tuple[Any, ...] | None:
+    """The shape of a form's mask with the batch and the lengths of queries and keys."""
+    batch, length, all_keys = sizes
+    if form.bias in ("mask", "both", *TRUTHS):
+        return batch, 1, length, all_keys
+    return (batch, 1, 1, all_keys) if form.bias == "row" else None
 
 
 def feeds(form: Form, size: Size, seed: int = 1) -> dict[str, np.ndarray]:
     """Random inputs; a mask hides some keys, and not the first."""
     random, dtype = np.random.default_rng(seed), helper.tensor_dtype_to_np_dtype(form.dtype)
-    made = {
-        "x": random.standard_normal((size.batch, size.length, size.width)),
-        "memory": random.standard_normal((size.batch, size.all, size.width)),
+    made: dict[str, np.ndarray] = {
+        "x": random.standard_normal((size.batch, size.length, size.width)).astype(dtype),
+        "memory": random.standard_normal((size.batch, size.all, size.width)).astype(dtype),
     }
-    if form.bias in ("mask", "row", "both"):
-        rows = 1 if form.bias == "row" else size.length
-        hidden = random.random((size.batch, 1, rows, size.all)) < 0.4
+    shape = _mask_shape(form, (size.batch, size.length, size.all))
+    if shape is not None:
+        hidden = random.random(shape) < 0.4
         hidden[..., 0] = False
-        made["mask"] = np.where(hidden, np.finfo(dtype).min / 2, 0.0)
-    return {name: array.astype(dtype) for name, array in made.items()}
+        made["mask"] = np.where(hidden, np.finfo(dtype).min / 2, 0.0).astype(dtype)
+        if form.bias in TRUTHS:
+            made["mask"] = ~hidden
+    return made
 
 
 def operators(graph: ir.Graph) -> list[str]:

@@ -55,3 +55,19 @@ def test_the_library_s_own_rules_stay_as_they_are(decoder: Path) -> None:
     infer_symbolic_shapes(model.clone())
     assert all(rule.__module__.startswith("onnx_shape_inference") for rule in ours if rule is not None)
     assert None not in ours
+
+
+def test_sizes_that_the_library_writes_and_can_not_read_are_known(
+    write_model: WriteModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that rounds up, before a Reshape: the library's last step fails on `ceiling`, after all shapes are set."""
+    path = write_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        pooled (float[batch, 4, length] x) => (float[batch, flat] y)
+        <int64[2] shape = {0, -1}>
+        { halves = AveragePool <kernel_shape = [2], strides = [2], ceil_mode = 1> (x)  y = Reshape (halves, shape) }
+    """)
+    monkeypatch.setattr(inference, "_infer_in_order", lambda *arguments: False)
+    model = read_graph(path).model
+    infer_shapes(model)
+    assert [str(size) for size in model.graph[0].outputs[0].shape or ()][:2] == ["batch", "4"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -16,27 +17,51 @@ import pytest
 from splitc.compiler import Request, compile_model, plan_model, plan_pipeline
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
-from splitc.compiler.request.shapes import AskedShapes
+from splitc.compiler.request.shapes import AskedShapes, Shape
 from splitc.compiler.show.pipeline_page import pipeline_page
 from splitc.compiler.show.pipeline_tables import print_pipeline
 from splitc.compiler.show.plan_page import plan_chapter
-from splitc.compiler.show.plan_tables import print_plan
+from splitc.compiler.show.plan_tables import check_explained, print_explained, print_plan
 from splitc.runtime import Session
 from tests.conftest import run_whole
-from tests.helpers.written_attention import Form, Size, feeds, operators, write
+from tests.helpers.written_attention import TRUTHS, Form, Size, feeds, operators, write
 
 SIZE = Size()
 ANY = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 OTHER = replace(SIZE, batch=3, length=9, all=4)
+# Batch and heads as two axes: each scale with each bias and keys, in turns with repeated heads.
 FORMS = [
-    Form(scale, bias, keys, groups, guard, flipped)
-    for scale, bias, keys, (groups, guard, flipped) in product(
-        ("after", "before", "split", "none"),
-        ("none", "mask", "row", "learned", "both"),
-        ("once", "twice", "cache"),
-        ((1, False, False), (2, True, True)),
+    Form(scale, bias, keys, groups=1 + number % 2, guard=bool(number % 2), flipped=bool(number % 2))
+    for number, (scale, bias, keys) in enumerate(
+        product(("after", "before", "split", "none"), ("none", "mask", "row", "learned", "both"), ("once", "cache"))
     )
-] + [Form(bias=bias, opset=12) for bias in ("mask", "row", "learned", "both")]
+]
+FORMS += [Form(bias=bias, opset=12) for bias in ("mask", "row", "learned", "both")]
+FORMS += [
+    Form(bias=bias, layout=layout, flipped=flipped)
+    for layout, bias, flipped in product(
+        ("merged", "rows", "einsum"), ("none", "mask", "row", "learned", "both", "where", "kept"), (False, True)
+    )
+]
+FORMS += [Form(bias=bias, flipped=flipped, guard=flipped) for bias, flipped in product(TRUTHS, (False, True))]
+FORMS += [
+    replace(odd, bias=bias, layout=layout)
+    for bias, layout, odd in product(
+        ("none", "mask", "where"),
+        ("heads", "merged", "rows"),
+        (
+            Form(value_size=6),
+            Form(softmax="less"),
+            Form(softmax="written"),
+            Form(turned=True),
+            Form(reads_sizes=True),
+        ),
+    )
+]
+FORMS += [Form(scale, bias, flipped=bias == "mask") for scale in ("computed", "heads") for bias in ("none", "mask")]
+FORMS += [Form("computed", layout=layout) for layout in ("merged", "rows", "einsum")]
+FORMS += [Form(bias=bias, keys="shared") for bias in ("none", "mask", "learned")]
+FORMS += [Form("late", bias, layout=layout) for bias in ("mask", "both", "where") for layout in ("heads", "merged")]
 
 
 def fused(model: onnx.ModelProto, folder: Path, size: Size, form: Form) -> Fused:
@@ -60,13 +85,13 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
     model = write(form, SIZE, blocks=2, seed=number)
     made = fused(model, tmp_path, SIZE, form)
     assert made.fates == (
-        Fate(made.fates[0].softmax, "MultiHeadAttention"),
-        Fate(made.fates[1].softmax, "MultiHeadAttention"),
+        Fate(made.fates[0].place, "MultiHeadAttention"),
+        Fate(made.fates[1].place, "MultiHeadAttention"),
     )
     names = operators(made.graph.graph)
     assert names.count("com.microsoft.MultiHeadAttention") == 2 and "Softmax" not in names
     proto = ir.to_proto(made.graph.model)
-    sizes = [SIZE] if form.bias in ("learned", "both") else [SIZE, OTHER]
+    sizes = [SIZE, replace(SIZE, batch=3) if form.bias in ("learned", "both") else OTHER]
     for size in sizes:
         inputs = feeds(form, size, seed=number)
         np.testing.assert_allclose(run(proto, inputs), run(model, inputs), rtol=0, atol=2e-6)
@@ -77,8 +102,8 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
 ODD = [
     (Form(), {"FLOAT"}, "it is too small to be faster as one operator"),
     (Form(dtype=onnx.TensorProto.FLOAT16), {"FLOAT"}, "no kernel is faster for its type, FLOAT16"),
-    (Form(scale="late", bias="mask"), {"FLOAT"}, "its scores are scaled after a mask was added"),
-    (Form(tanh=True), {"FLOAT"}, "its scores pass a Tanh"),
+    (Form(tanh=True), {"FLOAT"}, "its scores are capped by a Tanh, which the operator can't do"),
+    (Form(sinks=True), {"FLOAT"}, "its weights pass a Slice"),
     (Form(softmax_axis=2), {"FLOAT"}, "the Softmax is not known to be over the last axis"),
 ]
 
@@ -94,7 +119,7 @@ def test_what_is_not_fused_says_why(tmp_path: Path, form: Form, types: set[str],
     assert "Softmax" in operators(made.graph.graph)
 
 
-def test_heads_whose_number_depends_on_the_request_stay(tmp_path: Path) -> None:
+def test_heads_whose_number_depends_on_the_request_are_a_part_of_the_batch(tmp_path: Path) -> None:
     """Windows of a picture lie where heads do: their number is no attribute."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
@@ -102,13 +127,163 @@ def test_heads_whose_number_depends_on_the_request_stay(tmp_path: Path) -> None:
             => (float[batch, count, length, 8] y)
         { scores = MatMul (q, k)  weights = Softmax <axis = -1> (scores)  y = MatMul (weights, v) }
     """)
-    path = tmp_path / "model.onnx"
+    others = {"q": (3, 6, 7, 8), "k": (3, 6, 8, 7), "v": (3, 6, 7, 8)}
+    check(model, tmp_path, {"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8)}, others)
+
+
+def test_windows_may_have_masks_of_their_own(tmp_path: Path) -> None:
+    """As in Swin: a bias for each head, and a mask for each window that is the same for each picture."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        windows (float[all, 4, 5, 8] q, float[all, 4, 8, 5] k, float[all, 4, 5, 8] v, float[1, 3, 1, 5, 5] mask,
+                 float[1, 4, 5, 5] bias) => (float[all, 4, 5, 8] y)
+        <int64[5] divided = {-1, 3, 4, 5, 5}, int64[4] merged = {-1, 4, 5, 5}>
+        {
+            scores = MatMul (q, k)
+            biased = Add (scores, bias)
+            windows = Reshape (biased, divided)
+            masked = Add (windows, mask)
+            again = Reshape (masked, merged)
+            weights = Softmax <axis = -1> (again)
+            y = MatMul (weights, v)
+        }
+    """)
+    shapes = {"q": (6, 4, 5, 8), "k": (6, 4, 8, 5), "v": (6, 4, 5, 8), "mask": (1, 3, 1, 5, 5), "bias": (1, 4, 5, 5)}
+    check(model, tmp_path, shapes, {**shapes, "q": (9, 4, 5, 8), "k": (9, 4, 8, 5), "v": (9, 4, 5, 8)})
+
+
+def test_heads_that_were_moved_to_the_front_take_no_batch(tmp_path: Path) -> None:
+    """And are not moved again."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        packed (float[length, 4, 8] q, float[length, 4, 8] k, float[length, 4, 8] v, float[1, length, length] mask)
+            => (float[length, 4, 8] y)
+        {
+            queries = Transpose <perm = [1, 0, 2]> (q)
+            keys = Transpose <perm = [1, 2, 0]> (k)
+            values = Transpose <perm = [1, 0, 2]> (v)
+            scores = MatMul (queries, keys)
+            masked = Add (scores, mask)
+            weights = Softmax <axis = -1> (masked)
+            made = MatMul (weights, values)
+            rows = Transpose <perm = [1, 0, 2]> (made)
+            y = Add (rows, q)
+        }
+    """)
+    names = check(model, tmp_path, {"q": (5, 4, 8), "k": (5, 4, 8), "v": (5, 4, 8), "mask": (1, 5, 5)})
+    assert "Transpose" not in names
+
+
+def test_sides_of_a_picture_may_have_to_be_even(tmp_path: Path) -> None:
+    """So none can be a prime; others tell the sizes of axes apart too."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        pictures (float[batch, 8, height, width] x) => (float[batch, 8, height, width] y)
+        <int64[4] heads = {0, 2, 4, -1}, float[4] scales = {1.0, 1.0, 2.0, 2.0}>
+        {
+            low = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (x)
+            keys = Reshape (low, heads)
+            rows = Transpose <perm = [0, 1, 3, 2]> (keys)
+            scores = MatMul (rows, keys)
+            weights = Softmax <axis = -1> (scores)
+            made = MatMul (weights, rows)
+            back = Transpose <perm = [0, 1, 3, 2]> (made)
+            shape = Shape (low)
+            picture = Reshape (back, shape)
+            up = Resize <mode = "nearest"> (picture, , scales)
+            y = Add (x, up)
+        }
+    """)
+    check(model, tmp_path, {"x": (2, 8, 16, 24)}, {"x": (1, 8, 10, 6)})
+
+
+def test_caches_may_have_symbols_of_their_own_and_be_empty(tmp_path: Path) -> None:
+    """As a prompt is planned for, with what torch's exporter writes if nobody names the axes."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        prompt (float[b, 4, l, 8] q, float[b, 4, l, 8] k, float[b, 4, l, 8] v, float[b, 1, l, t] mask,
+                float[b, 4, s1, 8] past_keys, float[b, 4, s2, 8] past_values) => (float[b, 4, l, 8] y)
+        {
+            keys = Concat <axis = 2> (past_keys, k)
+            values = Concat <axis = 2> (past_values, v)
+            turned = Transpose <perm = [0, 1, 3, 2]> (keys)
+            scores = MatMul (q, turned)
+            masked = Add (scores, mask)
+            weights = Softmax <axis = -1> (masked)
+            y = MatMul (weights, values)
+        }
+    """)
+    news: dict[str, Shape] = dict.fromkeys("qkv", (2, 4, 5, 8))
+    shapes: dict[str, Shape] = {**news, "mask": (2, 1, 5, 5), "past_keys": (2, 4, 0, 8), "past_values": (2, 4, 0, 8)}
+    later: dict[str, Shape] = {**news, "mask": (2, 1, 5, 8), "past_keys": (2, 4, 3, 8), "past_values": (2, 4, 3, 8)}
+    check(model, tmp_path, shapes, later)
+
+
+def check(model: onnx.ModelProto, folder: Path, shapes: Mapping[str, Shape], *others: Mapping[str, Shape]) -> list[str]:
+    """Check that a model's one attention is fused and gives the same, with other shapes too.
+
+    Returns the operators that there are then.
+    """
+    path = folder / "model.onnx"
     onnx.save(model, path)
-    shapes = {"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8)}
     analysis = analyze(path, AskedShapes(shapes), 1)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
-    why = "the number and the size of its heads may change from request to request"
-    assert [fate.why for fate in made.fates] == [why]
+    assert [(fate.operator, fate.why) for fate in made.fates] == [("MultiHeadAttention", None)]
+    random = np.random.default_rng(0)
+    for sizes in (shapes, *others):
+        inputs = {name: random.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}
+        np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+    return operators(made.graph.graph)
+
+
+WIDE = [
+    Form("before", dtype=onnx.TensorProto.FLOAT16, widened=True),
+    Form("split", dtype=onnx.TensorProto.FLOAT16, widened=True, layout="merged"),
+    Form(dtype=onnx.TensorProto.FLOAT16, wide_softmax=True, bias="mask"),
+]
+
+
+@pytest.mark.parametrize("form", WIDE)
+def test_halves_that_were_widened_are_fused_as_halves(tmp_path: Path, form: Form) -> None:
+    model = write(form, SIZE)
+    made = fused(model, tmp_path, SIZE, form)
+    assert [fate.operator for fate in made.fates] == ["MultiHeadAttention"]
+    types = [node.inputs[0].dtype for node in made.graph.graph if node.op_type == "MultiHeadAttention"]  # type: ignore[union-attr]
+    assert types == [ir.DataType.FLOAT16]
+    inputs = feeds(form, SIZE)
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=4e-3)
+
+
+def test_attention_inside_an_if_says_so(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        branches (float[b, 4, l, 8] q, float[b, 4, 8, l] k, float[b, 4, l, 8] v, bool c) => (float[b, 4, l, 8] y)
+        {
+            y = If (c) <
+                then_branch = attends () => (float[b, 4, l, 8] made) {
+                    scores = MatMul (q, k)
+                    weights = Softmax <axis = -1> (scores)
+                    made = MatMul (weights, v)
+                },
+                else_branch = passes () => (float[b, 4, l, 8] kept) { kept = Identity (q) }
+            >
+        }
+    """)
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    analysis = analyze(path, AskedShapes({"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8), "c": ()}), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
+    assert [fate.why for fate in made.fates] == ["it is inside an If or a Loop"]
+
+
+def test_rows_of_which_a_mask_hides_all_weigh_all_values_alike(tmp_path: Path) -> None:
+    """As a low number for each key does, when the Softmax takes off the highest."""
+    form = Form(bias="where")
+    model = write(form, SIZE)
+    inputs = feeds(form, SIZE)
+    inputs["mask"][0, 0, :2] = False
+    made = fused(model, tmp_path, SIZE, form)
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
 
 
 def test_attention_may_be_an_output_of_the_model(tmp_path: Path) -> None:
@@ -137,12 +312,20 @@ def test_attention_may_be_an_output_of_the_model(tmp_path: Path) -> None:
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
+PACKAGES = [
+    ("layer", Form(scale="split", bias="mask", keys="cache")),
+    ("tensor", Form(scale="split", bias="mask", keys="cache")),
+    ("tensor", Form(bias="where", layout="merged", reads_sizes=True)),
+    ("tensor", Form(layout="rows")),
+    ("tensor", Form(bias="where", layout="einsum")),
+]
+
+
+@pytest.mark.parametrize(("mode", "form"), PACKAGES, ids=[f"{mode}-{form.layout}" for mode, form in PACKAGES])
 def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mode: str, form: Form, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As on GPUs: each rank has its heads in one operator."""
-    form = Form(scale="split", bias="mask", keys="cache")
+    """As on GPUs: each rank has its heads in one operator. The explained plan has a line for each."""
     path = tmp_path / "model.onnx"
     onnx.save(write(form, SIZE, blocks=4), path)
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
@@ -151,6 +334,10 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     shapes = {name: array.shape for name, array in inputs.items()}
     plan = plan_model(path, ["2xcpu"], Request(split_mode=mode, shapes=shapes, spread=True))
     assert [fate.operator for fate in plan.analysis.fates] == ["MultiHeadAttention"] * 4
+    check_explained(plan)
+    print_explained(plan)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("node_softmax" in line and "MultiHeadAttention" in line for line in lines) == 4
     compile_model(plan, tmp_path / "package")
     assert plan_model(path, ["2xcpu"], Request(shapes=shapes, no_fuse=True)).analysis.fates == ()
     with Session(tmp_path / "package") as session:

@@ -97,7 +97,14 @@ def among_unlike(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Div", b.op("Div", v, as_float(b, counts[0])), as_float(b, counts[1]))
 
 
+def marked(b: Block, v: ir.Value) -> ir.Value:
+    """With 2 added to the highest of each row."""
+    highest = b.op("ArgMax", v, axis=-1, keepdims=0)
+    return b.op("Add", v, b.op("OneHot", highest, b.ints(INNER), b.constant([0, 2], np.float32)))
+
+
 GRAPHS: dict[str, Tiny] = {
+    "OneHot": sandwich(through("Identity"), needs=marked),
     "Unique": sandwich(through("Identity"), needs=among_unlike),
     "Gather": sandwich(picked_rows, needs=picked_columns, whole="C", split="D", sums=2, shares=SHARES),
     "GatherElements": sandwich(largest_first(1), needs=largest_first(-1)),

@@ -64,6 +64,7 @@ FOLDED: dict[str, tuple[Any, ...]] = {
     "Transpose": ([[1, 2], [3, 4]],),
     "Expand": ([[1], [2]], [1, 3]),
     "Tile": (A, [2]),
+    "OneHot": ([1, 0], [3], [5, 7]),
     "ConstantOfShape": ([2, 3],),
     "Concat": (A, B),
     "Split": ([1, 2, 3, 4],),

@@ -1,0 +1,99 @@
+"""All that is added to an attention's scores, and masks, as one bias [batch or 1, heads or 1, length, all]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.fusion.attention import Attention, Bias, NotFusedError
+from splitc.compiler.fusion.frame import Frame
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one
+from splitc.compiler.fusion.writing import Writer
+
+# The lowest number of a half: a mask in single precision may have lower ones, which are infinite as halves.
+LOWEST_HALF = -65504.0
+# What a mask adds to scores that it hides: low enough that nothing of them is left, and no sum of such is infinite.
+LOW, LOW_HALF = -1e30, -3e4
+
+
+def check_bias(bias: Bias, sizes: Sizes) -> None:
+    """Raise NotFusedError if a bias can't be written."""
+    own, scores = sizes.axes(bias.value), sizes.axes(bias.at)
+    if own is None or scores is None or len(own) > len(scores):
+        raise NotFusedError("what is added to its scores has no known shape")
+    for one, other in zip(reversed(own), reversed(scores), strict=False):
+        if one.size not in (ONE, other.size):
+            raise NotFusedError("what is added to its scores has another shape than these")
+    if (own[-1].size if own else ONE) != scores[-1].size:
+        raise NotFusedError("what is added to its scores is the same for all keys")
+
+
+def write_bias(attention: Attention, frame: Frame, work: Writer) -> ir.Value:
+    """All that is added to the scores."""
+    first, *others = (_write_one(bias, frame, work, f"bias{n}") for n, bias in enumerate(attention.biases))
+    total = first
+    for number, other in enumerate(others):
+        if other.dtype != total.dtype:
+            wide = total if total.dtype == ir.DataType.FLOAT else other
+            total, other = _as_type(total, wide, work), _as_type(other, wide, work)
+        both = [a if a.size != ONE else b for a, b in zip(work.axes(total), work.axes(other), strict=True)]
+        total = work.add(f"biases{number}", "Add", [total, other], total, both)
+    total = _as_type(total, attention.query.value, work)
+    axes = work.axes(total)
+    return work.expanded(total, [*axes[:2], frame.length, axes[3]], "bias_rows")
+
+
+def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
+    """A bias with the four axes."""
+    value = bias.value
+    if bias.hides is not None:
+        value = _write_mask(bias, work, role)
+    elif bias.factor != 1:
+        factor = work.editor.scalar(bias.factor, value)
+        value = work.add(f"{role}_scaled", "Mul", [value, factor], value, work.axes(value))
+    scores = work.axes(bias.at)
+    lacking = len(scores) - len(work.axes(value))
+    if lacking:  # Unsqueeze takes its axes in another way before opset 13
+        ones = work.editor.constant(np.ones(len(scores), np.int64))
+        padded = [*[fixed_axis(1)] * lacking, *work.axes(value)]
+        value = work.add(f"{role}_axes", "Expand", [value, ones], value, padded)
+    leading = scores[:-2]
+    batch = frame.divided(leading)
+    parts = [(0, len(leading), frame.batch), (0, len(leading), frame.heads)]
+    if batch is not None:
+        parts = [(0, batch, frame.batch), (batch, len(leading), frame.heads)]
+    own = list(work.axes(value))
+    for start, end, _ in parts:
+        if _is_mixed(own[start:end], leading[start:end]):
+            own[start:end] = leading[start:end]
+    value = work.expanded(value, own, f"{role}_repeated")
+    merged = [fixed_axis(1) if is_one(own[start:end]) else part for start, end, part in parts]
+    return work.viewed(value, [*merged, *own[-2:]], f"{role}_four")
+
+
+def _write_mask(bias: Bias, work: Writer, role: str) -> ir.Value:
+    """A bias that hides what a mask hides."""
+    is_half = bias.at.dtype == ir.DataType.FLOAT16
+    low = bias.low if math.isinf(bias.low) else LOW_HALF if is_half else LOW
+    numbers = [work.editor.scalar(number, bias.at) for number in (low, 0.0)]
+    hidden = numbers if bias.hides else numbers[::-1]
+    return work.add(f"{role}_mask", "Where", [bias.value, *hidden], bias.at, work.axes(bias.value))
+
+
+def _is_mixed(own: Sequence[Axis], full: Sequence[Axis]) -> bool:
+    """Whether some of the axes have one element where the scores have more, and some have as many."""
+    ones = [axis.size == ONE for axis, other in zip(own, full, strict=True) if other.size != ONE]
+    return any(ones) and not all(ones)
+
+
+def _as_type(value: ir.Value, like: ir.Value, work: Writer) -> ir.Value:
+    """A bias in the type of another value."""
+    if value.dtype == like.dtype:
+        return value
+    if like.dtype == ir.DataType.FLOAT16:
+        lowest = work.editor.scalar(LOWEST_HALF, value)
+        value = work.add("bias_bounded", "Max", [value, lowest], value, work.axes(value))
+    return work.cast(value, like, "bias_cast")

@@ -1,0 +1,89 @@
+"""How the first axes of an attention's scores are a batch and heads.
+
+Exporters write them as two axes, as one in which they are merged, or as more. The operator has exactly these two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from splitc.compiler.fusion.attention import Attention, NotFusedError
+from splitc.compiler.fusion.operand import Operand, axes_of, seen_through, unmerged
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined, product_of
+
+Axes = tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The axes of an attention, each as one. The number of `heads` and the sizes of heads are fixed.
+
+    `leading` are the first axes of the queries' product, and `weighed` those of the values'.
+    """
+
+    batch: Axis
+    heads: Axis
+    length: Axis
+    all: Axis
+    size: int
+    value_size: int
+    leading: Axes
+    weighed: Axes
+
+    def divided(self, leading: Sequence[Axis]) -> int | None:
+        """How many of these first axes are the batch; the others are heads. None if an axis holds both."""
+        count = len(leading)
+        sizes = [axis.size for axis in leading]
+        likely: list[int] = [max(0, count - 1), count, *range(count)]
+        for number in likely:
+            if (product_of(sizes[:number]), product_of(sizes[number:])) == (self.batch.size, self.heads.size):
+                return number
+        return None
+
+
+def find_frame(attention: Attention, sizes: Sizes) -> Frame:
+    """The frame in which all of an attention fits. Raises NotFusedError if there is none."""
+    axes = [axes_of(operand, sizes) for operand in (attention.query, attention.keys, attention.values)]
+    query, keys, values = axes
+    if query is None or keys is None or values is None:
+        raise NotFusedError("its queries, keys and values have no known sizes")
+    leading, length, size = query[:-2], query[-2], query[-1].fixed
+    rows, value_size = keys[-1], values[-1].fixed
+    if keys[-2].size != query[-1].size or values[-2].size != rows.size:
+        raise NotFusedError("its queries, keys and values differ in their sizes")
+    if any(b.size not in (a.size, ONE) for a, b in zip(leading, keys[:-2], strict=True)):
+        raise NotFusedError("its keys have more heads than its queries")
+    if size is None or value_size is None:
+        raise NotFusedError("the size of its heads may change from request to request")
+    layouts = [sizes.axes(value) for value in attention.layouts]
+    if any(layout is None or len(layout) < 2 for layout in layouts):
+        raise NotFusedError("its scores have no known sizes")
+    known = [layout for layout in layouts if layout is not None]
+    if any((layout[-2].size, layout[-1].size) != (length.size, rows.size) for layout in known):
+        raise NotFusedError("its scores get other last axes on their way")
+    if any(product_of(a.size for a in layout[:-2]) != product_of(a.size for a in leading) for layout in known):
+        raise NotFusedError("what is added to its scores, or its values, have more heads than these")
+    weighed = known[1][:-2]
+    if len(weighed) != len(values) - 2 or any(
+        b.size not in (a.size, ONE) for a, b in zip(weighed, values[:-2], strict=True)
+    ):
+        raise NotFusedError("its values have more heads than its queries")
+    batch, heads = _divide([leading, weighed, *(layout[:-2] for layout in known)], attention.query, sizes)
+    return Frame(batch, heads, length, rows, size, value_size, leading, weighed)
+
+
+def _divide(layouts: Sequence[Axes], query: Operand, sizes: Sizes) -> tuple[Axis, Axis]:
+    """The batch and the heads: where some layout has both, as there; else all is the batch, or all are heads."""
+    seen = seen_through(query, scaled=True)
+    before = unmerged(seen, sizes, scaled=True)
+    more = axes_of(before, sizes) if before is not None else None
+    for leading in (*layouts, *([more[:-2]] if more is not None else [])):
+        if len(leading) > 1 and leading[-1].fixed is not None:
+            return joined(leading[:-1]), leading[-1]
+    leading = layouts[0]
+    one = fixed_axis(1)
+    # Heads that the model itself has moved to the front, [length, heads, size], take no batch.
+    if len(leading) == 1 and leading[0].fixed is not None and seen.axes == (1, 0, 2):
+        return one, leading[0]
+    return joined(leading), one

@@ -1,0 +1,86 @@
+"""Softmax, as one operator or written out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
+from splitc.compiler.fusion.product import RankOf
+
+# What a number a row passes on its way from its reduction to where it is used.
+_SPREADS = VIEWS | PASSED | {"Expand"}
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Weights that are exp(scores), divided by their sum; `is_last`: along the last axis, as far as is known."""
+
+    name: str
+    scores: ir.Value
+    output: ir.Value
+    is_last: bool
+
+
+def find_softmax(node: ir.Node, rank_of: RankOf, opset: int) -> Softmax | None:
+    """The Softmax that a node is, or is the last node of."""
+    name = node.name or node.outputs[0].name or ""
+    if node.op_type == "Softmax" and not node.domain and node.inputs[0] is not None:
+        # Before opset 13 the default is axis 1, of which a Softmax with the last axis is a special case.
+        axis = node.attributes.get_int("axis", -1 if opset >= 13 else 1)
+        rank = rank_of(node.outputs[0])
+        return Softmax(name, node.inputs[0], node.outputs[0], axis == -1 or (rank is not None and axis == rank - 1))
+    if node.op_type == "Div" and not node.domain:
+        return _find_written(node, name, rank_of)
+    return None
+
+
+def _find_written(node: ir.Node, name: str, rank_of: RankOf) -> Softmax | None:
+    """exp(scores) / sum(exp(scores))."""
+    exponential, total = node.inputs
+    if exponential is None or total is None:
+        return None
+    above, total_node = exponential.producer(), _reduction(total)
+    if above is None or above.op_type != "Exp" or above.domain or total_node is None or above.inputs[0] is None:
+        return None
+    if total_node.op_type != "ReduceSum" or total_node.inputs[0] is not exponential:
+        return None
+    return Softmax(name, above.inputs[0], node.outputs[0], is_over_last(total_node, rank_of(exponential)))
+
+
+def is_row_maximum(value: ir.Value | None, scores: ir.Value) -> bool:
+    """Whether a value is the highest of the scores in each row: taken off, it changes no Softmax."""
+    if value is None or (node := _reduction(value)) is None:
+        return False
+    return node.op_type == "ReduceMax" and node.inputs[0] is scores and is_over_last(node, None)
+
+
+def _reduction(value: ir.Value) -> ir.Node | None:
+    """The reduction that a number a row comes from."""
+    node, rank = value.producer(), None
+    while node is not None and not node.domain and not node.op_type.startswith("Reduce"):
+        source = node.inputs[0] if node.op_type in _SPREADS else None
+        if node.op_type == "Max" and constant(node.inputs[0]) is not None:
+            source = node.inputs[1]
+        if node.op_type in VIEWS:
+            shape = node.outputs[0].shape
+            if shape is None or not len(shape) or shape[-1] != 1:
+                return None
+            rank = len(shape)
+        node = None if source is None else source.producer()
+    if node is None or node.domain or node.inputs[0] is None:
+        return None
+    keeps, shape = node.attributes.get_int("keepdims", 1), node.inputs[0].shape
+    fits = (rank is None and keeps) or (shape is not None and len(shape) == rank)
+    return node if fits else None
+
+
+def is_over_last(node: ir.Node, rank: int | None) -> bool:
+    """Whether a reduction is along the last axis alone."""
+    axes = node.attributes.get_ints("axes", ())
+    if not axes and len(node.inputs) > 1 and node.inputs[1] is not None and node.inputs[1].const_value is not None:
+        axes = [int(axis) for axis in node.inputs[1].const_value.numpy()]
+    if rank is None and node.inputs[0] is not None and node.inputs[0].shape is not None:
+        rank = len(node.inputs[0].shape)
+    return len(axes) == 1 and (axes[0] == -1 or (rank is not None and axes[0] == rank - 1))

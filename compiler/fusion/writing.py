@@ -1,0 +1,174 @@
+"""New nodes in the place of those that wrote an attention out, each with the sizes of what it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.operand import Operand
+from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a size can be read: that of an axis of a value, times a number or divided by one."""
+
+    value: ir.Value
+    place: int
+    times: int = 1
+    over: int = 1
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Adds nodes before the node `at`, named after `name`. Sizes that change are read off the `sources`."""
+
+    at: ir.Node
+    name: str
+    sources: tuple[ir.Value, ...]
+    editor: Editor
+    sizes: Sizes
+    added: list[ir.Node] = field(default_factory=list)
+
+    def add(
+        self,
+        role: str,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        like: ir.Value,
+        axes: Iterable[Axis],
+        domain: str = "",
+        **attributes: Any,
+    ) -> ir.Value:
+        """A new node's result, of the type of `like`."""
+        value = self.editor.before(self.at, operator, *inputs, domain=domain, **attributes)
+        node = value.producer()
+        assert node is not None
+        self.added.append(node)
+        value.name, value.type = f"{self.name}/{role}", like.type
+        while value.name in self.sizes.shapes:
+            value.name += "'"
+        self.sizes.put(value, axes)
+        return value
+
+    def undo(self) -> None:
+        """Remove what was added, which nothing else reads."""
+        for node in reversed(self.added):
+            self.editor.graph.remove(node, safe=True)
+        self.added.clear()
+
+    def axes(self, value: ir.Value) -> tuple[Axis, ...]:
+        """The axes of a value whose sizes are known."""
+        axes = self.sizes.axes(value)
+        assert axes is not None
+        return axes
+
+    def cast(self, value: ir.Value, like: ir.Value, role: str) -> ir.Value:
+        """A value in the type of another one."""
+        assert like.dtype is not None
+        made = self.add(role, "Cast", [value], value, self.axes(value), to=like.dtype)
+        made.type = ir.TensorType(like.dtype)
+        return made
+
+    def ordered(self, operand: Operand, role: str) -> ir.Value:
+        """An operand, without its factor, in the order of its axes."""
+        if operand.is_value:
+            return operand.value
+        axes = self.axes(operand.value)
+        order = list(operand.axes)
+        return self.add(role, "Transpose", [operand.value], operand.value, [axes[n] for n in order], perm=order)
+
+    def viewed(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
+        """A value's elements, in their order, along other axes."""
+        own = self.axes(value)
+        if tuple(axis.size for axis in own) == tuple(axis.size for axis in axes):
+            return value
+        numbers: list[int | Axis] = []
+        for place, axis in enumerate(axes):
+            kept = place < len(own) and own[place].size == axis.size
+            numbers.append(axis.fixed if axis.fixed is not None else 0 if kept else axis)
+        if (free := self._freed(numbers)) is not None:
+            numbers[free] = -1
+        return self.add(role, "Reshape", [value, self.list_of(numbers, role)], value, axes)
+
+    def _freed(self, numbers: Sequence[int | Axis]) -> int | None:
+        """The axis whose size a Reshape finds by itself: one that is read nowhere, else the first."""
+        open_axes = [place for place, number in enumerate(numbers) if isinstance(number, Axis)]
+        unread = [place for place in open_axes if isinstance(axis := numbers[place], Axis) and not self.has(axis)]
+        return next(iter((*unread, *open_axes)), None)
+
+    def expanded(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
+        """A value repeated along axes of which it has one element. All are named, missing first ones too."""
+        own = self.axes(value)
+        own = (*[fixed_axis(1)] * (len(axes) - len(own)), *own)
+        if [axis.size for axis in self.axes(value)] == [axis.size for axis in axes]:
+            return value
+        numbers: list[int | Axis] = [
+            1 if one.size == other.size else other.fixed if other.fixed is not None else other
+            for one, other in zip(own, axes, strict=True)
+        ]
+        return self.add(role, "Expand", [value, self.list_of(numbers, role)], value, axes)
+
+    def has(self, axis: Axis) -> bool:
+        """Whether an axis' size can be said: it is fixed, or a source has it."""
+        return axis.fixed is not None or self._source(axis) is not None
+
+    def list_of(self, numbers: Sequence[int | Axis], role: str) -> ir.Value:
+        """A list of sizes: a constant if it is one."""
+        if not any(isinstance(number, Axis) for number in numbers):
+            return self.editor.constant(np.array(numbers, np.int64))
+        parts = [self._number(number, f"{role}_size{place}") for place, number in enumerate(numbers)]
+        return self._integers(f"{role}_sizes", "Concat", parts, len(numbers), axis=0)
+
+    def _number(self, number: int | Axis, role: str) -> ir.Value:
+        """A list of one size."""
+        fixed = number.fixed if isinstance(number, Axis) else number
+        if fixed is not None:
+            return self.editor.constant(np.array([fixed], np.int64))
+        assert isinstance(number, Axis)
+        source = self._source(number)
+        if source is None:
+            raise NotFusedError("no value is known to have one of its sizes")
+        sizes = self._integers(f"{role}_of", "Shape", [source.value], len(self.axes(source.value)))
+        place = self.editor.constant(np.array([source.place], np.int64))
+        size = self._integers(role, "Gather", [sizes, place], 1)
+        for operator, factor in (("Mul", source.times), ("Div", source.over)):
+            if factor != 1:
+                size = self._integers(role, operator, [size, self.editor.constant(np.array([factor], np.int64))], 1)
+        return size
+
+    def _integers(
+        self, role: str, operator: str, inputs: Sequence[ir.Value], count: int, **attributes: Any
+    ) -> ir.Value:
+        """A list of so many sizes."""
+        value = self.add(role, operator, inputs, inputs[0], [fixed_axis(count)], **attributes)
+        value.type = ir.TensorType(ir.DataType.INT64)
+        return value
+
+    def _source(self, axis: Axis) -> _Source | None:
+        """Where an axis' size can be read: at one that has it, else at one that is a multiple or a part of it."""
+        places = [(value, place, own) for value in self.sources for place, own in enumerate(self.axes(value))]
+        for value, place, own in places:
+            # Where the probes are the planned sizes, only the graph itself says which axes are the same.
+            named = own.symbol is not None and own.symbol == axis.symbol
+            if own.size == axis.size and (self.sizes.differ or named):
+                return _Source(value, place)
+        for value, place, own in places if self.sizes.differ else []:
+            (one, other), (planned, probe) = axis.size, own.size
+            if one * probe == other * planned and 0 not in (one, planned):
+                if one % planned == 0:
+                    return _Source(value, place, times=one // planned)
+                if planned % one == 0 and own.fixed is None:
+                    return _Source(value, place, over=planned // one)
+        return None
+
+    def has_sizes(self, value: ir.Value, axes: Sequence[Axis]) -> bool:
+        """Whether a value has axes of these sizes."""
+        own = self.sizes.axes(value)
+        return own is not None and [axis.size for axis in own] == [axis.size for axis in axes]

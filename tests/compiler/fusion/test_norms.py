@@ -1,0 +1,90 @@
+"""An RMSNorm that was written out becomes one operator and gives the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.fusion.fuse import Fused, fuse
+from splitc.compiler.request.shapes import AskedShapes
+from tests.compiler.fusion.test_fuse import ANY, run
+from tests.helpers.written_attention import operators
+
+HEAD = '<ir_version: 8, opset_import: ["" : 18]>'
+POWER = "two = Constant <value_float = 2.0> ()  squares = Pow (x, two)"
+SQUARE = "squares = Mul (x, x)"
+MEAN = """
+    last = Constant <value_ints = [-1]> ()  mean = ReduceMean (squares, last)
+    small = Constant <value_float = 1e-5> ()  total = Add (mean, small)
+"""
+RECIPROCAL = "root = Sqrt (total)  turned = Reciprocal (root)  normal = Mul (x, turned)"
+POWERED = "half = Constant <value_float = -0.5> ()  turned = Pow (total, half)  normal = Mul (turned, x)"
+DIVIDED = "root = Sqrt (total)  normal = Div (x, root)"
+WEIGHTED = "y = Mul (weights, normal)"
+BY_ROWS = "axes = Constant <value_ints = [0, 1]> ()  row = Unsqueeze (weights, axes)  y = Mul (normal, row)"
+
+
+def written(body: str, dtype: str = "float", weights: str = "float") -> onnx.ModelProto:
+    """A model that norms its input, with weights of 8 numbers."""
+    signature = f"norm ({dtype}[batch, length, 8] data, {weights}[8] weights) => ({dtype}[batch, length, 8] y)"
+    cast = "x = Identity (data)" if dtype == "float" else "x = Cast <to = 1> (data)"
+    return onnx.parser.parse_model(f"{HEAD} {signature} {{ {cast} {body} }}")
+
+
+def fused(model: onnx.ModelProto, folder: Path) -> Fused:
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    analysis = analyze(path, AskedShapes({"data": (2, 3, 8), "weights": (8,)}), 1)
+    return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
+
+
+def check(model: onnx.ModelProto, folder: Path, tolerance: float) -> None:
+    made = fused(model, folder)
+    assert [(fate.kind, fate.operator) for fate in made.fates] == [("norm", "SimplifiedLayerNormalization")]
+    assert "ReduceMean" not in operators(made.graph.graph)
+    types = {value.name: value.type.tensor_type.elem_type for value in model.graph.input}
+    random = np.random.default_rng(0)
+    inputs = {
+        name: random.standard_normal(shape).astype(onnx.helper.tensor_dtype_to_np_dtype(types[name]))
+        for name, shape in {"data": (4, 5, 8), "weights": (8,)}.items()
+    }
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("square", [POWER, SQUARE])
+@pytest.mark.parametrize("divided", [RECIPROCAL, POWERED])
+@pytest.mark.parametrize("weighted", [WEIGHTED, BY_ROWS])
+def test_each_form_gives_the_same(tmp_path: Path, square: str, divided: str, weighted: str) -> None:
+    check(written(square + MEAN + divided + weighted), tmp_path, 2e-6)
+
+
+def test_halves_in_single_precision_between_casts(tmp_path: Path) -> None:
+    """With weights in halves after the cast back, or in single precision before it."""
+    after = "narrow = Cast <to = 10> (normal)  y = Mul (weights, narrow)"
+    check(written(POWER + MEAN + RECIPROCAL + after, "float16", "float16"), tmp_path, 4e-3)
+    before = "wide = Mul (normal, weights)  y = Cast <to = 10> (wide)"
+    check(written(POWER + MEAN + RECIPROCAL + before, "float16"), tmp_path, 4e-3)
+
+
+ODD = [
+    (POWER + MEAN + DIVIDED + WEIGHTED, "ONNX Runtime fuses this form by itself"),
+    (POWER + MEAN + RECIPROCAL + "y = Neg (normal)", "it is multiplied by no weights"),
+    (POWER + MEAN + RECIPROCAL + "y = Mul (normal, data)", "it is multiplied by what is no weight for each place"),
+]
+
+
+@pytest.mark.parametrize(("body", "why"), ODD, ids=[why for _, why in ODD])
+def test_what_is_not_fused_says_why(tmp_path: Path, body: str, why: str) -> None:
+    (fate,) = fused(written(body), tmp_path).fates
+    assert (fate.operator, fate.kind) == (None, "norm") and (fate.why or "").startswith(why)
+
+
+def test_a_deviation_is_no_norm(tmp_path: Path) -> None:
+    """The root of a mean of squares that is not what the data is divided by."""
+    body = POWER + MEAN + "root = Sqrt (total)  y = Add (x, root)"
+    assert fused(written(body), tmp_path).fates == ()
