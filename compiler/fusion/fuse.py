@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -14,7 +14,7 @@ from splitc.compiler.frontend.probe_sizes import bind_other_sizes
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
-from splitc.compiler.fusion.kernels import FASTER, LEAST_SCORES
+from splitc.compiler.fusion.kernels import ON_GPUS, Gains
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import Norm, find_norm, write_norm
@@ -49,22 +49,20 @@ def fuse(
     graph: Graph,
     shapes: Mapping[str, Shape],
     bound: BoundShapes,
-    types: Collection[ir.DataType] = FASTER,
-    least: int = LEAST_SCORES,
+    gains: Gains = ON_GPUS,
 ) -> Fused:
-    """Fuse the graph's norms and attention in numbers of these types, in place.
+    """Fuse the graph's norms and attention where that gains, in place.
 
-    Only attention with at least so many scores a head is. `bound` are the shapes of the graph's values with the inputs'
-    `shapes`.
+    `bound` are the shapes of the graph's values with the inputs' `shapes`.
     """
-    looks = _find(graph, bound, types, least)
+    looks = _find(graph, bound, gains)
     if all(isinstance(look.content, NotFusedError) for look in looks):
         return Fused(graph, bound, tuple(look.fate() for look in looks))
     # Norms are along one axis, whose size is that of their weights: probe sizes would say nothing more.
     attends = any(isinstance(look.content, Attention) for look in looks)
     probed = bind_other_sizes(graph, shapes, bound) if attends else bound
     sizes, editor = read_sizes(bound, probed), Editor(graph.graph)
-    fates = tuple(_write(look, editor, sizes) for look in looks)
+    fates = tuple(_write(look, editor, sizes, gains) for look in looks)
     if not any(fate.operator for fate in fates):
         return Fused(graph, bound, fates)
     if any(fate.operator == OPERATOR for fate in fates):
@@ -84,14 +82,14 @@ class _Look:
         return Fate(self.place, operator, None if operator else str(self.content), self.kind)
 
 
-def _find(graph: Graph, bound: BoundShapes, types: Collection[ir.DataType], least: int) -> list[_Look]:
+def _find(graph: Graph, bound: BoundShapes, gains: Gains) -> list[_Look]:
     """All that looks like attention or a norm."""
     opset = graph.model.opset_imports.get("", 1)
-    looks = [_look(node, bound, opset, types, least) or _look_for_norm(node, types) for node in graph.nodes]
+    looks = [_look(node, bound, opset, gains) or _look_for_norm(node, gains) for node in graph.nodes]
     return [*(look for look in looks if look is not None), *_looks_inside(graph, bound, opset)]
 
 
-def _look(node: ir.Node, bound: BoundShapes, opset: int, types: Collection[ir.DataType], least: int) -> _Look | None:
+def _look(node: ir.Node, bound: BoundShapes, opset: int, gains: Gains) -> _Look | None:
     """Look for attention around a node, by the planned sizes alone: others are found only where they are needed."""
 
     def shape_of(value: ir.Value) -> Shape | None:
@@ -110,10 +108,10 @@ def _look(node: ir.Node, bound: BoundShapes, opset: int, types: Collection[ir.Da
         attention = find_attention(softmax, rank_of)
         if attention is None:
             return None
-        if (dtype := attention.query.value.dtype) not in types:
+        if (dtype := attention.query.value.dtype) not in gains.types:
             raise _no_kernel(dtype)
         shape = shape_of(softmax.output)
-        if shape is None or math.prod(shape[-2:]) < least:
+        if shape is None or math.prod(shape[-2:]) < gains.least_scores:
             raise NotFusedError("it is too small to be faster as one operator")
     except NotFusedError as error:
         return _Look(softmax.name, "attention", error)
@@ -124,14 +122,14 @@ def _no_kernel(dtype: ir.DataType | None) -> NotFusedError:
     return NotFusedError(f"no kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")
 
 
-def _look_for_norm(mean: ir.Node, types: Collection[ir.DataType]) -> _Look | None:
+def _look_for_norm(mean: ir.Node, gains: Gains) -> _Look | None:
     """Look for a norm around a node."""
     name = mean.name or mean.outputs[0].name or ""
     try:
         norm = find_norm(mean)
         if norm is None:
             return None
-        if norm.data.dtype not in types:
+        if norm.data.dtype not in gains.types:
             raise _no_kernel(norm.data.dtype)
     except NotFusedError as error:
         return _Look(name, "norm", error)
@@ -143,15 +141,15 @@ def _looks_inside(graph: Graph, bound: BoundShapes, opset: int) -> list[_Look]:
     if not has_subgraphs(graph.graph):
         return []
     inside = (node for node in all_nodes(graph.graph) if node.graph is not graph.graph)
-    looks = [_look(node, bound, opset, (), 0) for node in inside]
+    looks = [_look(node, bound, opset, Gains(frozenset(), 0)) for node in inside]
     why = NotFusedError("it is inside an If or a Loop")
     return [_Look(look.place, look.kind, why) for look in looks if look is not None]
 
 
-def _write(look: _Look, editor: Editor, sizes: Sizes) -> Fate:
+def _write(look: _Look, editor: Editor, sizes: Sizes, gains: Gains) -> Fate:
     try:
         if isinstance(look.content, Attention):
-            write_multi_head_attention(look.content, editor, sizes)
+            write_multi_head_attention(look.content, editor, sizes, gains.largest_head)
             return look.fate(OPERATOR)
         if isinstance(look.content, Norm):
             write_norm(look.content, editor, sizes)

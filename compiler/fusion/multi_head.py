@@ -26,10 +26,11 @@ DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
 SWAP_HEADS = (0, 2, 1, 3)
 
 
-def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Sizes) -> None:
+def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Sizes, largest: float) -> None:
     """Replace what was found by the operator, in place. `sizes` get those of new values.
 
-    Raises NotFusedError if the operator can't say it; then nothing is changed.
+    Raises NotFusedError if the operator can't say it, or if heads are larger than the `largest`; then nothing is
+    changed.
     """
     at = attention.output.producer()
     assert at is not None
@@ -40,6 +41,8 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     known = tuple(value for value in sources if sizes.of(value) is not None)
     work = Writer(at, attention.output.name or "", known, editor, sizes)
     frame = _check(attention, work)
+    if max(frame.size, frame.value_size) > largest:
+        raise NotFusedError(f"no kernel is faster for heads of more than {largest}")
     writing = _Writing(attention, frame, work)
     try:
         views = writing.views(writing.rows())

@@ -1,10 +1,10 @@
-"""Attention as exporters write it, against the operator that it is fused to: times of both, on one device.
+"""Attention and norms as exporters write them, against the operators that they are fused to: times on one device.
 
     python -m tests.benchmarks.fused_attention --device cpu
     python -m tests.benchmarks.fused_attention --device cuda
 
-Two attentions with their projections, with ONNX Runtime alone. Prints a line a shape, and the largest difference. The
-table of `splitc.compiler.fusion.kernels` follows from this.
+Two attentions with their projections, or eight norms, with ONNX Runtime alone. Prints a line a shape, and the
+largest difference. The table of `splitc.compiler.fusion.kernels` follows from this.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx import TensorProto
 
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import fuse
+from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.cli.terminal import out, table
 from tests.helpers.written_attention import Form, Size, feeds, write
 
 HALF = TensorProto.FLOAT16
-TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+ALL = Gains(frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16}), 0)
 # What is measured: its name, how it is written, and its sizes.
 CPU = [
     ("BERT, 128", Form(bias="mask"), Size(1, 128, 128, 12, 64)),
@@ -68,6 +70,14 @@ CUDA = [
     ("one head of keys for 32", Form(keys="shared", bias="mask", dtype=HALF), Size(1, 1024, 1024, 32, 64)),
     ("widened products, 1024", Form("before", widened=True, dtype=HALF), Size(2, 1024, 1024, 20, 64)),
 ]
+# RMSNorms of hidden states: the rows, and the numbers of each.
+NORMS = [(1, 4096), (512, 4096), (4608, 3072)]
+WRITTEN_NORM = """
+    wide{n} = Cast <to = 1> (x{n})  squares{n} = Mul (wide{n}, wide{n})  mean{n} = ReduceMean (squares{n}, last)
+    total{n} = Add (mean{n}, small)  root{n} = Sqrt (total{n})  turned{n} = Reciprocal (root{n})
+    normal{n} = Mul (wide{n}, turned{n})  half{n} = Cast <to = 10> (normal{n})  y{n} = Mul (w, half{n})
+    x{next} = Add (y{n}, x{n})
+"""
 
 
 def main() -> None:
@@ -75,16 +85,14 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--runs", type=int, default=15)
     options = parser.parse_args()
-    rows = table("attention", "written", "fused", "ratio", "difference", right=("written", "fused", "ratio"))
-    for name, form, size in CPU if options.device == "cpu" else CUDA:
+    rows = table("", "written", "fused", "ratio", "difference", right=("written", "fused", "ratio"))
+    for name, model, inputs in cases(options.device):
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.onnx"
-            onnx.save(write(form, size, blocks=2), path)
-            inputs = feeds(form, size)
-            fused = Path(folder) / "fused.onnx"
+            path, fused = Path(folder) / "model.onnx", Path(folder) / "fused.onnx"
+            onnx.save(model, path)
             analysis = analyze(path, AskedShapes({name: array.shape for name, array in inputs.items()}), 1)
-            made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, TYPES, least=0)
-            assert all(fate.operator for fate in made.fates), made.fates
+            made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ALL)
+            assert made.fates and all(fate.operator for fate in made.fates), made.fates
             ir.save(made.graph.model, fused)
             try:
                 took, outputs = measure([opened(each, inputs, options.device) for each in (path, fused)], options.runs)
@@ -95,6 +103,31 @@ def main() -> None:
         difference = float(np.abs(one - other).max() / np.abs(one).max())
         rows.add_row(name, *(f"{1e3 * t:.3f} ms" for t in took), f"{took[0] / took[1]:.2f}", f"{difference:.1e}")
     out.print(rows)
+
+
+def cases(device: str) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndarray]]]:
+    """What is measured on a device: its name, the model as it is exported, and inputs."""
+    for name, form, size in CPU if device == "cpu" else CUDA:
+        yield name, write(form, size, blocks=2), feeds(form, size)
+    for rows, width in NORMS if device == "cuda" else []:
+        yield f"RMSNorm, {rows} x {width}", write_norms(width), norm_feeds(rows, width)
+
+
+def write_norms(width: int, count: int = 8) -> onnx.ModelProto:
+    """Norms one after the other, each added to what it takes, in halves."""
+    body = "".join(WRITTEN_NORM.format(n=number, next=number + 1) for number in range(count))
+    head = f"norms (float16[rows, {width}] x0, float16[{width}] w) => (float16[rows, {width}] y)"
+    constants = "last = Constant <value_ints = [-1]> ()  small = Constant <value_float = 1e-5> ()"
+    text = f'<ir_version: 8, opset_import: ["" : 18]> {head} {{ {constants} {body} y = Identity (x{count}) }}'
+    return onnx.parser.parse_model(text)
+
+
+def norm_feeds(rows: int, width: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return {
+        name: generator.standard_normal(shape).astype(np.float16)
+        for name, shape in (("x0", (rows, width)), ("w", (width,)))
+    }
 
 
 def opened(path: Path, inputs: dict[str, np.ndarray], device: str) -> Callable[[], ort.OrtValue]:

@@ -17,6 +17,7 @@ import pytest
 from splitc.compiler import Request, compile_model, plan_model, plan_pipeline
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
+from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes, Shape
 from splitc.compiler.show.pipeline_page import pipeline_page
 from splitc.compiler.show.pipeline_tables import print_pipeline
@@ -27,7 +28,7 @@ from tests.conftest import run_whole
 from tests.helpers.written_attention import TRUTHS, Form, Size, feeds, operators, write
 
 SIZE = Size()
-ANY = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+ANY = Gains(frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16}), 0)
 OTHER = replace(SIZE, batch=3, length=9, all=4)
 # Batch and heads as two axes: each scale with each bias and keys, in turns with repeated heads.
 FORMS = [
@@ -69,7 +70,7 @@ def fused(model: onnx.ModelProto, folder: Path, size: Size, form: Form) -> Fused
     onnx.save(model, path)
     shapes = {name: array.shape for name, array in feeds(form, size).items()}
     analysis = analyze(path, AskedShapes(shapes), 1)
-    return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
+    return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
 
 
 def run(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> np.ndarray:
@@ -101,6 +102,7 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
 
 ODD = [
     (Form(), {"FLOAT"}, "it is too small to be faster as one operator"),
+    (Form(), {"FLOAT"}, "no kernel is faster for heads of more than 7"),
     (Form(dtype=onnx.TensorProto.FLOAT16), {"FLOAT"}, "no kernel is faster for its type, FLOAT16"),
     (Form(tanh=True), {"FLOAT"}, "its scores are capped by a Tanh, which the operator can't do"),
     (Form(sinks=True), {"FLOAT"}, "its weights pass a Slice"),
@@ -114,7 +116,9 @@ def test_what_is_not_fused_says_why(tmp_path: Path, form: Form, types: set[str],
     onnx.save(write(form, SIZE), path)
     analysis = analyze(path, AskedShapes({name: array.shape for name, array in feeds(form, SIZE).items()}), 1)
     least = SIZE.length * SIZE.all + ("small" in why)
-    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, [ir.DataType[name] for name in types], least)
+    largest = SIZE.size - ("heads of more" in why)
+    gains = Gains(frozenset(ir.DataType[name] for name in types), least, largest)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, gains)
     assert [fate.why for fate in made.fates] == [why]
     assert "Softmax" in operators(made.graph.graph)
 
@@ -227,7 +231,7 @@ def check(model: onnx.ModelProto, folder: Path, shapes: Mapping[str, Shape], *ot
     path = folder / "model.onnx"
     onnx.save(model, path)
     analysis = analyze(path, AskedShapes(shapes), 1)
-    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
     assert [(fate.operator, fate.why) for fate in made.fates] == [("MultiHeadAttention", None)]
     random = np.random.default_rng(0)
     for sizes in (shapes, *others):
@@ -272,7 +276,7 @@ def test_attention_inside_an_if_says_so(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(model, path)
     analysis = analyze(path, AskedShapes({"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8), "c": ()}), 1)
-    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
     assert [fate.why for fate in made.fates] == ["it is inside an If or a Loop"]
 
 
@@ -303,7 +307,7 @@ def test_attention_may_be_an_output_of_the_model(tmp_path: Path) -> None:
     onnx.save(model, path)
     shapes = {"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8)}
     analysis = analyze(path, AskedShapes(shapes), 1)
-    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
     assert [fate.operator for fate in made.fates] == ["MultiHeadAttention"]
     assert [value.name for value in made.graph.graph.outputs] == ["y"] and "Mul" in operators(made.graph.graph)
     inputs = {
@@ -329,7 +333,7 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     path = tmp_path / "model.onnx"
     onnx.save(write(form, SIZE, blocks=4), path)
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
-    monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, types=ANY, least=0))
+    monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, gains=ANY))
     inputs = feeds(form, SIZE)
     shapes = {name: array.shape for name, array in inputs.items()}
     plan = plan_model(path, ["2xcpu"], Request(split_mode=mode, shapes=shapes, spread=True))
@@ -354,7 +358,9 @@ def test_page_of_a_plan_says_what_was_fused_and_why_the_rest_was_not(
     shapes = {name: array.shape for name, array in feeds(Form(), SIZE).items()}
     sections = {}
     for least in (0, 1 << 16):
-        monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, types=ANY, least=least))
+        monkeypatch.setattr(
+            "splitc.compiler.analysis.facts.fuse", partial(fuse, gains=replace(ANY, least_scores=least))
+        )
         plan = plan_model(path, ["cpu0"], Request(shapes=shapes))
         sections[least] = next(section for section in plan_chapter("", plan).sections if section.title == "Fusion")
     fused_all, fused_none = sections.values()
@@ -374,7 +380,7 @@ def test_folder_says_of_each_model_what_was_fused(
 ) -> None:
     """On the terminal in a line, and in the model's chapter of the page."""
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
-    monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, types=ANY, least=0))
+    monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, gains=ANY))
     for name, blocks in (("one", 1), ("three", 3)):
         (tmp_path / name).mkdir()
         onnx.save(write(Form(), SIZE, blocks), tmp_path / name / "model.onnx")

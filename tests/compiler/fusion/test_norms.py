@@ -40,7 +40,7 @@ def fused(model: onnx.ModelProto, folder: Path) -> Fused:
     path = folder / "model.onnx"
     onnx.save(model, path)
     analysis = analyze(path, AskedShapes({"data": (2, 3, 8), "weights": (8,)}), 1)
-    return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY, least=0)
+    return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
 
 
 def check(model: onnx.ModelProto, folder: Path, tolerance: float) -> None:
