@@ -28,6 +28,10 @@ from tests.helpers.feeds import decoder_feeds as decoder_feeds
 # Graphs are many objects that live long: to look for garbage as often as by default takes a tenth of the time.
 gc.set_threshold(100_000, 50, 50)
 
+# A shell lets what it starts in the background ignore SIGINT: a test that waits for one would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # What tests ask for that are not about the choice of a mode.
 LAYER = Request(split_mode="layer")
 
