@@ -39,6 +39,8 @@ from tests.gpu.made_weights import make_missing_weights
 
 # Requests before those that are timed: eager ones, and those that are recorded.
 FIRST, TIMED = 6, 10
+# Seconds for a package, from planning to its last request.
+PATIENCE = 240.0
 
 
 def main() -> None:
@@ -73,7 +75,12 @@ def _compare(model: Path, devices: str) -> list[str]:
         command = [sys.executable, "-m", "tests.gpu.fused", str(model), "--devices", devices]
         found = []
         for file, flag in zip(files, (["--unfused"], []), strict=True):
-            done = subprocess.run([*command, "--one", str(file), *flag], capture_output=True, text=True)
+            try:
+                done = subprocess.run(
+                    [*command, "--one", str(file), *flag], capture_output=True, text=True, timeout=PATIENCE
+                )
+            except subprocess.TimeoutExpired:
+                return [model.stem, devices, f"no result within {PATIENCE:.0f} s{' '.join(['', *flag])}"]
             if done.returncode:
                 return [model.stem, devices, (done.stderr.strip().splitlines() or ["?"])[-1][:150]]
             found.append(json.loads(done.stdout.splitlines()[-1]))
