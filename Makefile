@@ -9,7 +9,7 @@ demo: $(VENV)/demo.done
 	@$(BIN)/python -m models.demo
 
 # While one works: lint, types, and tests of rooms that take seconds. TESTS="tests/runtime/mpi" runs others in their place.
-QUICK := compiler/analysis compiler/planning compiler/sharding runtime/arrays runtime/feeds runtime/files runtime/generate \
+QUICK := compiler/analysis compiler/planning compiler/sharding runtime/arrays runtime/feeds runtime/files \
 	runtime/hardware runtime/package runtime/ranks runtime/requests runtime/threads test_docs.py test_import_order.py test_sizes.py \
 	test_words.py
 TESTS = $(addprefix tests/,$(QUICK))
