@@ -28,7 +28,7 @@ def origin_of(clone: T) -> T | None:
 
 
 def described(clone: ir.Value) -> ir.Value:
-    """The value that has a copy's type and shape: the model's, since copies go without, or its own."""
+    """The model's value that a copy stands for, which has the type and shape that copies go without; else the value."""
     return origin_of(clone) or clone
 
 

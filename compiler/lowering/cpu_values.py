@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import described
+from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.operators.gpu_kernels import HALVES, has_gpu_kernel, host_inputs
 from splitc.compiler.operators.registry import operator_of
 
 # The most numbers of a constant that a node on the CPU may take: kSmallInitializerThreshold.
 SMALL = 100
-SUBGRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def place_values(graph: ir.Graph) -> Placement:
 def why_not_captured(graph: ir.Graph) -> str:
     """Why ONNX Runtime will not capture the graph on a GPU, by a node of it; "" if nothing prevents it."""
     for node in graph:
-        if any(attribute.type in SUBGRAPHS for attribute in node.attributes.values()):
+        if any(True for _ in subgraphs(node)):
             return f"{_title(node)} is control flow"
         if not runs_on_gpu(node):
             return f"{_title(node)} has no kernel for GPUs"

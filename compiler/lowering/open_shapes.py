@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.origins import origin_of
+from splitc.compiler.frontend.origins import described
 
 _AXES = "splitc.axes"
 
@@ -23,5 +23,5 @@ def note_axes(counts: Mapping[ir.Value, int]) -> None:
 
 def open_shape(value: ir.Value) -> ir.Shape | None:
     """The open shape of a copy of one of the model's values; None if its number of axes is not known."""
-    count = (origin_of(value) or value).meta.get(_AXES)
+    count = described(value).meta.get(_AXES)
     return None if count is None else ir.Shape([None] * count)

@@ -13,7 +13,7 @@ import msgspec
 import onnx_ir as ir
 
 from splitc.compiler.frontend.optional import make_overridable
-from splitc.compiler.frontend.origins import origin_of
+from splitc.compiler.frontend.origins import described
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
@@ -247,7 +247,7 @@ def _attends(graph: ir.Graph) -> bool:
 def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str]) -> bool:
     """Whether the graph computes any of the model's values whose sizes depend on data."""
     computed = (value for node in graph.all_nodes() for value in node.outputs)
-    return any((origin_of(value) or value).name in uncertain for value in computed)
+    return any(described(value).name in uncertain for value in computed)
 
 
 def _graph_paths(folder: Path, stage: str, count: int) -> list[Path]:
