@@ -36,8 +36,23 @@ class CutTensor(ir.LazyTensor):
 def take(array: npt.NDArray[Any], places: Mapping[int, Indices]) -> npt.NDArray[Any]:
     """The array's elements at these indices along some axes."""
     for number, place in places.items():
-        array = array[(slice(None),) * number + (place,)]
+        array = _take(array, number, place)
     return array
+
+
+def _take(array: npt.NDArray[Any], number: int, place: Indices) -> npt.NDArray[Any]:
+    """The array's elements at these indices along one axis.
+
+    Products with gates, or with queries, keys and values in one, have two or three runs of indices: as slices these
+    are copied 40 times as fast as by their indices in brackets, and by `take` 12 times as fast.
+    """
+    if isinstance(place, slice):
+        return array[(slice(None),) * number + (place,)]
+    breaks = np.flatnonzero(np.diff(place) != 1) + 1
+    if len(breaks) > len(place) // 8:
+        return array.take(place, number)
+    parts = [array[(slice(None),) * number + (as_slice(run),)] for run in np.split(place, breaks)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, number)
 
 
 def part_of_file(tensor: ir.ExternalTensor, start: int, length: int, shape: ir.Shape, name: str) -> ir.ExternalTensor:

@@ -1,0 +1,25 @@
+"""Elements along several axes are those of numpy's own indices, whether these are slices, few runs or many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from splitc.compiler.sharding.cut_tensor import Indices, take
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_elements_are_those_at_the_indices(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    array = random.integers(0, 99, tuple(random.integers(1, 40, random.integers(1, 4))))
+    places: dict[int, Indices] = {}
+    expected = array
+    for number, length in enumerate(array.shape):
+        start, stop = sorted(random.integers(0, length + 1, 2))
+        chosen = np.sort(random.choice(length, random.integers(0, length + 1), replace=False))
+        runs = np.r_[: length // 4, length // 2 : length // 2 + length // 4]
+        place = (slice(start, stop), chosen, runs, None)[random.integers(4)]
+        if place is not None:
+            places[number] = place
+            expected = expected[(slice(None),) * number + (place,)]
+    np.testing.assert_array_equal(take(array, places), expected, strict=True)
