@@ -96,11 +96,6 @@ class Sizes:
         self.probes[value.name or ""] = tuple(axis.size[1] for axis in axes)
 
 
-def read_sizes(bound: BoundShapes, probed: BoundShapes) -> Sizes:
-    """The sizes of a graph's values. `probed` is `bound` itself where nothing else could be bound."""
-    return Sizes(_known(bound), _known(probed), probed is not bound)
-
-
-def _known(bound: BoundShapes) -> dict[str, Shape]:
-    """The shapes without those that depend on data."""
+def known_shapes(bound: BoundShapes) -> dict[str, Shape]:
+    """The shapes of a graph's values without those that depend on data."""
     return {name: shape for name, shape in bound.shapes.items() if name not in bound.unknown}

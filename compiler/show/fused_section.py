@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from splitc.compiler.fusion.fuse import Fate
 from splitc.runtime.reports.contents import Section, Table
 
-TITLES = {"attention": "attention", "norm": "norms"}
+TITLES = {"attention": "attention", "norm": "norms", "rotary": "rotary embeddings"}
 
 
 def by_kind(fates: Sequence[Fate]) -> Iterator[tuple[str, list[Fate]]]:

@@ -1,10 +1,10 @@
-"""Attention and norms as exporters write them, against the operators that they are fused to: times on one device.
+"""Attention, norms and rotary embeddings as exporters write them, and as operators of their own: times on one device.
 
     python -m tests.benchmarks.fused_attention --device cpu
     python -m tests.benchmarks.fused_attention --device cuda
 
-Two attentions with their projections, or eight norms, with ONNX Runtime alone. Prints a line a shape, and the
-largest difference. The table of `splitc.compiler.fusion.kernels` follows from this.
+Two attentions with their projections, or eight norms or rotations, with ONNX Runtime alone. Prints a line a shape, and
+the largest difference. The table of `splitc.compiler.fusion.kernels` follows from this.
 """
 
 from __future__ import annotations
@@ -78,15 +78,33 @@ WRITTEN_NORM = """
     normal{n} = Mul (wide{n}, turned{n})  half{n} = Cast <to = 10> (normal{n})  y{n} = Mul (w, half{n})
     x{next} = Add (y{n}, x{n})
 """
+# Rotations of [batch, length, heads, size] in single precision between casts, as Flux has them, and of [batch, heads,
+# length, size] in halves, as decoders do: heads, length, size.
+ROTATIONS = [("neighbours", 24, 4608, 128), ("halves", 32, 2048, 128), ("halves", 32, 1, 128)]
+NEIGHBOURS = """
+    pairs{n} = Reshape (x{n}, by_pairs)
+    a{n} = Slice (pairs{n}, zero, one, last)  b{n} = Slice (pairs{n}, one, two, last)
+    minus{n} = Neg (b{n})  joined{n} = Concat <axis = -1> (minus{n}, a{n})  turned{n} = Reshape (joined{n}, whole)
+    wide{n} = Cast <to = 1> (x{n})  crossed{n} = Cast <to = 1> (turned{n})  one{n} = Mul (wide{n}, cos)
+    other{n} = Mul (crossed{n}, sin)  y{n} = Add (one{n}, other{n})  x{next} = Cast <to = 10> (y{n})
+"""
+HALVES = """
+    a{n} = Slice (x{n}, zero, middle, last)  b{n} = Slice (x{n}, middle, end, last)  minus{n} = Neg (b{n})
+    turned{n} = Concat <axis = -1> (minus{n}, a{n})  one{n} = Mul (x{n}, cos)  other{n} = Mul (turned{n}, sin)
+    x{next} = Add (one{n}, other{n})
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--only", default="", help="what is in the names of the cases")
     options = parser.parse_args()
     rows = table("", "written", "fused", "ratio", "difference", right=("written", "fused", "ratio"))
     for name, model, inputs in cases(options.device):
+        if options.only not in name:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             path, fused = Path(folder) / "model.onnx", Path(folder) / "fused.onnx"
             onnx.save(model, path)
@@ -111,6 +129,37 @@ def cases(device: str) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndar
         yield name, write(form, size, blocks=2), feeds(form, size)
     for rows, width in NORMS if device == "cuda" else []:
         yield f"RMSNorm, {rows} x {width}", write_norms(width), norm_feeds(rows, width)
+    for form, heads, length, size in ROTATIONS if device == "cuda" else []:
+        name = f"rotary embedding, {form}, {length} x {heads} x {size}"
+        yield name, write_rotations(form, heads, size), rotation_feeds(form, heads, length, size)
+
+
+def write_rotations(form: str, heads: int, size: int, count: int = 8) -> onnx.ModelProto:
+    """Rotations one after the other, in halves."""
+    neighbours = form == "neighbours"
+    body = "".join((NEIGHBOURS if neighbours else HALVES).format(n=number, next=number + 1) for number in range(count))
+    axes, axis = (f"1, length, {heads}", 2) if neighbours else (f"1, {heads}, length", 1)
+    tables = (
+        "thin = Unsqueeze (angles, last)  twice = Concat <axis = -1> (thin, thin)  table = Reshape (twice, rows)"
+        if neighbours
+        else "table = Concat <axis = -1> (angles, angles)"
+    )
+    lists = {"last": [-1], "zero": [0], "one": [1], "two": [2], "middle": [size // 2], "end": [size], "at": [axis]}
+    lists |= {"by_pairs": [0, 0, heads, size // 2, 2], "whole": [0, 0, heads, size], "rows": [0, 0, size]}
+    constants = "".join(f"{name} = Constant <value_ints = {numbers}> ()  " for name, numbers in lists.items())
+    text = f"""<ir_version: 8, opset_import: ["" : 18]>
+        rotate (float16[{axes}, {size}] x0, float[1, length, {size // 2}] angles) => (float16[{axes}, {size}] y)
+        {{ {constants} {tables}  cosines = Cos (table)  sines = Sin (table)  wide_cos = Unsqueeze (cosines, at)
+        wide_sin = Unsqueeze (sines, at)  cos = CastLike (wide_cos, {"angles" if neighbours else "x0"})
+        sin = CastLike (wide_sin, {"angles" if neighbours else "x0"}) {body} y = Identity (x{count}) }}"""
+    return onnx.parser.parse_model(text)
+
+
+def rotation_feeds(form: str, heads: int, length: int, size: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    middle = (length, heads) if form == "neighbours" else (heads, length)
+    data = generator.standard_normal((1, *middle, size)).astype(np.float16)
+    return {"x0": data, "angles": generator.standard_normal((1, length, size // 2)).astype(np.float32)}
 
 
 def write_norms(width: int, count: int = 8) -> onnx.ModelProto:

@@ -1,0 +1,115 @@
+"""Rotary embedding as ONNX Runtime's operator RotaryEmbedding, which has kernels on the CPU and on CUDA.
+
+It takes data [batch, heads, length, size] or [batch, length, heads x size]; tables of cosines and sines [positions,
+pairs]; and the row in them of each position, [batch, length], or of the first one. See com.microsoft.RotaryEmbedding
+in ONNX Runtime's ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.rotary import Rotary
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
+from splitc.compiler.fusion.tables import Tables
+from splitc.compiler.fusion.writing import Writer
+
+DOMAIN, OPERATOR = "com.microsoft", "RotaryEmbedding"
+
+
+def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -> None:
+    """Replace what was found by the operator, in place.
+
+    Raises NotFusedError if the operator can't say it; then nothing is changed.
+    """
+    at = rotary.output.producer()
+    assert at is not None
+    sources = (rotary.data, rotary.cosines, *editor.graph.inputs)
+    known = tuple(value for value in sources if sizes.of(value) is not None)
+    work = Writer(at, rotary.output.name or "", known, editor, sizes)
+    frame = _find_frame(rotary, sizes)
+    if not all(map(work.has, frame.axes)):
+        raise NotFusedError("no value is known to have one of its sizes")
+    made = _written(rotary, frame, work, tables)
+    rotary.output.replace_all_uses_with(made, replace_graph_outputs=True)
+    hand_over(rotary.output, made, "unfused")
+    sizes.put(made, frame.axes)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The data's four axes: the batch, heads and positions (`length` is the place of these), and a head's elements.
+
+    `rows` are the axes along which the tables change.
+    """
+
+    axes: tuple[Axis, ...]
+    length: int
+    rows: tuple[Axis, ...]
+
+    @property
+    def heads(self) -> Axis:
+        return self.axes[3 - self.length]
+
+
+def _find_frame(rotary: Rotary, sizes: Sizes) -> _Frame:
+    """The axes of what is rotated. Raises NotFusedError if the operator can't say them."""
+    axes, tables = sizes.axes(rotary.data), [sizes.axes(table) for table in (rotary.cosines, rotary.sines)]
+    if axes is None or len(axes) != 4 or axes[-1].fixed is None:
+        raise NotFusedError("what is rotated has no four axes of known sizes")
+    padded = [[ONE] * (4 - len(own)) + [axis.size for axis in own] for own in tables if own is not None]
+    if len(padded) < 2 or padded[0] != padded[1]:
+        raise NotFusedError("its tables have no known sizes, or differ in them")
+    table, count = padded[0], axes[-1].fixed // 2 if rotary.by_pairs else axes[-1].fixed
+    if table[-1] != (count, count) or any(
+        size not in (ONE, axis.size) for size, axis in zip(table[:-1], axes[:-1], strict=True)
+    ):
+        raise NotFusedError("its tables have other sizes than what is rotated")
+    places = [place for place in (1, 2) if table[place] != ONE] or [n for n in (2, 1) if axes[n].size == ONE][:1]
+    if len(places) != 1:
+        raise NotFusedError("its tables change from head to head, or are the same for all positions")
+    frame = _Frame(axes, places[0], (*(axes[:1] if table[0] != ONE else ()), axes[places[0]]))
+    if frame.heads.fixed is None:
+        raise NotFusedError("its number of heads may change from request to request")
+    return frame
+
+
+def _written(rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
+    """The operator's result, with the axes of the data."""
+    cosines = _rows(rotary.cosines, "cosines", rotary, frame, work, tables)
+    sines = _rows(rotary.sines, "sines", rotary, frame, work, tables)
+    if len(frame.rows) == 1:
+        positions = work.editor.constant(np.array([0], np.int64))  # the first one: the others follow
+    else:
+        positions = work.numbers_to(cosines, frame.rows, "positions")
+    data, axes = rotary.data, frame.axes
+    if frame.length == 1:
+        axes = (*axes[:2], joined(axes[2:]))
+        data = work.viewed(data, axes, "rows")
+    how = {"interleaved": int(rotary.interleaved), "num_heads": frame.heads.fixed}
+    made = work.add("rotary", OPERATOR, [data, positions, cosines, sines], data, axes, domain=DOMAIN, **how)
+    return work.viewed(made, frame.axes, "rotated")
+
+
+def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
+    """One number for each pair: [positions, pairs], of the data's type. All layers read the same."""
+    key = (table, rotary.interleaved, rotary.data.dtype)
+    if key in tables.rows:
+        return tables.rows[key]
+    own, made = work.axes(table), table
+    pairs = fixed_axis(frame.axes[-1].size[0] // 2)
+    if not rotary.by_pairs:
+        indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
+        chosen = work.editor.constant(indices)
+        made = work.add(f"{role}_of_pairs", "Gather", [table, chosen], table, (*own[:-1], pairs), axis=-1)
+    made = work.viewed(made, (joined(frame.rows), pairs), role)
+    if made.dtype != rotary.data.dtype:
+        made = work.cast(made, rotary.data, f"{role}_cast")
+    tables.rows[key] = made
+    return made

@@ -1,0 +1,153 @@
+"""What a value holds of another one: which element, and with which sign, in each place of the last axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
+from splitc.compiler.fusion.sizes import Sizes
+
+Places = npt.NDArray[np.int64]
+# The most nodes between both values. A choice: exporters write a rotation with up to a dozen.
+FARTHEST = 32
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Follows how the last axis of `data` is cut up and joined again. Other axes stay as they are.
+
+    Elements count from 1, so that each has a sign. `known` are the results of shape arithmetic.
+    """
+
+    data: ir.Value
+    sizes: Sizes
+    known: Mapping[str, npt.NDArray[Any]]
+
+    def of(self, value: ir.Value) -> Places | None:
+        """For each place of a value's last axis the element of the data that is there; None if it holds others."""
+        places = self._of(value, FARTHEST)
+        return None if places is None or places.ndim != 1 else places
+
+    def _of(self, value: ir.Value, left: int) -> Places | None:
+        sizes, own = self.sizes.of(self.data), self.sizes.of(value)
+        if sizes is None or own is None or own[: len(sizes) - 1] != sizes[:-1] or sizes[-1][0] != sizes[-1][1]:
+            return None
+        inner = tuple(size for size, _ in own[len(sizes) - 1 :])
+        if value is self.data:
+            return np.arange(1, inner[0] + 1)
+        node = value.producer()
+        rule = None if node is None or node.domain or not left else RULES.get(node.op_type)
+        if node is None or rule is None:
+            return None
+        read = [self._of(source, left - 1) for source in self._sources(node)]
+        if any(places is None for places in read):
+            return None
+        step = _Step(self, node, value, len(sizes) - 1, inner)
+        made = rule(step, [places for places in read if places is not None])
+        return made if made is not None and made.shape == inner else None
+
+    @staticmethod
+    def _sources(node: ir.Node) -> list[ir.Value]:
+        """The inputs that are no indices or sizes."""
+        count = len(node.inputs) if node.op_type == "Concat" else 1
+        return [value for value in node.inputs[:count] if value is not None]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A node that makes `value`, whose axes from the number `outer` on have the sizes `inner`."""
+
+    rotation: Rotation
+    node: ir.Node
+    value: ir.Value
+    outer: int
+    inner: tuple[int, ...]
+
+    def integers(self, number: int) -> list[int] | None:
+        """An input that is a list of numbers, or one; None if it is not known."""
+        value = self.node.inputs[number] if number < len(self.node.inputs) else None
+        if value is None:
+            return None
+        if value.const_value is not None:
+            return [int(one) for one in value.const_value.numpy().reshape(-1)]
+        array = self.rotation.known.get(value.name or "")
+        return None if array is None else [int(one) for one in array.reshape(-1)]
+
+    def axis(self, number: int, ndim: int) -> int | None:
+        """The number of an axis among the inner ones of `ndim`; None for another one."""
+        axis = number - self.outer if number >= 0 else number + ndim
+        return axis if 0 <= axis < ndim else None
+
+
+def _same(step: _Step, read: list[Places]) -> Places:
+    return read[0]
+
+
+def _negated(step: _Step, read: list[Places]) -> Places:
+    return -read[0]
+
+
+def _scaled(step: _Step, read: list[Places]) -> Places | None:
+    number = constant(step.node.inputs[1])
+    return read[0] * int(number) if number in (1, -1) else None
+
+
+def _viewed(step: _Step, read: list[Places]) -> Places | None:
+    return read[0].reshape(step.inner) if read[0].size == np.prod(step.inner) else None
+
+
+def _joined(step: _Step, read: list[Places]) -> Places | None:
+    axis = step.axis(step.node.attributes.get_int("axis", -1), read[0].ndim)
+    return None if axis is None else np.concatenate(read, axis)
+
+
+def _divided(step: _Step, read: list[Places]) -> Places | None:
+    """One of the parts of a Split."""
+    axis = step.axis(step.node.attributes.get_int("axis", 0), read[0].ndim)
+    number = step.node.outputs.index(step.value)
+    before = [step.rotation.sizes.of(value) for value in step.node.outputs[:number]]
+    if axis is None or any(sizes is None for sizes in before):
+        return None
+    start = sum(sizes[step.outer + axis][0] for sizes in before if sizes is not None)
+    return read[0].take(range(start, start + step.inner[axis]), axis)
+
+
+def _sliced(step: _Step, read: list[Places]) -> Places | None:
+    starts, ends = step.integers(1), step.integers(2)
+    if starts is None or ends is None:
+        return None
+    axes, steps = step.integers(3), step.integers(4)
+    made = read[0]
+    for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        axis = step.axis(axes[place] if axes is not None else place, made.ndim)
+        if axis is None:
+            return None
+        by = steps[place] if steps is not None else 1
+        made = made[(slice(None),) * axis + (slice(start, end if end >= 0 or by > 0 else None, by),)]
+    return made
+
+
+def _gathered(step: _Step, read: list[Places]) -> Places | None:
+    axis, indices = step.axis(step.node.attributes.get_int("axis", 0), read[0].ndim), step.integers(1)
+    shape = None if step.node.inputs[1] is None else step.rotation.sizes.of(step.node.inputs[1])
+    if axis is None or indices is None or shape is None or not all(i < read[0].shape[axis] for i in indices):
+        return None
+    return read[0].take(indices if shape else indices[0], axis)
+
+
+RULES: Mapping[str, Callable[[_Step, list[Places]], Places | None]] = {
+    **dict.fromkeys(PASSED, _same),
+    **dict.fromkeys(VIEWS, _viewed),
+    "Neg": _negated,
+    "Mul": _scaled,
+    "Concat": _joined,
+    "Split": _divided,
+    "Slice": _sliced,
+    "Gather": _gathered,
+}

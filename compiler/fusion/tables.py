@@ -1,0 +1,94 @@
+"""Tables that are made from positions, computed with made-up ones, to see what holds for all of their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from itertools import islice
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.made_up import choose_fill, describe_tensor
+from splitc.compiler.frontend.node_alone import run_alone, serialized
+from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.roles import find_roles
+from splitc.compiler.frontend.walks import producers, reached
+from splitc.compiler.request.shapes import Shape
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+from splitc.runtime.feeds.fills import make_inputs
+from splitc.runtime.package.manifest import Fill
+
+# The most nodes that a table is made by, and elements that it is made from. A choice: angles take some twenty nodes and
+# a row of frequencies, or a table of a million.
+MOST_NODES, MOST_ELEMENTS = 512, 1 << 24
+# Positions are made up to before this one where no table has rows for them. A choice: any that are not 0 would do.
+SOME_POSITIONS = 100
+
+Array = npt.NDArray[Any]
+
+
+class Tables:
+    """What a model computes from positions.
+
+    `shapes` are those of its inputs to do so with. `known` are the results of shape arithmetic, and `rows` what was
+    written of a table: one number for each pair, in a row for each position.
+    """
+
+    def __init__(self, graph: Graph, shapes: Mapping[str, Shape], known: Mapping[str, Array]) -> None:
+        self._graph, self._shapes, self.known = graph, shapes, known
+        self._made: dict[ir.Value, Array | None] = {}
+        self.rows: dict[Hashable, ir.Value] = {}
+
+    def agree(self, table: ir.Value, interleaved: bool) -> bool:
+        """Whether the two numbers of each pair are equal: of the halves of the last axis, or of neighbours.
+
+        Nothing is said by a table of equal numbers, such as the cosines of position 0.
+        """
+        if table not in self._made:
+            self._made[table] = self._compute(table)
+        numbers = self._made[table]
+        if numbers is None or numbers.ndim == 0 or numbers.shape[-1] % 2 or not numbers.size:
+            return False
+        one, other = (numbers[..., ::2], numbers[..., 1::2]) if interleaved else np.split(numbers, 2, -1)
+        return bool(np.ptp(numbers, -1).max() > 0) and np.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+    def _compute(self, table: ir.Value) -> Array | None:
+        """A table's numbers; None if too much goes into it, or what can't be made up."""
+        if table.const_value is not None:
+            return table.const_value.numpy().astype(np.float64) if source_of(table) is None else None
+        nodes = list(islice(reached(producers([table]), lambda node: producers(node.inputs)), MOST_NODES + 1))
+        read = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
+        weights = [value.const_value for value in read if value.const_value is not None]
+        inputs = [value for value in self._graph.graph.inputs if value in read]
+        elements = sum(tensor.size for tensor in weights) + sum(map(self._size, inputs))
+        if len(nodes) > MOST_NODES or elements > MOST_ELEMENTS or any(any(subgraphs(node)) for node in nodes):
+            return None
+        graph = ir.convenience.extract(self._graph.graph, inputs, [table])
+        for value in graph.initializers.values():
+            if value.const_value is not None:  # in the file of the model, or with a name that is not its own
+                value.const_value = ir.Tensor(value.const_value.numpy(), value.const_value.dtype, name=value.name)
+        try:
+            (numbers,) = run_alone(serialized(graph), self._feeds(inputs))
+        except ERRORS:
+            return None
+        return numbers.astype(np.float64)
+
+    def _size(self, value: ir.Value) -> float:
+        return float(np.prod(self._shapes[value.name or ""], dtype=float))
+
+    def _feeds(self, inputs: list[ir.Value]) -> dict[str | None, Array]:
+        """Made-up inputs. Positions do not begin at 0, where all cosines are 1."""
+        roles = find_roles(self._graph)
+        tensors = []
+        for value in inputs:
+            fill = choose_fill(value, roles.get(value))
+            if fill.kind == "arange":
+                fill = Fill("randint", low=1, high=fill.high or SOME_POSITIONS)
+            shape = [*self._shapes[value.name or ""]]
+            tensors.append(msgspec.structs.replace(describe_tensor(value), fill=fill, sample_shape=shape))
+        return dict(make_inputs(tensors).items())

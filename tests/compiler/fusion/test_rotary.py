@@ -1,0 +1,228 @@
+"""A rotary embedding that was written out becomes one operator and gives the same numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.fusion.fuse import Fused, fuse
+from splitc.compiler.request.shapes import AskedShapes
+from splitc.runtime import Session
+from tests.compiler.fusion.test_fuse import ANY, run
+from tests.helpers.written_attention import operators
+
+HEAD = '<ir_version: 8, opset_import: ["" : 18]>'
+BATCH, LENGTH, HEADS, SIZE = 3, 5, 4, 8
+BOUNDS = """
+    zero = Constant <value_ints = [0]> ()  half = Constant <value_ints = [4]> ()  all = Constant <value_ints = [8]> ()
+    last = Constant <value_ints = [-1]> ()  one = Constant <value_ints = [1]> ()  two = Constant <value_ints = [2]> ()
+    heads = Constant <value_ints = [{heads}]> ()
+"""
+# Angles [batch, length, pairs] of positions [batch, length], or [length, pairs] of the places in a row.
+ANGLES = {
+    "fed": """wide = Cast <to = 1> (positions)  column = Unsqueeze (wide, last)
+        frequencies = Constant <value_floats = [1.0, 0.3, 0.1, 0.03]> ()  angles = Mul (column, frequencies)""",
+    "counted": """sizes = Shape (positions)  at = Constant <value_int = 1> ()  count = Gather (sizes, at)
+        start = Constant <value_int = 0> ()  numbers = Range (start, count, at)  wide = Cast <to = 1> (numbers)
+        column = Unsqueeze (wide, last)
+        frequencies = Constant <value_floats = [1.0, 0.3, 0.1, 0.03]> ()  angles = Mul (column, frequencies)""",
+}
+# A number for each element: the pairs' halves follow each other, or each pair its neighbour.
+TWICE = {
+    False: "twice = Concat <axis = -1> (angles, angles)",
+    True: """thin = Unsqueeze (angles, last)  neighbours = Concat <axis = -1> (thin, thin)
+        flat = Constant <value_ints = [{rows}8]> ()  twice = Reshape (neighbours, flat)""",
+}
+TABLES = """cosines = Cos ({angles})  sines = Sin ({angles})
+    cos = Unsqueeze (cosines, heads)  sin = Unsqueeze (sines, heads)"""
+SLICED = "a = Slice (x, zero, half, last)  b = Slice (x, half, all, last)"
+PARTS = {
+    "slices": SLICED,
+    "split": "a, b = Split <axis = -1, num_outputs = 2> (x)",
+    "gathered": """first = Constant <value_ints = [0, 1, 2, 3]> ()  second = Constant <value_ints = [4, 5, 6, 7]> ()
+        a = Gather <axis = -1> (x, first)  b = Gather <axis = 3> (x, second)""",
+}
+NEIGHBOURS = """pairs = Constant <value_ints = [0, 0, 0, 4, 2]> ()  by_pairs = Reshape (x, pairs)
+    thin_a, thin_b = Split <axis = -1, num_outputs = 2> (by_pairs)
+    a = Squeeze (thin_a, last)  b = Squeeze (thin_b, last)"""
+STRIDED = """a = Slice (x, zero, all, last, two)  b = Slice (x, one, all, last, two)"""
+JOINED = {
+    False: "turned = Concat <axis = -1> ({0}, {1})",
+    True: """thin_0 = Unsqueeze ({0}, last)  thin_1 = Unsqueeze ({1}, last)
+        stacked = Concat <axis = -1> (thin_0, thin_1)
+        whole = Constant <value_ints = [0, 0, 0, 8]> ()  turned = Reshape (stacked, whole)""",
+}
+BOTH = """ac = Mul (a, cos)  bs = Mul (sin, b)  low = Sub (ac, bs)  bc = Mul (cos, b)  as = Mul (a, sin)
+    high = Add ({}, {})  """
+SUM = "straight = Mul (x, cos)  crossed = Mul (turned, sin)  y = Add (crossed, straight)"
+DIFFERENCE = "straight = Mul (cos, x)  crossed = Mul (turned, sin)  y = Sub (straight, crossed)"
+
+
+def written(body: str, angles: str = "fed", dtype: str = "float", heads_first: bool = True) -> onnx.ModelProto:
+    """A model that rotates [batch, heads, length, 8], or [batch, length, heads, 8]."""
+    axes = f"batch, {HEADS}, length" if heads_first else f"batch, length, {HEADS}"
+    axis = (1 if heads_first else 2) - (angles == "counted")
+    shape = f"{dtype}[{axes}, 8]"
+    signature = f"rotate ({shape} data, int64[batch, length] positions) => ({shape} y)"
+    bounds = BOUNDS.format(heads=axis)
+    cast = "x = Identity (data)" if dtype == "float" else "x = Cast <to = 1> (data)"
+    return onnx.parser.parse_model(f"{HEAD} {signature} {{ {bounds} {cast} {ANGLES[angles]} {body} }}")
+
+
+def twice(interleaved: bool, angles: str = "fed") -> str:
+    rows = "0, 0, " if angles == "fed" else "0, "
+    return TWICE[interleaved].format(rows=rows) + TABLES.format(angles="twice")
+
+
+def whole(interleaved: bool, parts: str, angles: str = "fed") -> str:
+    """x cos + rotated(x) sin."""
+    joined = JOINED[interleaved].format("opposite", "a")
+    return f"{twice(interleaved, angles)} {parts}  opposite = Neg (b)  {joined} {SUM}"
+
+
+def by_pairs(interleaved: bool, parts: str, crossed: bool = False) -> str:
+    """Both elements of each pair by themselves."""
+    joined = JOINED[interleaved].format("low", "high").replace("turned =", "y =")
+    order = ("as", "bc") if crossed else ("bc", "as")
+    return f"{TABLES.format(angles='angles')} {parts} {BOTH.format(*order)} {joined}"
+
+
+def feeds(dtype: str = "float", heads_first: bool = True) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    middle = (HEADS, LENGTH) if heads_first else (LENGTH, HEADS)
+    data = random.standard_normal((BATCH, *middle, SIZE))
+    positions = random.integers(0, 50, (BATCH, LENGTH))
+    return {"data": data.astype(np.float32 if dtype == "float" else np.float16), "positions": positions}
+
+
+def fused(model: onnx.ModelProto, folder: Path, heads_first: bool = True) -> Fused:
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    # One position, as a decoder's step has, which may be the first.
+    middle = (HEADS, 1) if heads_first else (1, HEADS)
+    analysis = analyze(path, AskedShapes({"data": (2, *middle, SIZE), "positions": (2, 1)}), 1)
+    return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+
+
+def check(
+    model: onnx.ModelProto, folder: Path, tolerance: float, dtype: str = "float", heads_first: bool = True
+) -> None:
+    made = fused(model, folder, heads_first)
+    assert [(fate.kind, fate.operator, fate.why) for fate in made.fates] == [("rotary", "RotaryEmbedding", None)]
+    assert not {"Neg", "Sub", "Split", "Add"} & set(operators(made.graph.graph))
+    inputs = feeds(dtype, heads_first)
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("angles", list(ANGLES))
+@pytest.mark.parametrize("parts", list(PARTS))
+@pytest.mark.parametrize("heads_first", [True, False], ids=["heads_first", "rows_first"])
+def test_halves_are_rotated(tmp_path: Path, angles: str, parts: str, heads_first: bool) -> None:
+    model = written(whole(False, PARTS[parts], angles), angles, heads_first=heads_first)
+    check(model, tmp_path, 2e-6, heads_first=heads_first)
+
+
+@pytest.mark.parametrize("parts", [NEIGHBOURS, STRIDED], ids=["pairs", "strided"])
+@pytest.mark.parametrize("heads_first", [True, False], ids=["heads_first", "rows_first"])
+def test_neighbours_are_rotated(tmp_path: Path, parts: str, heads_first: bool) -> None:
+    check(written(whole(True, parts), heads_first=heads_first), tmp_path, 2e-6, heads_first=heads_first)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("crossed", [False, True])
+def test_elements_of_pairs_by_themselves(tmp_path: Path, interleaved: bool, crossed: bool) -> None:
+    check(written(by_pairs(interleaved, NEIGHBOURS if interleaved else SLICED, crossed)), tmp_path, 2e-6)
+
+
+def test_a_difference_with_the_opposite_rotation(tmp_path: Path) -> None:
+    joined = JOINED[False].format("b", "opposite")
+    check(written(f"{twice(False)} {SLICED}  opposite = Neg (a)  {joined} {DIFFERENCE}"), tmp_path, 2e-6)
+
+
+def test_halves_in_single_precision_between_casts(tmp_path: Path) -> None:
+    body = whole(True, NEIGHBOURS).replace("y = Add", "wide_y = Add") + "  y = Cast <to = 10> (wide_y)"
+    check(written(body, dtype="float16"), tmp_path, 4e-3, "float16")
+
+
+DIFFERENT = "  late = Mul (angles, frequencies)  twice = Concat <axis = -1> (angles, late)" + TABLES.format(
+    angles="twice"
+)
+TURNED = f"{SLICED}  opposite = Neg (b)  " + JOINED[False].format("opposite", "a") + SUM
+BY_HEADS = f"""frequencies_of_heads = Constant <value_floats = {[n / 7 for n in range(16)]}> ()
+    grid = Constant <value_ints = [4, 1, 4]> ()  angles_of_heads = Reshape (frequencies_of_heads, grid)
+    twice = Concat <axis = -1> (angles_of_heads, angles_of_heads)  cos = Cos (twice)  sin = Sin (twice)  """
+ODD = [
+    (DIFFERENT + TURNED, "the two elements of a pair may be multiplied by different numbers"),
+    (by_pairs(False, STRIDED), "its pairs are in other places after it than before"),
+    (BY_HEADS + TURNED, "its number of heads may change from request to request"),
+]
+
+
+@pytest.mark.parametrize(("body", "why"), ODD, ids=[why for _, why in ODD])
+def test_what_is_not_fused_says_why(tmp_path: Path, body: str, why: str) -> None:
+    (fate,) = fused(written(body), tmp_path).fates
+    assert (fate.operator, fate.kind) == (None, "rotary") and (fate.why or "").startswith(why)
+
+
+def test_other_signs_are_no_rotation(tmp_path: Path) -> None:
+    """x cos + (b, a) sin is a reflection."""
+    body = f"{twice(False)} {SLICED} {JOINED[False].format('b', 'a')} {SUM}"
+    assert fused(written(body), tmp_path).fates == ()
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, of a model whose projections before and after are sharded by heads."""
+    path = tmp_path / "model.onnx"
+    onnx.save(decoder_like(), path)
+    monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
+    monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, gains=ANY))
+    random = np.random.default_rng(1)
+    inputs: dict[str, np.ndarray] = {"x": random.standard_normal((2, 5, 32), np.float32)}
+    inputs["positions"] = random.integers(0, 9, (2, 5))
+    shapes = {name: array.shape for name, array in inputs.items()}
+    plan = plan_model(path, ["2xcpu"], Request(split_mode=mode, shapes=shapes, spread=True))
+    assert [fate.operator for fate in plan.analysis.fates] == ["RotaryEmbedding"] * 2
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        np.testing.assert_allclose(session.run(inputs)["y"], run(onnx.load(path), inputs), rtol=0, atol=1e-5)
+
+
+def decoder_like() -> onnx.ModelProto:
+    """Two blocks: a projection, heads that are rotated, and a projection back."""
+    layer = """
+        rows{n} = MatMul (h{n}, w{n})  cut{n} = Reshape (rows{n}, by_heads)
+        data{n} = Transpose <perm = [0, 2, 1, 3]> (cut{n})
+        {rotated}
+        back{n} = Transpose <perm = [0, 2, 1, 3]> (y{n})  flat{n} = Reshape (back{n}, by_rows)
+        out{n} = MatMul (flat{n}, v{n})  h{m} = Add (h{n}, out{n})
+    """
+    rotated = f"{SLICED}  opposite = Neg (b)  {JOINED[False].format('opposite', 'a')} {SUM}"
+    names = ("turned", "opposite", "straight", "crossed", "y", "a", "b")
+    body = ""
+    for n in range(2):
+        own = rotated.replace("(x,", f"(data{n},")
+        for name in names:
+            own = own.replace(f"{name} =", f"{name}{n} =").replace(f"({name},", f"({name}{n},")
+            own = own.replace(f"({name})", f"({name}{n})").replace(f", {name})", f", {name}{n})")
+        body += layer.format(n=n, m=n + 1, rotated=own)
+    weights = "".join(f", float[32, 32] {kind}{n}" for n in range(2) for kind in "wv")
+    signature = f"g (float[b, l, 32] x, int64[b, l] positions{weights}) => (float[b, l, 32] y)"
+    shapes = "by_heads = Constant <value_ints = [0, 0, 4, 8]> ()  by_rows = Constant <value_ints = [0, 0, 32]> ()"
+    text = f"{HEAD} {signature} {{ {BOUNDS.format(heads=1)} {shapes} {ANGLES['fed']} {twice(False)} h0 = Identity (x)"
+    model = onnx.parser.parse_model(f"{text} {body} y = Identity (h2) }}")
+    random = np.random.default_rng(2)
+    for value in [value for value in model.graph.input if value.name[0] in "wv"]:
+        array = random.standard_normal((32, 32), np.float32) / 6
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
+        model.graph.input.remove(value)
+    return model
