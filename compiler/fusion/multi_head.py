@@ -17,7 +17,7 @@ from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
-from splitc.compiler.fusion.operand import VIEWS, Operand, axes_of, seen_through, unmerged, whole
+from splitc.compiler.fusion.operand import VIEWS, Operand, axes_of, seen_through_merged, unmerged, whole
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -34,7 +34,7 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     """
     at = attention.output.producer()
     assert at is not None
-    seen = [seen_through(operand, scaled=True) for operand in (attention.query, attention.keys)]
+    seen = [seen_through_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
     before = unmerged(seen[0], sizes, scaled=True)
     # Inputs come last: what reads them needs them on each device.
     sources = [*(operand.value for operand in (*seen, before) if operand is not None), *editor.graph.inputs]
@@ -110,9 +110,13 @@ class _Writing:
     def rows(self) -> ir.Value:
         """The operator and its inputs: [batch, length, heads x value size]."""
         attention, frame, work = self.attention, self.frame, self.work
-        query = self._fitted(self._scaled(seen_through(attention.query, scaled=True)), frame.leading, "query")
-        keys = self._fitted(seen_through(attention.keys.swapped(), scaled=True), frame.leading, "keys")
-        values = self._fitted(seen_through(attention.values, scaled=False), frame.weighed, "values")
+        query, keys, values = (
+            seen_through_merged(operand, work.sizes, scaled=operand is not attention.values)
+            for operand in (attention.query, attention.keys.swapped(), attention.values)
+        )
+        query = self._fitted(self._scaled(query), frame.leading, "query")
+        keys = self._fitted(keys, frame.leading, "keys")
+        values = self._fitted(values, frame.weighed, "values")
         heads = frame.heads.fixed or 1
         by_rows = self._natural(keys).is_value and self._natural(values).is_value
         if by_rows or heads == 1 or frame.size != frame.value_size:

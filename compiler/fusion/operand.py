@@ -73,6 +73,44 @@ def seen_through(operand: Operand, scaled: bool) -> Operand:
     return operand
 
 
+def seen_through_merged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand:
+    """As `seen_through`, and through first axes that were merged while the last two changed places.
+
+    Exporters of torch turn keys so, for products of values with three axes.
+    """
+    while True:
+        operand = seen_through(operand, scaled)
+        before = _before_turn(operand.value, sizes)
+        if before is None:
+            return operand
+        last = len(operand.axes) - 1
+        turned = {last: last - 1, last - 1: last}
+        operand = replace(operand, value=before, axes=tuple(turned.get(axis, axis) for axis in operand.axes))
+
+
+def _before_turn(value: ir.Value, sizes: Sizes) -> ir.Value | None:
+    """What a value was before a view, a transpose of the last two axes and another view; None if it was made otherwise.
+
+    The views leave its first axes as they were.
+    """
+    chain = []
+    source: ir.Value | None = value
+    for kinds in (VIEWS, {"Transpose"}, VIEWS):
+        node = None if source is None else source.producer()
+        if node is None or node.domain or node.op_type not in kinds:
+            return None
+        chain.append(node)
+        source = node.inputs[0]
+    order = chain[1].attributes.get_ints("perm", ())
+    count = len(order)
+    own, before = sizes.of(value), None if source is None else sizes.of(source)
+    middle = None if chain[1].inputs[0] is None else sizes.of(chain[1].inputs[0])
+    if tuple(order) != (*range(count - 2), count - 1, count - 2) or own is None or before is None or middle is None:
+        return None
+    kept = own[:-2] == before[:-2] and own[-2:] == before[:-3:-1] and middle[-2:] == before[-2:]
+    return source if kept else None
+
+
 def unmerged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand | None:
     """An operand whose first axes a view has merged, as one of what the view reads; None if there is no such view."""
     rank = len(operand.axes)

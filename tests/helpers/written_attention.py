@@ -23,9 +23,10 @@ class Form:
     `bias`: what is added to the scores: nothing, a mask [batch, 1, length, all], one row [batch, 1, 1, all], a
     learned one [heads, length, all], or both of the first and the last; or a mask of truths that a Where hides by, or
     multiplications of the scores and of a low number by it and its opposite. `keys`: transposed as one order, as two,
-    from a cache [batch, heads, all, size], or one head for all queries'. `layout`: batch and heads are two axes; merged
-    after heads were moved before lengths; merged while lengths are first; or in any order, in an Einsum. `softmax`: one
-    operator, one with the highest score taken off before, or written out.
+    in the middle of views that merge batch and heads and divide them again, from a cache [batch, heads, all, size], or
+    one head for all queries'. `layout`: batch and heads are two axes; merged after heads were moved before lengths;
+    merged while lengths are first; or in any order, in an Einsum. `softmax`: one operator, one with the highest score
+    taken off before, or written out.
     """
 
     scale: str = "after"
@@ -199,6 +200,10 @@ class _Writer:
         if form.keys == "once" and form.groups == 1:  # both transposes of the keys in one
             self._nodes[keys_at].attribute[0].CopyFrom(helper.make_attribute("perm", [0, 2, 3, 1]))
             return query, keys, values
+        if form.keys == "around":
+            rows = self._size_of(keys, 2)
+            turned = self._add("Transpose", self._reshaped(keys, -1, rows, size.size), perm=[0, 2, 1])
+            return query, self._reshaped(turned, self._size_of("x", 0), size.heads, size.size, rows), values
         return query, self._add("Transpose", keys, perm=[0, 1, 3, 2]), values
 
     def _biased(self, scores: str) -> str:

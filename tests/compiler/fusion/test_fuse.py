@@ -62,6 +62,7 @@ FORMS += [
 FORMS += [Form(scale, bias, flipped=bias == "mask") for scale in ("computed", "heads") for bias in ("none", "mask")]
 FORMS += [Form("computed", layout=layout) for layout in ("merged", "rows", "einsum")]
 FORMS += [Form(bias=bias, keys="shared") for bias in ("none", "mask", "learned")]
+FORMS += [Form(scale, bias, keys="around") for scale in ("after", "split") for bias in ("none", "mask")]
 FORMS += [Form("late", bias, layout=layout) for bias in ("mask", "both", "where") for layout in ("heads", "merged")]
 
 
@@ -91,6 +92,8 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
     )
     names = operators(made.graph.graph)
     assert names.count("com.microsoft.MultiHeadAttention") == 2 and "Softmax" not in names
+    if form.keys == "around":
+        assert "Transpose" not in names
     proto = ir.to_proto(made.graph.model)
     sizes = [SIZE, replace(SIZE, batch=3) if form.bias in ("learned", "both") else OTHER]
     for size in sizes:
