@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 import onnx_ir as ir
+from msgspec.structs import replace
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.walks import levels
@@ -39,6 +40,12 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
         for output in graph.graph.outputs
         if output in pairs
     ]
+
+
+def written_in_place(graph: Graph, states: Sequence[State]) -> list[State]:
+    """The states as they are in a graph that was rewritten, which may write others in place than before."""
+    ends = {value.name: value for value in (*graph.graph.inputs, *graph.graph.outputs)}
+    return [replace(state, in_place=_is_in_place(ends[state.input], ends[state.output])) for state in states]
 
 
 def _check_asked(graph: Graph, asked: Mapping[str, str]) -> dict[ir.Value, ir.Value]:

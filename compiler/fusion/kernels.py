@@ -16,12 +16,14 @@ from splitc.runtime.hardware.devices import Device
 class Gains:
     """Where fused operators are the faster ones: in numbers of these `types`.
 
-    MultiHeadAttention from so many scores a head on, with the planned sizes, and up to heads of `largest_head`.
+    MultiHeadAttention from so many scores a head on, with the planned sizes, and up to heads of `largest_head`. Caches
+    in place in numbers of the types `caches`.
     """
 
     types: frozenset[ir.DataType]
     least_scores: int
     largest_head: float = math.inf
+    caches: frozenset[ir.DataType] = frozenset()
 
 
 # Measured on an H100 with ONNX Runtime 1.31 by tests/benchmarks/fused_attention.py. In halves attention is 1.06 to 4.9
@@ -31,10 +33,17 @@ class Gains:
 ON_GPUS = Gains(frozenset({ir.DataType.FLOAT16}), 1 << 16, 256)
 
 
-def gains_by_fusion(engine: str, devices: Sequence[Device]) -> bool:
-    """Whether an engine on these devices is faster with attention as one operator.
+# Measured by tests/benchmarks/cache_in_place.py.
+ON_CPUS = Gains(frozenset(), 0, caches=frozenset({ir.DataType.FLOAT}))
+
+
+def gains_of(engine: str, devices: Sequence[Device]) -> Gains | None:
+    """Where an engine on these devices is faster with fused operators; None if nowhere.
 
     ONNX Runtime's CUDA provider does not fuse most exporters' attention by itself, and writes all scores to memory. On
-    the CPU the operator is as often slower as faster. TensorRT fuses by itself.
+    the CPU the operator is as often slower as faster, but for caches in place. TensorRT fuses by itself.
     """
-    return engine == ONNXRUNTIME and all(device.kind == "cuda" for device in devices)
+    kinds = {device.kind for device in devices}
+    if engine != ONNXRUNTIME or len(kinds) != 1:
+        return None
+    return {"cuda": ON_GPUS, "cpu": ON_CPUS}.get(kinds.pop())

@@ -16,6 +16,7 @@ from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds.checks import check_feeds
 from splitc.runtime.package.manifest import State, Tensor
 from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.requests.lengths import added, as_size, check_rows, filled_rows
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.threads.interrupts import later_interrupts
 
@@ -54,6 +55,8 @@ class StateSequence:
         # The numbers that the ranks know the sequence by, the latest last: none before its first request, and two while
         # it grows.
         self._numbers: list[int] = []
+        # The filled rows of caches that are written in place, by the inputs that say so.
+        self._filled = {length.input: 0 for length in manifest.lengths}
         # The capacity that its states have on the ranks.
         self._allocated: int | None = None
         # The requests in which its states grew on the ranks.
@@ -74,6 +77,7 @@ class StateSequence:
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
             arrays = check_feeds(feeds, self._fed, self._session.manifest.optional, self._session.manifest.fixed)
+            filled = self._fill(arrays)
             self._failed = True  # until the end: whatever comes between may leave states that nobody knows
             request = self._next_request(arrays)
             self._session.submit_request(request, here=True).result()
@@ -83,6 +87,7 @@ class StateSequence:
                 self._numbers.remove(request.after)
                 self._session.forget(request.after, reusable=not self._growth)
             self._carried = {state.input: outputs[state.output] for state in self._carries}
+            self._filled = filled
             self._failed = False
             return {name: array for name, array in outputs.items() if name not in self._outputs}
 
@@ -98,13 +103,35 @@ class StateSequence:
             # One that has grown is another sequence to the ranks: a failure leaves the one before as it was.
             self._numbers.append(self._session.number_sequence())
         return InFlightRequest(
-            {**arrays, **self._carried},
+            {**arrays, **self._carried, **{name: as_size(filled) for name, filled in self._filled.items()}},
             sequence=self._numbers[-1],
             initial=initial,
             in_place=self._capacity is not None,
             after=after,
             growth=self._growth,
         )
+
+    def _fill(self, feeds: Mapping[str, Array]) -> dict[str, int]:
+        """The filled rows of its caches after a request.
+
+        Raises FeedError for a request that the engines can't run, MisuseError for one that there is no room for.
+        """
+        filled = dict(self._filled)
+        for length in self._session.manifest.lengths:
+            new, before = added(length, feeds), filled[length.input]
+            check_rows(self._batch_of(feeds), new, before)
+            filled[length.input] = total = before + new
+            if self._capacity is not None and total > self._capacity:
+                raise MisuseError(
+                    f"the sequence has room for {self._capacity} tokens, and comes to {total}: start it with a larger "
+                    "capacity, or let it grow()"
+                )
+        return filled
+
+    @staticmethod
+    def _batch_of(feeds: Mapping[str, Array]) -> int:
+        """The number of rows of a request."""
+        return max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
 
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
         """Begin with these states instead of zeros, by the names of their inputs. Only before the first run.
@@ -115,7 +142,9 @@ class StateSequence:
         with self._alone():
             if self._numbers or self._capacity is not None:
                 raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
-            self._loaded = check_feeds(states, self._states, copy=True)
+            loaded = check_feeds(states, self._states, copy=True)
+            self._filled = {length.input: filled_rows(length, loaded) for length in self._session.manifest.lengths}
+            self._loaded = loaded
 
     def hold(self, feeds: Mapping[str, npt.ArrayLike]) -> None:
         """Give the ranks feeds that are the same in all requests, such as what a decoder reads of its encoder.
@@ -171,8 +200,7 @@ class StateSequence:
             for symbol, length in zip(inputs[name].shape or (), array.shape, strict=False)
             if isinstance(symbol, str)
         }
-        batch = max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
-        capacity = self._capacity or 0
+        batch, capacity = self._batch_of(feeds), self._capacity or 0
         return {
             state.input: _zeros(state, inputs[state.input], sizes, batch, capacity if state.in_place else 0)
             for state in self._session.manifest.states
