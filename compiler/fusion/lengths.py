@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.room import give_room
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS, Cache
@@ -129,7 +130,9 @@ class Lengths:
     def are_in_place(self, caches: Iterable[Cache], filled: Filled) -> None:
         """Note the caches that have this length."""
         names = self._states.setdefault(filled.input.name or "", [])
-        names += [cache.past.name or "" for cache in caches]
+        for cache in caches:
+            names.append(cache.past.name or "")
+            give_room(cache.past, ROWS)
 
     def entries(self) -> tuple[Length, ...]:
         """What the runtime is told. Inputs for caches that are none in place are removed."""

@@ -136,15 +136,32 @@ class StateSequence:
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
         """Begin with these states instead of zeros, by the names of their inputs. Only before the first run.
 
-        The arrays are copied. Raises FeedError for states that do not fit the model, MisuseError while another thread
-        uses the sequence, SplitcError after a run or after `close`.
+        The arrays are copied; with a capacity, caches that are written in place get room behind their tokens. Raises
+        FeedError for states that do not fit the model, MisuseError for those that the capacity has no room for, and while
+        another thread uses the sequence, SplitcError after a run or after `close`.
         """
         with self._alone():
-            if self._numbers or self._capacity is not None:
-                raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
+            if self._numbers:
+                raise SplitcError("states can be loaded before the first run only")
             loaded = check_feeds(states, self._states, copy=True)
             self._filled = {length.input: filled_rows(length, loaded) for length in self._session.manifest.lengths}
-            self._loaded = loaded
+            self._loaded = {**loaded, **self._with_room(loaded)}
+
+    def _with_room(self, states: Mapping[str, Array]) -> dict[str, Array]:
+        """The states that are written in place, with zeros behind them up to the capacity."""
+        made = {}
+        for state in self._session.manifest.states if self._capacity is not None else ():
+            if not state.in_place or state.grows is None or self._capacity is None:
+                continue
+            array = states[state.input]
+            shape = list(array.shape)
+            if shape[state.grows] > self._capacity:
+                raise MisuseError(
+                    f"'{state.input}' has {shape[state.grows]} tokens, and the sequence has room for {self._capacity}"
+                )
+            shape[state.grows] = self._capacity
+            made[state.input] = _lengthened(array, Zeros(tuple(shape), str(array.dtype)))
+        return made
 
     def hold(self, feeds: Mapping[str, npt.ArrayLike]) -> None:
         """Give the ranks feeds that are the same in all requests, such as what a decoder reads of its encoder.
