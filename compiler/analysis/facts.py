@@ -126,7 +126,7 @@ def _analyze(
 
 def _with_lengths(lengths: Sequence[Length], shapes: Mapping[str, Shape]) -> Mapping[str, Shape]:
     """The inputs' shapes with those of inputs for lengths."""
-    return {**shapes, **{length.input: (shapes[length.states[0]][length.axis],) for length in lengths}}
+    return {**shapes, **{length.input: (shapes[length.states[0]][length.axis], 0) for length in lengths}}
 
 
 def _is_small(graph: Graph, bound: BoundShapes) -> bool:

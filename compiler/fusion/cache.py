@@ -58,7 +58,12 @@ class CachedAttention:
 
 
 def concatenated(graph: ir.Graph, states: Sequence[State]) -> Held:
-    """The presents of states that grow by a concatenation, with their pasts and what is added to these."""
+    """The presents of states that grow by a concatenation, with their pasts and what is added to these.
+
+    None if the model has others that are written in place as it is: their lengths come with a mask, which has room too.
+    """
+    if any(state.in_place for state in states):
+        return {}
     inputs = {value.name: value for value in graph.inputs}
     outputs = {value.name: value for value in graph.outputs}
     held = {}

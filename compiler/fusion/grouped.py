@@ -23,7 +23,7 @@ from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_layout
 from splitc.compiler.fusion.frame import Frame
-from splitc.compiler.fusion.lengths import Filled, Lengths
+from splitc.compiler.fusion.lengths import Again, Filled, Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
 from splitc.compiler.fusion.operand import seen_through, unmerged, whole
 from splitc.compiler.fusion.sizes import Sizes, fixed_axis, is_one
@@ -32,6 +32,8 @@ from splitc.compiler.fusion.writing import Writer
 OPERATOR = "GroupQueryAttention"
 # The kernels take heads of multiples of this.
 UNIT = 8
+# The order of a cache's axes in which its heads are beside their size.
+BY_ROWS = (0, 2, 1, 3)
 
 
 def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: Sizes, lengths: Lengths) -> None:
@@ -96,28 +98,31 @@ def _check(cached: CachedAttention, work: Writer) -> Frame:
 
 
 def _check_rows(cache: Cache, sizes: Sizes) -> None:
-    """Raise NotFusedError where the planned request is one that the operator refuses."""
+    """Raise NotFusedError where the planned request is one for which rows are given again."""
     past, new = sizes.axes(cache.past), sizes.axes(cache.new)
     assert past is not None and new is not None
     if all(axis.size[0] > least for axis, least in ((new[0], 1), (new[ROWS], 1), (past[ROWS], 0))):
         raise NotFusedError(
-            f"the operator reads several tokens after others in one row only, and {new[0].size[0]} rows of "
+            f"the operator is slower for several tokens after others in several rows, and {new[0].size[0]} rows of "
             f"{new[ROWS].size[0]} tokens after {past[ROWS].size[0]} are planned"
         )
 
 
 def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequence[ir.Value]:
     """The operator and its inputs. Returns the attention's rows, the keys' present and the values'."""
-    attention, frame, work = cached.attention, writing.frame, writing.work
+    attention, frame, work, again = cached.attention, writing.frame, writing.work, filled.again
     query, factor = writing.merged_query()
-    keys, values = (_merged(one, work, role) for one, role in ((cached.keys, "keys"), (cached.values, "values")))
+    keys, values = (_merged(one, work, role, again) for one, role in ((cached.keys, "keys"), (cached.values, "values")))
     total = work.integers("total", "Cast", [filled.after], 1, to=ir.DataType.INT32)
     total.type = ir.TensorType(ir.DataType.INT32)
     last = work.add("last", "Sub", [total, work.editor.constant(np.array([1], np.int32))], total, [fixed_axis(1)])
-    rows = work.expanded(last, [frame.batch], "lasts")
-    inputs = [query, keys, values, cached.keys.past, cached.values.past, rows, total]
-    if attention.biases:
-        inputs += [None, None, None, write_bias(attention, frame, work)]
+    lasts = work.expanded(last, [frame.batch], "lasts")
+    bias = write_bias(attention, frame, work) if attention.biases else None
+    if again is not None:
+        query = _picked(query, again.queries, 1, work, "query_again")
+        bias = None if bias is None else _picked(bias, again.queries, 2, work, "bias_again")
+    inputs = [query, keys, values, cached.keys.past, cached.values.past, lasts, total]
+    inputs += [] if bias is None else [None, None, None, bias]
     axes = work.axes(cached.keys.new)
     heads = frame.heads.fixed or 1
     node = ir.node(
@@ -134,18 +139,31 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
     )
     work.insert(node)
     made, *presents = node.outputs
-    work.name_value(made, "rows", query, (frame.batch, frame.length, fixed_axis(heads * frame.size)))
+    work.name_value(made, "rows", query, work.axes(query))
     for value, one in zip(presents, (cached.keys, cached.values), strict=True):
         work.name_value(value, "present", one.present, work.axes(one.present))
-    return node.outputs
+    if again is not None:
+        made = _picked(made, again.new, 1, work, "new_rows")
+    return made, *presents
 
 
-def _merged(cache: Cache, work: Writer, role: str) -> ir.Value:
-    """What is added to a cache, as [batch, length, heads x size]."""
-    new = seen_through(whole(cache.new, 4), scaled=False).transposed((0, 2, 1, 3))
+def _merged(cache: Cache, work: Writer, role: str, again: Again | None) -> ir.Value:
+    """What is added to a cache, behind the rows that are given again, as [batch, length, heads x size]."""
+    new = seen_through(whole(cache.new, 4), scaled=False).transposed(BY_ROWS)
     batch, heads, rows, size = work.axes(cache.new)
     value = work.ordered(new, f"{role}_by_rows")
+    if again is not None:
+        begin, axis = (work.editor.constant(np.array([number], np.int64)) for number in (0, ROWS))
+        none = [batch, heads, fixed_axis(0), size]
+        before = work.add(f"{role}_before", "Slice", [cache.past, begin, again.count, axis], value, none)
+        before = work.ordered(whole(before, 4).transposed(BY_ROWS), f"{role}_before_by_rows")
+        value = work.add(f"{role}_again", "Concat", [before, value], value, work.axes(value), axis=1)
     return work.viewed(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)
+
+
+def _picked(value: ir.Value, places: ir.Value, along: int, work: Writer, role: str) -> ir.Value:
+    """A value's rows at some places, which are as many with the planned sizes."""
+    return work.add(role, "Gather", [value, places], value, work.axes(value), axis=along)
 
 
 @cache

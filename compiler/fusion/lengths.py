@@ -1,14 +1,15 @@
 """How many rows of a cache are filled: with room behind them, its own size no longer says it.
 
-It is the size of an input of its own, which the runtime feeds and a caller does not see. So it is a size as any other:
-what follows from it is known wherever sizes are.
+It is the size of an input of its own, [rows, 0], which the runtime feeds and a caller does not see. So it is a size as
+any other: what follows from it is known wherever sizes are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
@@ -16,12 +17,29 @@ from splitc.compiler.frontend.room import give_room
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS, Cache
-from splitc.compiler.fusion.sizes import Axis, Size, Sizes
+from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 from splitc.runtime.package.manifest import Length
 
 # What the input is called. A model's own names that begin so get another end.
 NAME = "splitc.past"
+# Max takes whole numbers from this opset on.
+OPSET = 12
+
+
+@dataclass(frozen=True)
+class Again:
+    """The rows of a cache that a request gives the operator again: those before it, or none.
+
+    The operator reads several tokens after others in one row of the batch only. For more rows of the batch, such tokens
+    are given as if none were before them. The runtime asks for it by a second axis of the input that is not 0. So where
+    sizes are planned, there are none. `count` is a list of how many they are. `queries` are the places of the queries,
+    before which any will do. `new` are the places of the new rows.
+    """
+
+    count: ir.Value
+    queries: ir.Value
+    new: ir.Value
 
 
 @dataclass(frozen=True)
@@ -29,7 +47,7 @@ class Filled:
     """The filled rows of caches that are as long: an input of `past` rows, and the axes that a request makes of them.
 
     `before` and `after` are lists of one size: the rows before the request, and with those that it adds. `step` is how
-    many it adds: a number, or the axis of an input that has as many.
+    many it adds: a number, or the axis of an input that has as many. `again` is None where no request needs it.
     """
 
     input: ir.Value
@@ -39,6 +57,7 @@ class Filled:
     after: ir.Value
     work: Writer
     step: int | tuple[str, int]
+    again: Again | None
 
     @property
     def known(self) -> Mapping[Size, ir.Value]:
@@ -47,13 +66,13 @@ class Filled:
 
     def entry(self, pasts: Iterable[str]) -> Length:
         """What the runtime is told."""
-        counts = isinstance(self.step, int)
         return Length(
             input=self.input.name or "",
             states=list(pasts),
             axis=ROWS,
             adds=self.step if isinstance(self.step, int) else 0,
-            reads=None if counts else self.step,  # type: ignore[arg-type]
+            reads=None if isinstance(self.step, int) else self.step,
+            room_for_batches=self.again is not None,
         )
 
 
@@ -73,28 +92,36 @@ class Lengths:
         past, new, present = (self._sizes.axes(value) for value in (cache.past, cache.new, cache.present))
         if past is None or new is None or present is None or not self._sizes.differ:
             raise NotFusedError("the lengths of its cache can't be told from other sizes")
+        if past[ROWS].fixed is not None or present[ROWS].fixed is not None or past[ROWS].size == new[ROWS].size:
+            raise NotFusedError("the lengths of its cache can't be told from other sizes")
         if past[ROWS].size not in self._filled:
-            self._filled[past[ROWS].size] = self._add(past[ROWS], new[ROWS], present[ROWS])
+            self._filled[past[ROWS].size] = self._add(past[ROWS], new, present[ROWS])
         return self._filled[past[ROWS].size]
 
-    def _add(self, past: Axis, new: Axis, total: Axis) -> Filled:
-        graph = self._editor.graph
-        step: int | tuple[str, int] | None = new.fixed
+    def _add(self, past: Axis, new: Sequence[Axis], total: Axis) -> Filled:
+        graph, tokens = self._editor.graph, new[ROWS]
+        step: int | tuple[str, int] | None = tokens.fixed
         if step is None:
-            step = self._place_of(new)
+            step = self._place_of(tokens)
+        several = tokens.fixed != 1 and new[0].fixed != 1
+        if several and graph.opset_imports.get("", 1) < OPSET:
+            raise NotFusedError(f"its model is of an opset before {OPSET}, whose Max takes no sizes")
         if step is None:
             raise NotFusedError("no input says how many tokens a request adds to its cache")
         name = NAME
         while name in self._sizes.shapes:
             name += "'"
-        value = ir.Value(name=name, shape=ir.Shape([past.symbol]), type=ir.TensorType(ir.DataType.BOOL))
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         graph.inputs.append(value)
-        self._sizes.put(value, [past])
-        work = Writer(graph[0], name, self.read, self._editor, self._sizes)
-        before = work.integers("before", "Shape", [value], 1)
-        added = work.list_of([new], "added")
+        # A symbol that is a number may have any size, and is taken for the number where sizes are planned.
+        second = Axis((0, 0), ir.SymbolicDim("0"), 0) if several else fixed_axis(0)
+        self._sizes.put(value, [past, second])
+        work = Writer(graph[0], name, (value, *self.read), self._editor, self._sizes)
+        before = work.list_of([past], "before")
+        added = work.list_of([tokens], "added")
         after = work.integers("after", "Add", [before, added], 1)
-        return Filled(value, past, total, before, after, work, step)
+        again = _add_again(work, value, before, tokens) if several else None
+        return Filled(value, past, total, before, after, work, step, again)
 
     def _place_of(self, axis: Axis) -> tuple[str, int] | None:
         """The first axis of an input that has this size."""
@@ -145,6 +172,28 @@ class Lengths:
             for filled in self._filled.values()
             if (names := self._states.get(filled.input.name or ""))
         )
+
+
+def _add_again(work: Writer, value: ir.Value, before: ir.Value, new: Axis) -> Again:
+    """The rows that are given again: all before the request, if the input's second axis says so."""
+    place, none = (work.editor.constant(np.array([number], np.int64)) for number in (1, 0))
+    sizes = work.integers("sizes", "Shape", [value], 2)
+    count = work.integers("again", "Mul", [before, work.integers("asked", "Gather", [sizes, place], 1)], 1)
+    rows = work.integers("given", "Add", [count, work.list_of([new], "new")], 1)
+    scalar = work.editor.constant(np.array([], np.int64))
+    start, end = (
+        work.integers(f"{role}_end", "Reshape", [v, scalar], 1) for role, v in (("again", count), ("given", rows))
+    )
+    first, step = (work.editor.constant(np.array(number, np.int64)) for number in (0, 1))
+    places = work.integers("places", "Range", [first, end, step], 1)
+    behind = work.integers("behind", "Sub", [places, count], 1)
+    queries = work.integers("queries", "Max", [behind, none], 1)
+    own = work.integers("own", "Range", [start, end, step], 1)
+    for scalars in (start, end):
+        work.sizes.put(scalars, [])
+    for of_new in (places, behind, queries, own):
+        work.sizes.put(of_new, [new])
+    return Again(count, queries, own)
 
 
 def size_readers(value: ir.Value) -> list[ir.Node]:

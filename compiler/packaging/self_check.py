@@ -25,7 +25,6 @@ from splitc.runtime.hardware.devices import free_bytes, host_memory, host_number
 from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.verification import NEVER
-from splitc.runtime.requests.lengths import fed_lengths
 from splitc.runtime.session.session import Session
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import judge
@@ -105,10 +104,9 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
             for inputs in _candidates(plan, session.inputs):
                 feeds = make_inputs(inputs)
                 try:
-                    fed_lengths(session.manifest.lengths, feeds)
                     expected = whole.run(feeds)
                 except SplitcError:
-                    continue  # the package, or the model, does not take these sizes together
+                    continue  # the model does not take these sizes together
                 return Verdict(True, _compare(session, whole, feeds, expected))
     return Verdict(
         False,

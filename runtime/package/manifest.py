@@ -87,8 +87,8 @@ class Length(Struct, frozen=True):
     """How many rows of the states `states` are filled along the axis `axis`, where engines write them in place.
 
     Ranks take it as the size of the input `input`, which requests do not give. Each request adds `adds` rows, or, where
-    `reads` is set, as many as that input has along that axis. Several rows of the batch can't read several tokens after
-    others.
+    `reads` is set, as many as that input has along that axis. With `room_for_batches`, several rows of the batch read
+    several tokens after others only in states that have room for them.
     """
 
     input: str
@@ -96,6 +96,7 @@ class Length(Struct, frozen=True):
     axis: int
     adds: int = 0
     reads: tuple[str, int] | None = None
+    room_for_batches: bool = False
 
 
 class AxisPart(Struct, frozen=True):

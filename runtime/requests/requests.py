@@ -14,7 +14,7 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.device_arrays import DeviceArrays
-from splitc.runtime.requests.lengths import fed_lengths
+from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.outputs import OutputJoiner
 
 
@@ -45,7 +45,7 @@ class Requests:
             self.device_arrays.check_outputs()
         check_sizes(request.feeds, self.manifest)
         if request.sequence is None and self.manifest.lengths:
-            request.feeds = {**request.feeds, **fed_lengths(self.manifest.lengths, request.feeds)}
+            request.feeds = with_lengths(self.manifest.lengths, request.feeds)
         self._forget_dropped()
         return self._admission.submit(request, here)
 
