@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,11 +18,12 @@ from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
-from splitc.compiler.frontend.states import find_states, growing_symbols
+from splitc.compiler.frontend.states import find_states, growing_symbols, written_in_place
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
+from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes, Shape, check_order
 from splitc.compiler.request.states import AskedStates
-from splitc.runtime.package.manifest import State
+from splitc.runtime.package.manifest import Length, State
 from splitc.runtime.threads.progress import counting
 
 # The steps of an analysis that progress bars count: reading, opening, shapes, costs, blocks.
@@ -49,6 +50,7 @@ class Analysis:
     fitted: Fitted
     fuses: bool = False
     fates: tuple[Fate, ...] = ()
+    lengths: tuple[Length, ...] = ()
 
 
 def analyze(
@@ -58,12 +60,12 @@ def analyze(
     settings: Mapping[str, Any] = MappingProxyType({}),
     trusts_data: bool = False,
     states: AskedStates = AskedStates(),
-    fuses: bool = False,
+    gains: Gains | None = None,
 ) -> Analysis:
     """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
 
     The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
-    If it `fuses`, attention that was written out becomes one operator where that can be.
+    What was written out becomes one operator where that can be and `gains`.
 
     Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes, settings and states
     that do not fit the model.
@@ -79,7 +81,7 @@ def analyze(
             inferred = infer_shapes(graph.model)
         check_accepted(graph, proto, inferred.repeated)
         done(1)
-        analysis = _analyze(graph, asked, states, wanted_blocks, fuses, done)
+        analysis = _analyze(graph, asked, states, wanted_blocks, gains, done)
     done(1)
     return analysis
 
@@ -89,7 +91,7 @@ def _analyze(
     asked: AskedShapes,
     asked_states: AskedStates,
     wanted_blocks: int,
-    fuses: bool,
+    gains: Gains | None,
     done: Callable[[int], None],
 ) -> Analysis:
     states = find_states(graph, asked_states)
@@ -100,12 +102,31 @@ def _analyze(
     smallest, typical = (sizes.changed(fitted.changes).shapes(graph.model) for sizes in (low, middle))
     largest = fitted.shapes
     check_order(smallest, typical, largest)
-    fused = fuse(graph, largest, fitted.bound) if fuses else Fused(graph, fitted.bound, ())
+    fused = Fused(graph, fitted.bound, ()) if gains is None else fuse(graph, largest, fitted.bound, gains, states)
     graph, costs = fused.graph, Costs(fused.graph, fused.bound)
+    states = written_in_place(graph, states)
+    smallest, typical, largest = (_with_lengths(fused.lengths, shapes) for shapes in (smallest, typical, largest))
     reconcile(graph.model, costs.bound)
     done(1)
     blocks = find_blocks(graph, costs, wanted_blocks)
-    return Analysis(graph, largest, smallest, typical, costs, tuple(states), blocks, fitted, fuses, fused.fates)
+    return Analysis(
+        graph,
+        largest,
+        smallest,
+        typical,
+        costs,
+        tuple(states),
+        blocks,
+        fitted,
+        gains is not None,
+        fused.fates,
+        fused.lengths,
+    )
+
+
+def _with_lengths(lengths: Sequence[Length], shapes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+    """The inputs' shapes with those of inputs for lengths."""
+    return {**shapes, **{length.input: (shapes[length.states[0]][length.axis], 0) for length in lengths}}
 
 
 def _is_small(graph: Graph, bound: BoundShapes) -> bool:

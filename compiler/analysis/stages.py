@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block, Partition
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.room import has_room
 from splitc.compiler.frontend.walks import producer_of, producers, reached
 
 Place = tuple[ir.Value, int]
@@ -137,9 +138,9 @@ def borrowed_sizes(value: ir.Value) -> list[int | ir.SymbolicDim]:
 
 
 def find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Place | None:
-    """The first value with an axis of this size, and the axis."""
+    """The first value with an axis of this size, and the axis. Not one with room behind it."""
     for value in values:
         for axis, other in enumerate(value.shape or ()):
-            if other == size:
+            if other == size and not has_room(value, axis):
                 return value, axis
     return None

@@ -60,7 +60,7 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     same = _same_axes(graph, symbols)
     kinds = [name for name in symbols if name not in same]
     caches = _same_axes(graph, symbols, first=2)
-    for numbers in (_number(graph, symbols, True, least) for least in (1, 0) if caches):
+    for numbers in (_number(graph, symbols, True, least, skipped) for skipped in (0, 1, 2) for least in (1, 0)):
         numbers.update({name: numbers[first] for name, first in caches.items()})
         made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
         if _fits(graph, made, bound):
@@ -83,8 +83,11 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
 
 
 def _fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
-    """Whether shapes are known as far as the given ones, and factors agree along the axis that a product sums over."""
-    if len(made.uncertain) > len(bound.uncertain):
+    """Whether shapes are known as far as the given ones, and factors agree along the axis that a product sums over.
+
+    And whether no sum of symbols has its given size by chance, as of a past and a new length.
+    """
+    if len(made.uncertain) > len(bound.uncertain) or _has_same_sums(graph, made, bound):
         return False
     for node in graph.nodes:
         if node.op_type == "MatMul" and not node.domain:
@@ -92,6 +95,16 @@ def _fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
             if first and second and len(second) > 1 and first[-1] != second[-2]:
                 return False
     return True
+
+
+def _has_same_sums(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
+    """Whether a sum of symbols, in the shape of an input or of an output, has the same size with both."""
+    for value in (*graph.graph.inputs, *graph.graph.outputs):
+        one, other = made.shapes.get(value.name or ""), bound.shapes.get(value.name or "")
+        for size, first, second in zip(value.shape or (), one or (), other or (), strict=False):
+            if isinstance(size, ir.SymbolicDim) and len(size.free_symbols()) > 1 and first == second:
+                return True
+    return False
 
 
 def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
@@ -122,9 +135,13 @@ def _same_axes(graph: Graph, symbols: Mapping[str, int], first: int = 0) -> dict
     return {name: other for name, other in same.items() if name != other}
 
 
-def _number(graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1) -> dict[str, int]:
-    """A probe size for each symbol. With `sums`, one that is the sum of two others, each at least `least`, stays so."""
+def _number(graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1, skipped: int = 0) -> dict[str, int]:
+    """A probe size for each symbol. With `sums`, one that is the sum of two others, each at least `least`, stays so.
+
+    So many of the first primes are `skipped`.
+    """
     primes = _primes({size for weight in graph.graph.initializers.values() for size in shape_of(weight)})
+    primes = itertools.islice(primes, skipped, None)
     numbers: dict[str, int] = {}
     for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
         parts = [

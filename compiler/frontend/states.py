@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 import onnx_ir as ir
+from msgspec.structs import replace
 
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.walks import levels
+from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.states import AskedStates
 from splitc.runtime.errors import MisuseError
@@ -39,6 +40,12 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
         for output in graph.graph.outputs
         if output in pairs
     ]
+
+
+def written_in_place(graph: Graph, states: Sequence[State]) -> list[State]:
+    """The states as they are in a graph that was rewritten, which may write others in place than before."""
+    ends = {value.name: value for value in (*graph.graph.inputs, *graph.graph.outputs)}
+    return [replace(state, in_place=_is_in_place(ends[state.input], ends[state.output])) for state in states]
 
 
 def _check_asked(graph: Graph, asked: Mapping[str, str]) -> dict[ir.Value, ir.Value]:
@@ -152,10 +159,20 @@ def _is_product(node: ir.Node, value: ir.Value) -> bool:
 
 
 def _is_in_place(past: ir.Value, present: ir.Value) -> bool:
-    """Whether an in-place operator makes the present from the past, and nothing else reads the past."""
-    producer = present.producer()
+    """Whether an in-place operator makes the present from the past.
+
+    What else reads the past must be for that operator alone, which then writes when it was read.
+    """
+    maker = present.producer()
+    if maker is None or not operator_of(maker).writes_in_place:
+        return False
     readers = [use.node for use in past.uses()]
-    return producer is not None and operator_of(producer).writes_in_place and readers == [producer]
+    below = list(islice(reached(readers, lambda node: () if node is maker else node.successors()), FARTHEST + 1))
+    is_for_it = all(
+        node is maker or (node.successors() and not any(value.is_graph_output() for value in node.outputs))
+        for node in below
+    )
+    return maker in readers and is_for_it and len(below) <= FARTHEST
 
 
 def _is_alike(past: ir.Value, present: ir.Value) -> bool:

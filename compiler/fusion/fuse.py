@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,8 +14,12 @@ from splitc.compiler.frontend.graph import Graph, complete
 from splitc.compiler.frontend.probe_sizes import bind_other_sizes
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.fusion.attention import NotFusedError, find_attention
-from splitc.compiler.fusion.kernels import ON_GPUS, Gains
+from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
+from splitc.compiler.fusion.cache import Held, concatenated, find_caches, left_out
+from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
+from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
+from splitc.compiler.fusion.kernels import ON_GPUS, Gains, Types
+from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import find_norm, write_norm
@@ -23,14 +27,15 @@ from splitc.compiler.fusion.rotary import find_rotary, looks_rotary
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
 from splitc.compiler.fusion.rotary_embedding import write_rotary
 from splitc.compiler.fusion.sizes import Sizes, known_shapes
-from splitc.compiler.fusion.softmax import find_softmax
+from splitc.compiler.fusion.softmax import Softmax, find_softmax
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.request.shapes import Shape
+from splitc.runtime.package.manifest import Length, State
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of what looks like attention, a norm or a rotary embedding: its operator, or why there is none.
+    """What became of what looks like attention, a cache, a norm or a rotary embedding: its operator, or why not one.
 
     The place is called after its Softmax, its mean or its last node.
     """
@@ -45,29 +50,37 @@ class Fate:
 class Fused:
     """A graph whose attentions, norms and rotary embeddings are one operator each where that can be.
 
-    `bound` are the shapes of all its values.
+    `bound` are the shapes of all its values, `lengths` its inputs that the model does not have.
     """
 
     graph: Graph
     bound: BoundShapes
     fates: tuple[Fate, ...]
+    lengths: tuple[Length, ...] = ()
 
 
-def fuse(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes, gains: Gains = ON_GPUS) -> Fused:
-    """Fuse the graph's norms, rotary embeddings and attention where that gains, in place.
+def fuse(
+    graph: Graph,
+    shapes: Mapping[str, Shape],
+    bound: BoundShapes,
+    gains: Gains = ON_GPUS,
+    states: Sequence[State] = (),
+) -> Fused:
+    """Fuse norms, rotary embeddings, attention, and the caches among the `states`, where that gains, in place.
 
     `bound` are the shapes of the graph's values with the inputs' `shapes`.
     """
-    work = _Work(graph, shapes, bound, gains, known_shapes(bound), Editor(graph.graph))
+    work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
     # Attention comes last: its queries and keys may be what became one operator.
-    parts = {node: work.norm(node) or work.rotary(node) for node in graph.nodes}
-    fates = [fate for node in graph.nodes if (fate := parts[node] or work.attention(node)) is not None]
-    fates += _looks_inside(graph, work)
+    parts = {node: fate for node in graph.nodes if (fate := work.norm(node) or work.rotary(node)) is not None}
+    fates = [fate for node in graph.nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
+    fates += [*work.left_out(), *_looks_inside(graph, work)]
     if not any(fate.operator for fate in fates):
         return Fused(graph, bound, tuple(fates))
-    if any(fate.operator in (OPERATOR, ROTARY) for fate in fates):
+    if any(fate.operator in (OPERATOR, GROUPED, ROTARY) for fate in fates):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
-    return Fused(replace(graph, reads=complete(graph.model)), replace(bound, shapes=work.planned), tuple(fates))
+    made, lengths = replace(graph, reads=complete(graph.model)), work.lengths.entries() if work.held else ()
+    return Fused(made, replace(bound, shapes=work.planned), tuple(fates), lengths)
 
 
 @dataclass(frozen=True)
@@ -81,6 +94,7 @@ class _Work:
     shapes: Mapping[str, Shape]
     bound: BoundShapes
     gains: Gains
+    states: Sequence[State]
     planned: dict[str, Shape]
     editor: Editor
 
@@ -99,14 +113,24 @@ class _Work:
         shapes = {value.name or "": other.shapes[value.name or ""] for value in self.graph.graph.inputs}
         return Tables(self.graph, shapes, {} if other is self.bound else other.constants)
 
+    @cached_property
+    def held(self) -> Held:
+        """The caches: what is added to them may be what became one operator."""
+        return concatenated(self.graph.graph, self.states) if self.gains.caches else {}
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        """Inputs that say how long caches are."""
+        return Lengths(self.editor, self._sizes, [past for past, _ in self.held.values()])
+
     def norm(self, mean: ir.Node) -> Fate | None:
         """The fate of a norm around a mean; None if there is none."""
         place = mean.name or mean.outputs[0].name or ""
         try:
-            norm = find_norm(mean)
+            norm = find_norm(mean) if self.gains.parts else None
             if norm is None:
                 return None
-            self._check_type(norm.data)
+            _check_type(norm.data, self.gains.parts)
             write_norm(norm, self.editor, self._sizes)
         except NotFusedError as error:
             return Fate(place, None, str(error), "norm")
@@ -116,36 +140,66 @@ class _Work:
         """The fate of a rotary embedding that a node ends; None if it ends none."""
         place = last.name or last.outputs[0].name or ""
         try:
-            rotary = find_rotary(last, self._sizes, self._tables) if looks_rotary(last) else None
+            looks = bool(self.gains.parts) and looks_rotary(last)
+            rotary = find_rotary(last, self._sizes, self._tables) if looks else None
             if rotary is None:
                 return None
-            self._check_type(rotary.data)
+            _check_type(rotary.data, self.gains.parts)
             write_rotary(rotary, self.editor, self._sizes, self._tables)
         except NotFusedError as error:
             return Fate(place, None, str(error), "rotary")
         return Fate(place, ROTARY, None, "rotary")
 
-    def attention(self, node: ir.Node) -> Fate | None:
-        """The fate of attention around a Softmax; None if there is none."""
+    def attention(self, node: ir.Node) -> Iterator[Fate]:
+        """The fates of attention around a Softmax, and of its caches: nothing if there is none."""
         softmax = find_softmax(node, self._rank_of, self.graph.model.opset_imports.get("", 1))
         if softmax is None:
-            return None
+            return
         try:
             attention = find_attention(softmax, self._rank_of)
-            if attention is None:
+        except NotFusedError as error:
+            yield Fate(softmax.name, None, str(error), "attention" if self.gains.attention else "cache")
+            return
+        if attention is None:
+            return
+        cached = self._with_caches(softmax.name, attention) if self.held else None
+        if cached is not None:
+            yield cached
+        if self.gains.attention and (cached is None or cached.operator is None):
+            yield self._alone(softmax, attention)
+
+    def _with_caches(self, place: str, attention: Attention) -> Fate | None:
+        """The fate of the caches that an attention reads; None if it reads none."""
+        try:
+            found = find_caches(attention, self.held, self._shape_of)
+            if found is None:
                 return None
-            self._check_type(attention.query.value)
-            shape = self._shape_of(softmax.output)
-            if shape is None or math.prod(shape[-2:]) < self.gains.least_scores:
+            _check_type(attention.query.value, self.gains.caches)
+            if not is_known():
+                raise NotFusedError("the ONNX Runtime that is installed does not have its operator: take a newer one")
+            write_group_query_attention(found, self.editor, self._sizes, self.lengths)
+        except NotFusedError as error:
+            return Fate(place, None, str(error), "cache")
+        return Fate(place, GROUPED, None, "cache")
+
+    def _alone(self, softmax: Softmax, attention: Attention) -> Fate:
+        """The fate of attention without its caches."""
+        gains, shape = self.gains, self._shape_of(softmax.output)
+        try:
+            _check_type(attention.query.value, gains.attention)
+            if shape is None or math.prod(shape[-2:]) < gains.least_scores or shape[-1] < gains.least_keys:
                 raise NotFusedError("it is too small to be faster as one operator")
-            write_multi_head_attention(attention, self.editor, self._sizes, self.gains.largest_head)
+            if attention.biases and not gains.biased:
+                raise NotFusedError("no kernel is faster with a mask or a bias")
+            write_multi_head_attention(attention, self.editor, self._sizes, gains.largest_head)
         except NotFusedError as error:
             return Fate(softmax.name, None, str(error))
         return Fate(softmax.name, OPERATOR)
 
-    def _check_type(self, value: ir.Value) -> None:
-        if (dtype := value.dtype) not in self.gains.types:
-            raise NotFusedError(f"no kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")
+    def left_out(self) -> list[Fate]:
+        """The fates of the caches that can't be written in place."""
+        reasons = left_out(self.states, self.held) if self.gains.caches else ()
+        return [Fate(past, None, str(why), "cache") for past, why in reasons]
 
     def _shape_of(self, value: ir.Value) -> Shape | None:
         if value.const_value is not None:
@@ -157,11 +211,16 @@ class _Work:
         return None if shape is None else len(shape)
 
 
+def _check_type(value: ir.Value, types: Types) -> None:
+    if (dtype := value.dtype) not in types:
+        raise NotFusedError(f"no kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")
+
+
 def _looks_inside(graph: Graph, work: _Work) -> list[Fate]:
     """What looks like attention in an If or a Loop, whose shapes are not known."""
-    if not has_subgraphs(graph.graph):
+    if not work.gains.attention or not has_subgraphs(graph.graph):
         return []
-    unknown = replace(work, gains=Gains(frozenset(), 0))
+    unknown = replace(work, gains=Gains(frozenset({ir.DataType.UNDEFINED})))
     inside = (node for node in all_nodes(graph.graph) if node.graph is not graph.graph)
-    fates = (unknown.attention(node) for node in inside)
-    return [replace(fate, why="it is inside an If or a Loop") for fate in fates if fate is not None]
+    fates = (fate for node in inside for fate in unknown.attention(node))
+    return [replace(fate, why="it is inside an If or a Loop") for fate in fates]

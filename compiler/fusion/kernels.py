@@ -11,30 +11,51 @@ import onnx_ir as ir
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.hardware.devices import Device
 
+Types = frozenset[ir.DataType]
+NONE: Types = frozenset()
+
 
 @dataclass(frozen=True)
 class Gains:
-    """Where fused operators are the faster ones: in numbers of these `types`.
+    """Where fused operators are the faster ones, by the types of their numbers.
 
-    MultiHeadAttention from so many scores a head on, with the planned sizes, and up to heads of `largest_head`.
+    MultiHeadAttention from so many scores a head on, and so many keys, with the planned sizes, up to heads of
+    `largest_head`, and, unless `biased`, only where nothing is added to the scores. Norms and rotary embeddings are the
+    `parts`. `caches` are those in place.
     """
 
-    types: frozenset[ir.DataType]
-    least_scores: int
+    attention: Types = NONE
+    least_scores: int = 0
+    least_keys: int = 0
     largest_head: float = math.inf
+    biased: bool = True
+    parts: Types = NONE
+    caches: Types = NONE
 
+
+HALVES, SINGLES = frozenset({ir.DataType.FLOAT16}), frozenset({ir.DataType.FLOAT})
 
 # Measured on an H100 with ONNX Runtime 1.31 by tests/benchmarks/fused_attention.py. In halves attention is 1.06 to 4.9
 # times as fast. In single precision, for which there is no flash attention, it is 0.79 and 1.06 times, and with a head
 # of 512, for which there is none either (it ends at 256), 0.45 times. The fewest scores that were measured to gain
 # are 257 x 257; in models with some 77 x 77 the added layout changes took as long as the kernel saved, or longer.
-ON_GPUS = Gains(frozenset({ir.DataType.FLOAT16}), 1 << 16, 256)
+# RMSNorm is 4 to 4.7 times as fast, and a rotary embedding 2.0 to 4.
+ON_GPUS = Gains(HALVES, 1 << 16, largest_head=256, parts=HALVES)
 
 
-def gains_by_fusion(engine: str, devices: Sequence[Device]) -> bool:
-    """Whether an engine on these devices is faster with attention as one operator.
+# Measured by tests/benchmarks/fused_attention.py on a core. Without a bias, the operator does not write the scores to
+# memory: it is 1.03 to 1.06 times as fast with 512 x 512, and 1.1 to 1.4 times from 1024 x 1024 on; with 77 keys 0.91
+# to 1.2 times, and with a bias 0.97 to 1.04. With norms and rotary embeddings as operators decoders of the tests'
+# sizes are 1.05 to 1.2 times as fast. Caches: tests/benchmarks/cache_in_place.py.
+ON_CPUS = Gains(SINGLES, 1 << 18, 512, biased=False, parts=SINGLES, caches=SINGLES)
 
-    ONNX Runtime's CUDA provider does not fuse most exporters' attention by itself, and writes all scores to memory. On
-    the CPU the operator is as often slower as faster. TensorRT fuses by itself.
+
+def gains_of(engine: str, devices: Sequence[Device]) -> Gains | None:
+    """Where an engine on these devices is faster with fused operators; None if nowhere.
+
+    ONNX Runtime fuses what most exporters write by itself in few models. TensorRT does.
     """
-    return engine == ONNXRUNTIME and all(device.kind == "cuda" for device in devices)
+    kinds = {device.kind for device in devices}
+    if engine != ONNXRUNTIME or len(kinds) != 1:
+        return None
+    return {"cuda": ON_GPUS, "cpu": ON_CPUS}.get(kinds.pop())

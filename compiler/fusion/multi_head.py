@@ -40,10 +40,10 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     sources = [*(operand.value for operand in (*seen, before) if operand is not None), *editor.graph.inputs]
     known = tuple(value for value in sources if sizes.of(value) is not None)
     work = Writer(at, attention.output.name or "", known, editor, sizes)
-    frame = _check(attention, work)
+    frame = check_attention(attention, work)
     if max(frame.size, frame.value_size) > largest:
         raise NotFusedError(f"no kernel is faster for heads of more than {largest}")
-    writing = _Writing(attention, frame, work)
+    writing = Writing(attention, frame, work)
     try:
         views = writing.views(writing.rows())
     except NotFusedError:
@@ -54,7 +54,7 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
         writing.replace(old, natural, order)
 
 
-def _check(attention: Attention, work: Writer) -> Frame:
+def check_attention(attention: Attention, work: Writer) -> Frame:
     """The frame in which the operator can say it all. Raises NotFusedError if there is none."""
     dtypes = {operand.value.dtype for operand in (attention.query, attention.keys, attention.values)}
     if len(dtypes) > 1 or attention.output.dtype is None:
@@ -100,8 +100,8 @@ def _rewrite_sizes(attention: Attention, work: Writer) -> None:
 
 
 @dataclass(frozen=True)
-class _Writing:
-    """The operator in its frame."""
+class Writing:
+    """An operator in the frame of an attention, whose place it takes."""
 
     attention: Attention
     frame: Frame
@@ -110,26 +110,39 @@ class _Writing:
     def rows(self) -> ir.Value:
         """The operator and its inputs: [batch, length, heads x value size]."""
         attention, frame, work = self.attention, self.frame, self.work
-        query, keys, values = (
-            seen_through_merged(operand, work.sizes, scaled=operand is not attention.values)
-            for operand in (attention.query, attention.keys.swapped(), attention.values)
-        )
-        query = self._fitted(self._scaled(query), frame.leading, "query")
-        keys = self._fitted(keys, frame.leading, "keys")
-        values = self._fitted(values, frame.weighed, "values")
+        query = self._query()
+        keys = self._fitted(self._seen(attention.keys.swapped()), frame.leading, "keys")
+        values = self._fitted(seen_through_merged(attention.values, work.sizes, scaled=False), frame.weighed, "values")
         heads = frame.heads.fixed or 1
         by_rows = self._natural(keys).is_value and self._natural(values).is_value
         if by_rows or heads == 1 or frame.size != frame.value_size:
-            rest = [self._merged(keys, "keys"), self._merged(values, "values")]
+            rest = [self.merged(keys, "keys"), self.merged(values, "values")]
         else:
             rest = [self._by_heads(keys, "keys"), self._by_heads(values, "values")]
-        inputs: list[ir.Value | None] = [self._merged(query, "query"), *rest]
+        inputs: list[ir.Value | None] = [self.merged(query, "query"), *rest]
         if attention.biases:
             inputs += [None, None, write_bias(attention, frame, work)]
         scale = attention.scale * query.factor * keys.factor
         axes = (frame.batch, frame.length, fixed_axis(heads * frame.value_size))
         like = attention.query.value
         made = work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, num_heads=heads, scale=scale)
+        return self.finished(made)
+
+    def merged_query(self) -> tuple[ir.Value, float]:
+        """The queries as [batch, length, heads x size], and a factor that they are still to be multiplied by."""
+        query = self._query()
+        return self.merged(query, "query"), query.factor
+
+    def _query(self) -> Operand:
+        """The queries in the frame."""
+        return self._fitted(self._scaled(self._seen(self.attention.query)), self.frame.leading, "query")
+
+    def _seen(self, operand: Operand) -> Operand:
+        return seen_through_merged(operand, self.work.sizes, scaled=True)
+
+    def finished(self, made: ir.Value) -> ir.Value:
+        """What the operator made, with zeros for NaN if that is asked for, in the type that is read."""
+        attention, work, axes = self.attention, self.work, self.work.axes(made)
         if attention.guarded:
             nan = work.add("is_nan", "IsNaN", [made], made, axes)
             nan.type = ir.TensorType(ir.DataType.BOOL)
@@ -179,7 +192,7 @@ class _Writing:
         assert batch is not None
         return operand.transposed((*range(batch), rank - 2, *range(batch, rank - 2), rank - 1))
 
-    def _merged(self, operand: Operand, role: str) -> ir.Value:
+    def merged(self, operand: Operand, role: str) -> ir.Value:
         """An operand as [batch, rows, heads x size]."""
         *_, rows, size = self._axes(operand)
         value = self.work.ordered(self._natural(operand), f"{role}_by_rows")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import Operand
-from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
+from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,10 @@ class _Source:
 
 @dataclass(frozen=True)
 class Writer:
-    """Adds nodes before the node `at`, named after `name`. Sizes that change are read off the `sources`."""
+    """Adds nodes before the node `at`, named after `name`. Sizes that change are read off the `sources`.
+
+    `known` are lists of one size, by that size: they are preferred.
+    """
 
     at: ir.Node
     name: str
@@ -35,6 +38,7 @@ class Writer:
     editor: Editor
     sizes: Sizes
     added: list[ir.Node] = field(default_factory=list)
+    known: Mapping[Size, ir.Value] = field(default_factory=dict)
 
     def add(
         self,
@@ -51,11 +55,20 @@ class Writer:
         node = value.producer()
         assert node is not None
         self.added.append(node)
+        self.name_value(value, role, like, axes)
+        return value
+
+    def insert(self, node: ir.Node) -> None:
+        """Add a node that is made. Its results are still to be named."""
+        self.editor.graph.insert_before(self.at, node)
+        self.added.append(node)
+
+    def name_value(self, value: ir.Value, role: str, like: ir.Value, axes: Iterable[Axis]) -> None:
+        """Name a new node's result, which is of the type of `like`."""
         value.name, value.type = f"{self.name}/{role}", like.type
         while value.name in self.sizes.shapes:
             value.name += "'"
         self.sizes.put(value, axes)
-        return value
 
     def undo(self) -> None:
         """Remove what was added, which nothing else reads."""
@@ -116,22 +129,22 @@ class Writer:
         return self.add(role, "Expand", [value, self.list_of(numbers, role)], value, axes)
 
     def has(self, axis: Axis) -> bool:
-        """Whether an axis' size can be said: it is fixed, or a source has it."""
-        return axis.fixed is not None or self._source(axis) is not None
+        """Whether an axis' size can be said: it is fixed or known, or a source has it."""
+        return axis.fixed is not None or axis.size in self.known or self._source(axis) is not None
 
     def list_of(self, numbers: Sequence[int | Axis], role: str) -> ir.Value:
         """A list of sizes: a constant if it is one."""
         if not any(isinstance(number, Axis) for number in numbers):
             return self.editor.constant(np.array(numbers, np.int64))
         parts = [self._number(number, f"{role}_size{place}") for place, number in enumerate(numbers)]
-        return self._integers(f"{role}_sizes", "Concat", parts, len(numbers), axis=0)
+        return self.integers(f"{role}_sizes", "Concat", parts, len(numbers), axis=0)
 
     def numbers_to(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
         """The numbers of a value's rows, from 0 on, along these axes."""
-        sizes = self._integers(f"{role}_of", "Shape", [value], len(self.axes(value)))
-        count = self._integers(f"{role}_count", "Gather", [sizes, self.editor.constant(np.array(0, np.int64))], 1)
+        sizes = self.integers(f"{role}_of", "Shape", [value], len(self.axes(value)))
+        count = self.integers(f"{role}_count", "Gather", [sizes, self.editor.constant(np.array(0, np.int64))], 1)
         ends = [self.editor.constant(np.array(number, np.int64)) for number in (0, 1)]
-        numbers = self._integers(f"{role}_numbers", "Range", [ends[0], count, ends[1]], 1)
+        numbers = self.integers(f"{role}_numbers", "Range", [ends[0], count, ends[1]], 1)
         self.sizes.put(count, [])
         self.sizes.put(numbers, self.axes(value)[:1])
         return self.viewed(numbers, axes, role)
@@ -142,20 +155,20 @@ class Writer:
         if fixed is not None:
             return self.editor.constant(np.array([fixed], np.int64))
         assert isinstance(number, Axis)
+        if number.size in self.known:
+            return self.known[number.size]
         source = self._source(number)
         if source is None:
             raise NotFusedError("no value is known to have one of its sizes")
-        sizes = self._integers(f"{role}_of", "Shape", [source.value], len(self.axes(source.value)))
+        sizes = self.integers(f"{role}_of", "Shape", [source.value], len(self.axes(source.value)))
         place = self.editor.constant(np.array([source.place], np.int64))
-        size = self._integers(role, "Gather", [sizes, place], 1)
+        size = self.integers(role, "Gather", [sizes, place], 1)
         for operator, factor in (("Mul", source.times), ("Div", source.over)):
             if factor != 1:
-                size = self._integers(role, operator, [size, self.editor.constant(np.array([factor], np.int64))], 1)
+                size = self.integers(role, operator, [size, self.editor.constant(np.array([factor], np.int64))], 1)
         return size
 
-    def _integers(
-        self, role: str, operator: str, inputs: Sequence[ir.Value], count: int, **attributes: Any
-    ) -> ir.Value:
+    def integers(self, role: str, operator: str, inputs: Sequence[ir.Value], count: int, **attributes: Any) -> ir.Value:
         """A list of so many sizes."""
         value = self.add(role, operator, inputs, inputs[0], [fixed_axis(count)], **attributes)
         value.type = ir.TensorType(ir.DataType.INT64)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from splitc.compiler.analysis.facts import Analysis, analyze
-from splitc.compiler.fusion.kernels import gains_by_fusion
+from splitc.compiler.fusion.kernels import gains_of
 from splitc.compiler.request.request import Request
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.hardware.devices import Device
@@ -14,7 +14,7 @@ from splitc.runtime.hardware.devices import Device
 
 def analyze_for(model: Path, devices: Sequence[Device], request: Request, wanted_blocks: int) -> Analysis:
     """Analyze a model for a request, on these devices. Raises as `analyze`."""
-    fuses = not request.no_fuse and gains_by_fusion(choose_engine(request.engine, devices), devices)
+    gains = None if request.no_fuse else gains_of(choose_engine(request.engine, devices), devices)
     return analyze(
         model,
         request.asked_shapes,
@@ -22,5 +22,5 @@ def analyze_for(model: Path, devices: Sequence[Device], request: Request, wanted
         request.settings,
         request.trust_external_data,
         request.asked_states,
-        fuses,
+        gains,
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.fusion.kernels import gains_of
 from splitc.compiler.modes.table import find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_devices, check_entries, read_plan
@@ -58,13 +59,14 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         settings=file.settings,
     )
     wanted = ALL if file.finest else 1
-    analysis = analyze(model, request.asked_shapes, wanted, file.settings, trusts_data, fuses=file.fused)
+    devices = parse_devices([rank.device for rank in file.ranks])
+    gains = gains_of(file.engine, devices) if file.fused else None
+    analysis = analyze(model, request.asked_shapes, wanted, file.settings, trusts_data, gains=gains)
     stages = request.pipeline_stages
     _check_shapes(analysis, file)
     if file.states is not None:
         analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))
     chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
-    devices = parse_devices([rank.device for rank in file.ranks])
     check_devices(file, devices)
     resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
     return mode.replan(analysis, resources, request, file, chosen)
@@ -73,11 +75,12 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
 def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
     """Raise MisuseError for an input without a line, and for a size of 0: only states are empty before a sequence."""
     shapes, states = file.shapes, {state.input for state in (*analysis.states, *(file.states or ()))}
+    added = {length.input for length in analysis.lengths}
     for value in analysis.graph.graph.inputs:
         name = value.name or ""
-        if name not in shapes:
+        if name not in shapes and name not in added:
             raise MisuseError(f'the plan leaves out the input {name}: add a line for it under "shapes"')
-        if 0 in shapes[name] and name not in states:
+        if 0 in shapes.get(name, ()) and name not in states:
             raise MisuseError(
                 f'the plan has the line "{name}: {list(shapes[name])}" under "shapes": there is nothing to plan for '
                 "with a size of 0"

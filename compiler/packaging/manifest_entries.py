@@ -62,6 +62,7 @@ def make_manifest(
         fixed=[describe_fixed(fixed) for fixed in graph.fixed],
         optional=[] if built else [describe_tensor(value) for value in graph.optional],
         shared_sizes=_shared_sizes(plan),
+        lengths=list(analysis.lengths),
     )
 
 
@@ -112,7 +113,12 @@ def check_types(plan: Plan) -> None:
 def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
     graph = plan.analysis.graph
     roles = find_roles(graph)
-    return [_input(plan, value, roles.get(value), fills.get(value.name or "")) for value in graph.graph.inputs]
+    own = {length.input for length in plan.analysis.lengths}
+    return [
+        _input(plan, value, roles.get(value), fills.get(value.name or ""))
+        for value in graph.graph.inputs
+        if value.name not in own
+    ]
 
 
 def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | None) -> m.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import Rematerialized
 from splitc.compiler.request.request import OBJECTIVES
@@ -125,10 +126,10 @@ def to_file(plan: Plan) -> PlanFile:
         split_mode=plan.split_mode,
         engine=plan.engine,
         objective=plan.objective,
-        shapes=_lists(analysis.shapes),
+        shapes=_lists(analysis, analysis.shapes),
         settings={fixed.input.name or "": fixed.value.tolist() for fixed in graph.fixed if fixed.value is not None},
-        min_shapes={} if analysis.smallest == analysis.shapes else _lists(analysis.smallest),
-        opt_shapes={} if analysis.typical == analysis.shapes else _lists(analysis.typical),
+        min_shapes={} if analysis.smallest == analysis.shapes else _lists(analysis, analysis.smallest),
+        opt_shapes={} if analysis.typical == analysis.shapes else _lists(analysis, analysis.typical),
         ranks=[
             RankEntry(
                 str(rank.device),
@@ -163,8 +164,10 @@ def to_file(plan: Plan) -> PlanFile:
     )
 
 
-def _lists(shapes: Mapping[str, Shape]) -> dict[str, list[int]]:
-    return {name: list(shape) for name, shape in shapes.items()}
+def _lists(analysis: Analysis, shapes: Mapping[str, Shape]) -> dict[str, list[int]]:
+    """The shapes of the model's own inputs."""
+    added = {length.input for length in analysis.lengths}
+    return {name: list(shape) for name, shape in shapes.items() if name not in added}
 
 
 def write_plan(plan: Plan, path: Path) -> None:

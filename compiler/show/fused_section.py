@@ -1,4 +1,4 @@
-"""What became of a model's attention and norms, in words and on a plan's page."""
+"""What became of a model's attention, caches and norms, in words and on a plan's page."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from collections.abc import Iterator, Sequence
 from splitc.compiler.fusion.fuse import Fate
 from splitc.runtime.reports.contents import Section, Table
 
-TITLES = {"attention": "attention", "norm": "norms", "rotary": "rotary embeddings"}
+TITLES = {
+    "attention": "attention fused",
+    "cache": "caches in place",
+    "norm": "norms fused",
+    "rotary": "rotary embeddings fused",
+}
 
 
 def by_kind(fates: Sequence[Fate]) -> Iterator[tuple[str, list[Fate]]]:
-    """The fates of the attention, and of the norms, with a title each. Without those that a model has none of."""
+    """The fates of attention, caches and other places, with a title each. Without those that a model has none of."""
     for kind, title in TITLES.items():
         if chosen := [fate for fate in fates if fate.kind == kind]:
             yield title, chosen
@@ -25,7 +30,7 @@ def reasons_not_fused(fates: Sequence[Fate]) -> list[tuple[str, int]]:
 
 def fused_in_words(title: str, fates: Sequence[Fate]) -> str:
     """How many of these became one operator."""
-    return f"{title} fused: {sum(fate.operator is not None for fate in fates)} of {len(fates)}"
+    return f"{title}: {sum(fate.operator is not None for fate in fates)} of {len(fates)}"
 
 
 def fused_section(fates: Sequence[Fate]) -> Section | None:

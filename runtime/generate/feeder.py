@@ -20,8 +20,10 @@ class Feeder:
         self.signature = signature
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
         # Caches that are written in place have their capacity from the beginning, and the mask is as long. Then no size
-        # changes from token to token, and requests can be replayed.
-        self._in_place = bool(manifest.states) and all(state.in_place for state in manifest.states)
+        # changes from token to token, and requests can be replayed. Where the ranks are told how many rows are filled,
+        # the mask is as long as these.
+        in_place = bool(manifest.states) and all(state.in_place for state in manifest.states)
+        self._in_place = in_place and not manifest.lengths
         self.capacity = capacity
         shape = self._inputs[signature.positions].shape if signature.positions is not None else None
         self._is_vector = shape is not None and len(shape) == 1

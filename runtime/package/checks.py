@@ -80,13 +80,14 @@ def _names(manifest: Manifest) -> Iterator[str]:
         yield "it has no ranks"
     inputs = [tensor.name for tensor in (*manifest.inputs, *manifest.optional)]
     outputs = [tensor.name for tensor in manifest.outputs]
+    lengths = {length.input for length in manifest.lengths}
     for kind, names in (("input", inputs), ("output", outputs)):
         for name, count in Counter(names).items():
             if count > 1:
                 yield f"the {kind} '{name}' is there {count} times"
     for number, rank in enumerate(manifest.ranks):
         for name in (*rank.inputs, *(override.input for override in rank.overrides)):
-            if name not in inputs:
+            if name not in inputs and name not in lengths:
                 yield f"rank {number} takes '{name}', which is no input"
         for name in rank.outputs:
             if name not in outputs:
@@ -106,9 +107,22 @@ def _names(manifest: Manifest) -> Iterator[str]:
         shape = shapes.get(state.input)
         if state.grows is not None and shape is not None and not 0 <= state.grows < len(shape):
             yield f"the state '{state.input}' grows along axis {state.grows}, and it has {len(shape)} axes"
+    yield from _lengths(manifest, inputs)
     for name in manifest.batch or {}:
         if name not in (*inputs, *outputs):
             yield f"'{name}', which has a batch, is neither an input nor an output"
+
+
+def _lengths(manifest: Manifest, inputs: Sequence[str]) -> Iterator[str]:
+    """Lengths are of states, and are read off inputs."""
+    states = {state.input for state in manifest.states}
+    for length in manifest.lengths:
+        if length.input in inputs:
+            yield f"'{length.input}' is an input, and a length too"
+        if not length.states or not states.issuperset(length.states):
+            yield f"the length '{length.input}' is of no states"
+        if length.reads is not None and length.reads[0] not in inputs:
+            yield f"the length '{length.input}' is read off '{length.reads[0]}', which is no input"
 
 
 def _groups(manifest: Manifest) -> Iterator[str]:

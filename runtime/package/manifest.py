@@ -83,6 +83,22 @@ class State(Struct, frozen=True):
     in_place: bool = False
 
 
+class Length(Struct, frozen=True):
+    """How many rows of the states `states` are filled along the axis `axis`, where engines write them in place.
+
+    Ranks take it as the size of the input `input`, which requests do not give. Each request adds `adds` rows, or, where
+    `reads` is set, as many as that input has along that axis. With `room_for_batches`, several rows of the batch read
+    several tokens after others only in states that have room for them.
+    """
+
+    input: str
+    states: list[str]
+    axis: int
+    adds: int = 0
+    reads: tuple[str, int] | None = None
+    room_for_batches: bool = False
+
+
 class AxisPart(Struct, frozen=True):
     """A shard of an axis. The axis is a product of factors of these `sizes`, major first (-1: whatever is left).
 
@@ -274,7 +290,8 @@ class Manifest(Struct, frozen=True):
     `build` is set for engines that are built from ONNX files. `fixed` are inputs of the model that the package does not
     have. `optional` are further inputs that need not be fed, since the engines have default values. `batch` is the
     number of the batch axis of each input and output that has one; None if there is no batch axis. `shared_sizes` are
-    symbols whose size a rank may read off any value that has it: in a request they have one size each.
+    symbols whose size a rank may read off any value that has it: in a request they have one size each. `lengths` are
+    inputs of the ranks that are no inputs of the model.
     """
 
     schema: int
@@ -298,6 +315,7 @@ class Manifest(Struct, frozen=True):
     fixed: list[FixedInput] = []
     optional: list[Tensor] = []
     shared_sizes: list[str] = []
+    lengths: list[Length] = []
 
     @property
     def tensors(self) -> dict[str, Sequence[Tensor | FixedInput]]:

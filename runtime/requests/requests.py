@@ -14,6 +14,7 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.device_arrays import DeviceArrays
+from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.outputs import OutputJoiner
 
 
@@ -43,6 +44,8 @@ class Requests:
         if request.on_device:
             self.device_arrays.check_outputs()
         check_sizes(request.feeds, self.manifest)
+        if request.sequence is None and self.manifest.lengths:
+            request.feeds = with_lengths(self.manifest.lengths, request.feeds)
         self._forget_dropped()
         return self._admission.submit(request, here)
 

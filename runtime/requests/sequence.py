@@ -16,6 +16,7 @@ from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds.checks import check_feeds
 from splitc.runtime.package.manifest import State, Tensor
 from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.requests.lengths import added, filled_rows, length_feeds, lengthened, room_needed
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.threads.interrupts import later_interrupts
 
@@ -54,8 +55,10 @@ class StateSequence:
         # The numbers that the ranks know the sequence by, the latest last: none before its first request, and two while
         # it grows.
         self._numbers: list[int] = []
-        # The capacity that its states have on the ranks.
-        self._allocated: int | None = None
+        # The filled rows of caches that are written in place, by the inputs that say so.
+        self._filled = {length.input: 0 for length in manifest.lengths}
+        # The tokens that its states have room for on the ranks.
+        self._allocated: Mapping[str, int] = {}
         # The requests in which its states grew on the ranks.
         self._growth = 0
         # A sequence that is dropped without being closed: its session frees the states.
@@ -74,6 +77,7 @@ class StateSequence:
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
             arrays = check_feeds(feeds, self._fed, self._session.manifest.optional, self._session.manifest.fixed)
+            filled = self._fill(arrays)
             self._failed = True  # until the end: whatever comes between may leave states that nobody knows
             request = self._next_request(arrays)
             self._session.submit_request(request, here=True).result()
@@ -83,39 +87,73 @@ class StateSequence:
                 self._numbers.remove(request.after)
                 self._session.forget(request.after, reusable=not self._growth)
             self._carried = {state.input: outputs[state.output] for state in self._carries}
+            self._filled = filled
             self._failed = False
             return {name: array for name, array in outputs.items() if name not in self._outputs}
 
     def _next_request(self, arrays: Mapping[str, Array]) -> InFlightRequest:
         """The request that begins the sequence, moves it to larger states, or goes on in those that it has."""
         initial: Mapping[str, Array | Zeros] = {}
-        after = None
+        after, room = None, self._room(arrays)
         if not self._numbers:
-            initial = self._begin(arrays)
-        elif self._allocated != self._capacity and (initial := self._lengthen(arrays)):
+            initial = self._begin(arrays, room)
+        elif room and room != self._allocated and (initial := self._lengthen(arrays, room)):
             after = self._numbers[-1]
         if not self._numbers or after is not None:
             # One that has grown is another sequence to the ranks: a failure leaves the one before as it was.
             self._numbers.append(self._session.number_sequence())
+        self._allocated = room
         return InFlightRequest(
-            {**arrays, **self._carried},
+            {
+                **arrays,
+                **self._carried,
+                **length_feeds(self._session.manifest.lengths, _batch_of(arrays), self._filled, arrays),
+            },
             sequence=self._numbers[-1],
             initial=initial,
-            in_place=self._capacity is not None,
+            in_place=bool(room),
             after=after,
             growth=self._growth,
         )
 
+    def _room(self, feeds: Mapping[str, Array]) -> dict[str, int]:
+        """The tokens that the states which are written in place have room for; none if a request makes longer ones."""
+        manifest = self._session.manifest
+        if self._capacity is None:
+            return room_needed(manifest.lengths, _batch_of(feeds), self._filled, feeds)
+        return {state.input: self._capacity for state in manifest.states if state.in_place}
+
+    def _fill(self, feeds: Mapping[str, Array]) -> dict[str, int]:
+        """The filled rows of its caches after a request.
+
+        Raises MisuseError for a request that there is no room for.
+        """
+        filled = dict(self._filled)
+        for length in self._session.manifest.lengths:
+            filled[length.input] = total = filled[length.input] + added(length, feeds)
+            if self._capacity is not None and total > self._capacity:
+                raise MisuseError(
+                    f"the sequence has room for {self._capacity} tokens, and comes to {total}: start it with a larger "
+                    "capacity, or let it grow()"
+                )
+        return filled
+
     def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
         """Begin with these states instead of zeros, by the names of their inputs. Only before the first run.
 
-        The arrays are copied. Raises FeedError for states that do not fit the model, MisuseError while another thread
-        uses the sequence, SplitcError after a run or after `close`.
+        The arrays are copied; with a capacity, caches that are written in place get room behind their tokens. Raises
+        FeedError for states that do not fit the model, MisuseError for those that the capacity has no room for, and while
+        another thread uses the sequence, SplitcError after a run or after `close`.
         """
         with self._alone():
-            if self._numbers or self._capacity is not None:
-                raise SplitcError("states can be loaded before the first run only, into a sequence without a capacity")
-            self._loaded = check_feeds(states, self._states, copy=True)
+            if self._numbers:
+                raise SplitcError("states can be loaded before the first run only")
+            loaded = check_feeds(states, self._states, copy=True)
+            self._filled = {length.input: filled_rows(length, loaded) for length in self._session.manifest.lengths}
+            longest = max(self._filled.values(), default=0)
+            if self._capacity is not None and longest > self._capacity:
+                raise MisuseError(f"the states have {longest} tokens, and the sequence has room for {self._capacity}")
+            self._loaded = loaded
 
     def hold(self, feeds: Mapping[str, npt.ArrayLike]) -> None:
         """Give the ranks feeds that are the same in all requests, such as what a decoder reads of its encoder.
@@ -142,16 +180,22 @@ class StateSequence:
                 raise MisuseError(f"a sequence with a capacity of {self._capacity} can't grow to {capacity}")
             self._capacity = capacity
 
-    def _lengthen(self, feeds: Mapping[str, Array]) -> Mapping[str, Zeros]:
+    def _lengthen(self, feeds: Mapping[str, Array], room: Mapping[str, int]) -> Mapping[str, Zeros]:
         """What the ranks copy their states to. The states that are carried are lengthened here."""
-        zeros, self._allocated = self._zeros(feeds), self._capacity
-        longer = {state.input: zeros[state.input] for state in self._session.manifest.states if state.in_place}
-        self._carried = {n: _lengthened(a, longer[n]) if n in longer else a for n, a in self._carried.items()}
-        return {name: state for name, state in longer.items() if name not in self._carried}
+        zeros = self._zeros(feeds, room)
+        self._carried.update(self._with_room({n: array for n, array in self._carried.items() if n in room}, room))
+        return {name: zeros[name] for name in room if name not in self._carried}
 
-    def _begin(self, feeds: Mapping[str, Array]) -> dict[str, Array | Zeros]:
+    def _with_room(self, states: Mapping[str, Array], room: Mapping[str, int]) -> dict[str, Array]:
+        """States with zeros behind them."""
+        grows = {state.input: state.grows for state in self._session.manifest.states}
+        axes = {name: axis for name in states if (axis := grows[name]) is not None}
+        return {name: lengthened(states[name], axis, room[name]) for name, axis in axes.items()}
+
+    def _begin(self, feeds: Mapping[str, Array], room: Mapping[str, int]) -> dict[str, Array | Zeros]:
         """What the sequence begins with on the ranks. States that are carried begin here."""
-        begun: Mapping[str, Array | Zeros] = self._loaded or self._zeros({**feeds, **self._constant})
+        loaded = {**self._loaded, **self._with_room({n: a for n, a in self._loaded.items() if n in room}, room)}
+        begun: Mapping[str, Array | Zeros] = loaded or self._zeros({**feeds, **self._constant}, room)
         for state in self._carries:
             first = begun[state.input]
             self._carried[state.input] = (
@@ -159,10 +203,9 @@ class StateSequence:
             )
         resident = {name: state for name, state in begun.items() if name not in self._carried}
         constant, self._constant, self._loaded = self._constant, {}, {}
-        self._allocated = self._capacity
         return {**resident, **constant}
 
-    def _zeros(self, feeds: Mapping[str, Array]) -> dict[str, Zeros]:
+    def _zeros(self, feeds: Mapping[str, Array], room: Mapping[str, int]) -> dict[str, Zeros]:
         """Zeros for each state. Sizes of symbols are those in the feeds."""
         inputs = {tensor.name: tensor for tensor in (*self._session.manifest.inputs, *self._session.manifest.optional)}
         sizes = {
@@ -171,10 +214,9 @@ class StateSequence:
             for symbol, length in zip(inputs[name].shape or (), array.shape, strict=False)
             if isinstance(symbol, str)
         }
-        batch = max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
-        capacity = self._capacity or 0
+        batch = _batch_of(feeds)
         return {
-            state.input: _zeros(state, inputs[state.input], sizes, batch, capacity if state.in_place else 0)
+            state.input: _zeros(state, inputs[state.input], sizes, batch, room.get(state.input, 0))
             for state in self._session.manifest.states
         }
 
@@ -232,9 +274,9 @@ def _check_capacity(capacity: int) -> int:
     return int(capacity)
 
 
-def _lengthened(array: Array, longer: Zeros) -> Array:
-    """The array with zeros behind it, up to the shape of `longer`."""
-    return np.pad(array, [(0, after - before) for before, after in zip(array.shape, longer.shape, strict=True)])
+def _batch_of(feeds: Mapping[str, Array]) -> int:
+    """The number of rows of a request."""
+    return max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
 
 
 def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, capacity: int) -> Zeros:

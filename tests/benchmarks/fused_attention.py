@@ -31,7 +31,8 @@ from splitc.runtime.cli.terminal import out, table
 from tests.helpers.written_attention import Form, Size, feeds, write
 
 HALF = TensorProto.FLOAT16
-ALL = Gains(frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16}), 0)
+TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
+ALL = Gains(TYPES, parts=TYPES)
 # What is measured: its name, how it is written, and its sizes.
 CPU = [
     ("BERT, 128", Form(bias="mask"), Size(1, 128, 128, 12, 64)),
@@ -129,9 +130,9 @@ def cases(device: str) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndar
         yield name, write(form, size, blocks=2), feeds(form, size)
     for rows, width in NORMS if device == "cuda" else []:
         yield f"RMSNorm, {rows} x {width}", write_norms(width), norm_feeds(rows, width)
-    for form, heads, length, size in ROTATIONS if device == "cuda" else []:
-        name = f"rotary embedding, {form}, {length} x {heads} x {size}"
-        yield name, write_rotations(form, heads, size), rotation_feeds(form, heads, length, size)
+    for pairs, heads, length, width in ROTATIONS if device == "cuda" else []:
+        name = f"rotary embedding, {pairs}, {length} x {heads} x {width}"
+        yield name, write_rotations(pairs, heads, width), rotation_feeds(pairs, heads, length, width)
 
 
 def write_rotations(form: str, heads: int, size: int, count: int = 8) -> onnx.ModelProto:

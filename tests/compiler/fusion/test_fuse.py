@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -28,7 +27,8 @@ from tests.conftest import run_whole
 from tests.helpers.written_attention import TRUTHS, Form, Size, feeds, operators, write
 
 SIZE = Size()
-ANY = Gains(frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16}), 0)
+TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
+ANY = Gains(TYPES, parts=TYPES)
 OTHER = replace(SIZE, batch=3, length=9, all=4)
 # Batch and heads as two axes: each scale with each bias and keys, in turns with repeated heads.
 FORMS = [
@@ -120,7 +120,7 @@ def test_what_is_not_fused_says_why(tmp_path: Path, form: Form, types: set[str],
     analysis = analyze(path, AskedShapes({name: array.shape for name, array in feeds(form, SIZE).items()}), 1)
     least = SIZE.length * SIZE.all + ("small" in why)
     largest = SIZE.size - ("heads of more" in why)
-    gains = Gains(frozenset(ir.DataType[name] for name in types), least, largest)
+    gains = Gains(frozenset(ir.DataType[name] for name in types), least, largest_head=largest)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, gains)
     assert [fate.why for fate in made.fates] == [why]
     assert "Softmax" in operators(made.graph.graph)
@@ -335,8 +335,7 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     """As on GPUs: each rank has its heads in one operator. The explained plan has a line for each."""
     path = tmp_path / "model.onnx"
     onnx.save(write(form, SIZE, blocks=4), path)
-    monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
-    monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, gains=ANY))
+    monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: ANY)
     inputs = feeds(form, SIZE)
     shapes = {name: array.shape for name, array in inputs.items()}
     plan = plan_model(path, ["2xcpu"], Request(split_mode=mode, shapes=shapes, spread=True))
@@ -357,13 +356,11 @@ def test_page_of_a_plan_says_what_was_fused_and_why_the_rest_was_not(
     """As the terminal does; a page of a model in which no attention was looked for has no such section."""
     path = tmp_path / "model.onnx"
     onnx.save(write(Form(), SIZE, blocks=2), path)
-    monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
     shapes = {name: array.shape for name, array in feeds(Form(), SIZE).items()}
     sections = {}
     for least in (0, 1 << 16):
-        monkeypatch.setattr(
-            "splitc.compiler.analysis.facts.fuse", partial(fuse, gains=replace(ANY, least_scores=least))
-        )
+        gains = replace(ANY, least_scores=least)
+        monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices, gains=gains: gains)
         plan = plan_model(path, ["cpu0"], Request(shapes=shapes))
         sections[least] = next(section for section in plan_chapter("", plan).sections if section.title == "Fusion")
     fused_all, fused_none = sections.values()
@@ -382,8 +379,7 @@ def test_folder_says_of_each_model_what_was_fused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the terminal in a line, and in the model's chapter of the page."""
-    monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
-    monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, gains=ANY))
+    monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: ANY)
     for name, blocks in (("one", 1), ("three", 3)):
         (tmp_path / name).mkdir()
         onnx.save(write(Form(), SIZE, blocks), tmp_path / name / "model.onnx")

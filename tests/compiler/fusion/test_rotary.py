@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -184,8 +183,7 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     """As on GPUs, of a model whose projections before and after are sharded by heads."""
     path = tmp_path / "model.onnx"
     onnx.save(decoder_like(), path)
-    monkeypatch.setattr("splitc.compiler.modes.asked.gains_by_fusion", lambda engine, devices: True)
-    monkeypatch.setattr("splitc.compiler.analysis.facts.fuse", partial(fuse, gains=ANY))
+    monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: ANY)
     random = np.random.default_rng(1)
     inputs: dict[str, np.ndarray] = {"x": random.standard_normal((2, 5, 32), np.float32)}
     inputs["positions"] = random.integers(0, 9, (2, 5))

@@ -72,7 +72,9 @@ def test_prompts_may_be_arrays(package: Path) -> None:
 def test_numbers_that_the_models_type_lacks_are_refused() -> None:
     """Where the model does not say how many tokens it knows: they would be other tokens."""
     ids = Tensor("input_ids", "int32", [1, "n"])
-    manifest: Any = SimpleNamespace(inputs=[ids], outputs=[Tensor("logits", "float32", [1, "n", 9])], states=[])
+    manifest: Any = SimpleNamespace(
+        inputs=[ids], outputs=[Tensor("logits", "float32", [1, "n", 9])], states=[], lengths=[]
+    )
     with pytest.raises(MisuseError, match="the token 4294967297, and the model takes numbers from 0, of type int32"):
         next(generate(SimpleNamespace(manifest=manifest), [2**32 + 1]))  # type: ignore[arg-type]
 
@@ -186,7 +188,7 @@ def test_rooms_that_the_manifest_knows() -> None:
     whole = LanguageSignature("input_ids", "mask", "positions", logits="logits")
 
     def room(inputs: list[Tensor], signature: LanguageSignature, *states: State) -> int | None:
-        manifest: Any = SimpleNamespace(inputs=inputs, states=list(states))
+        manifest: Any = SimpleNamespace(inputs=inputs, states=list(states), lengths=[])
         return find_capacity(manifest, signature)
 
     assert room([ids, mask, positions, cache], whole, State("past", "present", 1)) == 31
@@ -242,11 +244,11 @@ def test_a_room_that_is_too_large_for_a_model_does_not_end_the_text(
     tried = []
     begin = StateSequence._zeros
 
-    def limited(self: StateSequence, feeds: Any) -> Any:
+    def limited(self: StateSequence, feeds: Any, room: Any) -> Any:
         tried.append(self._capacity)
         if self._capacity > 20:  # type: ignore[operator]
             raise EngineError("on purpose")
-        return begin(self, feeds)
+        return begin(self, feeds, room)
 
     with Session(in_place) as session:
         expected = list(session.generate([3, 1, 4, 1, 5], max_new_tokens=16))
@@ -284,7 +286,9 @@ def test_model_that_takes_so_many_tokens_and_no_others_is_refused(prefills: bool
     logits = SimpleNamespace(name="logits", shape=(1, 8, 10))
     state = SimpleNamespace(input="past", output="present", grows=None, in_place=True)
     states = [state] if prefills else []
-    manifest = SimpleNamespace(inputs=[ids], outputs=[logits], states=states, source=SimpleNamespace(name="m.onnx"))
+    manifest = SimpleNamespace(
+        inputs=[ids], outputs=[logits], states=states, lengths=[], source=SimpleNamespace(name="m.onnx")
+    )
     sequence = SimpleNamespace(close=lambda: None)
     session: Any = SimpleNamespace(manifest=manifest, replays=False, start=lambda capacity: sequence)
     with pytest.raises(MisuseError, match="takes exactly 8 tokens at a time"):

@@ -1,0 +1,202 @@
+"""Attention whose keys and values are a cache: what earlier requests left, with what this one adds concatenated to it.
+
+The cache is [batch, heads, rows, size], as the operator GroupQueryAttention has it. Between it and the products its
+heads may be repeated, merged with the batch, and transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
+from splitc.compiler.fusion.operand import VIEWS, Operand, factor_of
+from splitc.compiler.fusion.sizes import ONE, Size, Sizes, product_of
+from splitc.compiler.request.shapes import Shape
+from splitc.runtime.package.manifest import State
+
+# The axis of rows.
+ROWS = 2
+# Pasts, and what is added to them, by their presents.
+Held = Mapping[ir.Value, tuple[ir.Value, ir.Value]]
+# The planned shape of a value, None if it is not known.
+ShapeOf = Callable[[ir.Value], Shape | None]
+# A part of an axis: what it counts, and its size.
+_Part = tuple[str, Size]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """`present` is `past` with the rows `new` behind it. `path` are the nodes from it to an attention's `operand`.
+
+    The operand is the cache, if it is as `check_layout` says, times `factor` and all computed `scales`.
+    """
+
+    past: ir.Value
+    new: ir.Value
+    present: ir.Value
+    path: tuple[ir.Node, ...]
+    operand: Operand
+    factor: float
+    scales: tuple[RowScale, ...]
+
+    @property
+    def between(self) -> list[ir.Value]:
+        """The values that are no more once one operator has the cache and the attention."""
+        return [node.outputs[0] for node in self.path]
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """An attention whose keys and values are caches."""
+
+    attention: Attention
+    keys: Cache
+    values: Cache
+
+
+def concatenated(graph: ir.Graph, states: Sequence[State]) -> Held:
+    """The presents of states that grow by a concatenation, with their pasts and what is added to these.
+
+    None if the model has others that are written in place as it is: their lengths come with a mask, which has room too.
+    """
+    if any(state.in_place for state in states):
+        return {}
+    inputs = {value.name: value for value in graph.inputs}
+    outputs = {value.name: value for value in graph.outputs}
+    held = {}
+    for state in states:
+        past, present = inputs.get(state.input), outputs.get(state.output)
+        node = None if present is None else present.producer()
+        if past is None or present is None or node is None or node.op_type != "Concat" or node.domain:
+            continue
+        axis, rank = node.attributes.get_int("axis", 0), len(past.shape) if past.shape is not None else 0
+        if rank == 4 and axis in (ROWS, ROWS - 4) and len(node.inputs) == 2 and node.inputs[0] is past:
+            assert node.inputs[1] is not None
+            held[present] = past, node.inputs[1]
+    return held
+
+
+def left_out(states: Sequence[State], held: Held) -> Iterator[tuple[str, NotFusedError]]:
+    """The states that grow and are none of those `held`, but for those that are written in place as they are."""
+    pasts = {past.name for past, _ in held.values()}
+    for state in states:
+        if state.grows is None or state.input in pasts or state.in_place:
+            continue
+        yield state.input, NotFusedError("it does not grow by a concatenation along the third of four axes")
+
+
+def find_caches(attention: Attention, held: Held, shape_of: ShapeOf) -> CachedAttention | None:
+    """The caches that are an attention's keys and values; None if neither is one of those `held`.
+
+    Raises NotFusedError if only one of them is, or if a cache is read elsewhere too.
+    """
+    keys = _find_cache(attention.keys.swapped(), held, shape_of)
+    values = _find_cache(attention.values, held, shape_of)
+    if keys is None and values is None:
+        return None
+    if keys is None or values is None or keys.present is values.present:
+        raise NotFusedError("its keys and its values are not a cache each")
+    for cache in (keys, values):
+        _check_readers(cache)
+    if values.scales or values.factor != 1:
+        raise NotFusedError("its values are scaled")
+    # What scales all keys may as well scale the scores.
+    scaled = replace(attention, row_scales=(*attention.row_scales, *keys.scales))
+    return CachedAttention(scaled, keys, values)
+
+
+def _find_cache(operand: Operand, held: Held, shape_of: ShapeOf) -> Cache | None:
+    """The cache that an operand [..., rows, size] comes from by nodes that keep or repeat its elements."""
+    value, factor, path, scales = operand.value, 1.0, list[ir.Node](), list[RowScale]()
+    while value not in held:
+        node = value.producer()
+        if node is None or node.domain:
+            return None
+        source = node.inputs[0] if node.inputs else None
+        if node.op_type in ("Mul", "Div") and (product := factor_of(node)) is not None:
+            source, factor = product[0], factor * product[1]
+        elif node.op_type in ("Mul", "Div") and (scale := node.inputs[1]) and set(shape_of(scale) or (1,)) == {1}:
+            scales.append(RowScale(scale, node.outputs[0], node.op_type == "Div"))
+        elif node.op_type not in VIEWS | {"Transpose", "Expand", "Identity"}:
+            return None
+        if source is None:
+            return None
+        path.append(node)
+        value = source
+    return Cache(*held[value], value, tuple(reversed(path)), operand, factor, tuple(scales))
+
+
+def _check_readers(cache: Cache) -> None:
+    """Raise NotFusedError if anything but the attention reads more of a cache than its sizes."""
+    only = [cache.present.producer(), *cache.path]
+    for value, reader in zip([cache.past, cache.present, *cache.between], [*only, None], strict=True):
+        readers = {node for node, _ in value.uses() if node.op_type != "Shape" or node.domain}
+        if len(readers) != 1 or (reader is not None and readers != {reader}):
+            raise NotFusedError("its cache is read elsewhere too")
+        if value.is_graph_output() and value is not cache.present:
+            raise NotFusedError("its cache is an output in another form too")
+
+
+def check_layout(cache: Cache, sizes: Sizes) -> tuple[int, int]:
+    """A cache's number of heads, and how often each is repeated in the operand, side by side.
+
+    Raises NotFusedError for an operand that is not the cache in this way. The parts of its axes are followed through
+    each node, with both sets of sizes.
+    """
+    own = sizes.axes(cache.present)
+    if own is None or own[1].fixed is None or own[3].fixed is None:
+        raise NotFusedError("the number or the size of its cache's heads may change from request to request")
+    axes = [[] if axis.size == ONE else [(kind, axis.size)] for kind, axis in zip("bhrd", own, strict=True)]
+    for node in cache.path:
+        followed = _follow(node, axes, sizes)
+        if followed is None:
+            raise NotFusedError(f"its cache passes a {node.op_type} that is not understood")
+        axes = followed
+    *leading, rows, size = (axes[axis] for axis in cache.operand.axes)
+    kinds = [kind for kind, _ in _joined(leading)]
+    wanted = [kind for kind in "bh" if any(part[0] == kind for axis in axes for part in axis)]
+    repeats = [times for kind, (times, _) in _joined(leading) if kind == "times"]
+    if kinds != [*wanted, *["times"] * len(repeats)] or len(repeats) > 1:
+        raise NotFusedError("its cache's heads are not repeated side by side")
+    if [kind for kind, _ in rows] != ["r"] or [kind for kind, _ in size] not in (["d"], []):
+        raise NotFusedError("its cache's axes are in an order that is not understood")
+    return own[1].fixed, repeats[0] if repeats else 1
+
+
+def _follow(node: ir.Node, axes: list[list[_Part]], sizes: Sizes) -> list[list[_Part]] | None:
+    """The parts of the axes of what a node makes; None if they can't be told."""
+    made = sizes.of(node.outputs[0])
+    if made is None:
+        return None
+    if node.op_type == "Transpose":
+        order = node.attributes.get_ints("perm", tuple(reversed(range(len(axes)))))
+        return [axes[axis] for axis in order]
+    if node.op_type == "Expand":
+        lacking = len(made) - len(axes)
+        return [
+            [("times", size)] if not parts and size != ONE else parts
+            for parts, size in zip([*[list[_Part]()] * lacking, *axes], made, strict=True)
+        ]
+    if node.op_type in VIEWS:
+        return _viewed(_joined(axes), made)
+    return axes if len(made) == len(axes) else None
+
+
+def _viewed(parts: Sequence[_Part], made: Sequence[Size]) -> list[list[_Part]] | None:
+    """The parts along other axes, in their order; None if an axis would have a fraction of one."""
+    rest, axes = list(parts), list[list[_Part]]()
+    for size in made:
+        taken: list[_Part] = []
+        while product_of(part[1] for part in taken) != size:
+            if not rest:
+                return None
+            taken.append(rest.pop(0))
+        axes.append(taken)
+    return None if rest else axes
+
+
+def _joined(axes: Sequence[Sequence[_Part]]) -> list[_Part]:
+    return [part for parts in axes for part in parts]

@@ -1,0 +1,175 @@
+"""Attention with its caches as ONNX Runtime's operator GroupQueryAttention, which can write caches in place.
+
+It takes queries [batch, length, heads x size], new keys and values likewise with the caches' number of heads, the pasts
+[batch, heads, room, size], the number of rows that are filled with the new ones, and what is added to the scores. It
+gives the presents, which are the pasts with new rows: in the same memory, if the caller gives it that.
+
+With `causal` 0 it computes softmax(scale x queries x keys + bias) x values over the filled rows and nothing else: the
+model's own mask stays, as the bias, and nothing has to be known of it. See com.microsoft.GroupQueryAttention in ONNX
+Runtime's ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.bias import write_bias
+from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_layout
+from splitc.compiler.fusion.frame import Frame
+from splitc.compiler.fusion.lengths import Again, Filled, Lengths
+from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
+from splitc.compiler.fusion.operand import seen_through, seen_through_merged, unmerged, whole
+from splitc.compiler.fusion.sizes import Sizes, fixed_axis, is_one
+from splitc.compiler.fusion.writing import Writer
+
+OPERATOR = "GroupQueryAttention"
+# The kernels take heads of multiples of this.
+UNIT = 8
+# The order of a cache's axes in which its heads are beside their size.
+BY_ROWS = (0, 2, 1, 3)
+
+
+def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: Sizes, lengths: Lengths) -> None:
+    """Replace an attention and its caches by the operator, in place.
+
+    Raises NotFusedError if the operator can't say it; then nothing is changed.
+    """
+    attention = cached.attention
+    at = attention.output.producer()
+    assert at is not None
+    filled = lengths.of(cached.keys)
+    query = seen_through_merged(attention.query, sizes, scaled=True)
+    before = unmerged(query, sizes, scaled=True)
+    own = (operand.value for operand in (query, before) if operand is not None)
+    sources = tuple(value for value in own if sizes.of(value) is not None)
+    work = Writer(at, attention.output.name or "", (*sources, *lengths.read), editor, sizes, known=filled.known)
+    frame = _check(cached, work)
+    stale = [value for one in (cached.keys, cached.values) for value in (one.past, one.present, *one.between)]
+    lengths.check_sizes([*stale, *attention.passed], filled)
+    writing = Writing(attention, frame, work)
+    try:
+        made, keys, values = _write(cached, writing, filled)
+        views = writing.views(writing.finished(made))
+    except NotFusedError:
+        work.undo()
+        raise
+    lengths.rewrite_sizes([*stale, *attention.passed], filled)
+    for old, natural, order in views:
+        writing.replace(old, natural, order)
+    for one, new in ((cached.keys, keys), (cached.values, values)):
+        axes = work.axes(one.present)
+        one.present.replace_all_uses_with(new, replace_graph_outputs=True)
+        hand_over(one.present, new, "unfused")
+        sizes.put(new, axes)
+    lengths.are_in_place((cached.keys, cached.values), filled)
+
+
+def _check(cached: CachedAttention, work: Writer) -> Frame:
+    """The frame in which the operator can say it all. Raises NotFusedError if there is none."""
+    frame = check_attention(cached.attention, work)
+    keys, values = cached.keys, cached.values
+    scales = [work.sizes.axes(scale.value) for scale in keys.scales]
+    if not all(axes is not None and is_one(axes) for axes in scales):
+        raise NotFusedError("its keys are scaled by more than one number")
+    layouts = [check_layout(cache, work.sizes) for cache in (keys, values)]
+    shapes = [work.sizes.of(value) for cache in (keys, values) for value in (cache.past, cache.new, cache.present)]
+    if shapes[:3] != shapes[3:] or layouts[0] != layouts[1]:
+        raise NotFusedError("its keys and its values differ in their sizes")
+    heads, times = layouts[0]
+    if frame.heads.fixed != heads * times and (heads, times) != (1, 1):  # one head is broadcast as it is
+        raise NotFusedError("its cache's heads are not those of its queries")
+    new, present = work.axes(keys.new), work.axes(keys.present)
+    own = (new[0].size, new[ROWS].size, present[ROWS].size, present[3].fixed)
+    if own != (frame.batch.size, frame.length.size, frame.all.size, frame.size):
+        raise NotFusedError("its cache's batch or lengths are not those of its queries")
+    if frame.size % UNIT or frame.size != frame.value_size:
+        raise NotFusedError(f"the operator takes heads of a multiple of {UNIT}, for keys and values the same")
+    if keys.new.dtype != cached.attention.query.value.dtype:
+        raise NotFusedError("its queries and its cache are not of one type")
+    _check_rows(keys, work.sizes)
+    return frame
+
+
+def _check_rows(cache: Cache, sizes: Sizes) -> None:
+    """Raise NotFusedError where the planned request is one for which rows are given again."""
+    past, new = sizes.axes(cache.past), sizes.axes(cache.new)
+    assert past is not None and new is not None
+    if all(axis.size[0] > least for axis, least in ((new[0], 1), (new[ROWS], 1), (past[ROWS], 0))):
+        raise NotFusedError(
+            f"the operator is slower for several tokens after others in several rows, and {new[0].size[0]} rows of "
+            f"{new[ROWS].size[0]} tokens after {past[ROWS].size[0]} are planned"
+        )
+
+
+def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequence[ir.Value]:
+    """The operator and its inputs. Returns the attention's rows, the keys' present and the values'."""
+    attention, frame, work, again = cached.attention, writing.frame, writing.work, filled.again
+    query, factor = writing.merged_query()
+    keys, values = (_merged(one, work, role, again) for one, role in ((cached.keys, "keys"), (cached.values, "values")))
+    total = work.integers("total", "Cast", [filled.after], 1, to=ir.DataType.INT32)
+    total.type = ir.TensorType(ir.DataType.INT32)
+    last = work.add("last", "Sub", [total, work.editor.constant(np.array([1], np.int32))], total, [fixed_axis(1)])
+    lasts = work.expanded(last, [frame.batch], "lasts")
+    bias = write_bias(attention, frame, work) if attention.biases else None
+    if again is not None:
+        query = _picked(query, again.queries, 1, work, "query_again")
+        bias = None if bias is None else _picked(bias, again.queries, 2, work, "bias_again")
+    inputs = [query, keys, values, cached.keys.past, cached.values.past, lasts, total]
+    inputs += [] if bias is None else [None, None, None, bias]
+    axes = work.axes(cached.keys.new)
+    heads = frame.heads.fixed or 1
+    node = ir.node(
+        OPERATOR,
+        inputs,
+        {
+            "num_heads": heads,
+            "kv_num_heads": axes[1].fixed or 1,
+            "scale": attention.scale * factor * cached.keys.factor,
+            "causal": 0,
+        },
+        domain=DOMAIN,
+        num_outputs=3,
+    )
+    work.insert(node)
+    made, *presents = node.outputs
+    work.name_value(made, "rows", query, work.axes(query))
+    for value, one in zip(presents, (cached.keys, cached.values), strict=True):
+        work.name_value(value, "present", one.present, work.axes(one.present))
+    if again is not None:
+        made = _picked(made, again.new, 1, work, "new_rows")
+    return made, *presents
+
+
+def _merged(cache: Cache, work: Writer, role: str, again: Again | None) -> ir.Value:
+    """What is added to a cache, behind the rows that are given again, as [batch, length, heads x size]."""
+    new = seen_through(whole(cache.new, 4), scaled=False).transposed(BY_ROWS)
+    batch, heads, rows, size = work.axes(cache.new)
+    value = work.ordered(new, f"{role}_by_rows")
+    if again is not None:
+        begin, axis = (work.editor.constant(np.array([number], np.int64)) for number in (0, ROWS))
+        none = [batch, heads, fixed_axis(0), size]
+        before = work.add(f"{role}_before", "Slice", [cache.past, begin, again.count, axis], value, none)
+        before = work.ordered(whole(before, 4).transposed(BY_ROWS), f"{role}_before_by_rows")
+        value = work.add(f"{role}_again", "Concat", [before, value], value, work.axes(value), axis=1)
+    return work.viewed(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)
+
+
+def _picked(value: ir.Value, places: ir.Value, along: int, work: Writer, role: str) -> ir.Value:
+    """A value's rows at some places, which are as many with the planned sizes."""
+    return work.add(role, "Gather", [value, places], value, work.axes(value), axis=along)
+
+
+@cache
+def is_known() -> bool:
+    """Whether the ONNX Runtime that is installed has the operator with `causal`."""
+    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
+
+    schemas = (schema for schema in get_all_operator_schema() if (schema.domain, schema.name) == (DOMAIN, OPERATOR))
+    return any("causal" in schema.attributes for schema in schemas)

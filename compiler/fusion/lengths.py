@@ -1,0 +1,210 @@
+"""How many rows of a cache are filled: with room behind them, its own size no longer says it.
+
+It is the size of an input of its own, [rows, 0], which the runtime feeds and a caller does not see. So it is a size as
+any other: what follows from it is known wherever sizes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.room import give_room
+from splitc.compiler.frontend.unused import remove_unused_inputs
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.cache import ROWS, Cache
+from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis
+from splitc.compiler.fusion.writing import Writer
+from splitc.runtime.package.manifest import Length
+
+# What the input is called. A model's own names that begin so get another end.
+NAME = "splitc.past"
+# Max takes whole numbers from this opset on.
+OPSET = 12
+
+
+@dataclass(frozen=True)
+class Again:
+    """The rows of a cache that a request gives the operator again: those before it, or none.
+
+    The operator reads several tokens after others in one row of the batch only. For more rows of the batch, such tokens
+    are given as if none were before them. The runtime asks for it by a second axis of the input that is not 0. So where
+    sizes are planned, there are none. `count` is a list of how many they are. `queries` are the places of the queries,
+    before which any will do. `new` are the places of the new rows.
+    """
+
+    count: ir.Value
+    queries: ir.Value
+    new: ir.Value
+
+
+@dataclass(frozen=True)
+class Filled:
+    """The filled rows of caches that are as long: an input of `past` rows, and the axes that a request makes of them.
+
+    `before` and `after` are lists of one size: the rows before the request, and with those that it adds. `step` is how
+    many it adds: a number, or the axis of an input that has as many. `again` is None where no request needs it.
+    """
+
+    input: ir.Value
+    past: Axis
+    total: Axis
+    before: ir.Value
+    after: ir.Value
+    work: Writer
+    step: int | tuple[str, int]
+    again: Again | None
+
+    @property
+    def known(self) -> Mapping[Size, ir.Value]:
+        """The lists by the sizes that they say."""
+        return {self.past.size: self.before, self.total.size: self.after}
+
+    def entry(self, pasts: Iterable[str]) -> Length:
+        """What the runtime is told."""
+        return Length(
+            input=self.input.name or "",
+            states=list(pasts),
+            axis=ROWS,
+            adds=self.step if isinstance(self.step, int) else 0,
+            reads=None if isinstance(self.step, int) else self.step,
+            room_for_batches=self.again is not None,
+        )
+
+
+class Lengths:
+    """The inputs for the lengths of a graph's caches: one for all that are as long."""
+
+    def __init__(self, editor: Editor, sizes: Sizes, pasts: Collection[ir.Value]) -> None:
+        self._editor, self._sizes = editor, sizes
+        self._filled: dict[Size, Filled] = {}
+        self._states: dict[str, list[str]] = {}
+        # Pasts may have room behind their rows, and so say no size.
+        known = (value for value in editor.graph.inputs if sizes.of(value) is not None and value not in pasts)
+        self.read: tuple[ir.Value, ...] = tuple(known)
+
+    def of(self, cache: Cache) -> Filled:
+        """The filled rows of a cache. Raises NotFusedError if no input says how many a request adds."""
+        past, new, present = (self._sizes.axes(value) for value in (cache.past, cache.new, cache.present))
+        if past is None or new is None or present is None or not self._sizes.differ:
+            raise NotFusedError("the lengths of its cache can't be told from other sizes")
+        if past[ROWS].fixed is not None or present[ROWS].fixed is not None or past[ROWS].size == new[ROWS].size:
+            raise NotFusedError("the lengths of its cache can't be told from other sizes")
+        if past[ROWS].size not in self._filled:
+            self._filled[past[ROWS].size] = self._add(past[ROWS], new, present[ROWS])
+        return self._filled[past[ROWS].size]
+
+    def _add(self, past: Axis, new: Sequence[Axis], total: Axis) -> Filled:
+        graph, tokens = self._editor.graph, new[ROWS]
+        step: int | tuple[str, int] | None = tokens.fixed
+        if step is None:
+            step = self._place_of(tokens)
+        several = tokens.fixed != 1 and new[0].fixed != 1
+        if several and graph.opset_imports.get("", 1) < OPSET:
+            raise NotFusedError(f"its model is of an opset before {OPSET}, whose Max takes no sizes")
+        if step is None:
+            raise NotFusedError("no input says how many tokens a request adds to its cache")
+        name = NAME
+        while name in self._sizes.shapes:
+            name += "'"
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
+        graph.inputs.append(value)
+        # A symbol that is a number may have any size, and is taken for the number where sizes are planned.
+        second = Axis((0, 0), ir.SymbolicDim("0"), 0) if several else fixed_axis(0)
+        self._sizes.put(value, [past, second])
+        work = Writer(graph[0], name, (value, *self.read), self._editor, self._sizes)
+        before = work.list_of([past], "before")
+        added = work.list_of([tokens], "added")
+        after = work.integers("after", "Add", [before, added], 1)
+        again = _add_again(work, value, before, tokens) if several else None
+        return Filled(value, past, total, before, after, work, step, again)
+
+    def _place_of(self, axis: Axis) -> tuple[str, int] | None:
+        """The first axis of an input that has this size."""
+        for value in self.read:
+            for place, own in enumerate(self._sizes.axes(value) or ()):
+                if own.size == axis.size:
+                    return value.name or "", place
+        return None
+
+    def writer(self, at: ir.Node, filled: Filled) -> Writer:
+        """Writes sizes at a node that only inputs are known to come before."""
+        return Writer(at, at.outputs[0].name or "", self.read, self._editor, self._sizes, known=filled.known)
+
+    def rewrite_sizes(self, values: Iterable[ir.Value], filled: Filled) -> None:
+        """Nodes that read sizes of these values get them from elsewhere."""
+        for value in values:
+            for node in size_readers(value):
+                axes = sizes_read(node, self._sizes)
+                assert axes is not None
+                sizes = self.writer(node, filled).list_of(axes, "sizes")
+                node.outputs[0].replace_all_uses_with(sizes)
+
+    def check_sizes(self, values: Iterable[ir.Value], filled: Filled) -> None:
+        """Raise NotFusedError if `rewrite_sizes` can't."""
+        for value in values:
+            for node in size_readers(value):
+                axes = sizes_read(node, self._sizes)
+                if node.outputs[0].is_graph_output() or not axes:
+                    raise NotFusedError("the sizes of its cache are read in a way that is not understood")
+                if not all(map(self.writer(node, filled).has, axes)):
+                    raise NotFusedError("no input says a size that is read off its cache")
+
+    def are_in_place(self, caches: Iterable[Cache], filled: Filled) -> None:
+        """Note the caches that have this length."""
+        names = self._states.setdefault(filled.input.name or "", [])
+        for cache in caches:
+            names.append(cache.past.name or "")
+            give_room(cache.past, ROWS)
+
+    def entries(self) -> tuple[Length, ...]:
+        """What the runtime is told. Inputs for caches that are none in place are removed."""
+        for filled in self._filled.values():
+            if not self._states.get(filled.input.name or ""):
+                filled.work.undo()
+        remove_unused_inputs(self._editor.graph, [filled.input for filled in self._filled.values()])
+        return tuple(
+            filled.entry(names)
+            for filled in self._filled.values()
+            if (names := self._states.get(filled.input.name or ""))
+        )
+
+
+def _add_again(work: Writer, value: ir.Value, before: ir.Value, new: Axis) -> Again:
+    """The rows that are given again: all before the request, if the input's second axis says so."""
+    place, none = (work.editor.constant(np.array([number], np.int64)) for number in (1, 0))
+    sizes = work.integers("sizes", "Shape", [value], 2)
+    count = work.integers("again", "Mul", [before, work.integers("asked", "Gather", [sizes, place], 1)], 1)
+    rows = work.integers("given", "Add", [count, work.list_of([new], "new")], 1)
+    scalar = work.editor.constant(np.array([], np.int64))
+    start, end = (
+        work.integers(f"{role}_end", "Reshape", [v, scalar], 1) for role, v in (("again", count), ("given", rows))
+    )
+    first, step = (work.editor.constant(np.array(number, np.int64)) for number in (0, 1))
+    places = work.integers("places", "Range", [first, end, step], 1)
+    behind = work.integers("behind", "Sub", [places, count], 1)
+    queries = work.integers("queries", "Max", [behind, none], 1)
+    own = work.integers("own", "Range", [start, end, step], 1)
+    for scalars in (start, end):
+        work.sizes.put(scalars, [])
+    for of_new in (places, behind, queries, own):
+        work.sizes.put(of_new, [new])
+    return Again(count, queries, own)
+
+
+def size_readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read a value's sizes."""
+    return [node for node, _ in value.uses() if node.op_type == "Shape" and not node.domain]
+
+
+def sizes_read(node: ir.Node, sizes: Sizes) -> tuple[Axis, ...] | None:
+    """The axes whose sizes a Shape gives; None if they are not known."""
+    value = node.inputs[0]
+    axes = None if value is None else sizes.axes(value)
+    if axes is None:
+        return None
+    return axes[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(axes))]

@@ -1,0 +1,80 @@
+"""How many rows of the caches that are written in place are filled: the ranks take it as the size of an input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from splitc.runtime.arrays.array import Array
+from splitc.runtime.errors import FeedError
+from splitc.runtime.feeds.on_gpu import Feed, on_host
+from splitc.runtime.package.manifest import Length
+
+
+def with_lengths(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> dict[str, Feed]:
+    """A request's feeds with the ranks' inputs for the lengths of the pasts among them.
+
+    Raises FeedError for pasts that are not as long as others.
+    """
+    filled = {length.input: filled_rows(length, feeds) for length in lengths}
+    batch = max((feeds[length.states[0]].shape[0] for length in lengths), default=1)
+    longer = {
+        name: lengthened(on_host(feeds[name]), length.axis, rows)
+        for length in lengths
+        for name, rows in room_needed([length], batch, filled, feeds).items()
+    }
+    return {**feeds, **longer, **length_feeds(lengths, batch, filled, feeds)}
+
+
+def length_feeds(
+    lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]
+) -> dict[str, Array]:
+    """The ranks' inputs for lengths: arrays with an axis of the rows that are filled, of no bytes.
+
+    A second axis of 1 says that the engines are to read the filled rows again.
+    """
+    return {
+        length.input: np.zeros((filled[length.input], int(_reads_again(length, batch, filled, feeds))), np.bool_)
+        for length in lengths
+    }
+
+
+def room_needed(
+    lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]
+) -> dict[str, int]:
+    """The rows that states must have for a request, by their inputs. None where the engines make longer ones anyway."""
+    if not any(_reads_again(length, batch, filled, feeds) for length in lengths):
+        return {}
+    return {name: filled[length.input] + added(length, feeds) for length in lengths for name in length.states}
+
+
+def _reads_again(length: Length, batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]) -> bool:
+    """Whether the engines' operator can only read a request's tokens together with those before."""
+    return length.room_for_batches and batch > 1 and added(length, feeds) > 1 and filled[length.input] > 0
+
+
+def lengthened(array: Array, axis: int, rows: int) -> Array:
+    """An array with zeros behind it, up to so many rows along an axis."""
+    return np.pad(array, [(0, rows - size if n == axis else 0) for n, size in enumerate(array.shape)])
+
+
+def filled_rows(length: Length, pasts: Mapping[str, Feed]) -> int:
+    """The rows of pasts. Raises FeedError if one is not as long as others."""
+    first, *others = length.states
+    filled = pasts[first].shape[length.axis]
+    for name in others:
+        if (rows := pasts[name].shape[length.axis]) != filled:
+            raise FeedError(
+                f"'{first}' has {filled} rows and '{name}' {rows}: this package takes caches of one length "
+                "(--no-fuse compiles one that does not)"
+            )
+    return filled
+
+
+def added(length: Length, feeds: Mapping[str, Feed]) -> int:
+    """How many rows a request adds."""
+    if length.reads is None:
+        return length.adds
+    name, axis = length.reads
+    return feeds[name].shape[axis]

@@ -1,0 +1,123 @@
+"""Tokens of an exported decoder whose caches are written in place, against the same one with concatenated caches.
+
+    python -m tests.benchmarks.cache_in_place MODEL.onnx [MODEL.onnx ...] --devices cpu0 --threads 1
+
+Both packages take turns in one process. Prints a line a case: a token after so many in a sequence, the same where a
+caller feeds the caches, and a prompt; the largest difference of all outputs, relative; the bytes that the process held
+at most. `ON_CPUS` in `splitc.compiler.fusion.kernels` follows from this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.generate.feeder import Feeder
+from splitc.runtime.generate.signature import find_signature
+
+Arrays = Mapping[str, np.ndarray]
+Run = Callable[[], Arrays]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", type=Path)
+    parser.add_argument("--devices", nargs="+", default=["cpu0"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--mode", default="layer")
+    parser.add_argument("--after", type=int, nargs="+", default=[64, 512, 2000])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--runs", type=int, default=15)
+    options = parser.parse_args()
+    rows = table("", "concatenated", "in place", "ratio", "difference", right=("concatenated", "in place", "ratio"))
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+            sessions = []
+            for name in ("concatenated", "in place"):
+                request = Request(split_mode=options.mode, no_fuse=name == "concatenated", shapes=shapes_of(model))
+                plan = plan_model(model, options.devices, request)
+                compile_model(plan, Path(place) / name, threads=options.threads)
+                sessions.append(stack.enter_context(Session(Path(place) / name)))
+            assert sessions[1].manifest.lengths, f"{model}: {[fate.why for fate in plan.analysis.fates]}"
+            for name, runs in cases(sessions, options.after, options.prompt, stack):
+                times, difference = measure(runs, options.runs)
+                ratio = f"{times[0] / times[1]:.2f}"
+                rows.add_row(f"{model.parent.name}: {name}", *(f"{1e3 * t:.2f} ms" for t in times), ratio, difference)
+    out.print(rows)
+
+
+def shapes_of(model: Path) -> dict[str, tuple[int, ...]]:
+    """One row, one token and some before it, for inputs with symbols."""
+    plan = plan_model(model, ["cpu0"], Request(split_mode="layer", no_fuse=True))
+    pasts = {state.input: state.grows for state in plan.analysis.states}
+    shapes = {}
+    for name, shape in plan.analysis.shapes.items():
+        if name in pasts:
+            shapes[name] = tuple(1 if n == 0 else 16 if n == pasts[name] else size for n, size in enumerate(shape))
+        else:
+            shapes[name] = (1, 17 if "mask" in name else 1)
+    return shapes
+
+
+def cases(sessions: list[Session], after: list[int], prompt: int, stack: ExitStack) -> Iterator[tuple[str, list[Run]]]:
+    """What is measured: its name, and a run of each session."""
+    manifest = sessions[0].manifest
+    feeder = Feeder(manifest, find_signature(manifest))
+    ids = next(tensor for tensor in manifest.inputs if tensor.name == feeder.signature.ids)
+    generator = np.random.default_rng(0)
+    for count in after:
+        shapes = {tensor.name: tensor.sample_shape or [] for tensor in manifest.inputs}
+        pasts = {
+            state.input: generator.standard_normal(
+                [1, shapes[state.input][1], count, shapes[state.input][3]], np.float32
+            )
+            for state in manifest.states
+        }
+        runs: list[Run] = []
+        for session in sessions:
+            sequence = stack.enter_context(session.start(count + 64 if session.manifest.lengths else None))
+            sequence.load(pasts)
+            totals = iter(range(count + 1, count + 65))
+            runs.append(lambda sequence=sequence, totals=totals: sequence.run(feeder.feeds([5], next(totals))))
+        yield f"a token after {count}", runs
+        fed = {**feeder.feeds([5], count + 1), **pasts}
+        yield f"a token after {count} that are fed", [lambda session=session: session.run(fed) for session in sessions]
+    if ids.shape is not None and ids.shape[1] == 1:
+        return
+    tokens = generator.integers(1, 1000, prompt).tolist()
+
+    def read(session: Session) -> Arrays:
+        with session.start(prompt + 64 if session.manifest.lengths else None) as sequence:
+            return sequence.run(feeder.feeds(tokens, prompt))
+
+    yield f"a prompt of {prompt}", [lambda session=session: read(session) for session in sessions]
+
+
+def measure(runs: list[Run], count: int) -> tuple[list[float], str]:
+    """The median seconds of each, which run in turns, and the largest difference of their outputs."""
+    worst = 0.0
+    seconds: list[list[float]] = [[] for _ in runs]
+    for number in range(count + 2):
+        outputs = []
+        for times, run in zip(seconds, runs, strict=True):
+            start = time.perf_counter()
+            outputs.append(run())
+            if number > 1:
+                times.append(time.perf_counter() - start)
+        one, other = outputs
+        worst = max(worst, *(float(np.abs(one[n] - other[n]).max() / np.abs(one[n]).max()) for n in one))
+    return [statistics.median(times) for times in seconds], f"{worst:.1e}"
+
+
+if __name__ == "__main__":
+    main()
