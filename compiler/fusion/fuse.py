@@ -171,13 +171,13 @@ class _Work:
     def _with_caches(self, place: str, attention: Attention) -> Fate | None:
         """The fate of the caches that an attention reads; None if it reads none."""
         try:
-            found = find_caches(attention, self.held, self._shape_of)
-            if found is None:
+            cached = find_caches(attention, self.held, self._shape_of)
+            if cached is None:
                 return None
             _check_type(attention.query.value, self.gains.caches)
             if not is_known():
                 raise NotFusedError("the ONNX Runtime that is installed does not have its operator: take a newer one")
-            write_group_query_attention(found, self.editor, self._sizes, self.lengths)
+            write_group_query_attention(cached, self.editor, self._sizes, self.lengths)
         except NotFusedError as error:
             return Fate(place, None, str(error), "cache")
         return Fate(place, GROUPED, None, "cache")

@@ -47,7 +47,7 @@ ON_GPUS = Gains(HALVES, 1 << 16, largest_head=256, parts=HALVES)
 # memory: it is 1.03 to 1.06 times as fast with 512 x 512, and 1.1 to 1.4 times from 1024 x 1024 on; with 77 keys 0.91
 # to 1.2 times, and with a bias 0.97 to 1.04. With norms and rotary embeddings as operators decoders of the tests'
 # sizes are 1.05 to 1.2 times as fast. Caches: tests/benchmarks/cache_in_place.py.
-ON_CPUS = Gains(SINGLES, 1 << 18, 512, biased=False, parts=SINGLES, caches=SINGLES)
+ON_CPUS = Gains(SINGLES, 1 << 18, 512, biased=False, parts=SINGLES)
 
 
 def gains_of(engine: str, devices: Sequence[Device]) -> Gains | None:

@@ -1,13 +1,14 @@
 """Rotary embedding as ONNX Runtime's operator RotaryEmbedding, which has kernels on the CPU and on CUDA.
 
-It takes data [batch, heads, length, size] or [batch, length, heads x size]; tables of cosines and sines [positions,
-pairs]; and the row in them of each position, [batch, length], or of the first one. See com.microsoft.RotaryEmbedding
-in ONNX Runtime's ContribOperators.md.
+It takes data [batch, heads, length, size] or [batch, length, heads x size]; tables of cosines and sines, here [length,
+pairs]; and the row in them of the first position. Where the tables change along the batch too, batch and length are
+one axis to it. See com.microsoft.RotaryEmbedding in ONNX Runtime's ContribOperators.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -15,6 +16,8 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.multi_head import SWAP_HEADS
+from splitc.compiler.fusion.operand import Operand, seen_through, whole
 from splitc.compiler.fusion.rotary import Rotary
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
@@ -82,19 +85,28 @@ def _find_frame(rotary: Rotary, sizes: Sizes) -> _Frame:
 
 def _written(rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
     """The operator's result, with the axes of the data."""
+    seen = seen_through(whole(rotary.data, 4), scaled=False)
+    by_rows = frame.length == 1 or seen.axes == SWAP_HEADS or len(frame.rows) > 1
+    if not by_rows:
+        return _rotated(rotary.data, frame.axes, rotary, frame, work, tables)
+    order = SWAP_HEADS if frame.length == 2 else whole(rotary.data, 4).axes
+    data = seen.value if seen.axes == order else work.ordered(Operand(rotary.data, order), "rows_first")
+    axes = [frame.axes[place] for place in order]
+    first = [fixed_axis(1), joined(axes[:2])] if len(frame.rows) > 1 else axes[:2]
+    flat = (*first, joined(axes[2:]))
+    made = _rotated(work.viewed(data, flat, "rows"), flat, rotary, frame, work, tables)
+    return work.ordered(Operand(work.viewed(made, axes, "rotated_rows"), order), "rotated")
+
+
+def _rotated(
+    data: ir.Value, axes: Sequence[Axis], rotary: Rotary, frame: _Frame, work: Writer, tables: Tables
+) -> ir.Value:
+    """The operator on data with axes that it takes."""
+    first = work.editor.constant(np.array([0], np.int64))
     cosines = _rows(rotary.cosines, "cosines", rotary, frame, work, tables)
     sines = _rows(rotary.sines, "sines", rotary, frame, work, tables)
-    if len(frame.rows) == 1:
-        positions = work.editor.constant(np.array([0], np.int64))  # the first one: the others follow
-    else:
-        positions = work.numbers_to(cosines, frame.rows, "positions")
-    data, axes = rotary.data, frame.axes
-    if frame.length == 1:
-        axes = (*axes[:2], joined(axes[2:]))
-        data = work.viewed(data, axes, "rows")
     how = {"interleaved": int(rotary.interleaved), "num_heads": frame.heads.fixed}
-    made = work.add("rotary", OPERATOR, [data, positions, cosines, sines], data, axes, domain=DOMAIN, **how)
-    return work.viewed(made, frame.axes, "rotated")
+    return work.add("rotary", OPERATOR, [data, first, cosines, sines], data, axes, domain=DOMAIN, **how)
 
 
 def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
@@ -102,6 +114,7 @@ def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Write
     key = (table, rotary.interleaved, rotary.data.dtype)
     if key in tables.rows:
         return tables.rows[key]
+    work = replace(work, at=tables.node_after(table), name=table.name or role)
     own, made = work.axes(table), table
     pairs = fixed_axis(frame.axes[-1].size[0] // 2)
     if not rotary.by_pairs:

@@ -57,6 +57,11 @@ class Tables:
         one, other = (numbers[..., ::2], numbers[..., 1::2]) if interleaved else np.split(numbers, 2, -1)
         return bool(np.ptp(numbers, -1).max() > 0) and np.allclose(one, other, rtol=1e-5, atol=1e-6)
 
+    def node_after(self, table: ir.Value) -> ir.Node:
+        """The node that follows the one that makes a table: all layers may read what is written there."""
+        maker = table.producer()
+        return self._graph.nodes[0 if maker is None else self._graph.position[maker] + 1]
+
     def _compute(self, table: ir.Value) -> Array | None:
         """A table's numbers; None if too much goes into it, or what can't be made up."""
         if table.const_value is not None:

@@ -139,16 +139,6 @@ class Writer:
         parts = [self._number(number, f"{role}_size{place}") for place, number in enumerate(numbers)]
         return self.integers(f"{role}_sizes", "Concat", parts, len(numbers), axis=0)
 
-    def numbers_to(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
-        """The numbers of a value's rows, from 0 on, along these axes."""
-        sizes = self.integers(f"{role}_of", "Shape", [value], len(self.axes(value)))
-        count = self.integers(f"{role}_count", "Gather", [sizes, self.editor.constant(np.array(0, np.int64))], 1)
-        ends = [self.editor.constant(np.array(number, np.int64)) for number in (0, 1)]
-        numbers = self.integers(f"{role}_numbers", "Range", [ends[0], count, ends[1]], 1)
-        self.sizes.put(count, [])
-        self.sizes.put(numbers, self.axes(value)[:1])
-        return self.viewed(numbers, axes, role)
-
     def _number(self, number: int | Axis, role: str) -> ir.Value:
         """A list of one size."""
         fixed = number.fixed if isinstance(number, Axis) else number

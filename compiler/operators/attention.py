@@ -118,15 +118,22 @@ def fused_attention(op: Operation) -> None:
 def rotary_embedding(op: Operation) -> None:
     """Rotates within each head of [b, heads, l, d] or [b, l, heads x d].
 
-    Cosines and sines are tables by position, with positions [b, l]. ONNX's own operator also takes them as [b, l, r].
+    Cosines and sines are tables by position, with positions [b, l], or only the first one, [1]: if that is row 0 of
+    tables with as many rows as there are positions, a shard of positions has its shard of them. ONNX's own operator
+    also takes them as [b, l, r].
     """
     data = op.input(0)
-    if op.node.domain:
-        others = "b l, -, -" if len(op.input(1)) == 2 else "-, -, -"
+    whole = "dr"
+    if op.node.domain and len(op.input(1)) == 1:
+        length, first = data[-2], op.numbers(1)
+        follows = first == [0] and ax.size_of(op.input(2)[0]) == ax.size_of(length)
+        others, whole = ("-, l r, l r", whole) if follows else ("-, -, -", f"l{whole}")
+    elif op.node.domain:
+        others = "b l, -, -"
     else:
         others = "b l r, b l r, -" if len(op.input(1)) == 3 else "-, -, b l"
     if len(data) == 4:
-        op.pattern(f"b h l d, {others} -> b h l d", whole="dr")
+        op.pattern(f"b h l d, {others} -> b h l d", whole=whole)
         return
     count = op.number("num_heads", 0)
     if count <= 0:
@@ -137,7 +144,7 @@ def rotary_embedding(op: Operation) -> None:
     if count <= 0:
         return
     heads, head_axis = ax.new_axis(count), ax.new_axis(ax.size_of(data[-1]) // count)
-    op.pattern(f"b l (h d), {others} -> b l (h d)", whole="dr", known={"h": heads, "d": head_axis})
+    op.pattern(f"b l (h d), {others} -> b l (h d)", whole=whole, known={"h": heads, "d": head_axis})
     if op.number("num_heads", 0):
         op.attributes["num_heads"] = [heads]
 

@@ -128,7 +128,10 @@ def _print_split(plan: Plan) -> None:
 def check_explained(plan: Plan) -> None:
     """Raise MisuseError if there is nothing to explain."""
     if plan.split.axis_fates() is None and not plan.analysis.fates:
-        raise MisuseError(f"--explain is for --split-mode tensor, and this plan's is {plan.split_mode}")
+        raise MisuseError(
+            "--explain lists what was fused, and the axes of --split-mode tensor: nothing was, and this plan's mode is "
+            f"{plan.split_mode}"
+        )
 
 
 def print_explained(plan: Plan) -> None:
