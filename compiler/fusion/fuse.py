@@ -20,6 +20,8 @@ from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
 from splitc.compiler.fusion.kernels import ON_GPUS, Gains, Types
 from splitc.compiler.fusion.lengths import Lengths
+from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
+from splitc.compiler.fusion.modulation import find_modulation, write_modulation
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import find_norm, write_norm
@@ -37,7 +39,7 @@ from splitc.runtime.package.manifest import Length, State
 class Fate:
     """What became of what looks like attention, a cache, a norm or a rotary embedding: its operator, or why not one.
 
-    The place is called after its Softmax, its mean or its last node.
+    The place is called after its Softmax, its mean, its norm or its last node.
     """
 
     place: str
@@ -72,7 +74,7 @@ def fuse(
     """
     work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
     # Attention comes last: its queries and keys may be what became one operator.
-    parts = {node: fate for node in graph.nodes if (fate := work.norm(node) or work.rotary(node)) is not None}
+    parts = {node: fate for node in graph.nodes if gains.parts and (fate := work.part(node)) is not None}
     fates = [fate for node in graph.nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
     fates += [*work.left_out(), *_looks_inside(graph, work)]
     if not any(fate.operator for fate in fates):
@@ -123,32 +125,47 @@ class _Work:
         """Inputs that say how long caches are."""
         return Lengths(self.editor, self._sizes, [past for past, _ in self.held.values()])
 
-    def norm(self, mean: ir.Node) -> Fate | None:
-        """The fate of a norm around a mean; None if there is none."""
-        place = mean.name or mean.outputs[0].name or ""
-        try:
-            norm = find_norm(mean) if self.gains.parts else None
-            if norm is None:
-                return None
-            _check_type(norm.data, self.gains.parts)
-            write_norm(norm, self.editor, self._sizes)
-        except NotFusedError as error:
-            return Fate(place, None, str(error), "norm")
-        return Fate(place, NORM, None, "norm")
+    def part(self, node: ir.Node) -> Fate | None:
+        """The fate of a norm around its mean, of a modulated norm, or of a rotary embedding that a node ends."""
+        place = node.name or node.outputs[0].name or ""
+        for kind, operator, attempt in (
+            ("norm", NORM, self._norm),
+            ("modulation", MODULATED, self._modulation),
+            ("rotary", ROTARY, self._rotary),
+        ):
+            try:
+                if attempt(node):
+                    return Fate(place, operator, None, kind)
+            except NotFusedError as error:
+                return Fate(place, None, str(error), kind)
+        return None
 
-    def rotary(self, last: ir.Node) -> Fate | None:
-        """The fate of a rotary embedding that a node ends; None if it ends none."""
-        place = last.name or last.outputs[0].name or ""
-        try:
-            looks = bool(self.gains.parts) and looks_rotary(last)
-            rotary = find_rotary(last, self._sizes, self._tables) if looks else None
-            if rotary is None:
-                return None
-            _check_type(rotary.data, self.gains.parts)
-            write_rotary(rotary, self.editor, self._sizes, self._tables)
-        except NotFusedError as error:
-            return Fate(place, None, str(error), "rotary")
-        return Fate(place, ROTARY, None, "rotary")
+    def _norm(self, mean: ir.Node) -> bool:
+        """Fuse the norm around a mean. Returns whether there is one."""
+        norm = find_norm(mean)
+        if norm is None:
+            return False
+        _check_type(norm.data, self.gains.parts)
+        write_norm(norm, self.editor, self._sizes)
+        return True
+
+    def _modulation(self, node: ir.Node) -> bool:
+        """Fuse a norm and its modulation. Returns whether there are any."""
+        modulation = find_modulation(node)
+        if modulation is None:
+            return False
+        _check_type(modulation.output, self.gains.parts)
+        write_modulation(modulation, self.editor, self._sizes)
+        return True
+
+    def _rotary(self, last: ir.Node) -> bool:
+        """Fuse the rotary embedding that a node ends. Returns whether it ends one."""
+        rotary = find_rotary(last, self._sizes, self._tables) if looks_rotary(last) else None
+        if rotary is None:
+            return False
+        _check_type(rotary.data, self.gains.parts)
+        write_rotary(rotary, self.editor, self._sizes, self._tables)
+        return True
 
     def attention(self, node: ir.Node) -> Iterator[Fate]:
         """The fates of attention around a Softmax, and of its caches: nothing if there is none."""

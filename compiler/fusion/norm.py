@@ -66,17 +66,17 @@ def _squared(value: ir.Value | None) -> ir.Value | None:
 
 def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
     """The root of a mean and a small number, whether it is its reciprocal, and the number."""
-    total = _user(mean, "Add")
+    total = only_user(mean, "Add")
     epsilon = None if total is None else constant(total.inputs[1]) or constant(total.inputs[0])
     if total is None or epsilon is None:
         return None
-    power = _user(total.outputs[0], "Pow")
+    power = only_user(total.outputs[0], "Pow")
     if power is not None:
         return (power.outputs[0], True, epsilon) if constant(power.inputs[1]) == -0.5 else None
-    root = _user(total.outputs[0], "Sqrt")
+    root = only_user(total.outputs[0], "Sqrt")
     if root is None:
         return None
-    turned = _user(root.outputs[0], "Reciprocal") or _user(root.outputs[0], "Div")
+    turned = only_user(root.outputs[0], "Reciprocal") or only_user(root.outputs[0], "Div")
     if turned is not None and (turned.op_type == "Reciprocal" or constant(turned.inputs[0]) == 1):
         return turned.outputs[0], True, epsilon
     return root.outputs[0], False, epsilon
@@ -84,7 +84,7 @@ def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
 
 def _divided(data: ir.Value, root: ir.Value, is_reciprocal: bool) -> ir.Value | None:
     """The data divided by a root."""
-    node = _user(root, "Mul" if is_reciprocal else "Div")
+    node = only_user(root, "Mul" if is_reciprocal else "Div")
     if node is None or set(node.inputs) != {data, root} or (not is_reciprocal and node.inputs[0] is not data):
         return None
     return node.outputs[0]
@@ -92,15 +92,15 @@ def _divided(data: ir.Value, root: ir.Value, is_reciprocal: bool) -> ir.Value | 
 
 def _weighted(normal: ir.Value) -> tuple[ir.Value, ir.Value]:
     """What has the data's norm times weights, and the weights; in the type that it is read in."""
-    cast = _user(normal, "Cast")
+    cast = only_user(normal, "Cast")
     value = normal if cast is None else cast.outputs[0]
-    product = _user(value, "Mul")
+    product = only_user(value, "Mul")
     if product is None or product.inputs[0] is product.inputs[1]:
         raise NotFusedError("it is multiplied by no weights")
     one, other = product.inputs
     weights = other if one is value else one
     assert weights is not None
-    after = _user(product.outputs[0], "Cast") if cast is None else None
+    after = only_user(product.outputs[0], "Cast") if cast is None else None
     if after is not None and after.outputs[0].dtype == ir.DataType.FLOAT16:
         return after.outputs[0], weights
     return product.outputs[0], weights
@@ -113,7 +113,7 @@ def _narrow(data: ir.Value, output: ir.Value) -> ir.Value:
     return source if source is not None and source.dtype == output.dtype else data
 
 
-def _user(value: ir.Value, operator: str) -> ir.Node | None:
+def only_user(value: ir.Value, operator: str) -> ir.Node | None:
     """The one node that reads a value, if it is of this operator."""
     users = dict.fromkeys(node for node, _ in value.uses())
     node = next(iter(users), None)

@@ -12,6 +12,7 @@ TITLES = {
     "attention": "attention fused",
     "cache": "caches in place",
     "norm": "norms fused",
+    "modulation": "modulated norms fused",
     "rotary": "rotary embeddings fused",
 }
 

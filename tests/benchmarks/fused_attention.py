@@ -79,6 +79,12 @@ WRITTEN_NORM = """
     normal{n} = Mul (wide{n}, turned{n})  half{n} = Cast <to = 10> (normal{n})  y{n} = Mul (w, half{n})
     x{next} = Add (y{n}, x{n})
 """
+# LayerNorms with a scale and a shift for each picture: the rows, and the numbers of each.
+MODULATED = [(4608, 3072), (4096, 1152)]
+WRITTEN_MODULATED = """
+    normal{n} = LayerNormalization (x{n}, ones)  times{n} = Mul (normal{n}, scale)  y{n} = Add (times{n}, shift)
+    x{next} = Add (y{n}, x{n})
+"""
 # Rotations of [batch, length, heads, size] in single precision between casts, as Flux has them, and of [batch, heads,
 # length, size] in halves, as decoders do: heads, length, size.
 ROTATIONS = [("neighbours", 24, 4608, 128), ("halves", 32, 2048, 128), ("halves", 32, 1, 128)]
@@ -130,9 +136,28 @@ def cases(device: str) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndar
         yield name, write(form, size, blocks=2), feeds(form, size)
     for rows, width in NORMS if device == "cuda" else []:
         yield f"RMSNorm, {rows} x {width}", write_norms(width), norm_feeds(rows, width)
+    for rows, width in MODULATED if device == "cuda" else []:
+        yield f"modulated norm, {rows} x {width}", write_modulated(width), modulated_feeds(rows, width)
     for pairs, heads, length, width in ROTATIONS if device == "cuda" else []:
         name = f"rotary embedding, {pairs}, {length} x {heads} x {width}"
         yield name, write_rotations(pairs, heads, width), rotation_feeds(pairs, heads, length, width)
+
+
+def write_modulated(width: int, count: int = 8) -> onnx.ModelProto:
+    """Modulated norms one after the other, each added to what it takes, in halves."""
+    body = "".join(WRITTEN_MODULATED.format(n=number, next=number + 1) for number in range(count))
+    row = f"float16[2, 1, {width}]"
+    head = f"g (float16[2, rows, {width}] x0, {row} scale, {row} shift) => (float16[2, rows, {width}] y)"
+    text = f'<ir_version: 8, opset_import: ["" : 18]> {head} {{ {body} y = Identity (x{count}) }}'
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(width, np.float16), "ones"))
+    return model
+
+
+def modulated_feeds(rows: int, width: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    shapes = {"x0": (2, rows, width), "scale": (2, 1, width), "shift": (2, 1, width)}
+    return {name: generator.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
 
 
 def write_rotations(form: str, heads: int, size: int, count: int = 8) -> onnx.ModelProto:

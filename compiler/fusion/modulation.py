@@ -1,0 +1,107 @@
+"""LayerNorm whose result is multiplied and added to by what a request computes becomes one operator.
+
+Transformers for images have it (adaptive LayerNorm, Peebles and Xie, 2022): norm(x) x (1 + scale) + shift, with a scale
+and a shift for each picture. LayerNormalization takes both as [batch or 1, 1, size], and goes through the memory once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.norm import only_user
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
+from splitc.compiler.fusion.writing import Writer
+
+OPERATOR = "LayerNormalization"
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """`norm`, a LayerNorm without weights of its own, times `scale`, plus `shift`."""
+
+    norm: ir.Node
+    scale: ir.Value
+    shift: ir.Value
+    output: ir.Value
+
+
+def find_modulation(norm: ir.Node) -> Modulation | None:
+    """The modulation of a norm; None if there is none.
+
+    Raises NotFusedError for one that the operator can't do.
+    """
+    if norm.op_type != OPERATOR or norm.domain or any(value.uses() for value in norm.outputs[1:]):
+        return None
+    product = only_user(norm.outputs[0], "Mul")
+    total = None if product is None else only_user(product.outputs[0], "Add")
+    if product is None or total is None:
+        return None
+    scale, shift = _other(product, norm.outputs[0]), _other(total, product.outputs[0])
+    if scale is None or shift is None or scale.const_value is not None or shift.const_value is not None:
+        return None
+    weights = dict(zip((1.0, 0.0), norm.inputs[1:], strict=False))
+    if not all(value is None or _is_all(value, number) for number, value in weights.items()):
+        raise NotFusedError("its norm has weights of its own")
+    return Modulation(norm, scale, shift, total.outputs[0])
+
+
+def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
+    """What a node has with a value; None if that is the value itself."""
+    one, other = node.inputs
+    return other if one is value and other is not value else one if other is value and one is not value else None
+
+
+def _is_all(value: ir.Value, number: float) -> bool:
+    """Whether a value is a weight that has this number everywhere, and that no request overrides."""
+    if value.const_value is None or source_of(value) is not None:
+        return False
+    return bool(np.all(value.const_value.numpy() == number))
+
+
+def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> None:
+    """Replace what was found by the operator, in place.
+
+    Raises NotFusedError if the operator can't say it; then nothing is changed.
+    """
+    norm, output = modulation.norm, modulation.output
+    data, at = norm.inputs[0], output.producer()
+    assert data is not None and at is not None
+    axes = sizes.axes(data)
+    if axes is None or len(axes) != 3 or norm.attributes.get_int("axis", -1) not in (-1, 2):
+        raise NotFusedError("what is normed has no three axes of known sizes")
+    if len({value.dtype for value in (data, modulation.scale, modulation.shift, output)}) > 1:
+        raise NotFusedError("its norm, scale and shift are not of one type")
+    row = _row(modulation, axes, sizes)
+    work = Writer(at, output.name or "", (data,), editor, sizes)
+    scale, shift = (
+        work.viewed(value, row, role) for role, value in (("scale", modulation.scale), ("shift", modulation.shift))
+    )
+    epsilon = norm.attributes.get_float("epsilon", 1e-5)
+    made = work.add("norm", OPERATOR, [data, scale, shift], data, axes, axis=-1, epsilon=epsilon)
+    output.replace_all_uses_with(made, replace_graph_outputs=True)
+    hand_over(output, made, "unfused")
+    sizes.put(made, axes)
+
+
+def _row(modulation: Modulation, axes: tuple[Axis, ...], sizes: Sizes) -> tuple[Axis, ...]:
+    """The three axes of scale and shift. Raises NotFusedError if they have others."""
+    made = []
+    for value in (modulation.scale, modulation.shift):
+        own = sizes.axes(value)
+        if own is None or not own or len(own) > 3:
+            raise NotFusedError("its scale and shift have no known sizes")
+        row = [ONE] * (3 - len(own)) + [axis.size for axis in own]
+        if row[0] not in (ONE, axes[0].size) or row[1:] != [ONE, axes[2].size]:
+            raise NotFusedError("its scale and shift are not one row for each of the batch")
+        made.append(row)
+    if made[0] != made[1]:
+        raise NotFusedError("its scale and shift have different sizes")
+    one = fixed_axis(1)
+    return (one if made[0][0] == ONE else axes[0], one, axes[2])

@@ -1,0 +1,82 @@
+"""A norm that is multiplied and added to by what a request computes becomes one operator and gives the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.fusion.fuse import Fused, fuse
+from splitc.compiler.request.shapes import AskedShapes
+from tests.compiler.fusion.test_fuse import ANY, run
+from tests.helpers.written_attention import operators
+
+SIZE = 8
+PLAIN = f"ones = Constant <value_floats = {[1.0] * SIZE}> ()  normal = LayerNormalization <epsilon = 1e-6> (x, ones)"
+ZEROS = f"""ones = Constant <value_floats = {[1.0] * SIZE}> ()  zeros = Constant <value_floats = {[0.0] * SIZE}> ()
+    normal = LayerNormalization (x, ones, zeros)"""
+OWN = f"own = Constant <value_floats = {[2.0] * SIZE}> ()  normal = LayerNormalization (x, own)"
+MORE = "one = Constant <value_float = 1.0> ()  more = Add (scale, one)"
+MODULATED = "times = Mul (normal, more)  y = Add (times, shift)"
+
+
+def written(body: str, rows: str = "batch, 1") -> onnx.ModelProto:
+    """A model that norms x [batch, length, 8], with a scale and a shift of so many rows."""
+    row = f"float[{rows + ', ' if rows else ''}{SIZE}]"
+    signature = f"g (float[batch, length, {SIZE}] x, {row} scale, {row} shift) => (float[batch, length, {SIZE}] y)"
+    return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {signature} {{ {body} }}')
+
+
+def rows_of(model: onnx.ModelProto, batch: int, length: int) -> dict[str, tuple[int, ...]]:
+    sizes = {"batch": batch, "length": length}
+    return {
+        value.name: tuple(sizes.get(dim.dim_param, dim.dim_value) for dim in value.type.tensor_type.shape.dim)
+        for value in model.graph.input
+    }
+
+
+def fused(model: onnx.ModelProto, folder: Path) -> Fused:
+    path = folder / "model.onnx"
+    onnx.save(model, path)
+    analysis = analyze(path, AskedShapes(rows_of(model, 2, 5)), 1)
+    return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+
+
+@pytest.mark.parametrize("norm", [PLAIN, ZEROS], ids=["plain", "zeros"])
+@pytest.mark.parametrize("modulated", [MODULATED, "times = Mul (more, normal)  y = Add (shift, times)"])
+@pytest.mark.parametrize("rows", ["batch, 1", "1, 1", ""])
+def test_each_form_gives_the_same(tmp_path: Path, norm: str, modulated: str, rows: str) -> None:
+    model = written(f"{norm} {MORE} {modulated}", rows)
+    made = fused(model, tmp_path)
+    assert [(fate.kind, fate.operator) for fate in made.fates] == [("modulation", "LayerNormalization")]
+    assert "Mul" not in operators(made.graph.graph)
+    random = np.random.default_rng(0)
+    inputs = {name: random.standard_normal(shape, np.float32) for name, shape in rows_of(model, 3, 4).items()}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
+ODD = [
+    (f"{OWN} {MORE} {MODULATED}", "batch, 1", "its norm has weights of its own"),
+    (f"{PLAIN} {MORE} {MODULATED}", "batch, length", "its scale and shift are not one row for each of the batch"),
+]
+
+
+@pytest.mark.parametrize(("body", "rows", "why"), ODD, ids=[why for *_, why in ODD])
+def test_what_is_not_fused_says_why(tmp_path: Path, body: str, rows: str, why: str) -> None:
+    (fate,) = fused(written(body, rows), tmp_path).fates
+    assert (fate.operator, fate.kind, fate.why) == (None, "modulation", why)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"{PLAIN} {MORE} times = Mul (normal, more)  y = Sub (times, shift)",
+        f"{PLAIN} {MORE} times = Mul (normal, more)  both = Add (times, shift)  y = Add (both, normal)",
+    ],
+)
+def test_other_uses_of_a_norm_are_no_modulation(tmp_path: Path, body: str) -> None:
+    assert fused(written(body), tmp_path).fates == ()
