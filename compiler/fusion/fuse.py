@@ -151,10 +151,10 @@ class _Work:
 
     def _modulation(self, node: ir.Node) -> bool:
         """Fuse a norm and its modulation. Returns whether there are any."""
-        modulation = find_modulation(node)
+        modulation = find_modulation(node) if self.gains.modulations else None
         if modulation is None:
             return False
-        _check_type(modulation.output, self.gains.parts)
+        _check_type(modulation.output, self.gains.modulations)
         write_modulation(modulation, self.editor, self._sizes)
         return True
 

@@ -32,7 +32,7 @@ from tests.helpers.written_attention import Form, Size, feeds, write
 
 HALF = TensorProto.FLOAT16
 TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
-ALL = Gains(TYPES, parts=TYPES)
+ALL = Gains(TYPES, parts=TYPES, modulations=TYPES)
 # What is measured: its name, how it is written, and its sizes.
 CPU = [
     ("BERT, 128", Form(bias="mask"), Size(1, 128, 128, 12, 64)),

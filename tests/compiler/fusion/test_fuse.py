@@ -28,7 +28,7 @@ from tests.helpers.written_attention import TRUTHS, Form, Size, feeds, operators
 
 SIZE = Size()
 TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
-ANY = Gains(TYPES, parts=TYPES)
+ANY = Gains(TYPES, parts=TYPES, modulations=TYPES)
 OTHER = replace(SIZE, batch=3, length=9, all=4)
 # Batch and heads as two axes: each scale with each bias and keys, in turns with repeated heads.
 FORMS = [
