@@ -72,7 +72,9 @@ def test_prompts_may_be_arrays(package: Path) -> None:
 def test_numbers_that_the_models_type_lacks_are_refused() -> None:
     """Where the model does not say how many tokens it knows: they would be other tokens."""
     ids = Tensor("input_ids", "int32", [1, "n"])
-    manifest: Any = SimpleNamespace(inputs=[ids], outputs=[Tensor("logits", "float32", [1, "n", 9])], states=[], lengths=[])
+    manifest: Any = SimpleNamespace(
+        inputs=[ids], outputs=[Tensor("logits", "float32", [1, "n", 9])], states=[], lengths=[]
+    )
     with pytest.raises(MisuseError, match="the token 4294967297, and the model takes numbers from 0, of type int32"):
         next(generate(SimpleNamespace(manifest=manifest), [2**32 + 1]))  # type: ignore[arg-type]
 
@@ -284,7 +286,9 @@ def test_model_that_takes_so_many_tokens_and_no_others_is_refused(prefills: bool
     logits = SimpleNamespace(name="logits", shape=(1, 8, 10))
     state = SimpleNamespace(input="past", output="present", grows=None, in_place=True)
     states = [state] if prefills else []
-    manifest = SimpleNamespace(inputs=[ids], outputs=[logits], states=states, lengths=[], source=SimpleNamespace(name="m.onnx"))
+    manifest = SimpleNamespace(
+        inputs=[ids], outputs=[logits], states=states, lengths=[], source=SimpleNamespace(name="m.onnx")
+    )
     sequence = SimpleNamespace(close=lambda: None)
     session: Any = SimpleNamespace(manifest=manifest, replays=False, start=lambda capacity: sequence)
     with pytest.raises(MisuseError, match="takes exactly 8 tokens at a time"):
