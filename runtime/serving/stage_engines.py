@@ -22,8 +22,8 @@ def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnx
     stages = [_only_engine(manifest, rank, runner) for rank in manifest.ranks]
     if manifest.lengths:
         raise MisuseError(
-            f"{runner} gives engines the model's inputs alone, and this package writes its caches in place, for which its "
-            f"engines take '{manifest.lengths[0].input}' too: compile with --no-fuse"
+            f"{runner} gives engines the model's inputs alone, and this package writes its caches in place, for which "
+            f"its engines take '{manifest.lengths[0].input}' too: compile with --no-fuse"
         )
     return stages
 

@@ -70,13 +70,15 @@ class _Writer:
         style = self.style
         length: Any = 1 if style.one else "sequence"
         total = "past + 1" if style.one else "past + sequence"
-        state = ["batch", style.kv_heads, "past", style.size]
-        inputs = [(name, TensorProto.INT64, ["batch", length]) for name in ("input_ids", "position_ids")]
+        state: list[Any] = ["batch", style.kv_heads, "past", style.size]
+        inputs: list[tuple[str, int, list[Any]]] = [
+            (name, TensorProto.INT64, ["batch", length]) for name in ("input_ids", "position_ids")
+        ]
         if style.masked:
             inputs.append(("attention_mask", TensorProto.INT64, ["batch", total]))
         kinds = [f"{kind}.{n}" for n in range(style.layers) for kind in ("key", "value")]
         inputs += [(f"past_{kind}", style.dtype, state) for kind in kinds]
-        outputs = [("logits", style.dtype, ["batch", length, style.vocabulary])]
+        outputs: list[tuple[str, int, list[Any]]] = [("logits", style.dtype, ["batch", length, style.vocabulary])]
         outputs += [(f"present_{kind}", style.dtype, [*state[:2], total, style.size]) for kind in kinds]
         self._write()
         graph = helper.make_graph(
@@ -195,7 +197,7 @@ class _Writer:
             return f"present_{kind}.0"
         if style.odd == "values" and kind == "value" and number == 0:
             self.add("Transpose", made, name="turned", perm=[0, 1, 3, 2])
-            shape = ["batch", style.kv_heads, style.size, "all"]
+            shape: list[Any] = ["batch", style.kv_heads, style.size, "all"]
             self._more.append(helper.make_tensor_value_info("turned", style.dtype, shape))
         return made
 

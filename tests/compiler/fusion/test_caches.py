@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,7 @@ def test_states_are_written_where_they_are(tmp_path: Path, monkeypatch: pytest.M
             with session.start(capacity) as sequence:
                 for past in range(4):
                     sequence.run(without_states(feeds(TRANSFORMERS, 1, 1, past)))
-            same = all(before == after for before, after in zip(places, places[1:], strict=False))
+            same = all(before == after for before, after in pairwise(places))
             assert same == (capacity is not None)
 
 

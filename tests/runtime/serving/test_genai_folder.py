@@ -84,7 +84,7 @@ def test_caches_in_place_are_not_the_servers(decoder: Path, tmp_path: Path) -> N
     """Engines take their length, which only this runtime gives."""
     compile_model(plan_model(decoder, ["2xcpu"], Request(split_mode="layer")), tmp_path / "package")
     found = splitc("export", "genai", tmp_path / "package", "-o", tmp_path / "genai", "--stop", 2, code=2)
-    assert "engines take 'splitc.past' too: compile with --no-fuse" in found.stderr
+    assert "its engines take 'splitc.past' too: compile with --no-fuse" in found.stderr
     assert not (tmp_path / "genai").exists()
 
 
