@@ -244,6 +244,35 @@ def test_no_fuse_and_other_devices_leave_it(tmp_path: Path, monkeypatch: pytest.
     assert made.fates == tuple(Fate(fate.place, "GroupQueryAttention", None, "cache") for fate in made.fates)
 
 
+def test_planned_memory_has_pasts_that_are_fed(tmp_path: Path) -> None:
+    """And so both arrays of a cache, as where it is concatenated."""
+    onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
+    shapes = {name: array.shape for name, array in feeds(OPTIMUM, 1, 1, 40).items()}
+    plans = [
+        plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer", no_fuse=no_fuse, shapes=shapes))
+        for no_fuse in (False, True)
+    ]
+    assert plans[0].analysis.lengths and not plans[1].analysis.lengths
+    assert plans[0].ranks[0].memory.cache == plans[1].ranks[0].memory.cache > 0
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_half_precision_is_right_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """As on a GPU whose table has it."""
+    gains = replace(ON_CPUS, caches=frozenset({ir.DataType.FLOAT16}))
+    monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: gains)
+    style = replace(OPTIMUM, dtype=TensorProto.FLOAT16)
+    with Session(package(style, tmp_path, mode, "2xcpu")) as session, session.start(16) as sequence:
+        request = feeds(style, 2, 3, 0)
+        for new in (1, 2, 1):
+            expected = run_whole(tmp_path / "model.onnx", request)
+            assert_close(session.run(request), expected, 4e-3)
+            assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]}, 4e-3)
+            request = following(style, expected, 2, new)
+
+
 def test_a_plan_that_was_written_is_planned_again(tmp_path: Path) -> None:
     onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer", spread=True))
