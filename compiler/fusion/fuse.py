@@ -68,14 +68,16 @@ def fuse(
     held = concatenated(graph.graph, states) if gains.caches else {}
     looks = _find(graph, bound, gains, held) if gains.types or held else []
     if gains.caches:
-        looks += [_Look(past, "cache", why) for past, why in left_out(states, held)]
+        is_read = any(look.kind == "cache" for look in looks)
+        looks += [_Look(past, "cache", why) for past, why in left_out(graph.graph, states, held, is_read)]
     if all(isinstance(look.content, NotFusedError) for look in looks):
         return Fused(graph, bound, tuple(look.fate() for look in looks))
     # Norms are along one axis, whose size is that of their weights: probe sizes would say nothing more.
     attends = any(isinstance(look.content, Attention | CachedAttention) for look in looks)
     probed = bind_other_sizes(graph, shapes, bound) if attends else bound
     sizes, editor = read_sizes(bound, probed), Editor(graph.graph)
-    lengths = Lengths(editor, sizes, [past for past, _ in held.values()])
+    pasts = [past for past, _ in held.values()]
+    lengths = Lengths(editor, sizes, pasts, [state.input for state in states])
     fates = tuple(_write_all(looks, editor, sizes, gains, lengths))
     entries = lengths.entries()
     if not any(fate.operator for fate in fates):

@@ -52,7 +52,7 @@ def write(style: Style, seed: int = 0) -> onnx.ModelProto:
     """The model: input_ids, position_ids, perhaps attention_mask, and for each layer past_key.N and past_value.N.
 
     With `odd` it is one whose caches can't be in place: `beams` picks rows of the past, `shared` has one cache for two
-    layers, `values` gives the values in another form too, `tanh` caps scores.
+    layers, `values` gives the values in another form too, `tanh` caps scores, `parts` computes keys and values of it.
     """
     return _Writer(style, seed).model()
 
@@ -150,6 +150,8 @@ class _Writer:
         query = self._by_heads(value, style.heads)
         keys, values = (self._cache(kind, number, value) for kind in ("key", "value"))
         keys, values = self._repeated(keys), self._repeated(values)
+        if style.odd == "parts":
+            keys, values = (self.add("MatMul", part, self.normal(style.size, style.size)) for part in (keys, values))
         scale = style.size**-0.5
         if style.turned:
             rows = self.listed(-1, self.size_of(keys, 2), style.size)

@@ -185,7 +185,8 @@ def test_states_that_are_loaded_get_room(tmp_path: Path, capacity: int | None, b
 
 
 ODD = {
-    "it does not grow by a concatenation along the third of four axes": replace(OPTIMUM, odd="beams"),
+    "it is not concatenated as it is, along the third of four axes": replace(OPTIMUM, odd="beams"),
+    "no attention has it as its keys or its values": replace(OPTIMUM, odd="parts"),
     "its cache is read elsewhere too": replace(OPTIMUM, odd="values", layers=1),
     "its scores are capped by a Tanh, which the operator can't do": replace(OPTIMUM, odd="tanh"),
     "no kernel is faster for its type, FLOAT16": replace(OPTIMUM, dtype=TensorProto.FLOAT16),
