@@ -120,7 +120,7 @@ def test_all_commands_look_at_the_rules() -> None:
         (["generate", "PACKAGE", "--prompt-ids", "1", "--prompt", "a"], "--prompt and --prompt-ids together"),
         (["generate", "PACKAGE", "--prefill", "PACKAGE", "--prompt-chunk", "3"], "--prompt-chunk and --prefill"),
         (
-            ["plan", "MODEL", "-d", "2xcpu", "--split-mode", "layer", "--explain"],
+            ["plan", "MODEL", "-d", "2xcpu", "--split-mode", "layer", "--explain", "--no-fuse"],
             "--explain is for --split-mode tensor",
         ),
         (["plan", "MODEL", "-d", "2xcpu", "--explain", "--json"], "--explain and --json together"),
