@@ -124,7 +124,7 @@ def _analyze(
     )
 
 
-def _with_lengths(lengths: Sequence[Length], shapes: Mapping[str, Shape]) -> Mapping[str, Shape]:
+def _with_lengths(lengths: Sequence[Length], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """The inputs' shapes with those of inputs for lengths."""
     return {**shapes, **{length.input: (shapes[length.states[0]][length.axis], 0) for length in lengths}}
 

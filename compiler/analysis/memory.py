@@ -10,6 +10,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.frontend.room import may_have_room
 from splitc.runtime.package.manifest import State
 
 
@@ -25,7 +26,7 @@ class Held:
 class StageMemory:
     """Bytes of one stage.
 
-    `cache` is the states' inputs and outputs; a state that is overwritten in place counts once. `activations` is the
+    `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` is the
     peak of all other values. `loading` is the largest weight of a product: ONNX Runtime prepacks weights one by one
     while loading, and then holds one of them twice. `engines` is the memory of the engines' libraries.
     """
@@ -56,7 +57,8 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     return StageMemory(
         weights=sum(weights.values()),
         activations=sum(size(value) for value in ends if value.name not in names) + inside,
-        cache=sum(size(value) for value in ends if value.name in names and value.name not in over),
+        # Where requests may feed a past without room, the engine makes another one for the present.
+        cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
         loading=max((weights.get(weight, 0) for weight in _of_products(costs, stage.nodes)), default=0),
     )
 

@@ -54,7 +54,7 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     symbol takes none of these.
     """
     probed = bind_probe_sizes(graph, shapes, bound)
-    if probed is not bound and _fits(graph, probed, bound):
+    if probed is not bound and _fits(graph, probed, bound) and _differs(graph, probed, bound):
         return probed
     symbols = _symbols(graph, shapes)
     same = _same_axes(graph, symbols)
@@ -63,7 +63,7 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     for numbers in (_number(graph, symbols, True, least, skipped) for skipped in (0, 1, 2) for least in (1, 0)):
         numbers.update({name: numbers[first] for name, first in caches.items()})
         made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
-        if _fits(graph, made, bound):
+        if _fits(graph, made, bound) and _differs(graph, made, bound):
             return replace(made, constants=_same(made.constants, bound.constants))
     if not 0 < len(kinds) <= MOST_SYMBOLS:
         return bound
@@ -79,15 +79,14 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
                 break
         else:
             return bound
+    if not _differs(graph, probed, bound):
+        return bound
     return replace(probed, constants=_same(probed.constants, bound.constants))
 
 
 def _fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
-    """Whether shapes are known as far as the given ones, and factors agree along the axis that a product sums over.
-
-    And whether no sum of symbols has its given size by chance, as of a past and a new length.
-    """
-    if len(made.uncertain) > len(bound.uncertain) or _has_same_sums(graph, made, bound):
+    """Whether shapes are known as far as the given ones, and factors agree along the axis that a product sums over."""
+    if len(made.uncertain) > len(bound.uncertain):
         return False
     for node in graph.nodes:
         if node.op_type == "MatMul" and not node.domain:
@@ -97,14 +96,25 @@ def _fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
     return True
 
 
-def _has_same_sums(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
-    """Whether a sum of symbols, in the shape of an input or of an output, has the same size with both."""
+def _differs(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
+    """Whether each size of inputs and outputs that follows from symbols of inputs has another value than the given one.
+
+    A prime may be a given size by chance, and so may a sum, as of a past and a new length.
+    """
+    known = {
+        size.value
+        for value in graph.graph.inputs
+        for size in value.shape or ()
+        if isinstance(size, ir.SymbolicDim) and size.value and not size.value.isdigit()
+    }
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         one, other = made.shapes.get(value.name or ""), bound.shapes.get(value.name or "")
         for size, first, second in zip(value.shape or (), one or (), other or (), strict=False):
-            if isinstance(size, ir.SymbolicDim) and len(size.free_symbols()) > 1 and first == second:
-                return True
-    return False
+            if isinstance(size, ir.SymbolicDim) and first == second:
+                names = {str(symbol) for symbol in size.free_symbols()}
+                if size.value in known or (names and names <= known):
+                    return False
+    return True
 
 
 def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:

@@ -15,6 +15,11 @@ def give_room(value: ir.Value, axis: int) -> None:
     value.meta[_ROOM] = axis
 
 
+def may_have_room(value: ir.Value) -> bool:
+    """Whether an input may be longer than what fills it."""
+    return _ROOM in value.meta
+
+
 def has_room(value: ir.Value, axis: int) -> bool:
     """Whether an input may be longer along this axis than what fills it."""
     return value.meta.get(_ROOM) == axis

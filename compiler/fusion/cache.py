@@ -14,6 +14,7 @@ import onnx_ir as ir
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.operand import VIEWS, Operand, factor_of
 from splitc.compiler.fusion.sizes import ONE, Size, Sizes, product_of
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import State
 
@@ -79,13 +80,22 @@ def concatenated(graph: ir.Graph, states: Sequence[State]) -> Held:
     return held
 
 
-def left_out(states: Sequence[State], held: Held) -> Iterator[tuple[str, NotFusedError]]:
-    """The states that grow and are none of those `held`, but for those that are written in place as they are."""
+def left_out(
+    graph: ir.Graph, states: Sequence[State], held: Held, is_read: bool
+) -> Iterator[tuple[str, NotFusedError]]:
+    """The states that grow and stay as they are, whatever attention there is. If none `is_read`, those `held` too."""
     pasts = {past.name for past, _ in held.values()}
+    outputs = {value.name: value.producer() for value in graph.outputs}
     for state in states:
-        if state.grows is None or state.input in pasts or state.in_place:
+        maker = outputs.get(state.output)
+        if state.grows is None or state.in_place or (state.input in pasts and is_read):
             continue
-        yield state.input, NotFusedError("it does not grow by a concatenation along the third of four axes")
+        if maker is not None and operator_of(maker).writes_in_place:
+            yield state.input, NotFusedError("it is read elsewhere than by the operator that could write it in place")
+        elif state.input in pasts:
+            yield state.input, NotFusedError("no attention has it as its keys or its values")
+        else:
+            yield state.input, NotFusedError("it is not concatenated as it is, along the third of four axes")
 
 
 def find_caches(attention: Attention, held: Held, shape_of: ShapeOf) -> CachedAttention | None:

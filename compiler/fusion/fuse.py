@@ -76,12 +76,13 @@ def fuse(
     # Attention comes last: its queries and keys may be what became one operator.
     parts = {node: fate for node in graph.nodes if gains.parts and (fate := work.part(node)) is not None}
     fates = [fate for node in graph.nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
-    fates += [*work.left_out(), *_looks_inside(graph, work)]
+    fates += [*work.left_out(any(fate.kind == "cache" for fate in fates)), *_looks_inside(graph, work)]
+    lengths = work.lengths.entries() if work.held else ()
     if not any(fate.operator for fate in fates):
         return Fused(graph, bound, tuple(fates))
     if any(fate.operator in (OPERATOR, GROUPED, ROTARY) for fate in fates):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
-    made, lengths = replace(graph, reads=complete(graph.model)), work.lengths.entries() if work.held else ()
+    made = replace(graph, reads=complete(graph.model))
     return Fused(made, replace(bound, shapes=work.planned), tuple(fates), lengths)
 
 
@@ -123,7 +124,8 @@ class _Work:
     @cached_property
     def lengths(self) -> Lengths:
         """Inputs that say how long caches are."""
-        return Lengths(self.editor, self._sizes, [past for past, _ in self.held.values()])
+        pasts = [past for past, _ in self.held.values()]
+        return Lengths(self.editor, self._sizes, pasts, [state.input for state in self.states])
 
     def part(self, node: ir.Node) -> Fate | None:
         """The fate of a norm around its mean, of a modulated norm, or of a rotary embedding that a node ends."""
@@ -213,9 +215,11 @@ class _Work:
             return Fate(softmax.name, None, str(error))
         return Fate(softmax.name, OPERATOR)
 
-    def left_out(self) -> list[Fate]:
-        """The fates of the caches that can't be written in place."""
-        reasons = left_out(self.states, self.held) if self.gains.caches else ()
+    def left_out(self, is_read: bool) -> list[Fate]:
+        """The fates of the caches that can't be written in place. `is_read` says whether some attention reads one."""
+        if not self.gains.caches:
+            return []
+        reasons = left_out(self.graph.graph, self.states, self.held, is_read)
         return [Fate(past, None, str(why), "cache") for past, why in reasons]
 
     def _shape_of(self, value: ir.Value) -> Shape | None:

@@ -121,7 +121,7 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
     if again is not None:
         query = _picked(query, again.queries, 1, work, "query_again")
         bias = None if bias is None else _picked(bias, again.queries, 2, work, "bias_again")
-    inputs = [query, keys, values, cached.keys.past, cached.values.past, lasts, total]
+    inputs: list[ir.Value | None] = [query, keys, values, cached.keys.past, cached.values.past, lasts, total]
     inputs += [] if bias is None else [None, None, None, bias]
     axes = work.axes(cached.keys.new)
     heads = frame.heads.fixed or 1

@@ -79,8 +79,8 @@ class Filled:
 class Lengths:
     """The inputs for the lengths of a graph's caches: one for all that are as long."""
 
-    def __init__(self, editor: Editor, sizes: Sizes, pasts: Collection[ir.Value]) -> None:
-        self._editor, self._sizes = editor, sizes
+    def __init__(self, editor: Editor, sizes: Sizes, pasts: Collection[ir.Value], states: Collection[str]) -> None:
+        self._editor, self._sizes, self._kept = editor, sizes, states
         self._filled: dict[Size, Filled] = {}
         self._states: dict[str, list[str]] = {}
         # Pasts may have room behind their rows, and so say no size.
@@ -124,8 +124,8 @@ class Lengths:
         return Filled(value, past, total, before, after, work, step, again)
 
     def _place_of(self, axis: Axis) -> tuple[str, int] | None:
-        """The first axis of an input that has this size."""
-        for value in self.read:
+        """The first axis that has this size, of an input that each request gives."""
+        for value in (value for value in self.read if value.name not in self._kept):
             for place, own in enumerate(self._sizes.axes(value) or ()):
                 if own.size == axis.size:
                     return value.name or "", place

@@ -46,7 +46,8 @@ class InFlightRequest:
     that stay there, and feeds that are the same in all its requests. With `in_place`, the states have their full
     capacity, and are written in place. With `after`, the sequence goes on from that one: its states are copied into the
     beginning of `initial`, which are longer. `growth` counts the requests of the sequence in which states grew on any
-    rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs.
+    rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs. `given` are the caller's own feeds, where the
+    ranks' are others.
 
     `waiting` is the number of ranks that have not finished, `number` what all ranks know the request by. `outputs` and
     `executions` are by rank.
@@ -59,6 +60,7 @@ class InFlightRequest:
     after: int | None = None
     growth: int = 0
     on_device: bool = False
+    given: Mapping[str, Feed] | None = None
     waiting: int = 1
     done: Callable[[InFlightRequest], None] = _nothing
     number: int = 0

@@ -138,7 +138,7 @@ class Admission:
         self._leave()
         with self._callbacks.entered(), self._turn.turns.callbacks.entered() if self._turn else nullcontext():
             if request.error is not None:
-                future.set_exception(explain_failure(request.error, request.feeds, self._inputs))
+                future.set_exception(explain_failure(request.error, request.given or request.feeds, self._inputs))
             else:
                 future.set_result(request)
 

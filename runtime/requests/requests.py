@@ -45,6 +45,7 @@ class Requests:
             self.device_arrays.check_outputs()
         check_sizes(request.feeds, self.manifest)
         if request.sequence is None and self.manifest.lengths:
+            request.given = request.feeds
             request.feeds = with_lengths(self.manifest.lengths, request.feeds)
         self._forget_dropped()
         return self._admission.submit(request, here)

@@ -142,8 +142,8 @@ class StateSequence:
         """Begin with these states instead of zeros, by the names of their inputs. Only before the first run.
 
         The arrays are copied; with a capacity, caches that are written in place get room behind their tokens. Raises
-        FeedError for states that do not fit the model, MisuseError for those that the capacity has no room for, and while
-        another thread uses the sequence, SplitcError after a run or after `close`.
+        FeedError for states that do not fit the model, MisuseError for more tokens than the capacity, and while another
+        thread uses the sequence, SplitcError after a run or after `close`.
         """
         with self._alone():
             if self._numbers:

@@ -13,13 +13,19 @@ from splitc.runtime.package.steps import Reduce
 def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnxruntime",)) -> list[EngineFile]:
     """The engines of the ranks, in their order. What one needs of others, those before it make, under the same name.
 
-    Raises MisuseError, with the name of who would run them, for engines that are not of these kinds, and for ranks that
-    do more than run one engine.
+    Raises MisuseError, with the name of who would run them, for engines that are not of these kinds, for ranks that do
+    more than run one engine, and for engines that take what only this runtime gives.
     """
     if manifest.engine not in engines:
         wanted = " and ".join(f"{find_kind(engine).title}'s" for engine in engines)
         raise MisuseError(f"{runner} runs {wanted} engines, and this package has {manifest.engine}'s")
-    return [_only_engine(manifest, rank, runner) for rank in manifest.ranks]
+    stages = [_only_engine(manifest, rank, runner) for rank in manifest.ranks]
+    if manifest.lengths:
+        raise MisuseError(
+            f"{runner} gives engines the model's inputs alone, and this package writes its caches in place, for which "
+            f"its engines take '{manifest.lengths[0].input}' too: compile with --no-fuse"
+        )
+    return stages
 
 
 def _only_engine(manifest: Manifest, rank: Rank, runner: str) -> EngineFile:

@@ -27,6 +27,7 @@ from splitc.runtime.collectives.threads import connect
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.feeds.on_gpu import on_host
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.ipc.child_python import python_command
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
@@ -35,6 +36,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.parts import cut_part
 from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.ranks.loop import Program, execute
+from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.failures import Failure
 from splitc.runtime.threads.progress import counted
@@ -47,10 +49,10 @@ def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[
     run once together before, to record these values.
     """
     manifest = read_manifest(package)
-    values: dict[str, npt.NDArray[Any]] = dict(feeds)
+    values = {name: on_host(feed) for name, feed in with_lengths(manifest.lengths, feeds).items()}
     steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
     if any(isinstance(step, Receive) and step.source > number for number, step in steps):
-        values.update(_run_together(package, manifest.ranks, threads, feeds))
+        values.update(_run_together(package, manifest.ranks, threads, values))
     memory: dict[int, RankMemory] = {}
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
         for number, rank in counted("measuring memory", list(enumerate(manifest.ranks))):

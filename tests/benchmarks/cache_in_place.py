@@ -3,8 +3,8 @@
     python -m tests.benchmarks.cache_in_place MODEL.onnx [MODEL.onnx ...] --devices cpu0 --threads 1
 
 Both packages take turns in one process. Prints a line a case: a token after so many in a sequence, the same where a
-caller feeds the caches, and a prompt; the largest difference of all outputs, relative; the bytes that the process held
-at most. `ON_CPUS` in `splitc.compiler.fusion.kernels` follows from this.
+caller feeds the caches, and a prompt; and the largest difference of all outputs, relative. `ON_CPUS` in
+`splitc.compiler.fusion.kernels` follows from this.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.generate.feeder import Feeder
 from splitc.runtime.generate.signature import find_signature
+from splitc.runtime.requests.sequence import StateSequence
 
 Arrays = Mapping[str, np.ndarray]
 Run = Callable[[], Arrays]
@@ -87,20 +89,25 @@ def cases(sessions: list[Session], after: list[int], prompt: int, stack: ExitSta
         for session in sessions:
             sequence = stack.enter_context(session.start(count + 64 if session.manifest.lengths else None))
             sequence.load(pasts)
-            totals = iter(range(count + 1, count + 65))
-            runs.append(lambda sequence=sequence, totals=totals: sequence.run(feeder.feeds([5], next(totals))))
+            runs.append(partial(step, sequence, feeder, iter(range(count + 1, count + 65))))
         yield f"a token after {count}", runs
         fed = {**feeder.feeds([5], count + 1), **pasts}
-        yield f"a token after {count} that are fed", [lambda session=session: session.run(fed) for session in sessions]
+        yield f"a token after {count} that are fed", [partial(session.run, fed) for session in sessions]
     if ids.shape is not None and ids.shape[1] == 1:
         return
     tokens = generator.integers(1, 1000, prompt).tolist()
+    yield f"a prompt of {prompt}", [partial(read, session, feeder, tokens) for session in sessions]
 
-    def read(session: Session) -> Arrays:
-        with session.start(prompt + 64 if session.manifest.lengths else None) as sequence:
-            return sequence.run(feeder.feeds(tokens, prompt))
 
-    yield f"a prompt of {prompt}", [lambda session=session: read(session) for session in sessions]
+def step(sequence: StateSequence, feeder: Feeder, totals: Iterator[int]) -> Arrays:
+    """The next token of a sequence."""
+    return sequence.run(feeder.feeds([5], next(totals)))
+
+
+def read(session: Session, feeder: Feeder, tokens: list[int]) -> Arrays:
+    """A prompt in a sequence of its own."""
+    with session.start(len(tokens) + 64 if session.manifest.lengths else None) as sequence:
+        return sequence.run(feeder.feeds(tokens, len(tokens)))
 
 
 def measure(runs: list[Run], count: int) -> tuple[list[float], str]:

@@ -51,7 +51,7 @@ def main() -> None:
         folder, model = Path(place), Path(place) / "model" / "model.onnx"
         model.parent.mkdir()
         save(build(size), model)
-        plan = plan_model(model, [f"{options.stages}xcpu"], Request(split_mode="layer"))
+        plan = plan_model(model, [f"{options.stages}xcpu"], Request(split_mode="layer", no_fuse=True))
         compile_model(plan, folder / "package")
         export_genai(folder / "package", folder / "stages", stop=[0], context=options.prompt + options.tokens)
         write_unsplit(model, folder / "stages", folder / "unsplit")

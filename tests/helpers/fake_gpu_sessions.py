@@ -25,8 +25,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @cache
 def package(model: Path, mode: str, ranks: int, **options: Any) -> Path:
-    """A package beside its model; tests of one model share it. Sums are between engines, which fake GPUs can do."""
-    request = Request(split_mode=mode, spread=True, **options)
+    """A package beside its model; tests of one model share it. Sums are between engines, which fake GPUs can do.
+
+    Nothing is fused: on GPUs caches in single precision are not in place.
+    """
+    request = Request(split_mode=mode, spread=True, no_fuse=True, **options)
     place = model.with_name(f"{model.stem}-{mode}-{ranks}-{len(options)}")
     with patch("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False):
         compile_model(plan_model(model, [f"{ranks}xcpu"], request), place)

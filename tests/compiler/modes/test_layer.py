@@ -31,7 +31,7 @@ def test_only_the_hidden_state_crosses(decoder: Path) -> None:
 def test_cache_goes_with_its_layer(decoder: Path) -> None:
     for rank in plan_model(decoder, parse_devices(["4xcpu"]), LAYER).ranks:
         layers = {block.name.rpartition(".")[2] for block in rank.stage.blocks if block.kind == "block"}
-        past = {(value.name or "").split(".")[1] for value in rank.stage.feeds if "past" in (value.name or "")}
+        past = {(value.name or "").split(".")[1] for value in rank.stage.feeds if "past_" in (value.name or "")}
         present = {(value.name or "").split(".")[1] for value in rank.stage.outputs if "present" in (value.name or "")}
         assert past == present == layers
 

@@ -46,12 +46,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.text_folder(tmp_path_factory.mktemp("text"))
 
 
-def compiled(folder: Path, package: Path, mode: str, names: tuple[str, ...] = ()) -> Path:
+def compiled(folder: Path, package: Path, mode: str, names: tuple[str, ...] = (), no_fuse: bool = False) -> Path:
     """A package of the folder, each module split in this mode."""
     devices, options = MODES[mode]
     modules = names or tuple(each.stem for each in folder.glob("*.onnx"))
     modes = mode if mode == "auto" else ",".join(f"{name}={mode}" for name in modules)
-    request = Request(split_mode=modes, **options)  # type: ignore[arg-type]
+    request = Request(split_mode=modes, no_fuse=no_fuse, **options)  # type: ignore[arg-type]
     compile_pipeline(plan_pipeline(folder, [devices], request, names), package, verify=False)
     return package
 
@@ -167,9 +167,9 @@ def test_decoder_without_caches_reads_all_again(text: Path, tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("gpus")
 def test_gpus_hold_caches_too(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that are not there; a second text has states of the same sizes."""
+    """GPUs that are not there, for which caches are not in place; a second text has states of the same sizes."""
     monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
-    package = compiled(text, tmp_path / "package", "tensor")
+    package = compiled(text, tmp_path / "package", "tensor", no_fuse=True)
     with Pipeline(package, devices=["cuda0", "cuda1", "cuda2"]) as pipeline:
         model = EncoderDecoder(pipeline)
         for prompt in (TEXT, TEXT[::-1]):

@@ -9,6 +9,7 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
+from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import State
 from splitc.runtime.package.manifest_file import read_manifest
@@ -16,6 +17,15 @@ from splitc.runtime.serving.cache_names import CacheNames, _group, find_caches
 from tests.helpers.command import splitc
 from tests.helpers.folders import write_json
 from tests.helpers.packages import compile_mode
+
+
+@pytest.fixture(scope="module")
+def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three stages, whose engines take what the model does."""
+    path = tmp_path_factory.mktemp("package") / "decoder"
+    request = Request(split_mode="layer", no_fuse=True)
+    compile_model(plan_model(decoder, ["3xcpu"], request), path)
+    return path
 
 
 def read_config(folder: Path) -> Any:
@@ -68,6 +78,14 @@ def test_own_config_stays(package: Path, tmp_path: Path) -> None:
 def test_what_is_missing_or_wrong_is_said(package: Path, tmp_path: Path, options: list[str], said: str) -> None:
     assert said in splitc("export", "genai", package, "-o", tmp_path / "genai", *options, code=2).stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_caches_in_place_are_not_the_servers(decoder: Path, tmp_path: Path) -> None:
+    """Engines take their length, which only this runtime gives."""
+    compile_model(plan_model(decoder, ["2xcpu"], Request(split_mode="layer")), tmp_path / "package")
+    found = splitc("export", "genai", tmp_path / "package", "-o", tmp_path / "genai", "--stop", 2, code=2)
+    assert "its engines take 'splitc.past' too: compile with --no-fuse" in found.stderr
+    assert not (tmp_path / "genai").exists()
 
 
 def test_ranks_that_work_together_are_no_stages(decoder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,319 @@
+"""Concatenated caches are written in place, and a decoder gives what it gave: alone, in sequences, in all modes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.fusion.fuse import Fate
+from splitc.compiler.fusion.kernels import ON_CPUS, ON_GPUS, Gains
+from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.planning.plan_file import write_plan
+from splitc.compiler.request.shapes import AskedShapes
+from splitc.compiler.show.plan_tables import print_explained, print_plan
+from splitc.runtime import Session
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.ranks.computation import Computation
+from tests.conftest import assert_close, run_whole
+from tests.helpers.written_attention import operators
+from tests.helpers.written_decoder import Style, feeds, following, without_states, write
+
+TRANSFORMERS = Style(masked=False, one=True, mask="low", scale="both", turned=True)
+OPTIMUM = Style(scale="computed", reads="past")
+STYLES = {
+    "transformers": TRANSFORMERS,
+    "transformers, several tokens": replace(TRANSFORMERS, one=False, mask="where"),
+    "optimum": OPTIMUM,
+    "optimum, as many heads": replace(OPTIMUM, groups=1, scale="after"),
+    "one head of keys": replace(OPTIMUM, groups=4, scale="both"),
+    "a low number": replace(OPTIMUM, mask="low", turned=True),
+    "lengths of the mask": replace(OPTIMUM, reads="mask", scale="after", mask="low"),
+    "opset 13": replace(OPTIMUM, opset=13),
+}
+
+
+def analyzed(style: Style, folder: Path, batch: int = 1, new: int = 1, past: int = 5) -> Analysis:
+    path = folder / "model.onnx"
+    onnx.save(write(style), path)
+    shapes = {name: array.shape for name, array in feeds(style, batch, new, past).items()}
+    return analyze(path, AskedShapes(shapes), 1, gains=ON_CPUS)
+
+
+def package(style: Style, folder: Path, mode: str = "layer", devices: str = "cpu0", **options: object) -> Path:
+    onnx.save(write(style), folder / "model.onnx")
+    request = Request(split_mode=mode, spread=True, **options)  # type: ignore[arg-type]
+    plan = plan_model(folder / "model.onnx", [devices], request)
+    assert [fate.operator for fate in plan.analysis.fates] == ["GroupQueryAttention"] * style.layers
+    compile_model(plan, folder / "package")
+    return folder / "package"
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_every_style_is_in_place(tmp_path: Path, style: Style) -> None:
+    """Nothing reads the cache's own length any more, and its input and output have the names and shapes they had."""
+    made = analyzed(style, tmp_path)
+    names = operators(made.graph.graph)
+    assert names.count("com.microsoft.GroupQueryAttention") == style.layers and "Softmax" not in names
+    assert [fate.kind for fate in made.fates] == ["cache"] * style.layers
+    assert made.states and all(state.in_place and state.grows == 2 for state in made.states)
+    (length,) = made.lengths
+    assert sorted(length.states) == sorted(state.input for state in made.states)
+    assert (length.adds, length.reads) == ((1, None) if style.one else (0, ("input_ids", 1)))
+    own = onnx.load(tmp_path / "model.onnx").graph
+    for values, kept in ((made.graph.graph.inputs[:-1], own.input), (made.graph.graph.outputs, own.output)):
+        shapes = {
+            value.name: [str(n) if isinstance(n, int) else n.value for n in value.shape or ()] for value in values
+        }
+        assert shapes == {
+            value.name: [d.dim_param or str(d.dim_value) for d in value.type.tensor_type.shape.dim] for value in kept
+        }
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_packages_give_what_the_model_gives(tmp_path: Path, style: Style, mode: str) -> None:
+    """Whoever feeds the pasts, with rows that are padded in front, and several tokens after others in several rows."""
+    path = package(style, tmp_path, mode, "2xcpu")
+    with Session(path) as session:
+        assert [tensor.name for tensor in session.inputs] == [*feeds(style, 1, 1, 1)]
+        for number, (batch, new, past, padded) in enumerate(
+            [
+                (1, 1, 5, 0),
+                (2, 1, 9, 4),
+                (3, 7, 0, 2),
+                (1, 6, 0, 0),
+                (1, 3, 8, 2),
+                (2, 4, 6, 3),
+                (3, 2, 1, 0),
+                (2, 1, 0, 0),
+            ]
+        ):
+            request = feeds(style, batch, 1 if style.one else new, past, padded, number)
+            assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), 1e-5)
+
+
+@pytest.mark.parametrize("capacity", [None, 24, 40])
+@pytest.mark.parametrize("name", ["transformers", "optimum", "a low number", "lengths of the mask"])
+def test_sequences_go_on(tmp_path: Path, name: str, capacity: int | None) -> None:
+    """With room or without, in one row and in several, several tokens at a time and one."""
+    style = STYLES[name]
+    path = package(style, tmp_path, "tensor", "2xcpu")
+    with Session(path) as session:
+        for batch, steps in ((1, (5, 1, 1, 3, 1)), (3, (6, 1, 4, 2, 1, 1))):
+            with session.start(capacity) as sequence:
+                request = feeds(style, batch, 1 if style.one else steps[0], 0, padded=2)
+                for new in (*steps[1:], 1):
+                    expected = run_whole(tmp_path / "model.onnx", request)
+                    actual = sequence.run(without_states(request))
+                    assert_close(actual, {"logits": expected["logits"]}, 1e-5)
+                    request = following(style, expected, batch, 1 if style.one else new, padded=2)
+
+
+def test_ranks_that_are_processes_are_told_the_length_too(tmp_path: Path) -> None:
+    path = package(OPTIMUM, tmp_path, "layer", "2xcpu")
+    with Session(path, ranks="processes") as session, session.start(16) as sequence:
+        request = feeds(OPTIMUM, 2, 3, 0)
+        for new in (1, 2, 1):
+            expected = run_whole(tmp_path / "model.onnx", request)
+            assert_close(session.run(request), expected)
+            assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]})
+            request = following(OPTIMUM, expected, 2, new)
+
+
+def test_states_are_written_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a capacity the same memory has the cache after each token; without it, each token makes another."""
+    path = package(TRANSFORMERS, tmp_path)
+    places: list[set[int]] = []
+    known = Computation.run
+
+    def watch(self: Computation, request: object) -> object:
+        result = known(self, request)  # type: ignore[arg-type]
+        places.append({value.data_ptr() for held in self.sequences.values() for value in held.values()})
+        return result
+
+    monkeypatch.setattr(Computation, "run", watch)
+    with Session(path) as session:
+        for capacity in (32, None):
+            places.clear()
+            with session.start(capacity) as sequence:
+                for past in range(4):
+                    sequence.run(without_states(feeds(TRANSFORMERS, 1, 1, past)))
+            same = all(before == after for before, after in pairwise(places))
+            assert same == (capacity is not None)
+
+
+def test_room_ends_in_words_and_grows(tmp_path: Path) -> None:
+    path = package(OPTIMUM, tmp_path)
+    with Session(path) as session, session.start(6) as sequence:
+        request = feeds(OPTIMUM, 1, 5, 0)
+        sequence.run(without_states(request))
+        after = following(OPTIMUM, run_whole(tmp_path / "model.onnx", request), 1, 2)
+        with pytest.raises(MisuseError, match="room for 6 tokens, and comes to 7"):
+            sequence.run(without_states(after))
+        sequence.grow(9)
+        expected = run_whole(tmp_path / "model.onnx", after)["logits"]
+        assert_close(sequence.run(without_states(after)), {"logits": expected})
+
+
+@pytest.mark.parametrize("capacity", [None, 12])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_states_that_are_loaded_get_room(tmp_path: Path, capacity: int | None, batch: int) -> None:
+    path = package(OPTIMUM, tmp_path, "tensor", "2xcpu")
+    with Session(path) as session, session.start(capacity) as sequence:
+        request = feeds(OPTIMUM, batch, 2, 7)
+        sequence.load({name: array for name, array in request.items() if name.startswith("past_")})
+        expected = run_whole(tmp_path / "model.onnx", request)
+        assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]})
+        after = following(OPTIMUM, expected, batch, 1)
+        expected = run_whole(tmp_path / "model.onnx", after)
+        assert_close(sequence.run(without_states(after)), {"logits": expected["logits"]})
+    with (
+        Session(path) as session,
+        session.start(6) as sequence,
+        pytest.raises(MisuseError, match=r"7 tokens, and .* 6"),
+    ):
+        sequence.load({name: array for name, array in request.items() if name.startswith("past_")})
+
+
+ODD = {
+    "it is not concatenated as it is, along the third of four axes": replace(OPTIMUM, odd="beams"),
+    "no attention has it as its keys or its values": replace(OPTIMUM, odd="parts"),
+    "its cache is read elsewhere too": replace(OPTIMUM, odd="values", layers=1),
+    "no kernel is faster for its type, FLOAT16": replace(OPTIMUM, dtype=TensorProto.FLOAT16),
+    "the operator takes heads of a multiple of 8, for keys and values the same": replace(OPTIMUM, size=12),
+}
+
+
+@pytest.mark.parametrize(("why", "style"), ODD.items(), ids=ODD)
+def test_what_stays_says_why(tmp_path: Path, why: str, style: Style, capsys: pytest.CaptureFixture[str]) -> None:
+    made = analyzed(style, tmp_path)
+    assert {(fate.operator, fate.why) for fate in made.fates if fate.kind == "cache"} == {(None, why)}
+    assert made.lengths == () and not any(state.in_place for state in made.states)
+    assert "splitc.past" not in [value.name for value in made.graph.graph.inputs]
+    request = feeds(style, 1, 1, 5)
+    shapes = {name: array.shape for name, array in request.items()}
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer", shapes=shapes))
+    print_explained(plan)
+    print_plan(plan)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "caches in place: 0 of" in said and f"not: {why}" in said
+
+
+def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:
+    made = analyzed(replace(OPTIMUM, odd="tanh"), tmp_path)
+    assert {(fate.kind, fate.operator, fate.why) for fate in made.fates} == {
+        ("attention", None, "its scores are capped by a Tanh, which the operator can't do"),
+        ("cache", None, "no attention has it as its keys or its values"),
+    }
+
+
+def test_a_cache_of_two_layers_stays(tmp_path: Path) -> None:
+    """It would have to be written once and read twice. The other layer's own cache is read by nothing."""
+    made = analyzed(replace(OPTIMUM, odd="shared"), tmp_path)
+    caches = [(fate.operator, fate.why) for fate in made.fates if fate.kind == "cache"]
+    assert caches == [(None, "its cache is read elsewhere too")] * 2
+    assert made.lengths == ()
+
+
+def test_planned_requests_that_would_be_slower_stay(tmp_path: Path) -> None:
+    (fate, *_) = analyzed(OPTIMUM, tmp_path, 2, 3, 5).fates
+    assert fate.operator is None and fate.why is not None
+    assert fate.why.endswith("and 2 rows of 3 tokens after 5 are planned")
+    for sizes in ((1, 3, 5), (2, 1, 5), (2, 3, 0)):
+        assert analyzed(OPTIMUM, tmp_path, *sizes).lengths
+
+
+def test_sums_that_are_a_planned_size_by_chance_are_no_numbers(tmp_path: Path) -> None:
+    """Lengths that are probed, and their sums, may be those that are planned: then others are probed."""
+    for new in range(9, 40):
+        made = analyzed(OPTIMUM, tmp_path, 1, new, 0)
+        assert made.lengths, new
+        constants = [value.const_value.numpy() for value in made.graph.graph.initializers.values() if value.const_value]
+        assert not any(array.dtype == np.int64 and array.size == 1 and array.item() == new for array in constants), new
+
+
+def test_no_fuse_and_other_devices_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer", no_fuse=True))
+    assert plan.analysis.fates == () and plan.analysis.lengths == ()
+    shapes = {name: array.shape for name, array in feeds(OPTIMUM, 1, 1, 5).items()}
+    made = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1, gains=ON_GPUS)
+    assert made.lengths == () and {fate.kind for fate in made.fates} == {"attention"}
+    types = frozenset({ir.DataType.FLOAT})
+    made = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1, gains=Gains(caches=types))
+    assert made.fates == tuple(Fate(fate.place, "GroupQueryAttention", None, "cache") for fate in made.fates)
+
+
+def test_planned_memory_has_pasts_that_are_fed(tmp_path: Path) -> None:
+    """And so both arrays of a cache, as where it is concatenated."""
+    onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
+    shapes = {name: array.shape for name, array in feeds(OPTIMUM, 1, 1, 40).items()}
+    plans = [
+        plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer", no_fuse=no_fuse, shapes=shapes))
+        for no_fuse in (False, True)
+    ]
+    assert plans[0].analysis.lengths and not plans[1].analysis.lengths
+    assert plans[0].ranks[0].memory.cache == plans[1].ranks[0].memory.cache > 0
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_half_precision_is_right_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """As on a GPU whose table has it."""
+    gains = replace(ON_CPUS, caches=frozenset({ir.DataType.FLOAT16}))
+    monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: gains)
+    style = replace(OPTIMUM, dtype=TensorProto.FLOAT16)
+    with Session(package(style, tmp_path, mode, "2xcpu")) as session, session.start(16) as sequence:
+        request = feeds(style, 2, 3, 0)
+        for new in (1, 2, 1):
+            expected = run_whole(tmp_path / "model.onnx", request)
+            assert_close(session.run(request), expected, 4e-3)
+            assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]}, 4e-3)
+            request = following(style, expected, 2, new)
+
+
+def test_a_plan_that_was_written_is_planned_again(tmp_path: Path) -> None:
+    onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer", spread=True))
+    write_plan(plan, tmp_path / "plan.json")
+    assert "splitc.past" not in (tmp_path / "plan.json").read_text()
+    again = plan_from_file(tmp_path / "model.onnx", tmp_path / "plan.json")
+    assert again.analysis.lengths == plan.analysis.lengths and again.analysis.states == plan.analysis.states
+    compile_model(again, tmp_path / "package")
+    request = feeds(OPTIMUM, 2, 3, 4)
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request))
+
+
+def test_generate_uses_the_room(tmp_path: Path) -> None:
+    """As the unsplit model in a plain loop."""
+    for name in ("transformers", "optimum", "lengths of the mask"):
+        folder = tmp_path / name
+        folder.mkdir()
+        style = STYLES[name]
+        path = package(style, folder)
+        prompt, expected = [3, 1, 4, 1, 5], list[int]()
+        outputs = {
+            f"present_{kind}.{n}": np.zeros((1, style.kv_heads, 0, style.size), np.float32)
+            for n in range(style.layers)
+            for kind in ("key", "value")
+        }
+        rows = [[token] for token in prompt] if style.one else [prompt]
+        while len(expected) < 30:
+            new = rows.pop(0) if rows else [expected[-1]]
+            request = {**following(style, outputs, 1, len(new)), "input_ids": np.array([new])}
+            outputs = run_whole(folder / "model.onnx", request)
+            if not rows:
+                expected.append(int(outputs["logits"][0, -1].argmax()))
+        with Session(path) as session:
+            assert list(session.generate(prompt, max_new_tokens=30)) == expected

@@ -1,0 +1,244 @@
+"""Decoders with concatenated caches, as exporters write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a decoder is written.
+
+    `masked`: it has an input attention_mask [batch, all]; else it takes positions alone, and its mask follows from the
+    lengths. `one`: it reads one token at a time. `groups`: query heads for each of the keys'. `mask`: truths that a
+    Where hides by, whose rows of NaN become zeros, or that are a low number as a Cast; `scale`: a constant after the
+    product, constants on both factors, or computed from the size of heads on both. `turned`: keys are transposed as a
+    batch of matrices. `reads`: which shape has the number of earlier tokens.
+    """
+
+    masked: bool = True
+    one: bool = False
+    groups: int = 2
+    mask: str = "where"
+    scale: str = "after"
+    turned: bool = False
+    reads: str = "past"
+    heads: int = 4
+    size: int = 8
+    layers: int = 2
+    vocabulary: int = 40
+    opset: int = 18
+    dtype: int = TensorProto.FLOAT
+    odd: str = ""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads // self.groups
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.size
+
+
+def write(style: Style, seed: int = 0) -> onnx.ModelProto:
+    """The model: input_ids, position_ids, perhaps attention_mask, and for each layer past_key.N and past_value.N.
+
+    With `odd` it is one whose caches can't be in place: `beams` picks rows of the past, `shared` has one cache for two
+    layers, `values` gives the values in another form too, `tanh` caps scores, `parts` computes keys and values of it.
+    """
+    return _Writer(style, seed).model()
+
+
+class _Writer:
+    def __init__(self, style: Style, seed: int) -> None:
+        self.style = style
+        self._random = np.random.default_rng(seed)
+        self._nodes: list[onnx.NodeProto] = []
+        self._weights: list[onnx.TensorProto] = []
+        self._more: list[onnx.ValueInfoProto] = []
+        self._count = 0
+
+    def model(self) -> onnx.ModelProto:
+        style = self.style
+        length: Any = 1 if style.one else "sequence"
+        total = "past + 1" if style.one else "past + sequence"
+        state: list[Any] = ["batch", style.kv_heads, "past", style.size]
+        inputs: list[tuple[str, int, list[Any]]] = [
+            (name, TensorProto.INT64, ["batch", length]) for name in ("input_ids", "position_ids")
+        ]
+        if style.masked:
+            inputs.append(("attention_mask", TensorProto.INT64, ["batch", total]))
+        kinds = [f"{kind}.{n}" for n in range(style.layers) for kind in ("key", "value")]
+        inputs += [(f"past_{kind}", style.dtype, state) for kind in kinds]
+        outputs: list[tuple[str, int, list[Any]]] = [("logits", style.dtype, ["batch", length, style.vocabulary])]
+        outputs += [(f"present_{kind}", style.dtype, [*state[:2], total, style.size]) for kind in kinds]
+        self._write()
+        graph = helper.make_graph(
+            self._nodes,
+            "decoder",
+            [helper.make_tensor_value_info(*value) for value in inputs],
+            [*(helper.make_tensor_value_info(*value) for value in outputs), *self._more],
+            self._weights,
+        )
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", style.opset)], ir_version=8)
+
+    def _write(self) -> None:
+        style = self.style
+        rows = self.add("Gather", self.normal(style.vocabulary, style.width), "input_ids")
+        value = self.add("Add", rows, self.add("Gather", self.normal(64, style.width), "position_ids"))
+        mask = self._mask()
+        for number in range(style.layers):
+            value = self.add("Add", value, self._attention(number, value, mask))
+        self.add("MatMul", value, self.normal(style.width, style.vocabulary), name="logits")
+
+    def add(self, operator: str, *inputs: str, name: str = "", **attributes: Any) -> str:
+        self._count += 1
+        made = name or f"{operator.lower()}_{self._count}"
+        self._nodes.append(helper.make_node(operator, list(inputs), [made], name=f"node_{made}", **attributes))
+        return made
+
+    def number(self, value: Any, dtype: Any = np.int64) -> str:
+        self._count += 1
+        self._weights.append(numpy_helper.from_array(np.asarray(value, dtype), f"weight_{self._count}"))
+        return f"weight_{self._count}"
+
+    def float(self, value: Any) -> str:
+        return self.number(value, helper.tensor_dtype_to_np_dtype(self.style.dtype))
+
+    def normal(self, *shape: int) -> str:
+        return self.float(self._random.standard_normal(shape) / np.sqrt(shape[-1]))
+
+    def size_of(self, value: str, axis: int) -> str:
+        """A scalar."""
+        return self.add("Gather", self.add("Shape", value), self.number(axis))
+
+    def listed(self, *sizes: int | str) -> str:
+        """A list of numbers, and of scalars by their names."""
+        parts = [
+            self.number([size]) if isinstance(size, int) else self.add("Unsqueeze", size, self.number([0]))
+            for size in sizes
+        ]
+        return self.add("Concat", *parts, axis=0)
+
+    def _mask(self) -> str:
+        """The truths of what a query may see, [batch or 1, 1, sequence, all]."""
+        one, zero = self.number(1), self.number(0)
+        if self.style.reads == "mask":
+            self._all = self.size_of("attention_mask", 1)
+            self._before = self.add("Sub", self._all, self.size_of("input_ids", 1))
+        else:
+            self._before = self.size_of("past_value.0", 2)
+            self._all = self.add("Add", self._before, self.size_of("input_ids", 1))
+        keys = self.add("Unsqueeze", self.add("Range", zero, self._all, one), self.number([0]))
+        queries = self.add("Unsqueeze", self.add("Range", self._before, self._all, one), self.number([1]))
+        causal = self.add("Unsqueeze", self.add("LessOrEqual", keys, queries), self.number([0, 1]))
+        if not self.style.masked:
+            return causal
+        kept = self.add("Cast", "attention_mask", to=TensorProto.BOOL)
+        return self.add("And", causal, self.add("Unsqueeze", kept, self.number([1, 2])))
+
+    def _attention(self, number: int, value: str, mask: str) -> str:
+        style = self.style
+        query = self._by_heads(value, style.heads)
+        keys, values = (self._cache(kind, number, value) for kind in ("key", "value"))
+        keys, values = self._repeated(keys), self._repeated(values)
+        if style.odd == "parts":
+            keys, values = (self.add("MatMul", part, self.normal(style.size, style.size)) for part in (keys, values))
+        scale = style.size**-0.5
+        if style.turned:
+            rows = self.listed(-1, self.size_of(keys, 2), style.size)
+            turned = self.add("Transpose", self.add("Reshape", keys, rows), perm=[0, 2, 1])
+            back = self.listed(self.size_of(keys, 0), style.heads, style.size, self.size_of(keys, 2))
+            keys = self.add("Reshape", turned, back)
+        else:
+            keys = self.add("Transpose", keys, perm=[0, 1, 3, 2])
+        if style.scale == "both":
+            query, keys = (self.add("Mul", factor, self.float(scale**0.5)) for factor in (query, keys))
+        if style.scale == "computed":
+            size = self.add("Cast", self.size_of(query, 3), to=style.dtype)
+            root = self.add("Sqrt", self.add("Div", self.float(1), self.add("Sqrt", size)))
+            query, keys = (self.add("Mul", factor, root) for factor in (query, keys))
+        scores = self.add("MatMul", query, keys)
+        if style.scale == "after":
+            scores = self.add("Div", scores, self.float(1 / scale))
+        if style.odd == "tanh":
+            scores = self.add("Tanh", scores)
+        weights = self.add("Softmax", self._masked(scores, mask), axis=-1)
+        if style.mask == "where":
+            weights = self.add("Where", self.add("IsNaN", weights), self.float(0), weights)
+        made = self.add("Transpose", self.add("MatMul", weights, values), perm=[0, 2, 1, 3])
+        made = self.add("Reshape", made, self.number([0, 0, style.width]))
+        return self.add("MatMul", made, self.normal(style.width, style.width))
+
+    def _masked(self, scores: str, mask: str) -> str:
+        """As sdpa writes it, whose hidden rows are NaN; or with a low number, which leaves these the mean of all."""
+        if self.style.mask == "where":
+            return self.add("Add", scores, self.add("Where", mask, self.float(0), self.float(-np.inf)))
+        hidden = self.add("Cast", self.add("Not", mask), to=self.style.dtype)
+        return self.add("Add", scores, self.add("Mul", hidden, self.float(-3e4)))
+
+    def _by_heads(self, value: str, heads: int) -> str:
+        rows = self.add("MatMul", value, self.normal(self.style.width, heads * self.style.size))
+        return self.add("Transpose", self.add("Reshape", rows, self.number([0, 0, heads, -1])), perm=[0, 2, 1, 3])
+
+    def _cache(self, kind: str, number: int, value: str) -> str:
+        style = self.style
+        past = f"past_{kind}.{number}"
+        if style.odd == "beams":
+            past = self.add("Gather", past, self.add("Range", self.number(0), self.size_of(past, 0), self.number(1)))
+        made = self.add("Concat", past, self._by_heads(value, style.kv_heads), name=f"present_{kind}.{number}", axis=2)
+        if style.odd == "shared" and number == 1:
+            return f"present_{kind}.0"
+        if style.odd == "values" and kind == "value" and number == 0:
+            self.add("Transpose", made, name="turned", perm=[0, 1, 3, 2])
+            shape: list[Any] = ["batch", style.kv_heads, style.size, "all"]
+            self._more.append(helper.make_tensor_value_info("turned", style.dtype, shape))
+        return made
+
+    def _repeated(self, value: str) -> str:
+        """Heads of a cache, for the queries of their group."""
+        style = self.style
+        if style.groups == 1:
+            return value
+        shape = self.listed(self.size_of(value, 0), style.kv_heads, style.groups, self._all, style.size)
+        many = self.add("Expand", self.add("Unsqueeze", value, self.number([2])), shape)
+        back = self.listed(self.size_of(value, 0), style.heads, self.size_of(value, 2), style.size)
+        return self.add("Reshape", many, back)
+
+
+def feeds(style: Style, batch: int, new: int, past: int, padded: int = 0, seed: int = 0) -> Arrays:
+    """A request after `past` tokens. A mask hides the first `padded` tokens of the first row."""
+    random = np.random.default_rng(seed)
+    made: Arrays = {
+        "input_ids": random.integers(0, style.vocabulary, (batch, new)),
+        "position_ids": np.tile(np.arange(past, past + new), (batch, 1)),
+    }
+    if style.masked:
+        made["attention_mask"] = np.ones((batch, past + new), np.int64)
+        made["attention_mask"][0, :padded] = 0
+    dtype = helper.tensor_dtype_to_np_dtype(style.dtype)
+    for number in range(style.layers):
+        for kind in ("key", "value"):
+            array = random.standard_normal((batch, style.kv_heads, past, style.size))
+            made[f"past_{kind}.{number}"] = array.astype(dtype)
+    return made
+
+
+def following(style: Style, outputs: Mapping[str, np.ndarray], batch: int, new: int, padded: int = 0) -> Arrays:
+    """The request after one with these outputs."""
+    past = outputs["present_key.0"].shape[2]
+    made = feeds(style, batch, new, past, padded, seed=past)
+    return {**made, **{f"past_{name[8:]}": array for name, array in outputs.items() if name.startswith("present_")}}
+
+
+def without_states(request: Mapping[str, np.ndarray]) -> Arrays:
+    """What a sequence is fed."""
+    return {name: array for name, array in request.items() if not name.startswith("past_")}

@@ -1,0 +1,41 @@
+"""What ranks are told of caches that are written in place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from splitc.runtime.errors import FeedError
+from splitc.runtime.package.manifest import Length
+from splitc.runtime.requests.lengths import room_needed, with_lengths
+
+LENGTH = Length("n", ["key", "value"], axis=2, reads=("ids", 1), room_for_batches=True)
+
+
+def feeds(batch: int, new: int, past: int) -> dict[str, np.ndarray]:
+    caches = {name: np.ones((batch, 2, past, 3), np.float32) for name in ("key", "value")}
+    return {"ids": np.zeros((batch, new), np.int64), **caches}
+
+
+@pytest.mark.parametrize(("batch", "new", "past"), [(1, 4, 5), (2, 1, 5), (2, 4, 0)])
+def test_the_length_is_a_size_of_no_bytes(batch: int, new: int, past: int) -> None:
+    given = feeds(batch, new, past)
+    made = with_lengths([LENGTH], given)
+    assert made["n"].shape == (past, 0)
+    assert all(made[name] is given[name] for name in given)
+
+
+def test_rows_that_are_read_again_get_room() -> None:
+    given = feeds(2, 4, 5)
+    made = with_lengths([LENGTH], given)
+    assert made["n"].shape == (5, 1)
+    for name in ("key", "value"):
+        assert made[name].shape == (2, 2, 9, 3)
+        assert made[name][:, :, :5].all() and not made[name][:, :, 5:].any()  # type: ignore[union-attr, index]
+    assert room_needed([LENGTH], 2, {"n": 5}, given) == {"key": 9, "value": 9}
+
+
+def test_pasts_of_unlike_lengths_are_refused() -> None:
+    given = {**feeds(1, 1, 5), "value": np.ones((1, 2, 4, 3), np.float32)}
+    with pytest.raises(FeedError, match=r"'key' has 5 rows and 'value' 4: .* \(--no-fuse"):
+        with_lengths([LENGTH], given)
