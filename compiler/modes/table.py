@@ -15,6 +15,7 @@ AUTO = "auto"
 MODES = {
     "layer": "consecutive blocks to each device",
     "tensor": "a shard of every block to each device, at the same time",
+    "batch": "the whole model to each device, which computes its rows of a batch",
     "row": "slices of the large matmul weights to each device, and all else to the main one",
 }
 # The modes that can split any model.

@@ -47,7 +47,7 @@ def make_manifest(
         inputs=_inputs(plan, fills),
         outputs=[describe_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
-        batch=find_batch(graph, plan.split.axis_map),
+        batch=dict(plan.replicas.rows) if plan.replicas else find_batch(graph, plan.split.axis_map),
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=list(ranks),
         cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
@@ -62,7 +62,18 @@ def make_manifest(
         fixed=[describe_fixed(fixed) for fixed in graph.fixed],
         optional=[] if built else [describe_tensor(value) for value in graph.optional],
         shared_sizes=_shared_sizes(plan),
+        replicas=_replicas(plan),
     )
+
+
+def _replicas(plan: Plan) -> list[m.Replica]:
+    """The devices of each replica, and its share of the rows; none if there is one."""
+    if plan.replicas is None:
+        return []
+    devices: dict[int, list[str]] = {}
+    for rank in plan.ranks:
+        devices.setdefault(rank.replica, []).append(str(rank.device))
+    return [m.Replica(devices[number], share) for number, share in enumerate(plan.replicas.shares)]
 
 
 def _shared_sizes(plan: Plan) -> list[str]:

@@ -268,6 +268,16 @@ class File(Struct, frozen=True, omit_defaults=True):
         return self.blake3 or self.sha256
 
 
+class Replica(Struct, frozen=True):
+    """One of several groups of ranks, each of which has the whole model: the devices of its ranks, in their order.
+
+    It computes its `share` of a request's rows, on any scale.
+    """
+
+    devices: list[str]
+    share: float = 1.0
+
+
 class Manifest(Struct, frozen=True):
     """All that the runtime knows about a package. `threads` are those of each CPU device; None divides the cores.
 
@@ -275,6 +285,9 @@ class Manifest(Struct, frozen=True):
     have. `optional` are further inputs that need not be fed, since the engines have default values. `batch` is the
     number of the batch axis of each input and output that has one; None if there is no batch axis. `shared_sizes` are
     symbols whose size a rank may read off any value that has it: in a request they have one size each.
+
+    `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
+    first one: the others run the same files. Without, all ranks are one group.
     """
 
     schema: int
@@ -298,6 +311,14 @@ class Manifest(Struct, frozen=True):
     fixed: list[FixedInput] = []
     optional: list[Tensor] = []
     shared_sizes: list[str] = []
+    replicas: list[Replica] = []
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices of all ranks, one replica's after the other's."""
+        if not self.replicas:
+            return [rank.device for rank in self.ranks]
+        return [device for replica in self.replicas for device in replica.devices]
 
     @property
     def tensors(self) -> dict[str, Sequence[Tensor | FixedInput]]:

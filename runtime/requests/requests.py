@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.feeds.batches import join_batches
 from splitc.runtime.feeds.checks import check_sizes
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Manifest
@@ -15,15 +16,17 @@ from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.device_arrays import DeviceArrays
 from splitc.runtime.requests.outputs import OutputJoiner
+from splitc.runtime.requests.replicas import Replicas
 
 
 class Requests:
     """What a session does below its public methods. It sets `_admission` before the first request.
 
-    `ranks` says what ranks are: see `choose_ranks`.
+    `ranks` says what ranks are: see `choose_ranks`. `_replicas` divide requests, if there are several.
     """
 
     _admission: Admission
+    _replicas: Replicas | None = None
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device], ranks: str) -> None:
         self.manifest = manifest
@@ -44,6 +47,8 @@ class Requests:
             self.device_arrays.check_outputs()
         check_sizes(request.feeds, self.manifest)
         self._forget_dropped()
+        if self._replicas is not None:
+            self._replicas.divide(request)
         return self._admission.submit(request, here)
 
     def _forget_dropped(self) -> None:
@@ -55,8 +60,11 @@ class Requests:
             self._admission.forget(sequence, reusable=False)
 
     def join(self, request: InFlightRequest) -> dict[str, Array]:
-        """Join the ranks' outputs of a request: whole ones, sharded ones, and outputs that are inputs."""
-        return self._joiner.join(request)
+        """Join the ranks' outputs of a request: whole ones, sharded ones, outputs that are inputs, and rows."""
+        if not request.parts:
+            return self._joiner.join(request)
+        joined = [self._joiner.join(part) for part in request.parts]
+        return joined[0] if len(joined) == 1 else join_batches(joined, self.manifest.batch)
 
     def number_sequence(self) -> int:
         """The number of another sequence on the ranks."""

@@ -1,0 +1,87 @@
+"""The rows of a model's batch, which groups of devices divide: found, tried in ONNX Runtime, and fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.errors import CannotSplitError
+from splitc.compiler.frontend.reads import is_random
+from splitc.compiler.frontend.shapes import bind_shapes
+from splitc.compiler.nodes import describe_node
+from splitc.compiler.remembered import remembered
+from splitc.compiler.request.shapes import Shape
+from splitc.compiler.sharding.axis_map import find_axes, probe_sizes
+from splitc.compiler.sharding.batch import explain_no_rows, find_rows
+from splitc.compiler.sharding.choice import Choice
+from splitc.compiler.sharding.partial import NO_SUMS
+from splitc.compiler.trials.trial import find_broken
+
+
+@remembered
+def tried_rows(analysis: Analysis) -> Mapping[str, int]:
+    """The number of the row axis in each output, and in each input that has one, by name.
+
+    A node whose rule does not hold when it is tried with shards of the rows needs them whole. Raises CannotSplitError,
+    which names the node where rows meet, if there is no such axis.
+    """
+    graph = analysis.graph
+    if drawn := next((node for node in graph.nodes if is_random(node)), None):
+        raise CannotSplitError(
+            f"the rows of a batch can't be divided: {describe_node(drawn)} ({drawn.op_type}) draws random numbers, and "
+            "all groups of devices would draw the same. Use another --split-mode, without --batch-groups."
+        )
+    opaque: dict[ir.Node, str] = {}
+    while True:
+        axis_map = find_axes(graph, probe_sizes(analysis), opaque)
+        rows = find_rows(graph, axis_map)
+        if rows is None:
+            raise CannotSplitError(
+                f"the rows of a batch can't be divided: {explain_no_rows(graph, axis_map)}. Use another --split-mode, "
+                "without --batch-groups, or export the model with an axis of independent rows."
+            )
+        chosen = Choice((rows.atom,), {}, (), {}, NO_SUMS)
+        broken = find_broken(graph, axis_map, chosen, analysis.costs.bound.shapes)
+        if not broken:
+            return rows.axes
+        opaque.update(broken)
+
+
+def planned_rows(analysis: Analysis, axes: Mapping[str, int]) -> int:
+    """The rows that are planned for."""
+    return max(shape[axes[name]] for name, shape in analysis.shapes.items() if name in axes)
+
+
+@remembered
+def _with_rows(analysis: Analysis, axes: frozenset[tuple[str, int]], rows: int, whole: int) -> Analysis:
+    number_of = dict(axes)
+
+    def cut(shapes: Mapping[str, Shape], most: int) -> dict[str, Shape]:
+        changed = {}
+        for name, shape in shapes.items():
+            axis = number_of.get(name)
+            size = 0 if axis is None else max(1, -(-shape[axis] * most // whole))
+            changed[name] = shape if axis is None else (*shape[:axis], size, *shape[axis + 1 :])
+        return changed
+
+    shapes = cut(analysis.shapes, rows)
+    bound = bind_shapes(analysis.graph.model, shapes, defaults=True)
+    return replace(
+        analysis,
+        shapes=shapes,
+        smallest=cut(analysis.smallest, 1),
+        typical=cut(analysis.typical, rows),
+        costs=Costs(analysis.graph, bound),
+    )
+
+
+def with_rows(analysis: Analysis, axes: Mapping[str, int], rows: int) -> Analysis:
+    """The analysis for so many of the rows that were planned for. Sizes that data decides are left as they are."""
+    whole = planned_rows(analysis, axes)
+    if rows == whole or analysis.fitted.fills or analysis.costs.bound.uncertain:
+        return analysis
+    return _with_rows(analysis, frozenset(axes.items()), rows, whole)
