@@ -8,7 +8,7 @@ from pathlib import Path
 
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.modes.replicas import replan_in_groups
-from splitc.compiler.modes.table import find_mode
+from splitc.compiler.modes.table import BATCH, find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_devices, check_entries, read_plan
 from splitc.compiler.planning.resources import Resources
@@ -57,7 +57,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         pipeline_stages=1 + max((rank.stage for rank in file.ranks), default=0),
         row_min=ROW_MIN if file.row_min is None else file.row_min,
         settings=file.settings,
-        batch_groups=1 if file.split_mode == "batch" else file.batch_groups,
+        batch_groups=1 if file.split_mode == BATCH else file.batch_groups,
     )
     wanted = ALL if file.finest else 1
     analysis = analyze(model, request.asked_shapes, wanted, file.settings, trusts_data, fuses=file.fused)

@@ -15,6 +15,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.modes.mode import Mode
 from splitc.compiler.modes.rows import planned_rows, tried_rows, with_rows
+from splitc.compiler.modes.table import BATCH
 from splitc.compiler.planning.assembly import check_memory, plan_warnings
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.host_groups import group_devices
@@ -250,7 +251,7 @@ def _joined(
 
 def check_groups(request: Request, count: int, groups: int) -> None:
     """Raise MisuseError unless so many devices can be divided into so many equal groups."""
-    if request.split_mode == "batch" and request.batch_groups not in (1, count):
+    if request.split_mode == BATCH and request.batch_groups not in (1, count):
         raise MisuseError(
             f"--batch-groups is {request.batch_groups}, and in batch mode each of the {count} devices is a group: say "
             "with --split-mode how a group's devices share the model"

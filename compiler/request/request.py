@@ -227,7 +227,9 @@ class Request:
         None, "--threads", minimum=1, kind=int | None, help="Threads of each CPU device. Default: the cores divided."
     )
 
-    stated: Mapping[str, Sequence[int | None]] = field(default_factory=dict)  # no option: see AskedShapes
+    # No options: see AskedShapes, and whether auto mode may give several devices the whole model.
+    stated: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
+    may_copy: bool = True
 
     @property
     def asked_shapes(self) -> AskedShapes:
