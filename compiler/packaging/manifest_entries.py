@@ -67,13 +67,20 @@ def make_manifest(
 
 
 def _replicas(plan: Plan) -> list[m.Replica]:
-    """The devices of each replica, and its share of the rows; none if there is one."""
+    """The devices of each replica, its share of the rows and what its ranks hold; none if there is one."""
     if plan.replicas is None:
         return []
-    devices: dict[int, list[str]] = {}
-    for rank in plan.ranks:
-        devices.setdefault(rank.replica, []).append(str(rank.device))
-    return [m.Replica(devices[number], share) for number, share in enumerate(plan.replicas.shares)]
+    groups = [[rank for rank in plan.ranks if rank.replica == number] for number in range(plan.groups)]
+    return [
+        m.Replica(
+            [str(rank.device) for rank in group],
+            share,
+            [rank.memory.activations for rank in group],
+            [rank.memory.cache for rank in group],
+            [rank.memory.total for rank in group],
+        )
+        for group, share in zip(groups, plan.replicas.shares, strict=True)
+    ]
 
 
 def _shared_sizes(plan: Plan) -> list[str]:

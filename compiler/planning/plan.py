@@ -76,6 +76,11 @@ class Plan:
         return self if self.replicas is None else self.replicas.first
 
     @property
+    def groups(self) -> int:
+        """How many groups of ranks have the whole model."""
+        return 1 if self.replicas is None else len(self.replicas.shares)
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """The stage of each group of ranks, in pipeline order."""
         return tuple(rank.stage for rank in self.written.ranks if rank.part == 0)

@@ -162,7 +162,7 @@ def to_file(plan: Plan) -> PlanFile:
             for way in plan.alternatives
         ],
         choice=plan.choice,
-        batch_groups=len(plan.replicas.shares) if plan.replicas else 1,
+        batch_groups=plan.groups,
         **plan.split.file_fields(),
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 from splitc.runtime.arrays.array import Array, Zeros
 from splitc.runtime.feeds.on_gpu import Feed, on_host
 
-T = TypeVar("T", Feed, Array | Zeros)
+T = TypeVar("T", Array, Feed, Array | Zeros)
 
 
 def count_rows(arrays: Mapping[str, Feed | Zeros], axes: Mapping[str, int]) -> int | None:

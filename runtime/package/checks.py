@@ -250,8 +250,9 @@ def _parts(manifest: Manifest) -> Iterator[str]:
 def _replicas(manifest: Manifest) -> Iterator[str]:
     """All replicas have as many devices as there are ranks, and the first one those of the ranks."""
     for number, replica in enumerate(manifest.replicas):
-        if len(replica.devices) != len(manifest.ranks):
-            yield f"replica {number} has {len(replica.devices)} devices for {len(manifest.ranks)} ranks"
+        for own in (replica.devices, replica.activation_bytes, replica.cache_bytes, replica.total_bytes):
+            if len(own) != len(manifest.ranks):
+                yield f"replica {number} has {len(own)} entries for {len(manifest.ranks)} ranks"
         if not 0 < replica.share < math.inf:
             yield f"replica {number} has the share {replica.share}"
     if manifest.replicas and manifest.batch is None:

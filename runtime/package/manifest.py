@@ -271,11 +271,15 @@ class File(Struct, frozen=True, omit_defaults=True):
 class Replica(Struct, frozen=True):
     """One of several groups of ranks, each of which has the whole model: the devices of its ranks, in their order.
 
-    It computes its `share` of a request's rows, on any scale.
+    It computes its `share` of a request's rows, on any scale. The bytes are those that each of its ranks is predicted
+    to hold with these rows: see Rank.
     """
 
     devices: list[str]
-    share: float = 1.0
+    share: float
+    activation_bytes: list[int]
+    cache_bytes: list[int]
+    total_bytes: list[int]
 
 
 class Manifest(Struct, frozen=True):

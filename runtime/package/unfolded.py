@@ -11,17 +11,28 @@ from splitc.runtime.package.steps import Receive, Run, Send, Step
 
 
 def unfolded(manifest: Manifest, devices: Sequence[str] | None = None) -> Manifest:
-    """The manifest with a rank for each of these devices, by default the package's, and no replicas.
+    """The manifest with a rank for each of these devices, by default the package's.
 
     It is for reading only: ranks of further replicas have no files of their own.
     """
     names, size = list(devices or manifest.devices), len(manifest.ranks)
-    ranks = [
-        _moved(rank, names[first + number], first)
-        for first in range(0, len(names), size)
-        for number, rank in enumerate(manifest.ranks)
-    ]
-    return msgspec.structs.replace(manifest, ranks=ranks, replicas=[])
+    ranks = []
+    for group, first in enumerate(range(0, len(names), size)):
+        for number, rank in enumerate(manifest.ranks):
+            moved = _moved(rank, names[first + number], first)
+            if group < len(manifest.replicas):
+                own = manifest.replicas[group]
+                sizes = own.activation_bytes[number], own.cache_bytes[number], own.total_bytes[number]
+                held = dict(zip(("activation_bytes", "cache_bytes", "total_bytes"), sizes, strict=True))
+                moved = msgspec.structs.replace(moved, **held)
+            ranks.append(moved)
+    return msgspec.structs.replace(manifest, ranks=ranks)
+
+
+def count_groups(manifest: Manifest, ranks: int) -> int:
+    """How many groups so many ranks are that have the whole model each."""
+    size = len(manifest.replicas[0].devices) if manifest.replicas else ranks
+    return ranks // size
 
 
 def _moved(rank: Rank, device: str, first: int) -> Rank:
