@@ -108,7 +108,7 @@ class Session(Requests):
         make = partial(self._make_ranks, shared, world if kind == MPI else None, verify)
         size = len(manifest.ranks)
         made = [
-            make(Deployment(self.package, manifest, own[first : first + size], own_threads, cuda_graphs, first))
+            make(Deployment(self.package, manifest, own[first : first + size], own_threads, cuda_graphs, first, own))
             for first in range(0, len(own), size)
         ]
         if len(made) > 1:
