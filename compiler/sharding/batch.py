@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import onnx_ir as ir
+
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
@@ -92,23 +94,25 @@ def explain_no_rows(graph: Graph, axis_map: AxisMap) -> str:
 
 def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
     """The first node that mixes what differs along a factor, and how; None if none does."""
+    pinned = atom.pinned
+    if pinned is not None and pinned.node is not None:
+        return f"{_named(pinned.node)}: {pinned.reason or 'it needs all of them at once'}"
     for node, operation in axis_map.operations.items():
-        read = {own for axes in operation.inputs for axis in axes or () for own in ax.atoms(axis)}
-        if atom not in read:
+        if not any(_has(axes, atom) for axes in operation.inputs):
             continue
         if atom in _reduced(operation):
-            what = "it takes the range of all of them" if operation.needs_range else "it sums over them"
-            return f"{describe_node(node)} ({node.op_type}): {what}"
-        if atom.pinned is not None and atom.pinned.node is node:
-            return f"{describe_node(node)} ({node.op_type}): {atom.pinned.reason}"
+            how = "it takes the range of all of them" if operation.needs_range else "it sums over them"
+            return f"{_named(node)}: {how}"
         for value, axes in zip(node.inputs, operation.inputs, strict=True):
             if value is not None and value.is_initializer() and _has(axes, atom):
-                return f"{describe_node(node)} ({node.op_type}): its weight '{value.name}' has one entry for each"
-    if atom.pinned is not None:
-        first = next((node for node, own in axis_map.operations.items() if _loses(own, atom)), None)
-        where = f"{describe_node(first)} ({first.op_type})" if first is not None else "the model"
-        return f"{where}: {atom.pinned.reason}"
+                return f"{_named(node)}: its weight '{value.name}' has an entry for each of them"
+        if pinned is not None and _loses(operation, atom):
+            return f"{_named(node)}: {pinned.reason}"
     return None
+
+
+def _named(node: ir.Node) -> str:
+    return f"{describe_node(node)} ({node.op_type})"
 
 
 def _has(axes: Axes, atom: Factor) -> bool:

@@ -111,7 +111,7 @@ def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
 
         size = len(session.manifest.ranks)
         for worker in workers_of(session)[size - 1 :: size]:
-            worker.computation._program.engines[-1].run = fail  # type: ignore[method-assign]
+            worker.computation._program.engines[-1].run = fail  # type: ignore[method-assign, assignment]
         with session.start() as sequence, pytest.raises(EngineError, match="on purpose"):
             sequence.run(feeds)
         until(lambda: not any(worker.computation.sequences for worker in workers_of(session)))
