@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import CannotSplitError
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.probe_sizes import bind_same_axes
 from splitc.compiler.frontend.reads import is_random
-from splitc.compiler.frontend.shapes import bind_shapes
+from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
-from splitc.compiler.sharding.axis_map import find_axes, probe_sizes
-from splitc.compiler.sharding.batch import explain_no_rows, find_rows
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
+from splitc.compiler.sharding.batch import Rows, explain_no_rows, find_rows
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import NO_SUMS
+from splitc.compiler.sharding.row_numbers import RowNumbers, find_row_numbers
 from splitc.compiler.trials.trial import find_broken
 
 
@@ -29,25 +33,50 @@ def tried_rows(analysis: Analysis) -> Mapping[str, int]:
     A node whose rule does not hold when it is tried with shards of the rows needs them whole. Raises CannotSplitError,
     which names the node where rows meet, if there is no such axis.
     """
-    graph = analysis.graph
+    graph, bound = analysis.graph, probe_sizes(analysis)
     if drawn := next((node for node in graph.nodes if is_random(node)), None):
         raise CannotSplitError(
             f"the rows of a batch can't be divided: {describe_node(drawn)} ({drawn.op_type}) draws random numbers, and "
             "all groups of devices would draw the same. Use another --split-mode, without --batch-groups."
         )
-    opaque: dict[ir.Node, str] = {}
+    rows, why = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
+    same = bind_same_axes(graph, analysis.shapes, analysis.costs.certain)
+    for sizes in (bound, same):
+        if rows is None and sizes is not None:
+            rows, _ = _search(analysis, partial(_numbered, graph, sizes))
+    if rows is None:
+        raise CannotSplitError(
+            f"the rows of a batch can't be divided: {why}. Use another --split-mode, without --batch-groups, or export "
+            "the model with an axis of independent rows."
+        )
+    return rows.axes
+
+
+_Found = tuple[AxisMap, RowNumbers | None] | None
+
+
+def _numbered(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> _Found:
+    numbers = find_row_numbers(graph, bound, opaque)
+    return None if numbers is None else (numbers.axis_map, numbers)
+
+
+def _search(analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found]) -> tuple[Rows | None, str]:
+    """The rows by the axes that `find` gives for nodes that are opaque, and tried; or None, and why there are none."""
+    graph, opaque = analysis.graph, dict[ir.Node, str]()
     while True:
-        axis_map = find_axes(graph, probe_sizes(analysis), opaque)
+        found_axes = find(opaque)
+        if found_axes is None:
+            return None, ""
+        axis_map, numbers = found_axes
         rows = find_rows(graph, axis_map)
-        if rows is None:
-            raise CannotSplitError(
-                f"the rows of a batch can't be divided: {explain_no_rows(graph, axis_map)}. Use another --split-mode, "
-                "without --batch-groups, or export the model with an axis of independent rows."
-            )
+        if rows is None or (numbers is not None and not numbers.hold(rows.atom)):
+            return None, explain_no_rows(graph, axis_map) if rows is None else ""
+        known = frozenset[ir.Node]() if numbers is None else numbers.nodes | numbers.picking.keys()
+        tried = {node: operation for node, operation in axis_map.operations.items() if node not in known}
         chosen = Choice((rows.atom,), {}, (), {}, NO_SUMS)
-        broken = find_broken(graph, axis_map, chosen, analysis.costs.bound.shapes)
+        broken = find_broken(graph, replace(axis_map, operations=tried), chosen, analysis.costs.bound.shapes)
         if not broken:
-            return rows.axes
+            return rows, ""
         opaque.update(broken)
 
 

@@ -72,7 +72,7 @@ def test_rows_may_be_fewer_than_replicas_or_none(lookup: Path, shape: tuple[int,
 
 
 def test_requests_of_one_row_go_to_whichever_is_free(lookup: Path) -> None:
-    feeds = {"ids": np.zeros((1, 1), np.int64), "bias": np.zeros(3, np.float32)}
+    feeds: Arrays = {"ids": np.zeros((1, 1), np.int64), "bias": np.zeros(3, np.float32)}
     with Session(lookup, in_flight=6) as session:
         given: list[int] = []
         for number, ranks in enumerate(replicas(session)._replicas):
