@@ -202,12 +202,14 @@ def _inside(shares: Sequence[float], size: int) -> list[float]:
 
 
 def _tightest(resources: Resources, size: int) -> Resources:
-    """The first group's devices, each with the smallest budget that the device in its place has in any group."""
+    """The devices of the group that has least, each with the smallest budget that any group's has in its place."""
     budgets: list[Budget] = []
     for place in range(size):
         known = [budget for budget in resources.budgets[place::size] if budget is not None]
         budgets.append(min(known, default=None))
-    return replace(resources.take(range(size)), budgets=tuple(budgets))
+    starts = range(0, len(resources.devices), size)
+    first = min(starts, key=lambda start: sum(budget or 0 for budget in resources.budgets[start : start + size]))
+    return replace(resources.take(range(first, first + size)), budgets=tuple(budgets))
 
 
 def _joined(
@@ -221,7 +223,7 @@ def _joined(
 ) -> Plan:
     """The plan of all groups, which hold what `first` does. `plans` are those for the rows that each group has."""
     size = len(resources.devices) // len(shares)
-    places = [resources.devices.index(rank.device) for rank in first.ranks]
+    places = [resources.devices.index(rank.device) % size for rank in first.ranks]
     ranks = []
     for number, (plan, share) in enumerate(zip(plans, shares, strict=True)):
         same = [rank.stage.blocks for rank in plan.ranks] == [rank.stage.blocks for rank in first.ranks]

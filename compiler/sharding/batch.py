@@ -112,7 +112,7 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
 
 
 def _named(node: ir.Node) -> str:
-    return f"{describe_node(node)} ({node.op_type})"
+    return f"{describe_node(node)} ({node.op_type})" if node.name else describe_node(node)
 
 
 def _has(axes: Axes, atom: Factor) -> bool:
