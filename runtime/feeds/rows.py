@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -13,10 +13,19 @@ from splitc.runtime.feeds.on_gpu import Feed, on_host
 T = TypeVar("T", Array, Feed, Array | Zeros)
 
 
-def count_rows(arrays: Mapping[str, Feed | Zeros], axes: Mapping[str, int]) -> int | None:
-    """The rows that all arrays have along their row axis (`axes`); None if they differ, or none has rows."""
-    lengths = {array.shape[axes[name]] for name, array in arrays.items() if name in axes}
-    return lengths.pop() if len(lengths) == 1 else None
+def count_rows(
+    arrays: Mapping[str, Feed | Zeros], axes: Mapping[str, int], sources: Collection[str] = ()
+) -> int | None:
+    """The rows that arrays have along their row axis (`axes`); None if they differ, or none has rows.
+
+    One row may stand for all, if an input of the `sources` has them: those that all outputs follow from.
+    """
+    lengths = {name: array.shape[axes[name]] for name, array in arrays.items() if name in axes}
+    rows = max(lengths.values(), default=None)
+    if rows is None or not set(lengths.values()) <= {1, rows}:
+        return None
+    is_one_for_all = len(set(lengths.values())) > 1
+    return None if is_one_for_all and not any(lengths.get(name) == rows for name in sources) else rows
 
 
 def share_rows(rows: int, shares: Sequence[float], order: Iterable[int] | None = None) -> list[int]:
@@ -32,9 +41,10 @@ def share_rows(rows: int, shares: Sequence[float], order: Iterable[int] | None =
     return counts
 
 
-def cut_rows(arrays: Mapping[str, T], axes: Mapping[str, int], start: int, stop: int) -> dict[str, T]:
-    """The rows from `start` to before `stop` of the arrays that have rows, and the others whole."""
-    return {name: _cut(array, axes[name], start, stop) if name in axes else array for name, array in arrays.items()}
+def cut_rows(arrays: Mapping[str, T], axes: Mapping[str, int], rows: int, start: int, stop: int) -> dict[str, T]:
+    """The rows from `start` to before `stop` of the arrays that have so many `rows`, and the others whole."""
+    cut = {name for name, array in arrays.items() if name in axes and array.shape[axes[name]] == rows}
+    return {name: _cut(array, axes[name], start, stop) if name in cut else array for name, array in arrays.items()}
 
 
 def _cut(array: T, axis: int, start: int, stop: int) -> T:

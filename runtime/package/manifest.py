@@ -291,7 +291,8 @@ class Manifest(Struct, frozen=True):
     symbols whose size a rank may read off any value that has it: in a request they have one size each.
 
     `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
-    first one: the others run the same files. Without, all ranks are one group.
+    first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
+    that all outputs follow from: where these have several, another input may have one row for all.
     """
 
     schema: int
@@ -316,6 +317,7 @@ class Manifest(Struct, frozen=True):
     optional: list[Tensor] = []
     shared_sizes: list[str] = []
     replicas: list[Replica] = []
+    row_sources: list[str] = []
 
     @property
     def devices(self) -> list[str]:

@@ -35,7 +35,7 @@ class Replicas:
     def __init__(self, replicas: Sequence[Workers | RemoteRanks], manifest: Manifest, shares: Sequence[float]) -> None:
         assert manifest.batch is not None, "rows can be divided"
         self._replicas = replicas
-        self._axes = manifest.batch
+        self._axes, self._sources = manifest.batch, manifest.row_sources
         self._shares = shares
         self._size = len(replicas[0])
         # The requests that each replica works at.
@@ -49,7 +49,7 @@ class Replicas:
 
     def divide(self, request: InFlightRequest) -> None:
         """Give a request its parts. Raises FeedError for a request of a sequence that has other rows than before."""
-        rows = count_rows({**request.initial, **request.feeds}, self._axes)
+        rows = count_rows({**request.initial, **request.feeds}, self._axes, self._sources)
         began = request.sequence if request.after is None else request.after
         division = None if began is None else self._sequences.get(began)
         if division is None:
@@ -67,15 +67,16 @@ class Replicas:
             if count is None:
                 request.parts.append(_part(request, replica, request.feeds, request.initial))
                 continue
-            feeds = cut_rows(request.feeds, self._axes, start, start + count)
-            initial = cut_rows(request.initial, self._axes, start, start + count)
+            assert rows is not None, "they are counted"
+            feeds = cut_rows(request.feeds, self._axes, rows, start, start + count)
+            initial = cut_rows(request.initial, self._axes, rows, start, start + count)
             request.parts.append(_part(request, replica, feeds, initial))
             start += count
 
     def _divide(self, rows: int | None) -> _Division | None:
         """Who takes how many rows of a request; None for one that stays whole.
 
-        Inputs that disagree on the rows may yet be what the model takes: one row may stand for all.
+        Inputs that disagree on the rows may yet be what the model takes.
         """
         if rows is None or rows < 2:
             return None

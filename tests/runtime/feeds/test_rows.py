@@ -50,10 +50,14 @@ def test_rows_lie_along_any_axis_and_what_has_none_stays_whole() -> None:
     arrays = {"a": np.arange(12).reshape(4, 3), "b": np.arange(8).reshape(2, 4), "table": np.arange(5)}
     axes = {"a": 0, "b": 1, "states": 1}
     assert count_rows({**arrays, "states": Zeros((3, 4, 2), "float32")}, axes) == 4
-    assert count_rows({**arrays, "b": np.zeros((2, 1))}, axes) is None, "one row may stand for all"
-    cut = cut_rows(arrays, axes, 1, 3)
+    one = {**arrays, "b": np.zeros((2, 1))}
+    assert count_rows(one, axes) is None
+    assert count_rows(one, axes, ["b"]) is None
+    assert count_rows(one, axes, ["a"]) == 4, "one row stands for all"
+    assert cut_rows(one, axes, 4, 1, 3)["b"] is one["b"]
+    cut = cut_rows(arrays, axes, 4, 1, 3)
     assert cut["a"].tolist() == [[3, 4, 5], [6, 7, 8]]
     assert cut["b"].tolist() == [[1, 2], [5, 6]]
     assert cut["b"].flags.c_contiguous
     assert cut["table"] is arrays["table"]
-    assert cut_rows({"states": Zeros((3, 4, 2), "float32")}, axes, 1, 3) == {"states": Zeros((3, 2, 2), "float32")}
+    assert cut_rows({"states": Zeros((3, 4, 2), "float32")}, axes, 4, 1, 3) == {"states": Zeros((3, 2, 2), "float32")}

@@ -195,20 +195,22 @@ def test_package_runs_on_other_numbers_of_devices(grouped: Path, decoder: Path) 
             Session(grouped, devices=["3xcpu"])
 
 
-def test_inputs_that_disagree_on_the_rows_go_to_one_replica(write_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """One row may stand for all: what the model makes of that is right, and so is its error."""
+def test_one_row_may_stand_for_all(write_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Where all outputs follow from an input that has them. What the model makes of others is right, and its errors."""
     model = write_model(
         """<ir_version: 8, opset_import: ["": 17]>
-        add (float[A,3] a, float[B,3] b) => (float[C,3] y) { y = Add(a, b) }"""
+        add (float[A,3] a, float[B,3] b) => (float[C,3] y, float[B,3] z) { y = Add(a, b) z = Neg(b) }"""
     )
     shapes = {"a": (4, 3), "b": (4, 3)}
     compile_model(plan_model(model, ["2xcpu"], Request(split_mode="batch", shapes=shapes)), tmp_path / "package")
     one, four, two = (np.random.default_rng(0).random((rows, 3), np.float32) for rows in (1, 4, 2))
     with Session(tmp_path / "package") as session:
-        assert session.manifest.batch == {"a": 0, "b": 0, "y": 0}
-        assert session.run({"a": four, "b": four})["y"].tolist() == (four + four).tolist()
-        outputs, executions = session.run_timed({"a": four, "b": one})
-        assert outputs["y"].tolist() == (four + one).tolist()
-        assert len(executions) == 1
+        assert session.manifest.batch == {"a": 0, "b": 0, "y": 0, "z": 0}
+        assert session.manifest.row_sources == ["b"]
+        for a, b, ranks in ((four, four, 2), (four, one, 1), (one, four, 2)):
+            outputs, executions = session.run_timed({"a": a, "b": b})
+            assert outputs["y"].tolist() == (a + b).tolist()
+            assert outputs["z"].tolist() == (-b).tolist()
+            assert len(executions) == ranks
         with pytest.raises(EngineError):
             session.run({"a": four, "b": two})
