@@ -22,7 +22,8 @@ from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
 from splitc.compiler.sharding.batch import Rows, explain_no_rows, find_rows
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import NO_SUMS
-from splitc.compiler.sharding.row_numbers import RowNumbers, find_row_numbers
+from splitc.compiler.sharding.row_numbers import RowNumbers, find_row_numbers, from_sizes
+from splitc.compiler.trials.by_rows import holds_by_rows
 from splitc.compiler.trials.trial import find_broken
 
 
@@ -64,10 +65,10 @@ def _search(analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found])
     """The rows by the axes that `find` gives for nodes that are opaque, and tried; or None, and why there are none."""
     graph, opaque = analysis.graph, dict[ir.Node, str]()
     while True:
-        found_axes = find(opaque)
-        if found_axes is None:
+        looked = find(opaque)
+        if looked is None:
             return None, ""
-        axis_map, numbers = found_axes
+        axis_map, numbers = looked
         rows = find_rows(graph, axis_map)
         if rows is None or (numbers is not None and not numbers.hold(rows.atom)):
             return None, explain_no_rows(graph, axis_map) if rows is None else ""
@@ -75,6 +76,13 @@ def _search(analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found])
         tried = {node: operation for node, operation in axis_map.operations.items() if node not in known}
         chosen = Choice((rows.atom,), {}, (), {}, NO_SUMS)
         broken = find_broken(graph, replace(axis_map, operations=tried), chosen, analysis.costs.bound.shapes)
+        if broken:
+            values = from_sizes(graph, axis_map.bound) if numbers is None else numbers.values
+            broken = {
+                node: why
+                for node, why in broken.items()
+                if not holds_by_rows(axis_map.operations[node], rows.atom, axis_map.bound.shapes, values)
+            }
         if not broken:
             return rows, ""
         opaque.update(broken)

@@ -88,7 +88,7 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     indices = {node: parts for node, parts in indices.items() if any(part.producer() in nodes for part in parts)}
     if not indices:
         return None
-    values = _computed(graph, bound, nodes)
+    values = from_sizes(graph, bound)
     aligned: dict[ir.Node, frozenset[int]] = {}
     rules: dict[ir.Node, Callable[[Operation], None]] = dict.fromkeys(nodes - opaque.keys(), _free)
     for node, parts in indices.items():
@@ -117,6 +117,11 @@ def _parts(index: ir.Value | None, nodes: set[ir.Node]) -> Sequence[ir.Value]:
     parts = [value for value in node.inputs if value is not None]
     single = all(value.shape is not None and value.shape[-1] == 1 for value in parts)
     return parts if last and single else (index,)
+
+
+def from_sizes(graph: Graph, bound: BoundShapes) -> dict[ir.Value, Array]:
+    """The values that follow from sizes alone, and that nodes with data read, at these sizes."""
+    return _computed(graph, bound, _from_sizes(graph))
 
 
 def _from_sizes(graph: Graph) -> set[ir.Node]:

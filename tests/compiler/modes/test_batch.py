@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from models.writer import save
@@ -17,6 +19,7 @@ from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.host_groups import describe_hosts
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import write_plan
+from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from tests.compiler.sharding.test_random_blocks import RandomBlock
@@ -130,6 +133,35 @@ def test_row_numbers_that_meet_data_tell_rows_apart(write_model: Callable[[str],
     )
     with pytest.raises(CannotSplitError, match="can't be divided"):
         plan_model(model, ["2xcpu"], BATCH)
+
+
+def test_nodes_whose_trial_fails_are_tried_with_the_models_sizes(
+    write_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two lengths are joined and taken apart: with other bounds than theirs, a slice has another length."""
+
+    def find_broken(_: object, axis_map: AxisMap, *__: object) -> dict[ir.Node, str]:
+        return dict.fromkeys(axis_map.operations, "the sizes were made up")
+
+    monkeypatch.setattr("splitc.compiler.modes.rows.find_broken", find_broken)
+    model = write_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        joined (float[B,T,4] text, float[B,L,4] picture) => (float[B,T,4] y, float[B,L,4] z)
+        <int64[1] zero = {0}, int64[1] one = {1}, int64[1] all = {9223372036854775807}>
+        { both = Concat <axis = 1> (text, picture)
+          sizes = Shape(text)
+          length = Gather(sizes, one)
+          sums = Softmax <axis = 1> (both)
+          y = Slice(sums, zero, length, one)
+          z = Slice(sums, length, all, one) }"""
+    )
+    shapes = {"text": (2, 3, 4), "picture": (2, 5, 4)}
+    compile_model(plan_model(model, ["2xcpu"], replace(BATCH, shapes=shapes)), tmp_path / "package")
+    chance = np.random.default_rng(0)
+    with Session(tmp_path / "package", threads=1) as session:
+        for rows in (1, 3):
+            feeds: Arrays = {name: chance.random((rows, *shape[1:]), np.float32) for name, shape in shapes.items()}
+            assert_close(session.run(feeds), run_whole(model, feeds))
 
 
 def test_weights_are_written_once_and_all_ranks_are_shown(decoder: Path, tmp_path: Path) -> None:
