@@ -141,7 +141,8 @@ def test_nodes_whose_trial_fails_are_tried_with_the_models_sizes(
     """Two lengths are joined and taken apart: with other bounds than theirs, a slice has another length."""
 
     def find_broken(_: object, axis_map: AxisMap, *__: object) -> dict[ir.Node, str]:
-        return dict.fromkeys(axis_map.operations, "the sizes were made up")
+        slices = [node for node in axis_map.operations if node.op_type in ("Concat", "Softmax", "Slice")]
+        return dict.fromkeys(slices, "the sizes were made up")
 
     monkeypatch.setattr("splitc.compiler.modes.rows.find_broken", find_broken)
     model = write_model(
