@@ -68,7 +68,7 @@ def _unsplit(model: Path, threads: int) -> Callable[[Feeds], Any]:
 
 
 def _feeds(session: Session, rows: int, length: int) -> Feeds:
-    """Inputs of so many rows; a decoder's prompt has this length, and no caches yet."""
+    """Inputs of so many rows; texts have this length, and no caches yet."""
     axes = session.manifest.batch or {}
     states = {state.input: state.grows for state in session.manifest.states}
     inputs = []
@@ -79,7 +79,7 @@ def _feeds(session: Session, rows: int, length: int) -> Feeds:
         if (grows := states.get(tensor.name)) is not None:
             shape[grows] = 0
         for axis, size in enumerate(tensor.shape or ()):
-            if states and isinstance(size, str) and axis == 1 and tensor.name not in states:
+            if isinstance(size, str) and axis == 1 and len(shape) == 2 and tensor.name not in states:
                 shape[axis] = length
         inputs.append(replace(tensor, sample_shape=shape))
     return make_inputs(inputs)

@@ -25,6 +25,7 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError
 from tests.compiler.sharding.test_random_blocks import RandomBlock
 from tests.conftest import Arrays, assert_close, decoder_feeds, run_whole
 from tests.helpers.command import splitc
+from tests.helpers.packages import compile_mode
 
 BATCH = Request(split_mode="batch", memory=["1GiB"])
 # A mask that is picked by row numbers, as exporters write masks: mask[arange(rows)[:, None], arange(length)].
@@ -177,6 +178,22 @@ def test_weights_are_written_once_and_all_ranks_are_shown(decoder: Path, tmp_pat
     assert [rank["total_bytes"] for rank in shown["ranks"]] == [rank.memory.total for rank in plan.ranks]
     text = splitc("inspect", package).stdout
     assert "2 ranks in 2 groups, each with the whole model" in text
+
+
+def test_commands_show_the_ranks_of_all_groups(decoder: Path, tmp_path: Path) -> None:
+    package = compile_mode(decoder, "tensor in groups")
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    shown = ("--trace", trace, "--report", page, "--memory", "--in-flight", "2", "--runs", "16", "--warmup", "1")
+    text = splitc("bench", package, *shown, "--threads", "1").stdout
+    assert all(f"{number} cpu{number}" in text for number in range(4))
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
+    assert "2 groups of ranks have all blocks each" in page.read_text()
+    plan = splitc(
+        "plan", decoder, "-d", "4xcpu", "--split-mode", "tensor", "--batch-groups", "2", "--report", page
+    ).stdout
+    assert "2 groups, each with the whole model; shares of the rows: 1, 1" in plan
+    assert "tensor, in 2 groups" in page.read_text()
 
 
 def test_memory_is_that_of_a_groups_rows(decoder: Path) -> None:
