@@ -303,7 +303,7 @@ def _print_written(package: Path, manifest: Manifest) -> None:
     linked = ", beside links to the model's data" if any(file.hash is None for file in manifest.files) else ""
     if (said := describe_collectives(manifest)) is not None:
         out.print(said)
-    out.print(f"wrote {package}: {len(manifest.ranks)} ranks, {size}{linked}")
+    out.print(f"wrote {package}: {len(manifest.devices)} ranks, {size}{linked}")
     if manifest.build is not None and manifest.build.built is None:
         out.print(f"its engines are not built yet: run 'splitc build {package}' where it will run")
 

@@ -46,6 +46,23 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     return bound
 
 
+def bind_same_axes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes | None:
+    """Shapes with a prime for each symbol, the same for symbols of inputs' same axis with the same given size.
+
+    Some exporters give the rows of each input a name of their own. None if no two symbols are so, or it leaves more
+    shapes unknown.
+    """
+    symbols = _symbols(graph, shapes)
+    if not (same := _same_axes(graph, symbols)):
+        return None
+    numbers = _number(graph, symbols, True)
+    numbers.update({name: numbers[first] for name, first in same.items()})
+    probed = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
+    if len(probed.uncertain) > len(bound.uncertain):
+        return None
+    return replace(probed, constants=_same(probed.constants, bound.constants))
+
+
 def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
     """Shapes with another size for each symbol of the inputs, distinct if that can be.
 

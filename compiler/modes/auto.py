@@ -12,8 +12,9 @@ from splitc.compiler.analysis.facts import Analysis, with_blocks
 from splitc.compiler.errors import ModelError
 from splitc.compiler.lowering.engine_segments import has_operators
 from splitc.compiler.modes.asked import analyze_for
-from splitc.compiler.modes.mode import Way
-from splitc.compiler.modes.table import MODES, find_mode
+from splitc.compiler.modes.mode import Mode, Way
+from splitc.compiler.modes.replicas import plan_in_groups
+from splitc.compiler.modes.table import BATCH, MODES, find_mode
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, estimate_blocks
 from splitc.compiler.planning.host_groups import count_hosts, describe_hosts, group_devices, host_sizes, numbers_to_try
 from splitc.compiler.planning.plan import Alternative, Plan
@@ -44,8 +45,11 @@ class _Option:
     def name(self) -> str:
         if self.way.devices == 1:
             return "one device"
-        shared = 1 < self.way.stages < self.way.devices
-        return f"{self.mode} on {self.way.devices}" + (f" in {self.way.stages} stages" if shared else "")
+        way = self.way
+        inside = way.devices // way.groups
+        groups = f"{way.groups} groups of " if 1 < way.groups < way.devices else ""
+        stages = f" in {way.stages} stages" if 1 < way.stages < inside else ""
+        return f"{self.mode} on {groups}{inside if groups else way.devices}{stages}"
 
 
 def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
@@ -117,18 +121,40 @@ class _Analyses:
 def _options(resources: Resources, request: Request) -> list[_Option]:
     """The alternatives to try: first those that keep the model's computation, then by growing numbers of devices.
 
-    All devices are used if the request gives shares or asks for `spread`.
+    All devices are used if the request gives shares or asks for `spread`. If it asks for groups that have the whole
+    model each, there are so many, of any size.
     """
     count, hosts = len(resources.devices), host_sizes(resources.devices)
     numbers = sorted({*numbers_to_try(count), *(sum(hosts[:few]) for few in numbers_to_try(len(hosts)))})
     options = [_Option(mode, way) for mode in MODES for way in find_mode(mode).ways(hosts, numbers)]
+    options += [_Option(mode, way) for mode in MODES for way in _in_groups(find_mode(mode), hosts)]
+    if not request.may_copy:
+        options = [option for option in options if option.way.groups == 1]
+    if request.batch_groups > 1:
+        options = [option for option in options if option.way.groups == request.batch_groups]
     if request.tensor_split is not None or request.spread:
         options = [option for option in options if option.way.devices == count]
     return sorted(options, key=lambda option: _order(option.way))
 
 
-def _order(way: Way) -> tuple[bool, int, int]:
-    return way.stages < way.devices, way.stages if way.stages < way.devices else 0, way.devices
+def _in_groups(mode: Mode, hosts: Sequence[int]) -> list[Way]:
+    """The ways to use all devices in several groups that have the whole model, with all of a group in the mode.
+
+    Groups are inside hosts, where these have as many devices.
+    """
+    count = sum(hosts)
+    ways = []
+    for groups in (number for number in range(2, count // 2 + 1) if count % number == 0):
+        size = count // groups
+        inside = mode.ways([size], [size])
+        ways += [replace(way, devices=count, groups=groups) for way in inside if way.groups == 1 < way.devices == size]
+    return ways
+
+
+def _order(way: Way) -> tuple[bool, int, int, int]:
+    """Ways that keep the model's computation come first, then those of fewer devices."""
+    size = way.devices // way.groups
+    return way.stages < size, way.stages if way.stages < size else 0, way.groups, way.devices
 
 
 def _try(
@@ -136,11 +162,20 @@ def _try(
 ) -> tuple[Alternative, Plan | None]:
     """Plan in one way, on the devices with the largest budgets, of one host for each group where that is possible."""
     way, mode = option.way, find_mode(option.mode)
-    taken = resources.take(sorted(group_devices(resources.devices, resources.budgets, way.stages, way.size)))
+    groups = way.groups * way.stages
+    taken = resources.take(sorted(group_devices(resources.devices, resources.budgets, groups, way.size)))
     # With a fallback a mode refuses what it could split only at a loss: other modes are candidates too.
-    wanted = replace(request, split_mode=option.mode, spread=True, pipeline_stages=way.stages, fallback="layer")
+    wanted = replace(
+        request,
+        split_mode=option.mode,
+        spread=True,
+        pipeline_stages=way.stages,
+        batch_groups=1 if option.mode == BATCH else way.groups,
+        fallback="layer",
+    )
+    inside = way.devices // way.groups
     try:
-        plan = mode.plan(analyses.get(mode.stages(wanted, way.devices), way.devices), taken, wanted)
+        plan = plan_in_groups(mode, analyses.get(mode.stages(wanted, inside), inside), taken, wanted)
     except (ModelError, DoesNotFitError, MisuseError) as error:
         return Alternative(option.name, option.mode, way.devices, refused=_in_short(error)), None
     prediction = predict(plan, taken.machine, request.threads, _measured(plan.analysis, taken, request))

@@ -12,6 +12,7 @@ from splitc.compiler.analysis.divisibility import check_divisible
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.modes.asked import analyze_for
 from splitc.compiler.modes.auto import plan_auto
+from splitc.compiler.modes.replicas import check_groups, plan_in_groups
 from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import BlockTimer, Resources, check_shares, find_budgets
@@ -78,11 +79,13 @@ def _host_warnings(resources: Resources, request: Request) -> list[str]:
 
 def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
     mode = find_mode(request.split_mode)
-    stages = mode.stages(request, len(resources.devices))
-    analysis = analyze_for(model, resources.devices, request, stages)
-    if len(resources.devices) > 1:
+    count = len(resources.devices)
+    groups = mode.groups(request, count)
+    check_groups(request, count, groups)
+    analysis = analyze_for(model, resources.devices, request, mode.stages(request, count // groups))
+    if count > groups:
         check_divisible(analysis)
-    return mode.plan(analysis, resources, request)
+    return plan_in_groups(mode, analysis, resources, request)
 
 
 def _check_request(request: Request, devices: Sequence[Device]) -> None:

@@ -103,7 +103,7 @@ def _make_plan(
     return assemble(analysis, request, LayerSplit(analysis), ranks, stage_cuts(analysis, stages))
 
 
-def _replan(
+def replan_layers(
     analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
 ) -> Plan:
     """The plan of a file. Raises DoesNotFitError, which names the blocks, if a rank needs more than its budget."""
@@ -126,4 +126,4 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     return [Way(number, number) for number in numbers]
 
 
-MODE = Mode(stages=lambda request, devices: devices, ways=_ways, plan=plan_layers, replan=_replan)
+MODE = Mode(stages=lambda request, devices: devices, ways=_ways, plan=plan_layers, replan=replan_layers)

@@ -23,15 +23,16 @@ from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
 
 @dataclass(frozen=True)
 class Way:
-    """One way to use devices: how many of them, in how many stages."""
+    """One way to use devices: how many of them, in how many `groups` that have the whole model, in how many stages."""
 
     devices: int
     stages: int = 1
+    groups: int = 1
 
     @property
     def size(self) -> int:
         """The number of devices in a stage."""
-        return self.devices // self.stages
+        return self.devices // self.groups // self.stages
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,11 @@ class Mode:
     plan: makes a plan. Raises CannotSplitError if the mode can't split the model, MisuseError for a request that it
     can't meet, DoesNotFitError if the devices can't hold the model.
     replan: makes the plan of a file, from the assignments of its blocks. Raises as `plan` does.
+    groups: into how many groups that have the whole model each the devices go, for a request and their number.
     """
 
     stages: Callable[[Request, int], int]
     ways: Callable[[Sequence[int], Sequence[int]], Sequence[Way]]
     plan: Callable[[Analysis, Resources, Request], Plan]
     replan: Callable[[Analysis, Resources, Request, PlanFile, Sequence[Assignment]], Plan]
+    groups: Callable[[Request, int], int] = lambda request, devices: request.batch_groups

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.fusion.kernels import gains_of
-from splitc.compiler.modes.table import find_mode
+from splitc.compiler.modes.replicas import replan_in_groups
+from splitc.compiler.modes.table import BATCH, find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_devices, check_entries, read_plan
 from splitc.compiler.planning.resources import Resources
@@ -57,6 +58,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         pipeline_stages=1 + max((rank.stage for rank in file.ranks), default=0),
         row_min=ROW_MIN if file.row_min is None else file.row_min,
         settings=file.settings,
+        batch_groups=1 if file.split_mode == BATCH else file.batch_groups,
     )
     wanted = ALL if file.finest else 1
     devices = parse_devices([rank.device for rank in file.ranks])
@@ -69,7 +71,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
     chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
     check_devices(file, devices)
     resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
-    return mode.replan(analysis, resources, request, file, chosen)
+    return replan_in_groups(mode, analysis, resources, request, file, chosen)
 
 
 def _check_shapes(analysis: Analysis, file: PlanFile) -> None:

@@ -11,10 +11,13 @@ if TYPE_CHECKING:
     from splitc.compiler.modes.mode import Mode
 
 AUTO = "auto"
+# Each device is a group of its own that has the whole model.
+BATCH = "batch"
 # What each mode does, for the command line's help. Row mode is Megatron's column-parallel.
 MODES = {
     "layer": "consecutive blocks to each device",
     "tensor": "a shard of every block to each device, at the same time",
+    BATCH: "the whole model to each device, which computes its rows of a batch",
     "row": "slices of the large matmul weights to each device, and all else to the main one",
 }
 # The modes that can split any model.

@@ -77,10 +77,11 @@ def relate_axes(operation: Operation) -> None:
     other they may raise an error of any kind.
     """
     node, rule = operation.node, operator_of(operation.node).axes
-    shapes = (
-        *zip(node.inputs, operation.inputs, strict=True),
-        *zip(node.outputs, operation.outputs, strict=True),
-    )
+    # Optional results that nobody reads often have no shape, and matter to nobody.
+    made = [
+        (v, axes) for v, axes in zip(node.outputs, operation.outputs, strict=True) if v.uses() or v.is_graph_output()
+    ]
+    shapes = (*zip(node.inputs, operation.inputs, strict=True), *made)
     if rule is None or draws(node) or any(value is not None and value.name and axes is None for value, axes in shapes):
         operation.opaque()
         return

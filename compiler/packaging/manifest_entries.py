@@ -11,6 +11,7 @@ from splitc.compiler.analysis.stages import borrowed_sizes
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.roles import find_roles
+from splitc.compiler.frontend.walks import reached
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.operators.registry import quantizes
 from splitc.compiler.planning.plan import Plan
@@ -47,7 +48,7 @@ def make_manifest(
         inputs=_inputs(plan, fills),
         outputs=[describe_tensor(value) for value in graph.outputs],
         states=list(analysis.states),
-        batch=find_batch(graph, plan.split.axis_map),
+        batch=dict(plan.replicas.rows) if plan.replicas else find_batch(graph, plan.split.axis_map),
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=list(ranks),
         cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
@@ -63,7 +64,44 @@ def make_manifest(
         optional=[] if built else [describe_tensor(value) for value in graph.optional],
         shared_sizes=_shared_sizes(plan),
         lengths=list(analysis.lengths),
+        replicas=_replicas(plan),
+        row_sources=_row_sources(plan),
     )
+
+
+def _replicas(plan: Plan) -> list[m.Replica]:
+    """The devices of each replica, its share of the rows and what its ranks hold; none if there is one."""
+    if plan.replicas is None:
+        return []
+    groups = [[rank for rank in plan.ranks if rank.replica == number] for number in range(plan.groups)]
+    return [
+        m.Replica(
+            [str(rank.device) for rank in group],
+            share,
+            [rank.memory.activations for rank in group],
+            [rank.memory.cache for rank in group],
+            [rank.memory.total for rank in group],
+        )
+        for group, share in zip(groups, plan.replicas.shares, strict=True)
+    ]
+
+
+def _row_sources(plan: Plan) -> list[str]:
+    """The inputs that replicas divide and that all outputs follow from."""
+    if plan.replicas is None:
+        return []
+    graph = plan.analysis.graph
+    readers: dict[ir.Value, list[ir.Node]] = {}
+    for node, values in graph.reads.items():
+        for value in values:
+            readers.setdefault(value, []).append(node)
+    outputs = set(graph.outputs)
+    sources = []
+    for value in graph.graph.inputs:
+        after = set(reached([value], lambda own: (out for node in readers.get(own, ()) for out in node.outputs)))
+        if value.name in plan.replicas.rows and outputs <= after:
+            sources.append(value.name or "")
+    return sources
 
 
 def _shared_sizes(plan: Plan) -> list[str]:

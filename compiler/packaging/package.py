@@ -82,12 +82,12 @@ def compile_model(
     _check_request(plan, weights, build, fills, warn)
     if verify:
         check_sizes_tried(plan.analysis, fills, say)
-    needed = sum(rank.memory.weights for rank in plan.ranks) if weights == "copy" else 0
+    needed = sum(rank.memory.weights for rank in plan.written.ranks) if weights == "copy" else 0
     with full_disk_explained(target, needed), written_aside(target, force) as folder:
         writer = PackageWriter(folder)
         written = [
-            _write_rank(plan, number, program, writer, weights == "link")
-            for number, program in enumerate(_programs(plan))
+            _write_rank(plan.written, number, program, writer, weights == "link")
+            for number, program in enumerate(_programs(plan.written))
         ]
         _write_weights(written, writer, target, jobs, progress, warn)
         manifest = make_manifest(plan, [rank.entry for rank in written], writer.files, threads, build.options, fills)
@@ -161,7 +161,7 @@ def _runnable(plan: Plan, folder: Path, weights: Sequence[PlacedWeights]) -> Ite
     if not find_kind(plan.engine).is_built:
         yield folder
         return
-    plan = replace(plan, engine=ONNXRUNTIME)
+    plan, one = replace(plan, engine=ONNXRUNTIME), replace(plan.written, engine=ONNXRUNTIME)
     with tempfile.TemporaryDirectory(prefix="trial-", dir=folder) as place:
         writer = PackageWriter(Path(place))
         ranks = []
@@ -170,7 +170,7 @@ def _runnable(plan: Plan, folder: Path, weights: Sequence[PlacedWeights]) -> Ite
             own.mkdir()
             for file in (folder / own.name).glob("*.weights"):
                 writer.link(file, own / file.name)
-            written = _write_rank(plan, number, plan.program(number), writer, known=known, stem=f"trial{number}")
+            written = _write_rank(one, number, one.program(number), writer, known=known, stem=f"trial{number}")
             ranks.append(written)
         write_weight_files(_files(ranks), writer)
         manifest = make_manifest(plan, [rank.entry for rank in ranks], writer.files, None, m.BuildOptions(), {})

@@ -143,7 +143,11 @@ class Planner:
         return known if len(known) == len(shared) else [2 * fullest + EMPTY - held.resident for held in shared]
 
     def _spread(self, asked: ModuleRequest, why: str) -> None:
-        """Put a module over all shared devices. What can't be split stays whole if it may, and the plan says so."""
+        """Put a module over all shared devices. What can't be split stays whole if it may, and the plan says so.
+
+        That is to relieve a device, which copies of the module would not.
+        """
+        asked = replace(asked, request=replace(asked.request, may_copy=False))
         try:
             self.place(replace(asked, request=replace(asked.request, spread=True)), self._shared, why)
             return

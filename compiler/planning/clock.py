@@ -62,7 +62,8 @@ class Clock:
 
     `threads` are those of each CPU device. A node takes its time by the roofline model, times `measured`: the ratio of
     the blocks' measured to their estimated time. If a plan was `profiled` and its ranks hold whole blocks, the measured
-    times of the ranks are used instead. `operators`: engines contain splitc's operators of communication.
+    times of the ranks are used instead. `operators`: engines contain splitc's operators of communication. So many
+    `replicas` work at once, each like these ranks.
     """
 
     analysis: Analysis
@@ -72,12 +73,13 @@ class Clock:
     measured: float = 1.0
     profiled: bool = False
     operators: bool = False
+    replicas: int = 1
 
     def seconds(
         self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int, share: Callable[[ir.Node], float] = whole_node
     ) -> float:
         """The time of a rank for its share of the nodes, while `at_once` ranks are working."""
-        pace = find_pace(rank.device, self.threads, at_once, self.machine, self._is_cached)
+        pace = find_pace(rank.device, self.threads, at_once * self.replicas, self.machine, self._is_cached)
         return self.measured * pace.seconds(self.analysis.costs, nodes, share)
 
     @cached_property
@@ -92,7 +94,7 @@ class Clock:
         """The share of their host's cores that these ranks use, on the fullest host; 0 for GPUs."""
         on_cpu = all(rank.device.kind == "cpu" for rank in self.ranks)
         most = max(Counter(rank.device.host for rank in ranks).values(), default=0)
-        return most * self.threads / cores() if on_cpu else 0.0
+        return most * self.replicas * self.threads / cores() if on_cpu else 0.0
 
     def unlike(self, ranks: Sequence[RankPlan], sizes: Callable[[int], tuple[int, ...]]) -> list[RankPlan]:
         """One rank of each kind: ranks on devices alike take the same time if the `sizes` of their parts are equal."""

@@ -75,8 +75,8 @@ def describe_hosts(ranks: Sequence[RankPlan]) -> str:
     hosts = count_hosts(ranks)
     if hosts == 1:
         return "1 host"
-    places = {(rank.group, rank.device.host) for rank in ranks}
-    groups = len({rank.group for rank in ranks})
+    places = {(rank.replica, rank.group, rank.device.host) for rank in ranks}
+    groups = len({(rank.replica, rank.group) for rank in ranks})
     if groups == len(ranks):
         return f"{hosts} hosts"
     return f"{hosts} hosts, groups {'inside' if len(places) == groups else 'across'}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from splitc.compiler.analysis.facts import Analysis
@@ -34,11 +34,26 @@ class Alternative:
 
 
 @dataclass(frozen=True)
+class Replicas:
+    """Several copies of the model, each on a group of devices, which divide the rows of a request by their `shares`.
+
+    `first` is the plan of the first one; the others hold and run the same. `rows` has the number of the row axis of
+    each input and output that has one, by name.
+    """
+
+    first: Plan
+    shares: tuple[float, ...]
+    rows: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Plan:
     """The decisions for one model: its ranks in pipeline order, the cuts between them, and warnings.
 
     `split` says how the ranks share the model. `weights` say how each weight is split, in row and tensor mode. In auto
     mode `alternatives` are what was compared, and `choice` says which one was chosen and why.
+
+    With `replicas`, the ranks are those of several copies of the model, one after the other.
     """
 
     analysis: Analysis
@@ -53,11 +68,22 @@ class Plan:
     warnings: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     choice: str | None = None
+    replicas: Replicas | None = None
+
+    @property
+    def written(self) -> Plan:
+        """The plan that the package's files are written by: of one replica, where there are several."""
+        return self if self.replicas is None else self.replicas.first
+
+    @property
+    def groups(self) -> int:
+        """How many groups of ranks have the whole model."""
+        return 1 if self.replicas is None else len(self.replicas.shares)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stage of each group of ranks, in pipeline order."""
-        return tuple(rank.stage for rank in self.ranks if rank.part == 0)
+        return tuple(rank.stage for rank in self.written.ranks if rank.part == 0)
 
     def program(self, number: int) -> RankProgram:
         """The graphs and steps of a rank."""

@@ -30,7 +30,8 @@ class RankEntry(Struct, frozen=True):
     """A rank. Its device, budget and share may be edited; the rest is informative.
 
     In tensor mode consecutive ranks share a `stage`, in proportion to `share`. In layer mode each rank has its own
-    stage. In row mode there is one stage, and rank 0 is the main one.
+    stage. In row mode there is one stage, and rank 0 is the main one. Ranks of several groups, each with the whole
+    model, come one group after the other: a group's share of the rows is the sum of its ranks' shares.
     """
 
     device: str
@@ -79,7 +80,8 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     row mode slices. `fused` says that attention became one operator where it could. `settings` are inputs that are
     bound to constants. `hosts` is the number of hosts that the ranks' devices name, `host0/cuda0` and so on, or 1 if
     they name none. `islands` are, in tensor mode, what nodes make whose shards are joined where they come out: remove
-    one, and its weights are whole.
+    one, and its weights are whole. `batch_groups` is the number of groups of ranks that have the whole model each, and
+    divide the rows of a batch.
     """
 
     schema: int
@@ -99,6 +101,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     row_min: int | None = None
     fused: bool = False
     islands: list[str] = []
+    batch_groups: int = 1
     cuts: list[Cut] = []
     warnings: list[str] = []
     weights: dict[str, WeightEntry] = {}
@@ -160,6 +163,7 @@ def to_file(plan: Plan) -> PlanFile:
             for way in plan.alternatives
         ],
         choice=plan.choice,
+        batch_groups=plan.groups,
         **plan.split.file_fields(),
     )
 

@@ -31,7 +31,8 @@ class RankPlan:
 
     The ranks of a `group` share a stage. `part` is a rank's number in its group, and `share` its share of the stage. In
     row mode rank 0 has the whole model, and the others the products that they have a slice of. `seconds` is the time
-    per run, measured with --profile and otherwise estimated.
+    per run, measured with --profile and otherwise estimated. `replica` is the number of its copy of the model, where
+    there are several.
     """
 
     device: Device
@@ -43,6 +44,7 @@ class RankPlan:
     memory: StageMemory
     seconds: float
     rematerialized: Rematerialized = Rematerialized()
+    replica: int = 0
 
     @property
     def missing(self) -> int:

@@ -81,6 +81,14 @@ class Request:
         why="; layer mode makes a stage for each device",
         planned=lambda file: 1 + max((rank.stage for rank in file.ranks), default=0),
     )
+    batch_groups: int = request_field(
+        1,
+        "--batch-groups",
+        minimum=1,
+        kind=int,
+        help="Groups of devices that have the whole model each, split in the mode, and compute their rows of a batch.",
+        planned=lambda file: 1 if file.split_mode == "batch" else file.batch_groups,
+    )
     main_device: str | None = request_field(
         None,
         "--main-device",
@@ -112,7 +120,7 @@ class Request:
         kind=str | None,
         read=_read_shares,
         help="Each device's share of the weights, as in 3,1. Default: whatever is best for the objective; in row and "
-        "tensor mode, in proportion to the budgets.",
+        "tensor mode, in proportion to the budgets. In batch mode: of the rows; default: by the devices' speed.",
         planned=lambda file: None if file.split_mode == "layer" else [rank.share for rank in file.ranks],
     )
     memory: Sequence[str] = request_field(
@@ -219,7 +227,9 @@ class Request:
         None, "--threads", minimum=1, kind=int | None, help="Threads of each CPU device. Default: the cores divided."
     )
 
-    stated: Mapping[str, Sequence[int | None]] = field(default_factory=dict)  # no option: see AskedShapes
+    # No options: see AskedShapes, and whether auto mode may give several devices the whole model.
+    stated: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
+    may_copy: bool = True
 
     @property
     def asked_shapes(self) -> AskedShapes:

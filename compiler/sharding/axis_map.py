@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -69,12 +69,14 @@ def find_axes(
     bound: BoundShapes,
     opaque: Mapping[ir.Node, str] = MappingProxyType({}),
     islands: Collection[Island] = NO_ISLANDS,
+    rules: Mapping[ir.Node, Callable[[Operation], None]] = MappingProxyType({}),
 ) -> AxisMap:
     """Relate all axes of the model, node by node. `bound` should have distinct sizes for unrelated axes.
 
-    The axes of `opaque` nodes are whole, each for its reason. `islands` are nodes with axes of their own.
+    The axes of `opaque` nodes are whole, each for its reason. `islands` are nodes with axes of their own. `rules` stand
+    in for those of some nodes' operators.
     """
-    relater = _Relater(graph, bound, {value: _computed(value, bound) for value in graph.graph.inputs})
+    relater = _Relater(graph, bound, {value: _computed(value, bound) for value in graph.graph.inputs}, rules)
     island_of = {island.node: island for island in islands}
     operations = {node: relater.relate(node, opaque.get(node), island_of.get(node)) for node in graph.nodes}
     return _settled(AxisMap(operations, relater.shared, bound, islands))
@@ -108,12 +110,13 @@ def find_axes_separately(
 class _Relater:
     """Relates axes node by node. `shared` are the axes of values that all their readers have in common.
 
-    It starts with those of the graph's inputs. Any other value has new axes at each use.
+    It starts with those of the graph's inputs. Any other value has new axes at each use. For `rules` see find_axes.
     """
 
     graph: Graph
     bound: BoundShapes
     shared: dict[ir.Value, Axes] = field(default_factory=dict)
+    rules: Mapping[ir.Node, Callable[[Operation], None]] = field(default_factory=dict)
 
     def relate(
         self, node: ir.Node, opaque: str | None = None, island: Island | None = None, shares: bool = True
@@ -131,7 +134,10 @@ class _Relater:
         constants = [_constant(value, self.bound) for value in node.inputs]
         weights = [n for n, value in enumerate(node.inputs) if value is not None and self.graph.is_constant(value)]
         operation = Operation(node, inputs, outputs, constants, weights)
-        if opaque is None:
+        if opaque is None and node in self.rules:
+            self.rules[node](operation)
+            operation.finish()
+        elif opaque is None:
             relate_node(operation)
         else:
             operation.opaque(opaque)

@@ -1,10 +1,28 @@
-"""The batch axis: it passes through the whole model, and no node mixes its rows."""
+"""The batch axis: it passes through the whole model, and no node mixes its rows. If there is none, where rows meet."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Factor
+from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.sharding.axis_map import AxisMap
+
+Places = dict[Factor, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The factor of the rows, and the number of its axis in each output, and in each input that has it, by name."""
+
+    atom: Factor
+    axes: Mapping[str, int]
 
 
 def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
@@ -13,17 +31,98 @@ def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
     The batch is a single factor, alone on its axis, of dynamic size. All outputs have it and no weight does. No node
     needs it whole, sums over it or picks from it.
     """
-    summed = {atom for operation in axis_map.operations.values() for atom in ax.atoms(operation.contracted)}
-    weighted = {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
-    places: dict[ax.Factor, dict[str, int]] = {}
+    rows = find_rows(graph, axis_map)
+    return None if rows is None else dict(rows.axes)
+
+
+def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
+    """The rows of the batch; None if there is no batch."""
+    mixed = _mixed(axis_map)
+    outputs = {value.name for value in graph.outputs}
+    for atom, number_of in _places(graph, axis_map).items():
+        if outputs <= number_of.keys() and atom.pinned is None and atom not in mixed:
+            return Rows(atom, number_of)
+    return None
+
+
+def _places(graph: Graph, axis_map: AxisMap) -> Places:
+    """For each factor of dynamic size where inputs and outputs have it alone on an axis."""
+    places: Places = {}
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         for number, axis in enumerate(axis_map.axes.get(value) or ()):
             leaves = ax.leaves(axis)
             fixed = value.shape is None or isinstance(value.shape[number], int)
             if len(leaves) == 1 and leaves[0].is_atom and not fixed:
                 places.setdefault(leaves[0], {}).setdefault(value.name or "", number)
-    outputs = {value.name for value in graph.outputs}
-    for atom, number_of in places.items():
-        if outputs <= number_of.keys() and atom.pinned is None and atom not in summed and atom not in weighted:
-            return number_of
+    return places
+
+
+def _mixed(axis_map: AxisMap) -> set[Factor]:
+    """The factors that some node sums over or takes a range of, and those of weights."""
+    mixed = {atom for operation in axis_map.operations.values() for atom in _reduced(operation)}
+    return mixed | {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
+
+
+def _reduced(operation: Operation) -> Iterator[Factor]:
+    """The factors of whose elements a node makes one number: it sums them, or takes the least and the greatest."""
+    yield from ax.atoms(operation.contracted)
+    if operation.needs_range:
+        for axis in operation.inputs[0] or ():
+            yield from ax.atoms(axis)
+
+
+def explain_no_rows(graph: Graph, axis_map: AxisMap) -> str:
+    """Why no axis is the batch: where the rows meet of the axis that comes closest to being one.
+
+    That is the axis that most outputs have, then most inputs; of several the first.
+    """
+    outputs = [value.name or "" for value in graph.outputs]
+    places = _places(graph, axis_map)
+    starts = {
+        atom for value in graph.graph.inputs for axis in axis_map.axes.get(value) or () for atom in ax.leaves(axis)
+    }
+    possible = [atom for atom in places if atom in starts]
+    if not possible:
+        return "no input has an axis of dynamic size"
+    best = max(possible, key=lambda atom: (sum(name in places[atom] for name in outputs), len(places[atom])))
+    named = next(f"axis {number} of '{name}'" for name, number in places[best].items())
+    if (met := _where_met(axis_map, best)) is not None:
+        return f"the rows along {named} meet in {met}"
+    lacking = next(name for name in outputs if name not in places[best])
+    return f"the output '{lacking}' does not have the rows along {named} as an axis"
+
+
+def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
+    """The first node that mixes what differs along a factor, and how; None if none does."""
+    pinned = atom.pinned
+    if pinned is not None and pinned.node is not None:
+        return f"{_named(pinned.node)}: {pinned.reason or 'it needs all of them at once'}"
+    for node, operation in axis_map.operations.items():
+        if not any(_has(axes, atom) for axes in operation.inputs):
+            continue
+        if atom in _reduced(operation):
+            how = "it takes the range of all of them" if operation.needs_range else "it sums over them"
+            return f"{_named(node)}: {how}"
+        for value, axes in zip(node.inputs, operation.inputs, strict=True):
+            if value is not None and value.is_initializer() and _has(axes, atom):
+                return f"{_named(node)}: its weight '{value.name}' has an entry for each of them"
+        if pinned is not None and _loses(operation, atom):
+            return f"{_named(node)}: {pinned.reason}"
     return None
+
+
+def _named(node: ir.Node) -> str:
+    return f"{describe_node(node)} ({node.op_type})" if node.name else describe_node(node)
+
+
+def _has(axes: Axes, atom: Factor) -> bool:
+    return any(atom in ax.atoms(axis) for axis in axes or ())
+
+
+def _loses(operation: Operation, atom: Factor) -> bool:
+    """Whether a node reads a factor as part of another axis, or gives it no more."""
+    reads = any(_has(axes, atom) for axes in operation.inputs)
+    gives = any(
+        len(ax.leaves(axis)) == 1 and atom in ax.leaves(axis) for axes in operation.outputs for axis in axes or ()
+    )
+    return reads and not gives

@@ -20,7 +20,8 @@ def print_pipeline(plan: PipelinePlan) -> None:
     for module in plan.modules:
         for number, rank in enumerate(module.plan.ranks):
             memory = rank.memory
-            title = "" if number else module_title(module.name, module.plan.split_mode, len(module.plan.ranks))
+            one = module.plan
+            title = "" if number else module_title(module.name, one.split_mode, len(one.ranks), one.groups)
             sizes = (memory.weights, memory.activations, memory.cache)
             blocks = block_range([fitted(block.name, out.width // 5) for block in rank.stage.blocks])
             _add(rows, [title, str(rank.device), blocks], sizes, memory.total, plan.budgets.get(str(rank.device)))

@@ -20,7 +20,8 @@ BUDGET = "the budget"
 def plan_page(plan: Plan) -> Page:
     """The page of one model's plan."""
     source, count = plan.analysis.graph.source.name, len(plan.ranks)
-    devices = "one device" if count == 1 else f"{count} devices, split by {plan.split_mode}"
+    mode = mode_in_words(plan.split_mode, count, plan.groups)
+    devices = "one device" if count == 1 else f"{count} devices, split by {mode}"
     return Page(f"Plan of {source}", f"{devices}, {plan.engine} engines", [plan_chapter("", plan)], plan.warnings)
 
 
@@ -43,7 +44,7 @@ def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
     whole = [(weight.name, weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]
     labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
     sections: list[Section | None] = [
-        strip_section(ranks, cuts, plan.split.is_radial),
+        strip_section(ranks, cuts, plan.split.is_radial, plan.groups),
         memory_section(labels, ranks, BUDGET),
         whole_section(whole, words.whole),
         fused_section(plan.analysis.fates),
@@ -54,7 +55,7 @@ def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     """What is said of a plan in a few words."""
-    mode = mode_in_words(plan.split_mode, len(plan.ranks))
+    mode = mode_in_words(plan.split_mode, len(plan.ranks), plan.groups)
     facts = [("split mode", mode), ("engines", plan.engine), ("planned for", plan.objective)]
     facts.append(("times", "measured" if plan.profiled else "estimated"))
     held = sum(weight.bytes for weight in plan.weights)

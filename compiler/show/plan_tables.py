@@ -42,6 +42,9 @@ def print_plan(plan: Plan) -> None:
     same = len(set(budgets.values())) == 1
     common = next(iter(budgets.values())) + " each" * (len(plan.ranks) > 1)
     listed = common if same else ", ".join(f"{device} {budget}" for device, budget in budgets.items())
+    if plan.replicas is not None:
+        shares = ", ".join(f"{share:.3g}" for share in plan.replicas.shares)
+        out.print(f"{plan.groups} groups, each with the whole model; shares of the rows: {shares}")
     out.print(f"budget: {listed}; time: {'as measured' if plan.profiled else 'estimated'}")
     if any(rank.device.kind == "cuda" for rank in plan.ranks):
         out.print(f"engines: {describe_engine(plan.engine)}")
@@ -50,7 +53,7 @@ def print_plan(plan: Plan) -> None:
     print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts], plan.split.is_radial)
     if plan.weights:
         _print_split(plan)
-    again = [rank.rematerialized for rank in plan.ranks[1:] if rank.rematerialized.nodes]
+    again = [rank.rematerialized for rank in plan.written.ranks[1:] if rank.rematerialized.nodes]
     if again:
         nodes = sum(work.nodes for work in again)
         unsent, weights = (format_bytes(sum(getattr(work, n) for work in again)) for n in ("unsent", "weights"))

@@ -94,7 +94,7 @@ class Comparison:
                 model,
                 session.manifest,
                 session.devices,
-                session.threads * len(session.manifest.ranks),
+                session.threads * len(session.devices),
                 asked=self.reference,
                 settings=bound_inputs(session.manifest, parse_settings(self.settings)),
                 trusts_data=self.trusts_data,

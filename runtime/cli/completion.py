@@ -114,7 +114,7 @@ def _manifest(given: Mapping[str, Any]) -> Manifest:
 
 def _ranks(given: Mapping[str, Any], incomplete: str) -> Iterable[str]:
     """The numbers of a package's ranks."""
-    return map(str, range(len(_manifest(given).ranks)))
+    return map(str, range(len(_manifest(given).devices)))
 
 
 def _fills(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:

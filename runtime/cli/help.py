@@ -19,7 +19,8 @@ TOPICS: dict[str, Sequence[str]] = {
         "--no-memory",
     ),
     "Split": (
-        *("--split-mode", "--objective", "--spread", "--tensor-split", "--pipeline-stages", "--main-device"),
+        *("--split-mode", "--objective", "--spread", "--tensor-split", "--batch-groups", "--pipeline-stages"),
+        "--main-device",
         *("--row-min", "--fallback", "--swap", "--profile", "--explain", "--plan"),
     ),
     "Model and inputs": (

@@ -18,6 +18,7 @@ from splitc.runtime.package.files import files_of
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import FILE_NAME, read_manifest
 from splitc.runtime.package.pipeline_file import PipelineFile, find_module, read_pipeline
+from splitc.runtime.package.unfolded import count_groups, unfolded
 from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.tools.routes import find_routes
 from splitc.runtime.units import format_bytes
@@ -44,7 +45,7 @@ def inspect(
         return
     name = package.name
     package = find_module(package, module)
-    manifest = read_manifest(package)
+    manifest = unfolded(read_manifest(package))
     if rank is not None:
         needed = describe_rank(package, manifest, rank)
         if as_json:
@@ -70,7 +71,7 @@ def _write_report(
 
 
 def _inspect_modules(package: Path, pipeline: PipelineFile, report: Path | None, as_json: bool) -> None:
-    manifests = {module.name: read_manifest(find_module(package, module.name)) for module in pipeline.modules}
+    manifests = {module.name: unfolded(read_manifest(find_module(package, module.name))) for module in pipeline.modules}
     if report:
         _write_report(report, package.name, manifests, [file.path for file in pipeline.files], pipeline.swap)
     if as_json:
@@ -112,6 +113,7 @@ def describe(manifest: Manifest) -> dict[str, object]:
     """What `inspect --json` prints about the package itself."""
     return {
         "split_mode": manifest.split_mode,
+        "batch_groups": count_groups(manifest, len(manifest.ranks)),
         "engine": manifest.engine,
         "build": manifest.build,
         "source": manifest.source,

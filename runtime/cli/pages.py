@@ -17,7 +17,10 @@ OPTION_PAGES = {
     **dict.fromkeys(("--hosts", "--interconnect"), "planning#hosts"),
     **dict.fromkeys(("--objective", "--tensor-split", "--spread"), "planning#objectives-and-shares"),
     **dict.fromkeys(("--profile", "--threads"), "planning#objectives-and-shares"),
-    **dict.fromkeys(("--split-mode", "--pipeline-stages", "--main-device", "--row-min", "--fallback"), "split-modes"),
+    **dict.fromkeys(
+        ("--split-mode", "--batch-groups", "--pipeline-stages", "--main-device", "--row-min", "--fallback"),
+        "split-modes",
+    ),
     "--explain": "split-modes#tensor-mode",
     "--no-fuse": "gpus#fused-attention-and-norms",
     "--plan": "planning#editing-the-plan",

@@ -15,10 +15,12 @@ from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, HOST_CODE, MOD
 from splitc.runtime.cli.terminal import print_warning
 from splitc.runtime.errors import EngineError
 from splitc.runtime.feeds.fills import make_inputs, parse_fills
+from splitc.runtime.feeds.rows import count_rows, cut_rows, share_rows
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
-from splitc.runtime.session.session import Session
+from splitc.runtime.package.unfolded import unfolded
+from splitc.runtime.session.session import Session, choose_shares
 from splitc.runtime.tools.rank_memory import measure_memory
 
 Load = partial[Session]
@@ -65,13 +67,26 @@ def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]
     """The memory of each rank: on GPUs as it is now, after runs; for CPU devices in a separate process for each."""
     for note in session.notes:
         print_warning(note)
-    measured = session.device_memory() or measure_memory(session.package, session.threads, feeds)
+    measured = session.device_memory() or _measure_groups(session, feeds)
     names = [str(device) for device in session.devices]
     return [msgspec.structs.replace(memory, device=name) for memory, name in zip(measured, names, strict=True)]
 
 
+def _measure_groups(session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
+    """The memory of CPU devices' ranks, those of several groups with the rows that each group has of the feeds."""
+    manifest, count = session.manifest, len(session.devices) // len(session.manifest.ranks)
+    axes = manifest.batch or {}
+    rows = count_rows(feeds, axes, manifest.row_sources) if count > 1 else None
+    if rows is None or rows < 2:
+        return measure_memory(session.package, session.threads, feeds) * count
+    counts = share_rows(rows, choose_shares(manifest, count))
+    measured = {
+        own: measure_memory(session.package, session.threads, cut_rows(feeds, axes, rows, 0, max(1, own)))
+        for own in dict.fromkeys(counts)
+    }
+    return [memory for own in counts for memory in measured[own]]
+
+
 def as_run(manifest: Manifest, devices: Sequence[Device]) -> Manifest:
     """A manifest with the devices on which its ranks run, which may be others than the package was planned for."""
-    ranks = zip(manifest.ranks, devices, strict=True)
-    replaced = [msgspec.structs.replace(rank, device=str(device)) for rank, device in ranks]
-    return msgspec.structs.replace(manifest, ranks=replaced)
+    return unfolded(manifest, list(map(str, devices)))

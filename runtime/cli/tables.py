@@ -8,8 +8,9 @@ from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.terminal import fitted, out, table
 from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.package.manifest import Build, Built, FixedInput, Manifest, Tensor, why_not_replayed
-from splitc.runtime.package.mode_words import words_of
+from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.package.pipeline_file import PipelineFile
+from splitc.runtime.package.unfolded import count_groups
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from splitc.runtime.units import block_range, format_bytes, format_shape
 
@@ -17,7 +18,7 @@ from splitc.runtime.units import block_range, format_bytes, format_shape
 def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> None:
     """Print a package's content, and how its values are copied between GPUs of this machine."""
     out.print(
-        f"{manifest.source.name}: {manifest.split_mode} mode, {len(manifest.ranks)} ranks, "
+        f"{manifest.source.name}: {manifest.split_mode} mode, {ranks_in_words(manifest)}, "
         f"{len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
     )
     words = words_of(manifest.split_mode)
@@ -73,7 +74,8 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
     for name, manifest in manifests.items():
         for number, rank in enumerate(manifest.ranks):
             sizes = [rank.weights_bytes, rank.activation_bytes, rank.cache_bytes]
-            title = module_title(name, manifest.split_mode, len(manifest.ranks))
+            ranks = len(manifest.ranks)
+            title = module_title(name, manifest.split_mode, ranks, count_groups(manifest, ranks))
             rows.add_row("" if number else title, rank.device, *map(format_bytes, sizes))
     for number, (device, held) in enumerate(sum_modules(manifests, pipeline.swap).items()):
         sizes = [held.weights, held.activations, held.cache]
@@ -86,9 +88,15 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
     out.print("details of one: --module NAME")
 
 
-def module_title(name: str, split_mode: str, ranks: int) -> str:
+def ranks_in_words(manifest: Manifest) -> str:
+    """How many ranks there are, and in how many groups that have the whole model each."""
+    groups = count_groups(manifest, len(manifest.ranks))
+    return f"{len(manifest.ranks)} ranks" + (f" in {groups} groups, each with the whole model" if groups > 1 else "")
+
+
+def module_title(name: str, split_mode: str, ranks: int, groups: int = 1) -> str:
     """A module for tables, with its mode if it is split."""
-    return f"{name}, {split_mode}" if ranks > 1 else name
+    return f"{name}, {mode_in_words(split_mode, ranks, groups)}" if ranks > 1 else name
 
 
 def _describe_role(tensor: Tensor | FixedInput) -> str:

@@ -15,7 +15,7 @@ RECENT = 64
 
 
 class Clocks:
-    """The clocks of the machines that ranks run on: `machines` has the number of each rank's, the caller's first.
+    """The clocks of the machines that ranks run on: `machines` has the number of each rank's; the caller's is 0.
 
     An answer arrives after its end. Of a machine's recent answers, the one with the shortest way gives the clocks'
     offset: converted times are too late by the time that it took.
@@ -28,7 +28,7 @@ class Clocks:
     def by_ours(self, rank: int, answer: Answer, arrived: float) -> Answer:
         """A rank's answer, which arrived at this time of our clock, with its times by our clock."""
         machine = self._machines[rank]
-        if machine == self._machines[0]:
+        if machine == 0:
             return answer
         apart = self._apart[machine]
         apart.append(arrived - answer.end)

@@ -25,7 +25,7 @@ class Meetings:
 
     def _make(self, group: tuple[int, ...]) -> Meeting:
         everyone = self._world.communicator.Get_group()
-        communicator = self._world.communicator.Create_group(everyone.Incl(group))
+        communicator = self._world.communicator.Create_group(everyone.Incl([self._world.first + n for n in group]))
         one_machine = len({self._world.machines[rank] for rank in group}) == 1
         memory = _share_memory(communicator, shared_bytes(len(group))) if one_machine else None
         if memory is not None:

@@ -14,7 +14,9 @@ from splitc.runtime.mpi.world import World
 class Join:
     """Asks all ranks to load their engines of a package, for the session of this number in process 0.
 
-    `seal` is the hash of the package's manifest. For `devices`, `threads` and `cuda_graphs` see Deployment.
+    Of several replicas each has a number. `first` is the process of the first of its `size` ranks, and its messages go
+    in a `lane` of their own. `seal` is the hash of the package's manifest, `devices` are those of all replicas. For
+    `threads` and `cuda_graphs` see Deployment.
     """
 
     number: int
@@ -25,6 +27,9 @@ class Join:
     verify: str
     cuda_graphs: bool
     spin: float
+    first: int
+    size: int
+    lane: int
 
 
 @dataclass(frozen=True)

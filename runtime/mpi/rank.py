@@ -45,8 +45,9 @@ def serve(world: World) -> NoReturn:
             if isinstance(message, Call):
                 message.function(world)
             elif isinstance(message, Join):  # others are of a session that this rank has left
-                run_rank(world, message, MpiControl(world.control, message.spin))
-                control.send(Left())
+                own = MpiControl(world.control.in_lane(message.lane), message.spin)
+                run_rank(world, message, own)
+                own.send(Left())
         control.send(Left())
         world.end()
     except BaseException:  # the others would wait for this rank for ever
@@ -57,10 +58,11 @@ def serve(world: World) -> NoReturn:
     sys.exit(0)
 
 
-def run_rank(world: World, join: Join, control: MpiControl) -> None:
+def run_rank(everyone: World, join: Join, control: MpiControl) -> None:
     """Load this process's rank, and run it until the session is closed, or can't be opened."""
-    mail = MpiMail(world.mail, join.number)
-    prepared = attempt(lambda: _prepare(world, join))
+    prepared = attempt(lambda: _prepare(everyone, join))
+    world = everyone.part(join.first, join.size)
+    mail = MpiMail(world.mail, join.number, join.first)
     # No rank may block in MPI or NCCL before all know that all can go on.
     failure = _agree(mail, world, prepared)
     if isinstance(prepared, Failure) or failure is not None:
@@ -91,13 +93,14 @@ class _Prepared:
 def _prepare(world: World, join: Join) -> _Prepared:
     """See whether this host has what the rank needs. Raises PackageError, which names the host, if not."""
     rank, host, package = world.rank, world.hosts[world.rank], join.package
+    own = rank - join.first  # in its replica, whose files are all replicas'
     try:
-        _check_files(package, None, rank)
+        _check_files(package, None, own)
         manifest = read_manifest(package)
         if read_seal(package) != join.seal:
             raise PackageError(f"{package} is another package than process 0 has opened: copy that one here")
-        _check_files(package, manifest, rank)
-        verify_files(package, files_of(manifest, rank), join.verify)
+        _check_files(package, manifest, own)
+        verify_files(package, files_of(manifest, own), join.verify)
         device = own_device(world, join.devices)
         seen = device if device.ordinal is None else replace(device, index=device.ordinal)
         check_built_here(package, manifest, [seen])
@@ -109,7 +112,7 @@ def _prepare(world: World, join: Join) -> _Prepared:
     except SplitcError as error:
         raise PackageError(f"rank {rank} on {host}: {error}") from error
     library = f"{manifest.engine} {find_kind(manifest.engine).version}"
-    needed = manifest.ranks[rank].total_bytes
+    needed = manifest.ranks[own].total_bytes
     return _Prepared(manifest, backend, Finding(host, world.machines[rank], library, gpu, needed))
 
 

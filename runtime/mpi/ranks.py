@@ -12,6 +12,7 @@ from splitc.runtime.ipc.channel import portable
 from splitc.runtime.mpi.host_checks import why_not_placed
 from splitc.runtime.mpi.life import SILENCE
 from splitc.runtime.mpi.messages import AllLoaded, Join, Left, Stop
+from splitc.runtime.mpi.messenger import LANES
 from splitc.runtime.mpi.rank import run_rank
 from splitc.runtime.mpi.wire import MpiWire, OwnControl
 from splitc.runtime.mpi.world import World
@@ -43,7 +44,7 @@ class MpiRanks(RemoteRanks):
         broken: Callable[[BaseException], None],
     ) -> None:
         super().__init__(deployment, broken)
-        devices = deployment.devices
+        devices = deployment.all_devices or deployment.devices
         if world.size != len(devices):
             raise MisuseError(
                 f"the package has {len(devices)} ranks, and MPI started {world.size} processes: use mpirun -n "
@@ -52,10 +53,15 @@ class MpiRanks(RemoteRanks):
         _check_hosts(world, devices)
         if world.broken.is_set():
             raise EngineError("an earlier session of this program broke, so its ranks can't be used again: start anew")
-        self._world = world
+        self._everyone = world
+        self._world = world.part(deployment.first, len(deployment.devices))
+        number = next(_NUMBERS)
+        # Replicas are heard each by a thread of its own. Lane 0 has also what is said between sessions.
+        lane = number % (LANES - 1) + 1 if deployment.first else 0
+        self._control = world.control.in_lane(lane) if lane else world.control
         spin = SPIN if has_spare_cores(devices) else 0.0
         self._join = Join(
-            number=next(_NUMBERS),
+            number=number,
             package=deployment.package,
             seal=read_seal(deployment.package),
             devices=tuple(devices),
@@ -63,16 +69,21 @@ class MpiRanks(RemoteRanks):
             verify=verify,
             cuda_graphs=deployment.cuda_graphs,
             spin=spin,
+            first=deployment.first,
+            size=len(deployment.devices),
+            lane=lane,
         )
 
     def start(self) -> None:
         """See RemoteRanks. If it fails, the program's end will end the ranks."""
-        world, own = self._world, OwnControl()
+        world, own = self._world, None if self._first else OwnControl()
         try:
-            for rank in range(1, world.size):
-                world.control.send(rank, (self._join, None))
-            threading.Thread(target=self._run_own, args=(own,), name="splitc rank 0", daemon=True).start()
-            self._wire = MpiWire(world.control, world.machines, own, LATE * MOST if self._join.spin else 0.0)
+            for process in range(max(1, self._first), self._first + world.size):
+                world.control.send(process, (self._join, None))
+            if own is not None:
+                threading.Thread(target=self._run_own, args=(own,), name="splitc rank 0", daemon=True).start()
+            spin = LATE * MOST if self._join.spin else 0.0
+            self._wire = MpiWire(self._control, world.machines, own, spin, self._first)
             # It does not busy-wait, which would keep Python's lock from rank 0's thread.
             self._reader = Reader(self._wire, self._receive, self._is_waiting, spins=False)
         except BaseException:  # there may be too many threads
@@ -86,17 +97,18 @@ class MpiRanks(RemoteRanks):
 
     def _run_own(self, own: OwnControl) -> None:
         try:
-            run_rank(self._world, self._join, own)
+            run_rank(self._everyone, self._join, own)
         except BaseException as error:  # a thread has no caller, and the session waits for this rank
             own.send(Broken(portable(error), None))
         finally:
             own.send(Left())
 
     def _silent(self, rank: int) -> tuple[float, float]:
-        return (self._world.life.silent(rank) if rank else 0.0), SILENCE
+        process = self._first + rank
+        return (self._world.life.silent(process) if process else 0.0), SILENCE
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self._devices[rank]} on {self._world.hosts[rank]})"
+        return f"rank {self._first + rank} ({self._devices[rank]} on {self._world.hosts[rank]})"
 
     def _lost(self, rank: int) -> None:
         loaded = self._loaded[rank]

@@ -32,14 +32,17 @@ LOOK = 1e-3
 
 
 class MpiWire:
-    """The session's end, in process 0, which is also rank 0's: `own` is that one's control.
+    """The session's end, in process 0. If that is rank 0 of these too, `own` is its control.
 
-    `machines` has the number of each rank's machine. When rank 0 has answered, others' answers are busy-waited for, for
-    `spin` seconds.
+    `machines` has the number of each rank's machine, and the first rank is process `first`. When rank 0 has answered,
+    others' answers are busy-waited for, for `spin` seconds.
     """
 
-    def __init__(self, messenger: Messenger, machines: Sequence[int], own: OwnControl, spin: float) -> None:
+    def __init__(
+        self, messenger: Messenger, machines: Sequence[int], own: OwnControl | None, spin: float, first: int = 0
+    ) -> None:
         self._messenger = messenger
+        self._first = first
         self._alive = list(range(len(machines)))
         self._clocks = Clocks(machines)
         self._own = own
@@ -49,30 +52,32 @@ class MpiWire:
         self._outputs: dict[int, Mapping[str, Array]] = {}
 
     def order(self, order: Order, feeds: Arrays, initial: Arrays) -> None:
-        self._own_due += 1
         arrays = dict(feeds), dict(initial)
         for rank in self._others:
             try:
-                self._messenger.send(rank, (order, arrays))
+                self._messenger.send(self._first + rank, (order, arrays))
             except Exception as error:  # others have it
                 raise HandOverError(f"rank {rank} could not be given a request: {error!r}") from error
-        self._own.inbox.put((order, arrays))
+        if self._own is not None:
+            self._own_due += 1
+            self._own.inbox.put((order, arrays))
 
     def send(self, message: Message | AllLoaded | Stop) -> None:
         for rank in self._others:
             with contextlib.suppress(Exception):  # the others are told: a session that breaks could not end otherwise
-                self._messenger.send(rank, (message, None))
-        self._own.inbox.put((message, None))
+                self._messenger.send(self._first + rank, (message, None))
+        if self._own is not None:
+            self._own.inbox.put((message, None))
 
     @property
     def _others(self) -> list[int]:
-        return [rank for rank in self._alive if rank]
+        return [rank for rank in self._alive if rank or self._own is None]
 
     def outputs(self, rank: int, shared: SharedArrays | None) -> dict[str, Array]:
         return dict(self._outputs.pop(rank, {}))
 
     def is_ready(self) -> bool:
-        return not self._own.outbox.empty() or self._messenger.is_ready()
+        return (self._own is not None and not self._own.outbox.empty()) or self._messenger.is_ready()
 
     def take(self, seconds: float) -> list[tuple[int, Any]]:
         begin, waited = time.perf_counter(), 0.0
@@ -80,7 +85,8 @@ class MpiWire:
             if (parcel := self._take_own()) is not None:
                 return [self._opened(0, parcel)]
             if (arrived := self._messenger.receive(seconds=0.0)) is not None:
-                return [self._opened(*arrived)]
+                process, message = arrived
+                return [self._opened(process - self._first, message)]
             if not self._own_due and waited >= self._spin:
                 sleep_after(waited)
             waited = time.perf_counter() - begin
@@ -88,6 +94,8 @@ class MpiWire:
 
     def _take_own(self) -> Parcel | None:
         """What rank 0 has sent. While its thread works, the wait releases Python's lock, which that needs."""
+        if self._own is None:
+            return None
         try:
             return self._own.outbox.get(timeout=LOOK) if self._own_due else self._own.outbox.get_nowait()
         except Empty:
@@ -99,7 +107,7 @@ class MpiWire:
             self._alive.remove(rank)
             return rank, LOST
         if isinstance(message, Answer):
-            self._own_due -= rank == 0
+            self._own_due -= rank == 0 and self._own is not None
             self._outputs[rank] = arrays
             message = self._clocks.by_ours(rank, message, time.perf_counter())
         return rank, message
@@ -168,19 +176,20 @@ class OwnControl(MpiControl):
 
 
 class MpiMail:
-    """A rank's mail in the session of this number: see Mail."""
+    """A rank's mail in the session of this number: see Mail. The first rank is process `first`."""
 
-    def __init__(self, messenger: Messenger, session: int) -> None:
+    def __init__(self, messenger: Messenger, session: int, first: int = 0) -> None:
         self._messenger = messenger
         self._session = session
+        self._first = first
 
     def tell(self, target: int, label: Label, value: Any) -> None:
         # A rank goes on at once, and may write to its arrays while MPI still reads from them.
-        self._messenger.send(target, (self._session, label, _copied(value)))
+        self._messenger.send(self._first + target, (self._session, label, _copied(value)))
 
     def hear(self, source: int) -> tuple[Label, Any]:
         while True:
-            arrived = self._messenger.receive(source)
+            arrived = self._messenger.receive(self._first + source)
             assert arrived is not None
             session, label, value = arrived[1]
             if session == self._session:  # drop those of a session that could not be opened

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
@@ -32,7 +32,7 @@ class World:
     processes), `versions` the version of splitc. `control` has the messages between the session, in process 0, and the
     ranks; `mail` those between ranks. `communicator` is that of all processes. `sending` keeps messages until they have
     left, `life` knows when each process was last alive. `broken` is set in process 0 if a rank can only be ended by
-    aborting all.
+    aborting all. For some consecutive processes, `first` is the number of the first one among all.
     """
 
     rank: int
@@ -46,11 +46,20 @@ class World:
     sending: Sending
     life: Life
     broken: threading.Event = field(default_factory=threading.Event)
+    first: int = 0
 
     @property
     def here(self) -> list[int]:
         """The processes on this one's machine."""
         return [rank for rank, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
+
+    def part(self, first: int, size: int) -> World:
+        """So many processes from `first` on, numbered from 0, to which this one need not belong."""
+        stop = first + size
+        hosts, versions, machines = self.hosts[first:stop], self.versions[first:stop], self.machines[first:stop]
+        return replace(
+            self, rank=self.rank - first, size=size, hosts=hosts, versions=versions, machines=machines, first=first
+        )
 
     def end(self) -> None:
         """End this process's threads, before MPI ends."""

@@ -23,7 +23,7 @@ from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
 
 def find_contradiction(manifest: Manifest) -> str | None:
     """What is wrong with the manifest; None if nothing is."""
-    checks = (_threads, _files, _weights, _names, _groups, _programs, _exchanges, _parts)
+    checks = (_threads, _files, _weights, _names, _groups, _programs, _exchanges, _parts, _replicas)
     return next(chain.from_iterable(check(manifest) for check in checks), None)
 
 
@@ -259,6 +259,20 @@ def _parts(manifest: Manifest) -> Iterator[str]:
         parts = [part for rank in givers for part in rank.parts if part.name == tensor.name]
         if parts and (len(parts) != len(givers) or not _cover(parts)):
             yield f"the ranks' shards of the output '{tensor.name}' do not cover it"
+
+
+def _replicas(manifest: Manifest) -> Iterator[str]:
+    """All replicas have as many devices as there are ranks, and the first one those of the ranks."""
+    for number, replica in enumerate(manifest.replicas):
+        for own in (replica.devices, replica.activation_bytes, replica.cache_bytes, replica.total_bytes):
+            if len(own) != len(manifest.ranks):
+                yield f"replica {number} has {len(own)} entries for {len(manifest.ranks)} ranks"
+        if not 0 < replica.share < math.inf:
+            yield f"replica {number} has the share {replica.share}"
+    if manifest.replicas and manifest.batch is None:
+        yield "it has replicas, and no axis of rows that they could divide"
+    if manifest.replicas and manifest.replicas[0].devices != [rank.device for rank in manifest.ranks]:
+        yield "its first replica has other devices than its ranks"
 
 
 def _is_cut(axis: AxisPart, tensor: Tensor) -> bool:

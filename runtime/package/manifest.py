@@ -284,6 +284,20 @@ class File(Struct, frozen=True, omit_defaults=True):
         return self.blake3 or self.sha256
 
 
+class Replica(Struct, frozen=True):
+    """One of several groups of ranks, each of which has the whole model: the devices of its ranks, in their order.
+
+    It computes its `share` of a request's rows, on any scale. The bytes are those that each of its ranks is predicted
+    to hold with these rows: see Rank.
+    """
+
+    devices: list[str]
+    share: float
+    activation_bytes: list[int]
+    cache_bytes: list[int]
+    total_bytes: list[int]
+
+
 class Manifest(Struct, frozen=True):
     """All that the runtime knows about a package. `threads` are those of each CPU device; None divides the cores.
 
@@ -292,6 +306,10 @@ class Manifest(Struct, frozen=True):
     number of the batch axis of each input and output that has one; None if there is no batch axis. `shared_sizes` are
     symbols whose size a rank may read off any value that has it: in a request they have one size each. `lengths` are
     inputs of the ranks that are no inputs of the model.
+
+    `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
+    first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
+    that all outputs follow from: where these have several, another input may have one row for all.
     """
 
     schema: int
@@ -316,6 +334,15 @@ class Manifest(Struct, frozen=True):
     optional: list[Tensor] = []
     shared_sizes: list[str] = []
     lengths: list[Length] = []
+    replicas: list[Replica] = []
+    row_sources: list[str] = []
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices of all ranks, one replica's after the other's."""
+        if not self.replicas:
+            return [rank.device for rank in self.ranks]
+        return [device for replica in self.replicas for device in replica.devices]
 
     @property
     def tensors(self) -> dict[str, Sequence[Tensor | FixedInput]]:

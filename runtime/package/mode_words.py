@@ -26,6 +26,7 @@ WORDS = {
         whole="the main device",
         is_radial=True,
     ),
+    "batch": ModeWords(at_work="all ranks work at once, each on its rows"),
     "tensor": ModeWords(exchanges="collectives", at_work="all ranks work on it at once"),
 }
 
@@ -35,6 +36,7 @@ def words_of(split_mode: str) -> ModeWords:
     return WORDS.get(split_mode, ModeWords())
 
 
-def mode_in_words(mode: str, ranks: int) -> str:
-    """How a model is split; on a single device it is not."""
-    return mode if ranks > 1 else "none, on one device"
+def mode_in_words(mode: str, ranks: int, groups: int = 1) -> str:
+    """How a model is split; on a single device it is not. Each of several `groups` has the whole model."""
+    inside = f", in {groups} groups" if 1 < groups < ranks else ""
+    return f"{mode}{inside}" if ranks > 1 else "none, on one device"

@@ -45,6 +45,7 @@ class RemoteRanks(ABC):
     def __init__(self, deployment: Deployment, broken: Callable[[BaseException], None]) -> None:
         self._manifest = deployment.manifest
         self._devices = deployment.devices
+        self._first = deployment.first
         self._broken = broken
         self._requests: dict[int, InFlightRequest] = {}
         self._count = 0
@@ -137,8 +138,8 @@ class RemoteRanks(ABC):
         except (EngineError, TimeoutError):
             return []
 
-    def watch(self, future: Future[InFlightRequest] | None) -> None:
-        """Read what the ranks send until a request is done, unless another thread does; None: have it read."""
+    def watch(self, future: Future[InFlightRequest] | None, request: InFlightRequest) -> None:
+        """Read what the ranks send until a request's future is done, unless another thread does; None: have it read."""
         if future is None:
             self._reader.wake()
         else:
@@ -238,7 +239,7 @@ class RemoteRanks(ABC):
                     future.set_exception(PackageError(str(error)))
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} ({self._devices[rank]})"
+        return f"rank {self._first + rank} ({self._devices[rank]})"
 
     def abort(self, error: BaseException) -> None:
         """End all ranks, which may wait for each other."""

@@ -14,7 +14,8 @@ from splitc.runtime.package.manifest import Manifest
 class Deployment:
     """A package on devices, one a rank. `threads` are those of each CPU device; 0 leaves them to the ranks.
 
-    With `cuda_graphs`, requests on GPUs are replayed where they can be.
+    With `cuda_graphs`, requests on GPUs are replayed where they can be. Of several replicas it is one, whose first rank
+    has the number `first` in the session, whose devices are then `all_devices`.
     """
 
     package: Path
@@ -22,3 +23,5 @@ class Deployment:
     devices: Sequence[Device]
     threads: int
     cuda_graphs: bool
+    first: int = 0
+    all_devices: Sequence[Device] = ()

@@ -34,8 +34,8 @@ def closed_before() -> SplitcError:
     return SplitcError("the session was closed before this request ran")
 
 
-def _nothing(request: InFlightRequest) -> None:
-    pass
+def nothing_to_do(request: InFlightRequest) -> None:
+    """What is done once a request has ended that nobody waits for."""
 
 
 @dataclass(eq=False)
@@ -49,6 +49,9 @@ class InFlightRequest:
     rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs. `given` are the caller's own feeds, where the
     ranks' are others.
 
+    Where several replicas divide the rows, `parts` are what each of them has of the request, with its own outputs, and
+    `replica` says of such a part whose it is; None for whichever is free.
+
     `waiting` is the number of ranks that have not finished, `number` what all ranks know the request by. `outputs` and
     `executions` are by rank.
     """
@@ -61,8 +64,10 @@ class InFlightRequest:
     growth: int = 0
     on_device: bool = False
     given: Mapping[str, Feed] | None = None
+    parts: list[InFlightRequest] = field(default_factory=list)
+    replica: int | None = None
     waiting: int = 1
-    done: Callable[[InFlightRequest], None] = _nothing
+    done: Callable[[InFlightRequest], None] = nothing_to_do
     number: int = 0
     outputs: dict[int, dict[str, Array]] = field(default_factory=dict)
     executions: dict[int, Execution] = field(default_factory=dict)
@@ -82,6 +87,8 @@ class InFlightRequest:
         """Cancel it, unless a rank has begun."""
         with self.lock:
             self.cancelled = True
+        for part in self.parts:
+            part.cancel()
 
     def finish(
         self, rank: int, outputs: Mapping[str, Array], execution: Execution, error: BaseException | None

@@ -105,7 +105,7 @@ class Workers:
         if (error := first_error(brought)) is not None:
             raise error
 
-    def watch(self, future: Future[InFlightRequest] | None) -> None:
+    def watch(self, future: Future[InFlightRequest] | None, request: InFlightRequest) -> None:
         """Threads give their answers without help."""
 
     def forget(self, sequence: int, reusable: bool) -> None:

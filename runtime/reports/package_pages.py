@@ -9,6 +9,7 @@ from splitc.runtime.hardware.devices import free_bytes, parse_devices
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.mode_words import mode_in_words, words_of
+from splitc.runtime.package.unfolded import count_groups
 from splitc.runtime.reports.contents import Chapter, Page, Section, Table
 from splitc.runtime.reports.errors_chart import errors_section
 from splitc.runtime.reports.memory_chart import memory_section
@@ -76,7 +77,8 @@ def check_page(
 
 def _holds(title: str, manifest: Manifest) -> Chapter:
     """What a package of one model, or a module, holds."""
-    mode = mode_in_words(manifest.split_mode, len(manifest.ranks))
+    ranks = len(manifest.ranks)
+    mode = mode_in_words(manifest.split_mode, ranks, count_groups(manifest, ranks))
     facts = [("split mode", mode), ("engines", manifest.engine), ("numbers", manifest.number_type)]
     if manifest.collectives:
         facts.append((words_of(manifest.split_mode).exchanges, f"{manifest.collectives} a run"))
@@ -110,7 +112,7 @@ def _body(manifest: Manifest, measured: Sequence[RankMemory], whole: bool = Fals
     weights = [(weight.name, weight.bytes, weight.reason) for weight in manifest.unsplit] if whole else []
     labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
     return [
-        strip_section(ranks, cuts, words.is_radial),
+        strip_section(ranks, cuts, words.is_radial, count_groups(manifest, len(ranks))),
         *_some(memory_section(labels, ranks, BUDGET)),
         *_some(whole_section(weights, words.whole)),
     ]
@@ -121,7 +123,8 @@ def _describe(manifests: Mapping[str, Manifest]) -> str:
         return f"{len(manifests)} modules: {', '.join(manifests)}"
     (manifest,) = manifests.values()
     count = len(manifest.ranks)
-    devices = "one device" if count == 1 else f"{count} devices, split by {manifest.split_mode}"
+    mode = mode_in_words(manifest.split_mode, count, count_groups(manifest, count))
+    devices = "one device" if count == 1 else f"{count} devices, split by {mode}"
     return f"{manifest.source.name} on {devices}, {manifest.engine} engines"
 
 

@@ -36,10 +36,16 @@ class ShownCut:
     bytes: int
 
 
-def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[ShownCut], is_radial: bool) -> Section:
-    """Which rank has which blocks. With `is_radial`, values cross between rank 0 and each other rank."""
+def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[ShownCut], is_radial: bool, copies: int = 1) -> Section:
+    """Which rank has which blocks. With `is_radial`, values cross between rank 0 and each other rank.
+
+    Ranks of several `copies` of the model come one copy after the other, and each is shown below that of the first one.
+    """
+    size = len(ranks) // copies
+    firsts = _share_stages(ranks[:size])
+    groups = [[copy * size + number for copy in range(copies) for number in group] for group in firsts]
     stages = []
-    for number, group in enumerate(groups := _share_stages(ranks)):
+    for number, group in enumerate(groups):
         blocks = max((ranks[number].blocks for number in group), key=len)
         shown = [
             StripRank(number, rank.device, rank.weights, *_held(blocks, rank), _radial_bytes(cuts, number, is_radial))
@@ -52,7 +58,9 @@ def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[ShownCut], is_radia
         first = 0 if is_radial else number
         rows.append((f"{first}-{number + 1}", format_bytes(cut.bytes), first_few(cut.values) or "nothing"))
     tables = [Table("What crosses the cuts", ("cut", "a run", "values"), rows, right=("a run",))] if rows else []
-    note = _say(is_radial, any(len(group) > 1 for group in groups), len(groups) > 1)
+    note = _say(is_radial, any(len(group) > 1 for group in firsts), len(groups) > 1)
+    if copies > 1:
+        note = f"{copies} groups of ranks have all blocks each: the second one's are below the first one's. {note}"
     return Section("Blocks", [note], strip=stages, tables=tables)
 
 

@@ -16,6 +16,7 @@ from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.request import NEVER, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.callbacks import Callbacks
+from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.turns import CHECK_EVERY, Turn, Turns
 from splitc.runtime.threads.futures import Answer
 from splitc.runtime.threads.interrupts import later_interrupts
@@ -37,7 +38,7 @@ class Admission:
 
     def __init__(
         self,
-        workers: Workers | RemoteRanks,
+        workers: Workers | RemoteRanks | Replicas,
         manifest: Manifest,
         in_flight: int,
         turns: Turns | None = None,
@@ -71,7 +72,7 @@ class Admission:
         request.waiting, request.done = len(self._workers), self._done
         future: Future[InFlightRequest] = Answer()
         self._hand_over(request, future)
-        self._workers.watch(future if here else None)
+        self._workers.watch(future if here else None, request)
         return future
 
     def _hand_over(self, request: InFlightRequest, future: Future[InFlightRequest]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.feeds.batches import join_batches
 from splitc.runtime.feeds.checks import check_sizes
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Manifest
@@ -16,15 +17,17 @@ from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.device_arrays import DeviceArrays
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.outputs import OutputJoiner
+from splitc.runtime.requests.replicas import Replicas
 
 
 class Requests:
     """What a session does below its public methods. It sets `_admission` before the first request.
 
-    `ranks` says what ranks are: see `choose_ranks`.
+    `ranks` says what ranks are: see `choose_ranks`. `_replicas` divide requests, if there are several.
     """
 
     _admission: Admission
+    _replicas: Replicas | None = None
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device], ranks: str) -> None:
         self.manifest = manifest
@@ -48,6 +51,8 @@ class Requests:
             request.given = request.feeds
             request.feeds = with_lengths(self.manifest.lengths, request.feeds)
         self._forget_dropped()
+        if self._replicas is not None:
+            self._replicas.divide(request)
         return self._admission.submit(request, here)
 
     def _forget_dropped(self) -> None:
@@ -59,8 +64,11 @@ class Requests:
             self._admission.forget(sequence, reusable=False)
 
     def join(self, request: InFlightRequest) -> dict[str, Array]:
-        """Join the ranks' outputs of a request: whole ones, sharded ones, and outputs that are inputs."""
-        return self._joiner.join(request)
+        """Join the ranks' outputs of a request: whole ones, sharded ones, outputs that are inputs, and rows."""
+        if not request.parts:
+            return self._joiner.join(request)
+        joined = [self._joiner.join(part) for part in request.parts]
+        return joined[0] if len(joined) == 1 else join_batches(joined, self.manifest.batch)
 
     def number_sequence(self) -> int:
         """The number of another sequence on the ranks."""

@@ -19,6 +19,7 @@ def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnx
     if manifest.engine not in engines:
         wanted = " and ".join(f"{find_kind(engine).title}'s" for engine in engines)
         raise MisuseError(f"{runner} runs {wanted} engines, and this package has {manifest.engine}'s")
+    check_one_copy(manifest, runner)
     stages = [_only_engine(manifest, rank, runner) for rank in manifest.ranks]
     if manifest.lengths:
         raise MisuseError(
@@ -26,6 +27,15 @@ def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnx
             f"its engines take '{manifest.lengths[0].input}' too: compile with --no-fuse"
         )
     return stages
+
+
+def check_one_copy(manifest: Manifest, runner: str) -> None:
+    """Raise MisuseError for a package with several groups of ranks, of which `runner` would run one."""
+    if manifest.replicas:
+        raise MisuseError(
+            f"{runner} would run one of the {len(manifest.replicas)} groups of devices that divide the rows of a batch "
+            "in this package: compile for one group, without --split-mode batch and --batch-groups"
+        )
 
 
 def _only_engine(manifest: Manifest, rank: Rank, runner: str) -> EngineFile:

@@ -15,6 +15,7 @@ from splitc.runtime.package.manifest import EngineFile, Manifest
 from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.serving.interface import Interface, check_native, find_interface
 from splitc.runtime.serving.served_folders import find_packages, new_models
+from splitc.runtime.serving.stage_engines import check_one_copy
 from splitc.runtime.serving.tensorrt_engines import WITH_RANKS, check_loadable
 from splitc.runtime.serving.triton_config import quoted, tensor_lines
 from splitc.runtime.threads.progress import counted
@@ -65,6 +66,7 @@ def plans_config(name: str, manifest: Manifest) -> str:
 
 def find_plans(manifest: Manifest) -> list[EngineFile]:
     """The ranks' plans, in order. Raises MisuseError, which says why, for a package that the backend can't run."""
+    check_one_copy(manifest, "Triton's TensorRT backend")
     check_loadable(manifest, WITH_RANKS, OPTION)
     steps = [step for rank in manifest.ranks for step in rank.program]
     if any(isinstance(step, Reduce) for step in steps):

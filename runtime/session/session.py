@@ -24,6 +24,7 @@ from splitc.runtime.hardware.devices import Device, parse_devices, threads_for
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.mpi.first_process import begin
 from splitc.runtime.mpi.ranks import MpiRanks
+from splitc.runtime.mpi.world import World
 from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import find_module
@@ -36,6 +37,7 @@ from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks
+from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.requests.sequence import StateSequence
 from splitc.runtime.session.shared_ranks import SharedRanks
@@ -57,7 +59,8 @@ class Session(Requests):
     package's, or else the cores divided among the devices).
     `verify` says how often the files' hashes are compared with the manifest, which reads every byte: `always`, `once`
     (again when a file has changed), or `never`. Weights are compared while they are loaded.
-    `devices` replaces the package's devices, one for each rank. An ONNX Runtime package for GPUs also runs on CPU
+    `devices` replaces the package's devices, one for each rank; a package that divides the rows of a batch runs on any
+    number of groups of them. An ONNX Runtime package for GPUs also runs on CPU
     devices, and the other way round. On GPUs, requests of previously seen shapes are replayed as CUDA graphs, unless
     `cuda_graphs` is False. At most `in_flight` requests are in flight at a time (default: two for each rank), which
     bounds the memory of their feeds, activations and outputs. `ranks` says what ranks are: `threads` of this process or
@@ -100,21 +103,32 @@ class Session(Requests):
         verification = Verification(self.package, manifest.files, hashes, engine_files(manifest))
         self.threads = threads_for(own, threads or manifest.threads)
         self.in_flight = in_flight or 2 * len(own)
-        self._cuda_graphs = cuda_graphs
+        self._cuda_graphs, self._kind = cuda_graphs, kind
         own_threads = (threads or 0) if kind == MPI else self.threads
-        deployment = Deployment(self.package, manifest, own, own_threads, cuda_graphs)
-        broken = partial(_fail, weakref.ref(self))
-        swap = shared.swap if shared else {}
-        self._workers: Workers | RemoteRanks
-        if world is not None and kind == MPI:
-            self._workers = MpiRanks(world, deployment, verify, broken)
-        elif kind == PROCESSES:
-            own_processes = shared.processes if shared else None
-            self._workers = RankProcesses(deployment, self.in_flight, broken, own_processes, swap)
-        else:
-            self._workers = _make_threads(deployment, broken, swap)
+        make = partial(self._make_ranks, shared, world if kind == MPI else None, verify)
+        size = len(manifest.ranks)
+        made = [
+            make(Deployment(self.package, manifest, own[first : first + size], own_threads, cuda_graphs, first, own))
+            for first in range(0, len(own), size)
+        ]
+        if len(made) > 1:
+            self._replicas = Replicas(made, manifest, choose_shares(manifest, len(made)))
+        self._workers: Workers | RemoteRanks | Replicas = self._replicas or made[0]
         self._admission = Admission(self._workers, manifest, self.in_flight, shared.turns if shared else None)
         self._start(verification)
+
+    def _make_ranks(
+        self, shared: SharedRanks | None, world: World | None, verify: str, deployment: Deployment
+    ) -> Workers | RemoteRanks:
+        """The ranks of one replica, which are not started: MPI's, where they are processes of its `world`."""
+        broken = partial(_fail, weakref.ref(self))
+        swap = shared.swap if shared else {}
+        if world is not None:
+            return MpiRanks(world, deployment, verify, broken)
+        if self._kind == PROCESSES:
+            own_processes = shared.processes if shared else None
+            return RankProcesses(deployment, self.in_flight, broken, own_processes, swap)
+        return _make_threads(deployment, broken, swap)
 
     def _start(self, verification: Verification) -> None:
         """Start the ranks, and have the files compared meanwhile. If that fails, or is interrupted, nothing is left."""
@@ -275,9 +289,21 @@ def _make_threads(
 
 
 def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:
-    """The device of each rank. Raises MisuseError unless there is one for each, of a kind that the engines run on."""
-    devices = parse_devices(asked or [rank.device for rank in manifest.ranks])
-    if len(devices) != len(manifest.ranks):
-        raise MisuseError(f"the package has {len(manifest.ranks)} ranks, and {len(devices)} devices are named for it")
+    """The device of each rank. Raises MisuseError unless there is one for each, of a kind that the engines run on.
+
+    A package of replicas has as many of them as the devices are for.
+    """
+    devices, count = parse_devices(asked or manifest.devices), len(manifest.ranks)
+    if len(devices) != count and not (manifest.replicas and len(devices) % count == 0):
+        has = f"the package has {count} ranks"
+        if manifest.replicas:
+            has = f"each replica of the package has {count} rank{'s' * (count > 1)}"
+        raise MisuseError(f"{has}, and {len(devices)} devices are named for it")
     choose_engine(manifest.engine, devices)
     return devices
+
+
+def choose_shares(manifest: Manifest, count: int) -> list[float]:
+    """The share of a request's rows of so many replicas: the package's, or equal ones for another number of them."""
+    shares = [replica.share for replica in manifest.replicas]
+    return shares if len(shares) == count else [1.0] * count

@@ -50,7 +50,8 @@ def make_swap(modules: Mapping[str, tuple[Manifest, Sequence[Device]]]) -> dict[
         gpus = [device for device in devices if device.kind == "cuda"]
         if len(set(gpus)) != len(gpus):
             raise MisuseError(f"swap: module '{name}' has several ranks on one GPU, whose weights are needed together")
-        for device, rank in zip(devices, manifest.ranks, strict=True):
+        for number, device in enumerate(devices):
+            rank = manifest.ranks[number % len(manifest.ranks)]
             sizes[device] = max(sizes[device], swappable_bytes(rank))
     number = next(_numbers)
     return {device: SwapBuffer(number, size) for device, size in sizes.items()}

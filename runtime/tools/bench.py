@@ -15,7 +15,7 @@ from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.feeds.checks import check_feeds
 from splitc.runtime.package.steps import Receive, Reduce, Run
 from splitc.runtime.ranks.loop import Replay
-from splitc.runtime.ranks.request import Execution, InFlightRequest
+from splitc.runtime.ranks.request import NEVER, Execution, InFlightRequest
 from splitc.runtime.session.session import Session
 from splitc.runtime.threads.futures import in_order
 from splitc.runtime.threads.progress import counted
@@ -102,7 +102,7 @@ def bench(
     together, and with those of one rank, since in layer mode one rank works at a time on a single request. With
     `trusts_data`, its data may lie outside its folder.
     """
-    threads = baseline_threads or sorted({session.threads * len(session.manifest.ranks), session.threads}, reverse=True)
+    threads = baseline_threads or sorted({session.threads * len(session.devices), session.threads}, reverse=True)
     whole = all_feeds(session.manifest, feeds)
     others = {count: _baseline(baseline, count, whole, trusts_data) for count in threads} if baseline else {}
     count = 1 if in_flight == 1 else ROUND * in_flight
@@ -178,7 +178,9 @@ def _baseline(path: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]], t
 
 
 def _rank_times(device: str, number: int, streams: Sequence[_Stream]) -> RankTimes:
-    runs = [request[number] for stream in streams for request in stream.timeline]
+    # Where groups of ranks divide rows, a request of few rows is not for all of them.
+    runs = [request.get(number, NEVER) for stream in streams for request in stream.timeline]
+    runs = [run for run in runs if run is not NEVER] or [NEVER]
 
     def seconds(*kinds: type) -> list[float]:
         return [sum(s.end - s.start for s in run.spans if isinstance(s.step, kinds)) for run in runs]

@@ -22,6 +22,7 @@ from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device, free_bytes, parse_devices
 from splitc.runtime.package.manifest import FixedInput, Manifest, Tensor
+from splitc.runtime.package.unfolded import unfolded
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.units import format_bytes
 
@@ -71,7 +72,7 @@ def open_reference(
     With `trusts_data`, the model's data may lie outside its folder.
     Raises MisuseError for an unknown device, PackageError if ONNX Runtime can't load the model.
     """
-    needed = sum(rank.total_bytes for rank in manifest.ranks) if needed is None else needed
+    needed = sum(rank.total_bytes for rank in unfolded(manifest).ranks) if needed is None else needed
     device, why = choose_reference(asked, devices, needed, lambda gpu: free_bytes([gpu])[0])
     with ExitStack() as stack:
         try:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from splitc.runtime import Session
+from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.ranks.workers import Workers
+from splitc.runtime.requests.replicas import Replicas
 
 
-def workers_of(session: Session) -> Workers:
-    """The session's ranks, which must be threads."""
-    assert isinstance(session._workers, Workers)
-    return session._workers
+def workers_of(session: Session) -> list[Worker]:
+    """The session's ranks, which must be threads, those of a second replica behind those of the first."""
+    ranks = session._workers
+    groups = ranks._replicas if isinstance(ranks, Replicas) else [ranks]
+    assert all(isinstance(group, Workers) for group in groups)
+    return [worker for group in groups for worker in group]  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ from tests.conftest import assert_close, decoder_feeds, run_whole
 def test_every_mode_has_its_module() -> None:
     assert all(table.find_mode(name) is not None for name in table.MODES)
     assert all(f"{name}: {what}." in table.describe_modes() for name, what in table.MODES.items())
-    with pytest.raises(MisuseError, match="unknown split mode 'rows': there are layer, tensor, row"):
+    with pytest.raises(MisuseError, match="unknown split mode 'rows': there are layer, tensor, batch, row"):
         table.find_mode("rows")
 
 

@@ -250,7 +250,18 @@ def test_engines_go_with_devices() -> None:
 
 def test_commands(short_decoder: Path, tmp_path: Path) -> None:
     package = tmp_path / "package"
-    common = ("-d", "2xcuda", "--engine", KIND, "--memory", "1GiB", "--shapes", "input_ids:1x4")
+    common = (
+        "-d",
+        "2xcuda",
+        "--engine",
+        KIND,
+        "--memory",
+        "1GiB",
+        "--shapes",
+        "input_ids:1x4",
+        "--split-mode",
+        "layer",
+    )
     planned = splitc("plan", short_decoder, *common)
     assert "does not take" not in planned.stderr
     later = splitc("compile", short_decoder, "-o", package, *common, "--build", "later").stdout

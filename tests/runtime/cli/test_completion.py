@@ -62,7 +62,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--ver"], ["--version"]),
         (["inspect", "--re"], ["--report"]),
         (["plan", "--spl"], ["--split-mode"]),
-        (["plan", "m.onnx", "--split-mode", ""], ["auto", "layer", "tensor", "row"]),
+        (["plan", "m.onnx", "--split-mode", ""], ["auto", "layer", "tensor", "batch", "row"]),
         (["compile", "--objective", "l"], ["latency"]),
         (["plan", "--engine", "t"], ["tensorrt", "tensorrt-rtx"]),
         (["plan", "--fallback", ""], ["layer"]),

@@ -65,7 +65,10 @@ def test_commands_fit_a_terminal(long_names: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_names_are_whole_where_there_is_room(long_names: Path) -> None:
-    assert f"(/{SCOPE}0/Add_output_0)" in splitc("plan", long_names, "-d", "8xcpu", "--spread").stdout
+    assert (
+        f"(/{SCOPE}0/Add_output_0)"
+        in splitc("plan", long_names, "-d", "8xcpu", "--spread", "--split-mode", "layer").stdout
+    )
 
 
 def test_names_are_shortened_in_the_middle() -> None:

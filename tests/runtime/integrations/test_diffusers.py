@@ -27,6 +27,7 @@ SPLITS = {
     "tensor-3": (3, "tensor"),
     # Nothing in an autoencoder is a matmul that is worth slicing.
     "row": (2, "row,vae=layer"),
+    "batch": (2, "layer,diffusion=batch"),
     "auto": (2, "auto"),
 }
 

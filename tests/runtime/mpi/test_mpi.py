@@ -103,6 +103,16 @@ def test_outputs_are_those_of_threads_bit_for_bit(decoder: Path, folder: Path, m
         check(package, folder / f"{number}.npz")
 
 
+@each_mpi
+def test_groups_have_lanes_of_their_own(decoder: Path, folder: Path, mpi: Mpi) -> None:
+    """Requests of two rows are divided, tokens come from one group; a session after another one knows nothing of it."""
+    packages = [compile_mode(decoder, mode) for mode in ("tensor in groups", "tensor in groups")]
+    code, shown = ended(mpi.start(4, *REQUESTS, folder, *packages))
+    assert code == 0, shown
+    for number, package in enumerate(packages):
+        check(package, folder / f"{number}.npz")
+
+
 @two_hosts
 @each_mpi
 def test_two_hosts_that_have_their_own_ranks_alone(decoder: Path, folder: Path, mpi: Mpi) -> None:
@@ -121,11 +131,12 @@ def test_two_hosts_that_have_their_own_ranks_alone(decoder: Path, folder: Path, 
 
 
 @two_hosts
-def test_tensor_groups_inside_hosts_and_stages_across(decoder: Path, folder: Path) -> None:
-    package = compile_mode(decoder, "tensor in layers")
-    code, shown = ended(MPIS[0].start(4, *REQUESTS, folder, package, hosts=TwoHosts(2)))
+def test_tensor_groups_inside_hosts_and_stages_or_copies_across(decoder: Path, folder: Path) -> None:
+    packages = [compile_mode(decoder, mode) for mode in ("tensor in layers", "tensor in groups")]
+    code, shown = ended(MPIS[0].start(4, *REQUESTS, folder, *packages, hosts=TwoHosts(2)))
     assert code == 0, shown
-    check(package, folder / "0.npz")
+    for number, package in enumerate(packages):
+        check(package, folder / f"{number}.npz")
 
 
 @two_hosts

@@ -25,9 +25,9 @@ from tests.helpers.packages import compile_mode
 def ranks() -> MpiRanks:
     """Two ranks that load."""
     made: Any = object.__new__(MpiRanks)
-    deployment: Any = SimpleNamespace(manifest=None, devices=parse_devices(["2xcpu"]))
+    deployment: Any = SimpleNamespace(manifest=None, devices=parse_devices(["2xcpu"]), first=0)
     RemoteRanks.__init__(made, deployment, lambda _: None)
-    made._world = SimpleNamespace(broken=threading.Event(), hosts=("here", "here"))
+    made._world = made._everyone = SimpleNamespace(broken=threading.Event(), hosts=("here", "here"))
     made._wire = SimpleNamespace(send=lambda _: None)
     made._join = None
     ranks: MpiRanks = made
@@ -63,7 +63,7 @@ def test_host_without_the_library_is_named(decoder: Path, monkeypatch: pytest.Mo
 
     package = compile_mode(decoder, "tensor")
     devices = tuple(parse_devices(["2xcpu"]))
-    join = Join(0, package, read_seal(package), devices, 1, "never", False, 0.0)
+    join = Join(0, package, read_seal(package), devices, 1, "never", False, 0.0, 0, 2, 0)
     world: Any = SimpleNamespace(rank=0, size=2, hosts=("one", "other"), machines=(0, 1), here=[0])
     monkeypatch.setattr(mpi_rank, "load_library", missing)
     with pytest.raises(PackageError, match="rank 0 on one: this machine has no library"):

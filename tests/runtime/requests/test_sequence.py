@@ -105,12 +105,13 @@ def test_closed_sequence_refuses(package: Path, runs: int) -> None:
 def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
     feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
     with Session(package_of, threads=1) as session:
-        engine = workers_of(session)[-1].computation._program.engines[-1]
 
         def fail(*_: Any) -> Any:
             raise EngineError("on purpose")
 
-        engine.run = fail  # type: ignore[method-assign, assignment]
+        size = len(session.manifest.ranks)
+        for worker in workers_of(session)[size - 1 :: size]:
+            worker.computation._program.engines[-1].run = fail  # type: ignore[method-assign, assignment]
         with session.start() as sequence, pytest.raises(EngineError, match="on purpose"):
             sequence.run(feeds)
         until(lambda: not any(worker.computation.sequences for worker in workers_of(session)))

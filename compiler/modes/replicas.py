@@ -1,0 +1,265 @@
+"""Groups of devices that have the whole model each, split in any mode, and divide the rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.modes.mode import Mode
+from splitc.compiler.modes.rows import planned_rows, tried_rows, with_rows
+from splitc.compiler.modes.table import BATCH
+from splitc.compiler.planning.assembly import check_memory, plan_warnings
+from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
+from splitc.compiler.planning.host_groups import group_devices
+from splitc.compiler.planning.plan import Plan, Replicas
+from splitc.compiler.planning.plan_file import PlanFile
+from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
+from splitc.compiler.planning.resources import Budget, Resources
+from splitc.compiler.planning.split import RankProgram, Split
+from splitc.compiler.planning.stage_search import Assignment
+from splitc.compiler.request.request import Request
+from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.report import AxisFate
+from splitc.runtime.engines.kinds import choose_engine
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.feeds.rows import share_rows
+from splitc.runtime.hardware.profiles import HOST
+
+
+@dataclass(frozen=True)
+class ReplicaSplit:
+    """Copies of the model that are each split like the first one (`inner`), with the rows that each has.
+
+    `analyses` are the model's with these rows, `ends` the inputs and outputs that are cut or joined.
+    """
+
+    inner: Split
+    analyses: Sequence[Analysis]
+    rows: Sequence[int]
+    ends: Sequence[ir.Value]
+    rewrites = True  # the rows are cut and joined, so that a package is compared with the model
+
+    @property
+    def axis_map(self) -> AxisMap:
+        return self.inner.axis_map
+
+    @property
+    def probe_shapes(self) -> BoundShapes:
+        return self.inner.probe_shapes
+
+    @property
+    def fixes_ranks(self) -> bool:
+        return self.inner.fixes_ranks
+
+    @property
+    def is_radial(self) -> bool:
+        return self.inner.is_radial
+
+    @property
+    def collectives(self) -> int:
+        return self.inner.collectives
+
+    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
+        return self.inner.exchanged_bytes(cuts)
+
+    def more_sessions(self, rank: RankPlan, inside: bool) -> int:
+        return self.inner.more_sessions(rank, inside)
+
+    def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
+        """The slowest replica's times for its rows. Requests of fewer rows than replicas leave some for others."""
+        at_work = sum(count > 0 for count in self.rows)
+        alone = self._slowest(ranks, cuts, clock, at_work)
+        if at_work == len(self.rows):
+            joining = self._joining(clock)
+            return Prediction(alone.latency + joining, max(alone.interval, joining))
+        together = self._slowest(ranks, cuts, clock, len(self.rows))
+        return Prediction(alone.latency, together.interval * at_work / len(self.rows))
+
+    def _slowest(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock, at_work: int) -> Prediction:
+        """The times of the slowest replica, while so many work."""
+        predicted = []
+        for number, (analysis, rows) in enumerate(zip(self.analyses, self.rows, strict=True)):
+            if rows:
+                own = [rank for rank in ranks if rank.replica == number]
+                busy = replace(clock, analysis=analysis, ranks=own, replicas=at_work)
+                predicted.append(self.inner.predict(own, cuts, busy))
+        return Prediction(max(one.latency for one in predicted), max(one.interval for one in predicted))
+
+    def _joining(self, clock: Clock) -> float:
+        """The seconds to cut inputs and to join outputs."""
+        ends = [value for value in self.ends if value.name not in clock.states]
+        costs = clock.analysis.costs
+        return len(ends) * HOST.part + clock.copying(clock.ranks[0], sum(map(costs.value_bytes, ends)))
+
+    def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
+        size = len(ranks) // len(self.rows)
+        return self.inner.program(ranks[:size], number % size, engine)
+
+    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
+        return self.inner.places(value, part)
+
+    def is_partial(self, value: ir.Value) -> bool:
+        return self.inner.is_partial(value)
+
+    def axis_fates(self) -> Sequence[AxisFate] | None:
+        return self.inner.axis_fates()
+
+    def file_fields(self) -> Mapping[str, Any]:
+        return self.inner.file_fields()
+
+
+def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request: Request) -> Plan:
+    """The plan in a mode, with as many copies of the model as the request and the mode want.
+
+    Groups are inside hosts where they can be. Raises as `mode.plan` does, and CannotSplitError where the rows of a
+    batch can't be divided, MisuseError unless the devices can be divided into equal groups.
+    """
+    count = len(resources.devices)
+    groups = mode.groups(request, count)
+    if groups == 1:
+        return mode.plan(analysis, resources, request)
+    check_groups(request, count, groups)
+    rows = tried_rows(analysis)
+    size = count // groups
+    order = group_devices(resources.devices, resources.budgets, groups, size)
+    resources = resources.take(order)
+    asked = None if request.tensor_split is None else [request.tensor_split[place] for place in order]
+    shares = _speeds(analysis, resources, size) if asked is None else _sums(asked, size)
+    inside = None if asked is None or size == 1 else _inside(asked, size)
+    counts = share_rows(planned_rows(analysis, rows), shares)
+    analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
+    most = analyses[counts.index(max(counts))]
+    alone = replace(request, batch_groups=1, tensor_split=inside)
+    tightest = _tightest(resources, size)
+    plans = {own: mode.plan(own, tightest, alone) for own in dict.fromkeys((most, *analyses))}
+    plan = _joined(analysis, resources, plans[most], [plans[own] for own in analyses], shares, counts, rows)
+    check_memory(plan)
+    return plan
+
+
+def replan_in_groups(
+    mode: Mode, analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
+) -> Plan:
+    """The plan of a file with several copies of the model. Raises as `mode.replan` does."""
+    groups, count = file.batch_groups, len(file.ranks)
+    if groups == 1:
+        return mode.replan(analysis, resources, request, file, chosen)
+    check_groups(request, count, groups)
+    size = count // groups
+    stages = [rank.stage for rank in file.ranks]
+    if stages != stages[:size] * groups:
+        raise MisuseError(f"the plan's ranks have the stages {stages}, which are not those of {groups} equal groups")
+    rows = tried_rows(analysis)
+    asked = [rank.share for rank in file.ranks]
+    shares, inside = _sums(asked, size), _inside(asked, size)
+    counts = share_rows(planned_rows(analysis, rows), shares)
+    analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
+    most = analyses[counts.index(max(counts))]
+    tightest = _tightest(resources, size)
+    entries = [
+        msgspec.structs.replace(rank, share=share) for rank, share in zip(file.ranks[:size], inside, strict=True)
+    ]
+    alone = msgspec.structs.replace(file, ranks=entries, batch_groups=1)
+    plans = {own: mode.replan(own, tightest, request, alone, chosen) for own in dict.fromkeys((most, *analyses))}
+    plan = _joined(analysis, resources, plans[most], [plans[own] for own in analyses], shares, counts, rows)
+    check_memory(plan)
+    return plan
+
+
+def _speeds(analysis: Analysis, resources: Resources, size: int) -> list[float]:
+    """The groups' shares of the rows: how fast their devices are together, the first group's being 1."""
+    speeds = [
+        1 / max(sum(seconds), 1e-12) for seconds in block_seconds(analysis, resources, range(len(resources.devices)))
+    ]
+    return _sums(speeds, size)
+
+
+def _sums(shares: Sequence[float], size: int) -> list[float]:
+    """The shares of groups of this size, the first group's being 1."""
+    sums = [sum(shares[first : first + size]) for first in range(0, len(shares), size)]
+    return [own / sums[0] for own in sums]
+
+
+def _inside(shares: Sequence[float], size: int) -> list[float]:
+    """The shares of a group's devices, which are the same in all groups. Raises MisuseError if they are not."""
+    first = np.array(shares[:size])
+    for start in range(size, len(shares), size):
+        own = np.array(shares[start : start + size])
+        if not np.allclose(own / own.sum(), first / first.sum()):
+            raise MisuseError(
+                f"the shares inside the groups differ, {list(first)} and {list(own)}: all groups hold the same, so "
+                "give them in the same proportion, as in 3,1,3,1"
+            )
+    return [float(share) for share in first]
+
+
+def _tightest(resources: Resources, size: int) -> Resources:
+    """The devices of the group that has least, each with the smallest budget that any group's has in its place."""
+    budgets: list[Budget] = []
+    for place in range(size):
+        known = [budget for budget in resources.budgets[place::size] if budget is not None]
+        budgets.append(min(known, default=None))
+    starts = range(0, len(resources.devices), size)
+    first = min(starts, key=lambda start: sum(budget or 0 for budget in resources.budgets[start : start + size]))
+    return replace(resources.take(range(first, first + size)), budgets=tuple(budgets))
+
+
+def _joined(
+    analysis: Analysis,
+    resources: Resources,
+    first: Plan,
+    plans: Sequence[Plan],
+    shares: Sequence[float],
+    counts: Sequence[int],
+    rows: Mapping[str, int],
+) -> Plan:
+    """The plan of all groups, which hold what `first` does. `plans` are those for the rows that each group has."""
+    size = len(resources.devices) // len(shares)
+    places = [resources.devices.index(rank.device) % size for rank in first.ranks]
+    ranks = []
+    for number, (plan, share) in enumerate(zip(plans, shares, strict=True)):
+        same = [rank.stage.blocks for rank in plan.ranks] == [rank.stage.blocks for rank in first.ranks]
+        for place, rank, own in zip(places, first.ranks, plan.ranks if same else first.ranks, strict=True):
+            device, budget = resources.devices[number * size + place], resources.budgets[number * size + place]
+            planned = replace(own, device=device, budget=budget, share=rank.share * share, replica=number)
+            ranks.append(planned)
+    devices = [rank.device for rank in ranks]
+    if choose_engine(None, devices) != choose_engine(None, devices[: len(first.ranks)]):
+        raise MisuseError(f"all groups run the same engines, and {', '.join(map(str, devices))} need different ones")
+    ends = [value for value in (*analysis.graph.graph.inputs, *analysis.graph.outputs) if value.name in rows]
+    split = ReplicaSplit(first.split, [plan.analysis for plan in plans], counts, ends)
+    count = len(first.ranks)
+    warnings = dict.fromkeys((*plan_warnings(analysis, ranks), *first.warnings))
+    first = replace(
+        first, ranks=tuple(replace(rank, share=own.share) for rank, own in zip(ranks[:count], first.ranks, strict=True))
+    )
+    return replace(
+        first,
+        analysis=analysis,
+        split=split,
+        ranks=tuple(ranks),
+        warnings=tuple(warnings),
+        replicas=Replicas(first, tuple(shares), rows),
+    )
+
+
+def check_groups(request: Request, count: int, groups: int) -> None:
+    """Raise MisuseError unless so many devices can be divided into so many equal groups."""
+    if request.split_mode == BATCH and request.batch_groups not in (1, count):
+        raise MisuseError(
+            f"--batch-groups is {request.batch_groups}, and in batch mode each of the {count} devices is a group: say "
+            "with --split-mode how a group's devices share the model"
+        )
+    if count % groups or groups > count:
+        raise MisuseError(
+            f"--batch-groups is {groups}, and {count} devices can't be divided into {groups} equal groups: name "
+            "more or fewer devices with -d"
+        )

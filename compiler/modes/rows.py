@@ -1,0 +1,124 @@
+"""The rows of a model's batch, which groups of devices divide: found, tried in ONNX Runtime, and fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.errors import CannotSplitError
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.probe_sizes import bind_same_axes
+from splitc.compiler.frontend.reads import is_random
+from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
+from splitc.compiler.nodes import describe_node
+from splitc.compiler.remembered import remembered
+from splitc.compiler.request.shapes import Shape
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
+from splitc.compiler.sharding.batch import Rows, explain_no_rows, find_rows
+from splitc.compiler.sharding.choice import Choice
+from splitc.compiler.sharding.partial import NO_SUMS
+from splitc.compiler.sharding.row_numbers import RowNumbers, find_row_numbers, from_sizes
+from splitc.compiler.trials.by_rows import holds_by_rows
+from splitc.compiler.trials.trial import find_broken
+
+
+@remembered
+def tried_rows(analysis: Analysis) -> Mapping[str, int]:
+    """The number of the row axis in each output, and in each input that has one, by name.
+
+    A node whose rule does not hold when it is tried with shards of the rows needs them whole. Raises CannotSplitError,
+    which names the node where rows meet, if there is no such axis.
+    """
+    graph, bound = analysis.graph, probe_sizes(analysis)
+    if drawn := next((node for node in graph.nodes if is_random(node)), None):
+        raise CannotSplitError(
+            f"the rows of a batch can't be divided: {describe_node(drawn)} ({drawn.op_type}) draws random numbers, and "
+            "all groups of devices would draw the same. Use another --split-mode, without --batch-groups."
+        )
+    rows, why = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
+    same = bind_same_axes(graph, analysis.shapes, analysis.costs.certain)
+    for sizes in (bound, same):
+        if rows is None and sizes is not None:
+            rows, _ = _search(analysis, partial(_numbered, graph, sizes))
+    if rows is None:
+        raise CannotSplitError(
+            f"the rows of a batch can't be divided: {why}. Use another --split-mode, without --batch-groups, or export "
+            "the model with an axis of independent rows."
+        )
+    return rows.axes
+
+
+_Found = tuple[AxisMap, RowNumbers | None] | None
+
+
+def _numbered(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> _Found:
+    numbers = find_row_numbers(graph, bound, opaque)
+    return None if numbers is None else (numbers.axis_map, numbers)
+
+
+def _search(analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found]) -> tuple[Rows | None, str]:
+    """The rows by the axes that `find` gives for nodes that are opaque, and tried; or None, and why there are none."""
+    graph, opaque = analysis.graph, dict[ir.Node, str]()
+    while True:
+        looked = find(opaque)
+        if looked is None:
+            return None, ""
+        axis_map, numbers = looked
+        rows = find_rows(graph, axis_map)
+        if rows is None or (numbers is not None and not numbers.hold(rows.atom)):
+            return None, explain_no_rows(graph, axis_map) if rows is None else ""
+        known = frozenset[ir.Node]() if numbers is None else numbers.nodes | numbers.picking.keys()
+        tried = {node: operation for node, operation in axis_map.operations.items() if node not in known}
+        chosen = Choice((rows.atom,), {}, (), {}, NO_SUMS)
+        broken = find_broken(graph, replace(axis_map, operations=tried), chosen, analysis.costs.bound.shapes)
+        if broken:
+            values = from_sizes(graph, axis_map.bound) if numbers is None else numbers.values
+            broken = {
+                node: why
+                for node, why in broken.items()
+                if not holds_by_rows(axis_map.operations[node], rows.atom, axis_map.bound.shapes, values)
+            }
+        if not broken:
+            return rows, ""
+        opaque.update(broken)
+
+
+def planned_rows(analysis: Analysis, axes: Mapping[str, int]) -> int:
+    """The rows that are planned for."""
+    return max(shape[axes[name]] for name, shape in analysis.shapes.items() if name in axes)
+
+
+@remembered
+def _with_rows(analysis: Analysis, axes: frozenset[tuple[str, int]], rows: int, whole: int) -> Analysis:
+    number_of = dict(axes)
+
+    def cut(shapes: Mapping[str, Shape], most: int) -> dict[str, Shape]:
+        changed = {}
+        for name, shape in shapes.items():
+            axis = number_of.get(name)
+            size = 0 if axis is None else max(1, -(-shape[axis] * most // whole))
+            changed[name] = shape if axis is None else (*shape[:axis], size, *shape[axis + 1 :])
+        return changed
+
+    shapes = cut(analysis.shapes, rows)
+    bound = bind_shapes(analysis.graph.model, shapes, defaults=True)
+    return replace(
+        analysis,
+        shapes=shapes,
+        smallest=cut(analysis.smallest, 1),
+        typical=cut(analysis.typical, rows),
+        costs=Costs(analysis.graph, bound),
+    )
+
+
+def with_rows(analysis: Analysis, axes: Mapping[str, int], rows: int) -> Analysis:
+    """The analysis for so many of the rows that were planned for. Sizes that data decides are left as they are."""
+    whole = planned_rows(analysis, axes)
+    if rows == whole or analysis.fitted.fills or analysis.costs.bound.uncertain:
+        return analysis
+    return _with_rows(analysis, frozenset(axes.items()), rows, whole)

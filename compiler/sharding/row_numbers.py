@@ -1,0 +1,279 @@
+"""Numbers of rows that a model computes from sizes alone, to pick each row's own entries by them.
+
+Exporters write the mask of attention so: `mask[arange(rows)[:, None], columns]`. By the operators' rules an index may
+point to any row. What follows from sizes alone can be computed, and shows where it points: if an index is everywhere
+its own place along an axis, the node picks along that axis what already stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.node_alone import run_alone, serialized
+from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.reads import is_random, subgraphs
+from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.frontend.walks import ancestors
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.sharding.axis_map import AxisMap, find_axes
+
+Array = npt.NDArray[Any]
+# The operators that pick by an index, which is their second input.
+PICKING = ("Gather", "GatherND")
+# The most elements of a value that is computed. A choice: at probe sizes masks have thousands.
+MOST_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class RowNumbers:
+    """The axes of a model whose nodes pick by row numbers, and the `values` that follow from sizes, at probe sizes.
+
+    `nodes` are those that compute them. `picking` are the nodes that pick by them what stands in the same place, each
+    with the axes of its index along which that is all that they say in it. `joining` are the nodes that put an index
+    together, of such numbers and of data.
+    """
+
+    graph: Graph
+    axis_map: AxisMap
+    nodes: frozenset[ir.Node]
+    picking: Mapping[ir.Node, frozenset[int]]
+    joining: Mapping[ir.Node, ir.Node]
+    values: Mapping[ir.Value, Array]
+
+    def hold(self, atom: Factor) -> bool:
+        """Whether what follows from sizes is the same in all rows, wherever it meets data: else it tells them apart."""
+        if any(self._differs(value, self.axis_map.axes[value] or (), atom) for value in self.graph.outputs):
+            return False
+        for node, operation in self.axis_map.operations.items():
+            if node in self.nodes:
+                continue
+            for number, (value, axes) in enumerate(zip(node.inputs, operation.inputs, strict=True)):
+                by = node if number == 1 else None
+                known = self.picking.get(self.joining.get(node, by), frozenset())  # type: ignore[arg-type]
+                if value is not None and self._differs(value, axes or (), atom, known):
+                    return False
+        return True
+
+    def _differs(
+        self, value: ir.Value, axes: Sequence[Axis], atom: Factor, known: frozenset[int] = frozenset()
+    ) -> bool:
+        """Whether a value that follows from sizes differs along a factor, beside the axes that are `known`."""
+        if value.producer() not in self.nodes:
+            return False
+        along = [number for number, axis in enumerate(axes) if atom in ax.atoms(axis) and number not in known]
+        return bool(along) and (value not in self.values or any(_varies(self.values[value], n) for n in along))
+
+
+def _varies(array: Array, axis: int) -> bool:
+    """Whether an array differs along an axis."""
+    return not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
+
+
+def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> RowNumbers | None:
+    """The axes of a model, where nodes pick by numbers that follow from sizes alone; None if no node does."""
+    nodes = _from_sizes(graph)
+    picking = [node for node in graph.nodes if node not in nodes and node.op_type in PICKING and not node.domain]
+    indices = {node: _parts(node.inputs[1], nodes) for node in picking}
+    indices = {node: parts for node, parts in indices.items() if any(part.producer() in nodes for part in parts)}
+    if not indices:
+        return None
+    values = from_sizes(graph, bound)
+    aligned: dict[ir.Node, frozenset[int]] = {}
+    rules: dict[ir.Node, Callable[[Operation], None]] = dict.fromkeys(nodes - opaque.keys(), _free)
+    for node, parts in indices.items():
+        if node not in opaque:
+            rules[node] = partial(_pick, [values.get(part) for part in parts], aligned)
+    axis_map = find_axes(graph, bound, opaque, rules=rules)
+    joining = {
+        producer: node
+        for node, parts in indices.items()
+        if len(parts) > 1 and (producer := node.inputs[1].producer()) is not None  # type: ignore[union-attr]
+    }
+    return RowNumbers(graph, axis_map, frozenset(nodes), aligned, joining, values)
+
+
+def _parts(index: ir.Value | None, nodes: set[ir.Node]) -> Sequence[ir.Value]:
+    """What an index is put together of, a part for each axis that is indexed; or the index itself.
+
+    Only one that has data in it is taken apart: of others `nodes` make all.
+    """
+    if index is None:
+        return ()
+    node = index.producer()
+    if node is None or node in nodes or node.op_type != "Concat" or len(index.uses()) > 1 or index.shape is None:
+        return (index,)
+    last = node.attributes.get_int("axis", 0) in (-1, len(index.shape) - 1)
+    parts = [value for value in node.inputs if value is not None]
+    single = all(value.shape is not None and value.shape[-1] == 1 for value in parts)
+    return parts if last and single else (index,)
+
+
+def from_sizes(graph: Graph, bound: BoundShapes) -> dict[ir.Value, Array]:
+    """The values that follow from sizes alone, and that nodes with data read, at these sizes."""
+    return _computed(graph, bound, _from_sizes(graph))
+
+
+def _from_sizes(graph: Graph) -> set[ir.Node]:
+    """The nodes that compute from sizes alone: of the sizes of values, and of constants."""
+    made: set[ir.Node] = set()
+    for node, reads in graph.reads.items():
+        if is_random(node) or any(subgraphs(node)) or node in graph.constant:
+            continue
+        if operator_of(node).reads_shape or all(_is_known(graph, value, made) for value in reads):
+            made.add(node)
+    return made
+
+
+def _is_known(graph: Graph, value: ir.Value, made: set[ir.Node]) -> bool:
+    if value.producer() in made or value.producer() in graph.constant:
+        return True
+    return value.is_initializer() and source_of(value) is None
+
+
+def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.Value, Array]:
+    """The values that follow from sizes and that others read, at these sizes. Empty if ONNX Runtime can't say."""
+    outside = [(node, value) for node in graph.nodes if node not in nodes for value in graph.reads[node]]
+    wanted = dict.fromkeys(value for _, value in outside if value.producer() in nodes)
+    wanted.update(dict.fromkeys(value for value in graph.graph.outputs if value.producer() in nodes))
+    wanted = {value: None for value in wanted if np.prod(bound.shapes.get(value.name or "", ())) <= MOST_ELEMENTS}
+    needed = ancestors([value.producer() for value in wanted if value.producer()], lambda node: _above(node))  # type: ignore[misc]
+    made: dict[ir.Value, ir.Value] = {}
+    copies: list[ir.Node] = []
+    initializers: list[ir.Value] = []
+
+    def constant(name: str, array: Array) -> ir.Value:
+        tensor = ir.tensor(array)
+        shape = ir.Shape(array.shape)
+        value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        initializers.append(value)
+        return value
+
+    for node in (node for node in graph.nodes if node in needed):
+        if operator_of(node).reads_shape:
+            source = node.inputs[0]
+            shape = None if source is None else bound.shapes.get(source.name or "")
+            if shape is None:
+                return {}
+            made[node.outputs[0]] = constant(node.outputs[0].name or "", _sizes(node, shape))
+            continue
+        inputs = []
+        for value in node.inputs:
+            if value is not None and value not in made:
+                if value.const_value is None:
+                    return {}
+                made[value] = constant(value.name or "", value.const_value.numpy())
+            inputs.append(None if value is None else made[value])
+        copy = ir.Node(
+            node.domain,
+            node.op_type,
+            inputs,
+            list(node.attributes.values()),
+            num_outputs=len(node.outputs),
+            name=node.name,
+        )
+        for own, value in zip(copy.outputs, node.outputs, strict=True):
+            own.name = value.name
+            made[value] = own
+        copies.append(copy)
+    given = [made[value] for value in wanted if value in made]
+    if not given:
+        return {}
+    part = ir.Graph(
+        [], given, nodes=copies, initializers=initializers, opset_imports=dict(graph.graph.opset_imports), name="sizes"
+    )
+    try:
+        arrays = run_alone(serialized(part), {})
+    except Exception:  # whatever it refuses: nothing is known then
+        return {}
+    return dict(zip((value for value in wanted if value in made), arrays, strict=True))
+
+
+def _above(node: ir.Node) -> list[ir.Value]:
+    """What must be computed before a node is: nothing for one that reads sizes."""
+    return [] if operator_of(node).reads_shape else [value for value in node.inputs if value is not None]
+
+
+def _sizes(node: ir.Node, shape: Sequence[int]) -> Array:
+    """What a node that reads sizes gives for a value of this shape."""
+    if node.op_type == "Size":
+        return np.array(np.prod(shape, dtype=np.int64))
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+    return np.array(list(shape)[start:end], np.int64)
+
+
+def _free(operation: Operation) -> None:
+    """Nothing follows for the axes of what is computed from sizes: where it meets data, it is looked at."""
+    for axes in (*operation.inputs, *operation.outputs):
+        operation.free(axes or ())
+
+
+def _pick(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
+    """Relate the axes of a node that picks by this index, where that is its own place along an axis.
+
+    The index is one array, or has a part for each axis that is indexed: None for one of data. A node where it is so
+    nowhere has its operator's rule. Others are `aligned`, along the axes where it is.
+    """
+    data, indices, output = operation.input(0), operation.input(1), operation.output()
+    if operation.node.op_type == "Gather":
+        first = operation.number("axis", 0) % len(data)
+        columns, places, behind = list(index), indices, first + 1
+    else:
+        first = operation.number("batch_dims", 0)
+        columns = [column for part in index for column in _columns(part)]
+        places, behind = indices[:-1], first + len(columns)
+    pairs: list[tuple[Factor, int]] = []
+    loose: set[int] = set()  # axes along which the index differs in some other way
+    for number, column in enumerate(columns):
+        if column is None:
+            continue
+        leaves = ax.leaves(data[first + number])
+        sizes = [leaf.size for leaf in leaves]
+        column = np.where(column < 0, column + ax.size_of(data[first + number]), column)
+        if leaves and column.size and column.min() >= 0 and column.max() < np.prod(sizes):
+            for leaf, own in zip(leaves, np.unravel_index(column, sizes), strict=True):
+                own_places = list(_places(own, leaf.size))
+                pairs += [(leaf, place) for place in own_places]
+                loose |= {n for n in range(own.ndim) if n not in own_places and _varies(own, n)}
+        else:
+            loose |= {n for n in range(column.ndim) if _varies(column, n)}
+    if not pairs:
+        rule = operator_of(operation.node).axes
+        assert rule is not None, "an operator that picks has a rule"
+        rule(operation)
+        return
+    aligned[operation.node] = frozenset(place for _, place in pairs) - loose
+    related = {leaf for leaf, _ in pairs}
+    for axis in data[first:behind]:
+        operation.free([axis])
+        operation.whole([(leaf,) for leaf in ax.leaves(axis) if leaf not in related], "it is indexed")
+    start = first if operation.node.op_type == "Gather" else 0
+    operation.relate_all(data[:first], output)
+    operation.relate_all(places, output[start:])
+    operation.relate_all(data[behind:], output[len(output) - len(data[behind:]) :])
+    operation.free(indices)
+    for leaf, number in pairs:
+        operation.relate((leaf,), places[number])
+
+
+def _columns(part: Array | None) -> list[Array | None]:
+    """What a part of an index says of each axis that it indexes."""
+    return [None] if part is None else [part[..., number] for number in range(part.shape[-1])]
+
+
+def _places(column: Array, size: int) -> Iterator[int]:
+    """The axes of an index along which each entry is its own place."""
+    for number, length in enumerate(column.shape):
+        own = np.arange(length).reshape([-1 if n == number else 1 for n in range(column.ndim)])
+        if length == size and np.array_equal(column, np.broadcast_to(own, column.shape)):
+            yield number

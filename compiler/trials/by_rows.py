@@ -1,0 +1,89 @@
+"""Try one node of a model with some of its rows: as it is, at the sizes with which axes were found.
+
+Tiny nodes are made up, with sizes that need not fit together: a Slice whose bounds follow from other sizes then gives
+another length than its rule says. Here such bounds are those of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.axes import Factor
+from splitc.compiler.operators.operation import Axes, Operation
+from splitc.compiler.request.shapes import Shape
+from splitc.compiler.trials.made_up import made_up
+from splitc.runtime.tools.compare import compare
+
+Array = npt.NDArray[Any]
+
+
+def holds_by_rows(
+    operation: Operation, rows: Factor, shapes: Mapping[str, Shape], values: Mapping[ir.Value, Array]
+) -> bool:
+    """Whether a node computes each of its rows by itself, with made-up data. `values` are those that follow from sizes.
+
+    False for a node that can't be tried so.
+    """
+    node = operation.node
+    places = [_place(axes, rows) for axes in (*operation.inputs, *operation.outputs)]
+    if any(subgraphs(node)) or -1 in places:
+        return False
+    taken, given = places[: len(node.inputs)], places[len(node.inputs) :]
+    kept = [value is None or value.const_value is not None for value in node.inputs]
+    try:
+        arrays = [
+            None if is_kept or value is None else values.get(value, _made_up(operation, number, shapes))
+            for number, (value, is_kept) in enumerate(zip(node.inputs, kept, strict=True))
+        ]
+        whole = _run(node, arrays)
+        parts = [_run(node, _cut(arrays, taken, part)) for part in (slice(0, 1), slice(1, rows.size))]
+    except Exception:  # whatever ONNX Runtime or numpy refuses: it was not tried
+        return False
+    made = [(place, value) for place, value in zip(given, node.outputs, strict=True) if value.name]
+    for (place, _), expected, *pieces in zip(made, whole, *parts, strict=True):
+        if place is None:
+            if any(not np.array_equal(piece, expected) for piece in pieces):
+                return False
+            continue
+        joined = np.concatenate(pieces, place)
+        (difference,) = compare({"": expected}, {"": joined}, number_type=str(expected.dtype))
+        if joined.shape != expected.shape or not difference.passed:
+            return False
+    return True
+
+
+def _place(axes: Axes, rows: Factor) -> int | None:
+    """The axis that is the rows; None if there is none, and -1 if they are a part of one."""
+    along = [number for number, axis in enumerate(axes or ()) if rows in ax.atoms(axis)]
+    if not along:
+        return None
+    alone = len(along) == 1 and ax.leaves((axes or ())[along[0]]) == [rows]
+    return along[0] if alone else -1
+
+
+def _made_up(operation: Operation, number: int, shapes: Mapping[str, Shape]) -> Array:
+    """Data for an input. Raises KeyError for one of unknown shape."""
+    value = operation.node.inputs[number]
+    assert value is not None and value.dtype is not None
+    return made_up(operation, number, shapes[value.name or ""], value.dtype, "rows")
+
+
+def _cut(arrays: Sequence[Array | None], places: Sequence[int | None], part: slice) -> list[Array | None]:
+    return [
+        array if array is None or place is None else array[(slice(None),) * place + (part,)]
+        for array, place in zip(arrays, places, strict=True)
+    ]
+
+
+def _run(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array]:
+    given = {number: np.ascontiguousarray(array) for number, array in enumerate(arrays) if array is not None}
+    graph = node_alone(node, lambda value: value.const_value is not None, [array.shape for array in given.values()])
+    return run_alone(serialized(graph), {f"input{number}": array for number, array in given.items()})

@@ -1,0 +1,231 @@
+"""Several groups of ranks, each with the whole model, which divide the rows of a request: as the ranks of one session.
+
+Replicas exchange nothing. A request of several rows becomes a part for each of them, and any other one goes whole to
+whichever is free. A sequence stays where its first request went, its rows divided in the same way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from splitc.runtime.arrays.array import Array, Zeros
+from splitc.runtime.errors import FeedError, HandOverError
+from splitc.runtime.feeds.on_gpu import Feed
+from splitc.runtime.feeds.rows import count_rows, cut_rows, share_rows
+from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.processes.remote import RemoteRanks
+from splitc.runtime.ranks.request import NEVER, InFlightRequest, nothing_to_do
+from splitc.runtime.ranks.workers import PATIENCE, Workers
+
+# The replicas that have a request's rows, in their order, and how many; None for all, however many.
+_Division = list[tuple[int, int | None]]
+
+
+class Replicas:
+    """The ranks of all replicas, numbered one replica after the other. For the methods see Workers.
+
+    `shares` are the replicas' shares of a request's rows.
+    """
+
+    def __init__(self, replicas: Sequence[Workers | RemoteRanks], manifest: Manifest, shares: Sequence[float]) -> None:
+        assert manifest.batch is not None, "rows can be divided"
+        self._replicas = replicas
+        self._axes, self._sources = manifest.batch, manifest.row_sources
+        self._shares = shares
+        self._size = len(replicas[0])
+        # The requests that each replica works at.
+        self._at_work = [0] * len(replicas)
+        self._lock = threading.Lock()
+        # Where the sequences are.
+        self._sequences: dict[int, _Division] = {}
+
+    def __len__(self) -> int:
+        return self._size * len(self._replicas)
+
+    def divide(self, request: InFlightRequest) -> None:
+        """Give a request its parts. Raises FeedError for a request of a sequence that has other rows than before."""
+        rows = count_rows({**request.initial, **request.feeds}, self._axes, self._sources)
+        began = request.sequence if request.after is None else request.after
+        division = None if began is None else self._sequences.get(began)
+        if division is None:
+            division = self._divide(rows)
+        elif division[0][1] is not None:
+            _check_rows([count or 0 for _, count in division], rows)
+        if division is None:
+            request.parts = [_part(request, None, request.feeds, request.initial)]
+            return
+        if request.sequence is not None:
+            self._sequences[request.sequence] = division
+        request.parts = []
+        start = 0
+        for replica, count in division:
+            if count is None:
+                request.parts.append(_part(request, replica, request.feeds, request.initial))
+                continue
+            assert rows is not None, "they are counted"
+            feeds = cut_rows(request.feeds, self._axes, rows, start, start + count)
+            initial = cut_rows(request.initial, self._axes, rows, start, start + count)
+            request.parts.append(_part(request, replica, feeds, initial))
+            start += count
+
+    def _divide(self, rows: int | None) -> _Division | None:
+        """Who takes how many rows of a request; None for one that stays whole.
+
+        Inputs that disagree on the rows may yet be what the model takes.
+        """
+        if rows is None or rows < 2:
+            return None
+        order = sorted(range(len(self._shares)), key=self._at_work.__getitem__)
+        counts = share_rows(rows, self._shares, order)
+        return [(replica, count) for replica, count in enumerate(counts) if count]
+
+    def put(self, request: InFlightRequest | None) -> None:
+        """Give each part to its replica.
+
+        If one can't be given, the request fails once the others have ended: not before, since they take memory.
+        """
+        if request is None:
+            for ranks in self._replicas:
+                ranks.put(None)
+            return
+        request.waiting = self._size * len(request.parts)
+        for number, part in enumerate(request.parts):
+            try:
+                self._give(request, part)
+            except HandOverError:
+                raise
+            except BaseException as error:
+                if not number:
+                    raise
+                for left in request.parts[number:]:
+                    self._fail(request, left, error)
+                return
+
+    def _give(self, request: InFlightRequest, part: InFlightRequest) -> None:
+        if part.replica is None:
+            part.replica = min(range(len(self._replicas)), key=lambda n: (self._at_work[n] + 1) / self._shares[n])
+            if part.sequence is not None:
+                self._sequences[part.sequence] = [(part.replica, None)]
+        part.waiting, part.done = self._size, partial(self._ended, request)
+        with self._lock:
+            self._at_work[part.replica] += 1
+        try:
+            self._replicas[part.replica].put(part)
+        except BaseException:
+            part.done = nothing_to_do
+            self._leave(part.replica)
+            raise
+
+    def _leave(self, replica: int) -> None:
+        with self._lock:
+            self._at_work[replica] -= 1
+
+    def _ended(self, request: InFlightRequest, part: InFlightRequest) -> None:
+        """All ranks of a replica have finished a part."""
+        part.done = nothing_to_do  # it refers to the request, and the request to it
+        assert part.replica is not None
+        self._leave(part.replica)
+        for rank, execution in part.executions.items():
+            request.finish(part.replica * self._size + rank, {}, execution, part.error)
+
+    def _fail(self, request: InFlightRequest, part: InFlightRequest, error: BaseException) -> None:
+        """End a part that was given to nobody."""
+        assert part.replica is not None
+        for rank in range(self._size):
+            request.finish(part.replica * self._size + rank, {}, NEVER, error)
+
+    def forget(self, sequence: int, reusable: bool) -> None:
+        """See Workers."""
+        for replica, _ in self._sequences.pop(sequence, ()):
+            self._replicas[replica].forget(sequence, reusable)
+
+    def watch(self, future: Future[InFlightRequest] | None, request: InFlightRequest) -> None:
+        """See Workers. What several replicas send is read by others: the caller can only wait for one of them."""
+        for part in request.parts:
+            if part.replica is not None:
+                self._replicas[part.replica].watch(future if len(request.parts) == 1 else None, part)
+
+    def start(self) -> None:
+        """See Workers."""
+        for number, ranks in enumerate(self._replicas):
+            try:
+                ranks.start()
+            except BaseException as error:
+                for other in self._replicas[:number]:
+                    other.abort(error)
+                    other.put(None)
+                    if not other.join(PATIENCE):
+                        other.stop()
+                    other.clear()
+                raise
+
+    def wait_loaded(self) -> None:
+        """See Workers."""
+        for ranks in self._replicas:
+            ranks.wait_loaded()
+
+    @property
+    def notes(self) -> list[str]:
+        """See Workers."""
+        return list(dict.fromkeys(note for ranks in self._replicas for note in ranks.notes))
+
+    def device_memory(self) -> list[RankMemory]:
+        """See Workers."""
+        return [memory for ranks in self._replicas for memory in ranks.device_memory()]
+
+    def bring_in(self) -> None:
+        """See Workers."""
+        for ranks in self._replicas:
+            ranks.bring_in()
+
+    def abort(self, error: BaseException) -> None:
+        """See Workers."""
+        for ranks in self._replicas:
+            ranks.abort(error)
+
+    def stop(self) -> None:
+        """See Workers."""
+        for ranks in self._replicas:
+            ranks.stop()
+
+    def join(self, patience: float) -> bool:
+        """See Workers."""
+        deadline = time.monotonic() + patience
+        return all(ranks.join(max(0.0, deadline - time.monotonic())) for ranks in self._replicas)
+
+    def clear(self) -> None:
+        """See Workers."""
+        for ranks in self._replicas:
+            ranks.clear()
+
+
+def _check_rows(counts: Sequence[int], rows: int | None) -> None:
+    """Raise FeedError unless a request of a sequence has the rows that its first one had."""
+    if rows != sum(counts):
+        has = "inputs with different numbers of rows" if rows is None else f"{rows}"
+        raise FeedError(
+            f"this sequence began with {sum(counts)} rows, of which {len(counts)} groups of devices have "
+            f"{', '.join(map(str, counts))}, and the request has {has}: give it as many, or start another sequence"
+        )
+
+
+def _part(
+    request: InFlightRequest, replica: int | None, feeds: Mapping[str, Feed], initial: Mapping[str, Array | Zeros]
+) -> InFlightRequest:
+    """What a replica gets of a request: these feeds and initial states."""
+    return InFlightRequest(
+        feeds,
+        sequence=request.sequence,
+        initial=initial,
+        in_place=request.in_place,
+        after=request.after,
+        growth=request.growth,
+        on_device=request.on_device,
+        submitted=request.submitted,
+        replica=replica,
+    )

@@ -1,0 +1,272 @@
+"""Groups of devices that have the whole model each: which rows they divide, what they hold, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.errors import CannotSplitError
+from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.planning.host_groups import describe_hosts
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.planning.plan_file import write_plan
+from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.runtime import Session
+from splitc.runtime.errors import DoesNotFitError, MisuseError
+from tests.compiler.sharding.test_random_blocks import RandomBlock
+from tests.conftest import Arrays, assert_close, decoder_feeds, run_whole
+from tests.helpers.command import splitc
+from tests.helpers.packages import compile_mode
+
+BATCH = Request(split_mode="batch", memory=["1GiB"])
+# A mask that is picked by row numbers, as exporters write masks: mask[arange(rows)[:, None], arange(length)].
+PICKED = """<ir_version: 8, opset_import: ["": 17]>
+picked (float[B,L] x, float[M,L] mask) => (float[B,L] y)
+<int64 zero = {0}, int64 one = {1}, int64[1] last = {-1}, int64[1] first = {0}, int64[1] second = {1}>
+{ sizes = Shape(x)
+  rows = Gather(sizes, zero)
+  length = Gather(sizes, one)
+  row_numbers = Range(zero, rows, one)
+  NUMBERS
+  column_numbers = Range(zero, length, one)
+  a = Unsqueeze(numbers, second)
+  b = Unsqueeze(column_numbers, first)
+  wide_a = Expand(a, sizes)
+  wide_b = Expand(b, sizes)
+  a_last = Unsqueeze(wide_a, last)
+  b_last = Unsqueeze(wide_b, last)
+  index = Concat <axis = -1> (a_last, b_last)
+  own = GatherND(mask, index)
+  y = Add(x, own) }"""
+SAME = "numbers = Identity(row_numbers)"
+
+
+def request(feeds: Mapping[str, np.ndarray], split_mode: str = "batch", **more: Any) -> Request:
+    return Request(split_mode, shapes={name: feed.shape for name, feed in feeds.items()}, **more)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_blocks_are_right_with_any_rows(seed: int, tmp_path: Path) -> None:
+    block, chance = RandomBlock(seed), np.random.default_rng(seed)
+    model = tmp_path / "block.onnx"
+    save(block.model(), model)
+    shares = [1, 1], [3, 1], [2, 1, 1], [1, 5, 2]
+    asked = request(block.feeds, tensor_split=shares[seed % len(shares)])
+    compile_model(plan_model(model, [f"{len(asked.tensor_split or ())}xcpu"], asked), tmp_path / "package")
+    with Session(tmp_path / "package", threads=1) as session:
+        for rows in (1, 2, 5, 7):
+            feeds: Arrays = {"x": chance.standard_normal((rows, 3, block.hidden), np.float32)}
+            assert_close(session.run(feeds), run_whole(model, feeds), 2e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("y = Softmax <axis = 0> (x)", "meet in the Softmax node that makes 'y'"),
+        ("y = CumSum(x, axis)", "meet in the CumSum node"),
+        ("m = ReduceMean <axes = [0]> (x) y = Sub(x, m)", "meet in the ReduceMean node that makes 'm'"),
+        ("q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)", "it takes the range of all of them"),
+        ("n = RandomNormalLike(x) y = Add(x, n)", r"\(RandomNormalLike\) draws random numbers, and all groups"),
+    ],
+)
+def test_where_rows_meet_is_named(write_model: Callable[[str], Path], body: str, why: str) -> None:
+    model = write_model(
+        f"""<ir_version: 8, opset_import: ["": 17]>
+        g (float[B,3] x) => (float[B,3] y) <int64 axis = {{0}}> {{ {body} }}"""
+    )
+    with pytest.raises(CannotSplitError, match=why):
+        plan_model(model, ["2xcpu"], BATCH)
+    text = splitc("plan", model, "-d", "2xcpu", "--split-mode", "batch", "--memory", "1GiB", code=1).stderr
+    assert "the rows of a batch can't be divided" in text
+
+
+def test_model_without_dynamic_sizes_is_refused(write_model: Callable[[str], Path]) -> None:
+    model = write_model(
+        """<ir_version: 8, opset_import: ["": 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }"""
+    )
+    with pytest.raises(CannotSplitError, match="no input has an axis of dynamic size"):
+        plan_model(model, ["2xcpu"], BATCH)
+
+
+@pytest.mark.parametrize("mask", ["B", "M"])
+def test_rows_are_followed_through_masks_that_are_picked_by_row_numbers(
+    write_model: Callable[[str], Path], tmp_path: Path, mask: str
+) -> None:
+    """Also where the exporter gives the mask's rows another name."""
+    model = write_model(PICKED.replace("NUMBERS", SAME).replace("[M,L]", f"[{mask},L]"))
+    chance = np.random.default_rng(0)
+    compile_model(plan_model(model, ["3xcpu"], BATCH), tmp_path / "package")
+    with Session(tmp_path / "package", threads=1) as session:
+        assert session.manifest.batch == {"x": 0, "mask": 0, "y": 0}
+        for rows in (1, 2, 7):
+            feeds: Arrays = {name: chance.standard_normal((rows, 4), np.float32) for name in ("x", "mask")}
+            assert_close(session.run(feeds), run_whole(model, feeds))
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        "last_row = Sub(rows, one) numbers = Sub(last_row, row_numbers)",
+        "half = Add(one, one) numbers = Div(row_numbers, half)",
+        "up = Add(row_numbers, one) numbers = Mod(up, rows)",
+    ],
+    ids=["the other way", "two rows share one", "the next row"],
+)
+def test_numbers_of_other_rows_are_no_rows(write_model: Callable[[str], Path], numbers: str) -> None:
+    with pytest.raises(CannotSplitError, match="can't be divided: the rows along axis 0 of 'x' meet in"):
+        plan_model(write_model(PICKED.replace("NUMBERS", numbers)), ["2xcpu"], BATCH)
+
+
+def test_row_numbers_that_meet_data_tell_rows_apart(write_model: Callable[[str], Path]) -> None:
+    model = write_model(
+        PICKED.replace("NUMBERS", SAME).replace(
+            "y = Add(x, own)", "apart = Cast <to = 1> (a) shifted = Add(x, apart) y = Add(shifted, own)"
+        )
+    )
+    with pytest.raises(CannotSplitError, match="can't be divided"):
+        plan_model(model, ["2xcpu"], BATCH)
+
+
+def test_nodes_whose_trial_fails_are_tried_with_the_models_sizes(
+    write_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two lengths are joined and taken apart: with other bounds than theirs, a slice has another length."""
+
+    def find_broken(_: object, axis_map: AxisMap, *__: object) -> dict[ir.Node, str]:
+        slices = [node for node in axis_map.operations if node.op_type in ("Concat", "Softmax", "Slice")]
+        return dict.fromkeys(slices, "the sizes were made up")
+
+    monkeypatch.setattr("splitc.compiler.modes.rows.find_broken", find_broken)
+    model = write_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        joined (float[B,T,4] text, float[B,L,4] picture) => (float[B,T,4] y, float[B,L,4] z)
+        <int64[1] zero = {0}, int64[1] one = {1}, int64[1] all = {9223372036854775807}>
+        { both = Concat <axis = 1> (text, picture)
+          sizes = Shape(text)
+          length = Gather(sizes, one)
+          sums = Softmax <axis = 1> (both)
+          y = Slice(sums, zero, length, one)
+          z = Slice(sums, length, all, one) }"""
+    )
+    shapes = {"text": (2, 3, 4), "picture": (2, 5, 4)}
+    compile_model(plan_model(model, ["2xcpu"], replace(BATCH, shapes=shapes)), tmp_path / "package")
+    chance = np.random.default_rng(0)
+    with Session(tmp_path / "package", threads=1) as session:
+        for rows in (1, 3):
+            feeds: Arrays = {name: chance.random((rows, *shape[1:]), np.float32) for name, shape in shapes.items()}
+            assert_close(session.run(feeds), run_whole(model, feeds))
+
+
+def test_weights_are_written_once_and_all_ranks_are_shown(decoder: Path, tmp_path: Path) -> None:
+    feeds = decoder_feeds(batch=8)
+    plan = plan_model(decoder, ["2xcpu"], request(feeds, tensor_split=[3, 1]))
+    package = tmp_path / "package"
+    compile_model(plan, package)
+    assert [path.name for path in sorted(package.iterdir()) if path.is_dir()] == ["rank0"]
+    shown = json.loads(splitc("inspect", package, "--json").stdout)
+    assert (shown["split_mode"], shown["batch_groups"]) == ("batch", 2)
+    assert [rank["device"] for rank in shown["ranks"]] == ["cpu0", "cpu1"]
+    assert [rank["total_bytes"] for rank in shown["ranks"]] == [rank.memory.total for rank in plan.ranks]
+    text = splitc("inspect", package).stdout
+    assert "2 ranks in 2 groups, each with the whole model" in text
+
+
+def test_commands_show_the_ranks_of_all_groups(decoder: Path, tmp_path: Path) -> None:
+    package = compile_mode(decoder, "tensor in groups")
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    shown = ("--trace", trace, "--report", page, "--memory", "--in-flight", "2", "--runs", "16", "--warmup", "1")
+    text = splitc("bench", package, *shown, "--threads", "1").stdout
+    assert all(f"{number} cpu{number}" in text for number in range(4))
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
+    assert "2 groups of ranks have all blocks each" in page.read_text()
+    plan = splitc(
+        "plan", decoder, "-d", "4xcpu", "--split-mode", "tensor", "--batch-groups", "2", "--report", page
+    ).stdout
+    assert "2 groups, each with the whole model; shares of the rows: 1, 1" in plan
+    assert "tensor, in 2 groups" in page.read_text()
+
+
+def test_memory_is_that_of_a_groups_rows(decoder: Path) -> None:
+    feeds = decoder_feeds(batch=8)
+    whole = plan_model(decoder, ["cpu0"], request(feeds, split_mode="layer")).ranks[0].memory
+    six, two = (rank.memory for rank in plan_model(decoder, ["2xcpu"], request(feeds, tensor_split=[3, 1])).ranks)
+    assert six.weights == two.weights == whole.weights
+    assert (six.cache, two.cache) == (whole.cache * 6 // 8, whole.cache * 2 // 8)
+    assert two.activations < six.activations < whole.activations
+
+
+@pytest.mark.parametrize(("mode", "split"), [("batch", [3, 1]), ("layer", [1, 1, 1, 1]), ("tensor", [3, 1, 6, 2])])
+def test_plan_is_made_again_from_its_file(decoder: Path, tmp_path: Path, mode: str, split: list[float]) -> None:
+    groups = 1 if mode == "batch" else 2
+    asked = request(decoder_feeds(batch=5), split_mode=mode, batch_groups=groups, tensor_split=split)
+    plan = plan_model(decoder, [f"{len(split)}xcpu"], asked)
+    write_plan(plan, tmp_path / "plan.json")
+    again = plan_from_file(decoder, tmp_path / "plan.json")
+
+    def held(plan: Plan) -> list[tuple[object, ...]]:
+        return [(r.device, r.replica, r.group, r.part, r.memory, len(r.stage.blocks)) for r in plan.ranks]
+
+    assert held(again) == held(plan)
+    assert again.replicas is not None and plan.replicas is not None
+    assert again.replicas.shares == pytest.approx(plan.replicas.shares)
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(text.replace('"batch_groups": 2', '"batch_groups": 3'))
+    if mode != "batch":
+        with pytest.raises(MisuseError, match="4 devices can't be divided into 3 equal groups"):
+            plan_from_file(decoder, tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked", "why"),
+    [
+        ("3xcpu", {"split_mode": "layer", "batch_groups": 2}, "3 devices can't be divided into 2 equal groups"),
+        ("2xcpu", {"batch_groups": 3}, "in batch mode each of the 2 devices is a group"),
+        ("4xcpu", {"split_mode": "tensor", "batch_groups": 2, "tensor_split": [3, 1, 1, 3]}, "in the same proportion"),
+    ],
+)
+def test_impossible_groups_are_refused(decoder: Path, devices: str, asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(MisuseError, match=why):
+        plan_model(decoder, [devices], request(decoder_feeds(), **asked))
+
+
+def test_copies_that_do_not_fit_are_refused_and_stages_are_not(decoder: Path) -> None:
+    """The second device has less than the whole model."""
+    memory = ["cpu0=1GiB", "cpu1=600KiB"]
+    with pytest.raises(DoesNotFitError, match=r"cpu1 holds prologue to layers\.2: 593 KiB of 600 KiB"):
+        plan_model(decoder, ["2xcpu"], Request(split_mode="batch", memory=memory))
+    assert plan_model(decoder, ["2xcpu"], Request(memory=["600KiB"])).replicas is None
+
+
+def test_groups_are_inside_hosts(decoder: Path) -> None:
+    devices = ["host0/cpu0", "host1/cpu0", "host0/cpu1", "host1/cpu1"]
+    plan = plan_model(decoder, devices, Request(split_mode="tensor", batch_groups=2, memory=["1GiB"]))
+    assert [str(rank.device) for rank in plan.ranks] == ["host0/cpu0", "host0/cpu1", "host1/cpu0", "host1/cpu1"]
+    assert [rank.replica for rank in plan.ranks] == [0, 0, 1, 1]
+    assert describe_hosts(plan.ranks) == "2 hosts, groups inside"
+
+
+def test_auto_divides_a_batch_where_that_is_faster(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the prediction: with a thread each, a long prompt of two rows takes half as long on two devices."""
+    monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 2)
+    monkeypatch.setattr("splitc.compiler.planning.clock.cache_bytes", lambda: 0)
+    long = {name: feed.shape for name, feed in decoder_feeds(batch=2, new=400, past=0).items()}
+    asked = Request(objective="latency", threads=1, memory=["1GiB"], shapes=long)
+    plan = plan_model(decoder, ["2xcpu"], asked)
+    times = {candidate.name: candidate.latency for candidate in plan.alternatives}
+    assert times["batch on 2"] < 0.8 * times["one device"]
+    assert plan.split_mode in ("batch", "tensor")
+    grouped = plan_model(decoder, ["4xcpu"], Request(memory=["1GiB"], batch_groups=2))
+    assert {candidate.name for candidate in grouped.alternatives} == {
+        "batch on 2",
+        *(f"{mode} on 2 groups of 2" for mode in ("layer", "tensor", "row")),
+    }
