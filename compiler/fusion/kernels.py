@@ -33,10 +33,10 @@ class Gains:
 ON_GPUS = Gains(frozenset({ir.DataType.FLOAT16}), 1 << 16, 256)
 
 
-# Measured with ONNX Runtime 1.31 by tests/benchmarks/cache_in_place.py, in single precision: decoders of 12 and 24 layers
-# that are 1024 wide, as transformers' exporter and optimum's write them. In a sequence with a capacity a token after 64,
-# 512 and 2000 others is 1.04 to 1.08, 1.2 and 1.5 to 1.7 times as fast, after pasts that are fed 1.01 to 1.45 times, and
-# a prompt of 512 is read 1.00 to 1.12 times as fast.
+# Measured with ONNX Runtime 1.31 by tests/benchmarks/cache_in_place.py, in single precision: decoders of 12 and 24
+# layers that are 1024 wide, as transformers' exporter and optimum's write them. In a sequence with a capacity a token
+# after 64, 512 and 2000 others is 1.04 to 1.08, 1.2 and 1.5 to 1.7 times as fast, after pasts that are fed 1.01 to 1.45
+# times, and a prompt of 512 is read 1.00 to 1.12 times as fast.
 # Half precision was not measured, nor were GPUs, on which there is no such kernel in single precision.
 ON_CPUS = Gains(frozenset(), 0, caches=frozenset({ir.DataType.FLOAT}))
 
