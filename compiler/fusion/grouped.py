@@ -55,10 +55,11 @@ def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: 
     lengths.check_sizes([*stale, *attention.passed], filled)
     writing = Writing(attention, frame, work)
     try:
-        made, keys, values = _write(cached, writing, filled)
+        made, keys, values = _write(cached, writing, filled, lengths.biases)
         views = writing.views(writing.finished(made))
     except NotFusedError:
         work.undo()
+        lengths.biases.clear()
         raise
     lengths.rewrite_sizes([*stale, *attention.passed], filled)
     for old, natural, order in views:
@@ -108,20 +109,28 @@ def _check_rows(cache: Cache, sizes: Sizes) -> None:
         )
 
 
-def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequence[ir.Value]:
+def _write(
+    cached: CachedAttention, writing: Writing, filled: Filled, biases: dict[ir.Value, ir.Value]
+) -> Sequence[ir.Value]:
     """The operator and its inputs. Returns the attention's rows, the keys' present and the values'."""
     attention, frame, work, again = cached.attention, writing.frame, writing.work, filled.again
     query, factor = writing.merged_query()
     keys, values = (_merged(one, work, role, again) for one, role in ((cached.keys, "keys"), (cached.values, "values")))
-    total = work.integers("total", "Cast", [filled.after], 1, to=ir.DataType.INT32)
-    total.type = ir.TensorType(ir.DataType.INT32)
-    last = work.add("last", "Sub", [total, work.editor.constant(np.array([1], np.int32))], total, [fixed_axis(1)])
-    lasts = work.expanded(last, [frame.batch], "lasts")
     bias = write_bias(attention, frame, work) if attention.biases else None
     if again is not None:
         query = _picked(query, again.queries, 1, work, "query_again")
-        bias = None if bias is None else _picked(bias, again.queries, 2, work, "bias_again")
-    inputs: list[ir.Value | None] = [query, keys, values, cached.keys.past, cached.values.past, lasts, total]
+        if bias is not None and bias not in biases:
+            biases[bias] = _picked(bias, again.queries, 2, work, "bias_again")
+        bias = None if bias is None else biases[bias]
+    inputs: list[ir.Value | None] = [
+        query,
+        keys,
+        values,
+        cached.keys.past,
+        cached.values.past,
+        filled.lasts,
+        filled.total,
+    ]
     inputs += [] if bias is None else [None, None, None, bias]
     axes = work.axes(cached.keys.new)
     heads = frame.heads.fixed or 1

@@ -49,10 +49,11 @@ ON_GPUS = Gains(HALVES, 1 << 16, largest_head=256, parts=HALVES, modulations=HAL
 # to 1.2 times, and with a bias 0.97 to 1.04. With norms and rotary embeddings as operators decoders of the tests'
 # sizes are 1.05 to 1.2 times as fast. A modulated norm is 1.3 times as fast for one picture and 0.6 times for two.
 #
-# Caches by tests/benchmarks/cache_in_place.py: decoders of 12 layers that are 1024 wide, as transformers' exporter and
-# optimum's write them. In a sequence with a capacity a token after 64, 512 and 2000 others is 1.04, 1.2 and 1.5 times
-# as fast, after pasts that are fed 1.01 to 1.1 times, and a prompt of 512 is read 1.06 times as fast. Half precision
-# was not measured, nor were GPUs, on which there is no such kernel in single precision.
+# Caches by tests/benchmarks/cache_in_place.py: decoders of 12 and 24 layers that are 1024 wide, as transformers'
+# exporter and optimum's write them. In a sequence with a capacity a token after 64, 512 and 2000 others is 1.04 to
+# 1.08, 1.2 and 1.5 to 1.7 times as fast, after pasts that are fed 1.01 to 1.45 times, and a prompt of 512 is read 1.00
+# to 1.12 times as fast. Half precision was not measured, nor were GPUs, on which there is no such kernel in single
+# precision.
 ON_CPUS = Gains(SINGLES, 1 << 18, 512, biased=False, parts=SINGLES, caches=SINGLES)
 
 

@@ -46,15 +46,18 @@ class Again:
 class Filled:
     """The filled rows of caches that are as long: an input of `past` rows, and the axes that a request makes of them.
 
-    `before` and `after` are lists of one size: the rows before the request, and with those that it adds. `step` is how
-    many it adds: a number, or the axis of an input that has as many. `again` is None where no request needs it.
+    `before` and `after` are lists of one size: the rows before the request, and with those that it adds. `total` is the
+    latter as the operator takes it, and `lasts` the last of them for each row of the batch. `step` is how many it adds:
+    a number, or the axis of an input that has as many. `again` is None where no request needs it.
     """
 
     input: ir.Value
     past: Axis
-    total: Axis
+    all: Axis
     before: ir.Value
     after: ir.Value
+    total: ir.Value
+    lasts: ir.Value
     work: Writer
     step: int | tuple[str, int]
     again: Again | None
@@ -62,7 +65,7 @@ class Filled:
     @property
     def known(self) -> Mapping[Size, ir.Value]:
         """The lists by the sizes that they say."""
-        return {self.past.size: self.before, self.total.size: self.after}
+        return {self.past.size: self.before, self.all.size: self.after}
 
     def entry(self, pasts: Iterable[str]) -> Length:
         """What the runtime is told."""
@@ -83,6 +86,8 @@ class Lengths:
         self._editor, self._sizes, self._kept = editor, sizes, states
         self._filled: dict[Size, Filled] = {}
         self._states: dict[str, list[str]] = {}
+        # Biases with the rows that are given again, which layers share.
+        self.biases: dict[ir.Value, ir.Value] = {}
         # Pasts may have room behind their rows, and so say no size.
         known = (value for value in editor.graph.inputs if sizes.of(value) is not None and value not in pasts)
         self.read: tuple[ir.Value, ...] = tuple(known)
@@ -117,11 +122,16 @@ class Lengths:
         second = Axis((0, 0), ir.SymbolicDim("0"), 0) if several else fixed_axis(0)
         self._sizes.put(value, [past, second])
         work = Writer(graph[0], name, (value, *self.read), self._editor, self._sizes)
-        before = work.list_of([past], "before")
-        added = work.list_of([tokens], "added")
-        after = work.integers("after", "Add", [before, added], 1)
-        again = _add_again(work, value, before, tokens) if several else None
-        return Filled(value, past, total, before, after, work, step, again)
+        try:
+            before = work.list_of([past], "before")
+            after = work.integers("after", "Add", [before, work.list_of([tokens], "added")], 1)
+            filled, lasts = _add_int32(work, after, new[0])
+            again = _add_again(work, value, before, tokens) if several else None
+        except NotFusedError:
+            work.undo()
+            graph.inputs.remove(value)
+            raise
+        return Filled(value, past, total, before, after, filled, lasts, work, step, again)
 
     def _place_of(self, axis: Axis) -> tuple[str, int] | None:
         """The first axis that has this size, of an input that each request gives."""
@@ -172,6 +182,14 @@ class Lengths:
             for filled in self._filled.values()
             if (names := self._states.get(filled.input.name or ""))
         )
+
+
+def _add_int32(work: Writer, after: ir.Value, batch: Axis) -> tuple[ir.Value, ir.Value]:
+    """A number of rows as the operator takes it, and the last of them for each row of the batch."""
+    total = work.integers("total", "Cast", [after], 1, to=ir.DataType.INT32)
+    total.type = ir.TensorType(ir.DataType.INT32)
+    last = work.add("last", "Sub", [total, work.editor.constant(np.array([1], np.int32))], total, [fixed_axis(1)])
+    return total, work.expanded(last, [batch], "lasts")
 
 
 def _add_again(work: Writer, value: ir.Value, before: ir.Value, new: Axis) -> Again:

@@ -165,7 +165,7 @@ def test_sequences_of_any_rows_keep_their_states_where_they_are(
         for past, new in ((0, 4), (4, 1), (5, 1), (6, 2)):
             for rows, sequence in opened:
                 if capacity is not None and past == 6:
-                    sequence.grow(8)
+                    sequence.grow(9)
                 logits = sequence.run(step(rows, past, new))["logits"]
                 expected = whole[rows]["logits"][:, past : past + new]
                 np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
