@@ -75,7 +75,10 @@ TINY_FLUX: dict[str, Any] = {
 
 
 def unet_inputs(config: Mapping[str, Any], torch: Any) -> dict[str, Any]:
-    """One step of an image with guidance: two latents of `sample_size` and two prompts of 77 tokens."""
+    """One step of an image with guidance: two latents of `sample_size` and two prompts of 77 tokens.
+
+    The batch may have any size.
+    """
     side, half = config["sample_size"], torch.float16
     pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
     return {
@@ -119,7 +122,10 @@ def export_unet(config: Mapping[str, Any]) -> ir.Model:
             added = {"text_embeds": text_embeds.float(), "time_ids": time_ids}
             return self.unet(sample, timestep, encoder_hidden_states, added_cond_kwargs=added, return_dict=False)[0]
 
-    return _export(Step, lambda: unet_inputs(config, torch), "out_sample")
+    batch = torch.export.Dim("batch")
+    pictures = {"sample": {0: batch}, "timestep": None, "encoder_hidden_states": {0: batch}}
+    shapes = {**pictures, "text_embeds": {0: batch}, "time_ids": {0: batch}}
+    return _export(Step, lambda: unet_inputs(config, torch), "out_sample", shapes)
 
 
 def export_flux(config: Mapping[str, Any]) -> ir.Model:
@@ -138,8 +144,13 @@ def export_flux(config: Mapping[str, Any]) -> ir.Model:
     return _export(Step, lambda: flux_inputs(config, torch), "out_hidden_states")
 
 
-def _export(make: Callable[[], Any], inputs: Callable[[], dict[str, Any]], output: str) -> ir.Model:
-    """The graph of a module in half precision, whose tensors have shapes and types and nothing else."""
+def _export(
+    make: Callable[[], Any], inputs: Callable[[], dict[str, Any]], output: str, dynamic: Any = None
+) -> ir.Model:
+    """The graph of a module in half precision, whose tensors have shapes and types and nothing else.
+
+    `dynamic` are the inputs' axes of any size, as torch.export takes them.
+    """
     import onnxscript
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -154,6 +165,7 @@ def _export(make: Callable[[], Any], inputs: Callable[[], dict[str, Any]], outpu
         program = torch.onnx.export(
             module,
             kwargs=inputs(),
+            dynamic_shapes=dynamic,
             dynamo=True,
             opset_version=OPSET,
             output_names=[output],

@@ -5,9 +5,9 @@
     python -m tests.gpu.fused FOLDER --devices cpu0 2xcpu        # the same, without a GPU, where nothing is fused
 
 NAME.json beside NAME.onnx may say the inputs' shapes: {"shapes": {"ids": [1, 16]}}. A model is compiled for one device
-in layer mode, and for several in tensor mode. Each package runs in a process of its own, so that it has the devices
-alone. Seconds are the median of requests that are replayed where they can be; memory is each device's peak.
-`difference` is the largest one of any output between both, relative to the output's largest value.
+in layer mode, and for several in tensor mode, or the --mode that is named. Each package runs in a process of its own,
+so that it has the devices alone. Seconds are the median of requests that are replayed where they can be; memory is each
+device's peak. `difference` is the largest one of any output between both, relative to the output's largest value.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--devices", nargs="+", default=["cuda0", "2xcuda"])
+    parser.add_argument("--mode", default="tensor", help="for several devices")
     parser.add_argument("--only", nargs="+", help="names of models")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which nothing is begun")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--unfused", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
-        print(json.dumps(_measure(options.folder, options.devices, options.unfused, options.one)))
+        print(json.dumps(_measure(options.folder, options.devices, options.mode, options.unfused, options.one)))
         return
     end = time.monotonic() + options.limit
     rows = table("model", "devices", "as written", "fused", "ratio", "memory", "fused", "difference", "fused places")
@@ -62,17 +63,17 @@ def main() -> None:
             make_missing_weights(model)
             for devices in options.devices:
                 if time.monotonic() < end:
-                    row = _compare(model, devices)
+                    row = _compare(model, devices, options.mode)
                     print(*row, sep=" | ", flush=True)  # what is known, if the time runs out
                     rows.add_row(*row)
     out.print(rows)
 
 
-def _compare(model: Path, devices: str) -> list[str]:
+def _compare(model: Path, devices: str, mode: str) -> list[str]:
     """The model's row for these devices."""
     with tempfile.TemporaryDirectory(prefix="splitc-fused-", dir=model.parent) as scratch:
         files = [Path(scratch) / f"{name}.npz" for name in ("written", "fused")]
-        command = [sys.executable, "-m", "tests.gpu.fused", str(model), "--devices", devices]
+        command = [sys.executable, "-m", "tests.gpu.fused", str(model), "--devices", devices, "--mode", mode]
         found = []
         for file, flag in zip(files, (["--unfused"], []), strict=True):
             try:
@@ -96,18 +97,18 @@ def _compare(model: Path, devices: str) -> list[str]:
         ]
 
 
-def _measure(model: Path, devices: Sequence[str], unfused: bool, outputs: Path) -> dict[str, Any]:
+def _measure(model: Path, devices: Sequence[str], mode: str, unfused: bool, outputs: Path) -> dict[str, Any]:
     """Compile and run one package, whose outputs are written to a file."""
     places = [str(device) for device in parse_devices(devices)]
     path = model.with_suffix(".json")
     said = json.loads(path.read_text())["shapes"] if path.exists() else {}
     shapes = {name: tuple(shape) for name, shape in said.items()}
-    mode = "layer" if len(places) == 1 else "tensor"
+    mode = "layer" if len(places) == 1 else mode
     request = Request(split_mode=mode, engine="onnxruntime", spread=True, shapes=shapes, no_fuse=unfused)
     plan = plan_model(model, places, request)
     fates = plan.analysis.fates
     package = outputs.with_suffix("")
-    compile_model(plan, package, weights="link" if mode == "layer" else "copy", verify=False)
+    compile_model(plan, package, weights="copy" if mode == "tensor" else "link", verify=False)
     with Session(package, verify="never") as session:
         feeds = make_inputs(session.inputs)
         for _ in range(FIRST):
