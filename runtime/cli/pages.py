@@ -22,7 +22,7 @@ OPTION_PAGES = {
         "split-modes",
     ),
     "--explain": "split-modes#tensor-mode",
-    "--no-fuse": "gpus#fused-attention-and-norms",
+    "--no-fuse": "fusion",
     "--plan": "planning#editing-the-plan",
     "--shapes": "shapes#shapes-to-plan-for",
     **dict.fromkeys(("--min-shapes", "--opt-shapes", "--max-shapes"), "shapes#ranges-for-engines-that-are-built"),
