@@ -55,11 +55,10 @@ def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: 
     lengths.check_sizes([*stale, *attention.passed], filled)
     writing = Writing(attention, frame, work)
     try:
-        made, keys, values = _write(cached, writing, filled, lengths.biases)
+        made, keys, values = _write(cached, writing, filled)
         views = writing.views(writing.finished(made))
     except NotFusedError:
         work.undo()
-        lengths.biases.clear()
         raise
     lengths.rewrite_sizes([*stale, *attention.passed], filled)
     for old, natural, order in views:
@@ -109,9 +108,7 @@ def _check_rows(cache: Cache, sizes: Sizes) -> None:
         )
 
 
-def _write(
-    cached: CachedAttention, writing: Writing, filled: Filled, biases: dict[ir.Value, ir.Value]
-) -> Sequence[ir.Value]:
+def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequence[ir.Value]:
     """The operator and its inputs. Returns the attention's rows, the keys' present and the values'."""
     attention, frame, work, again = cached.attention, writing.frame, writing.work, filled.again
     query, factor = writing.merged_query()
@@ -119,9 +116,8 @@ def _write(
     bias = write_bias(attention, frame, work) if attention.biases else None
     if again is not None:
         query = _picked(query, again.queries, 1, work, "query_again")
-        if bias is not None and bias not in biases:
-            biases[bias] = _picked(bias, again.queries, 2, work, "bias_again")
-        bias = None if bias is None else biases[bias]
+        # Once for each layer: one that all of them read would make the first layer unlike the others.
+        bias = None if bias is None else _picked(bias, again.queries, 2, work, "bias_again")
     inputs: list[ir.Value | None] = [
         query,
         keys,

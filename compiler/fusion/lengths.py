@@ -86,8 +86,6 @@ class Lengths:
         self._editor, self._sizes, self._kept = editor, sizes, states
         self._filled: dict[Size, Filled] = {}
         self._states: dict[str, list[str]] = {}
-        # Biases with the rows that are given again, which layers share.
-        self.biases: dict[ir.Value, ir.Value] = {}
         # Pasts may have room behind their rows, and so say no size.
         known = (value for value in editor.graph.inputs if sizes.of(value) is not None and value not in pasts)
         self.read: tuple[ir.Value, ...] = tuple(known)
