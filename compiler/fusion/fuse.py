@@ -83,7 +83,7 @@ def fuse(
     if any(fate.operator in (OPERATOR, GROUPED, ROTARY) for fate in fates):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
     made = replace(graph, reads=complete(graph.model))
-    return Fused(made, replace(bound, shapes=work.planned), tuple(fates), lengths)
+    return Fused(made, replace(bound, shapes={**bound.shapes, **work.planned}), tuple(fates), lengths)
 
 
 @dataclass(frozen=True)

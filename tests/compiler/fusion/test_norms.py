@@ -88,3 +88,13 @@ def test_a_deviation_is_no_norm(tmp_path: Path) -> None:
     """The root of a mean of squares that is not what the data is divided by."""
     body = POWER + MEAN + "root = Sqrt (total)  y = Add (x, root)"
     assert fused(written(body), tmp_path).fates == ()
+
+
+def test_shapes_that_depend_on_data_stay_known(tmp_path: Path) -> None:
+    """As far as they were: row mode needs the columns of products over experts."""
+    body = POWER + MEAN + RECIPROCAL + WEIGHTED + " places = NonZero (data)"
+    results = "float[batch, length, 8] y, int64[3, n] places"
+    signature = f"norm (float[batch, length, 8] data, float[8] weights) => ({results})"
+    made = fused(onnx.parser.parse_model(f"{HEAD} {signature} {{ x = Identity (data) {body} }}"), tmp_path)
+    assert [fate.operator for fate in made.fates] == ["SimplifiedLayerNormalization"]
+    assert "places" in made.bound.unknown and made.bound.shapes["places"] == (3, 1)
