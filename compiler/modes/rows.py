@@ -27,16 +27,20 @@ from splitc.compiler.trials.by_rows import holds_by_rows
 from splitc.compiler.trials.trial import find_broken
 
 
+class NoRowsError(CannotSplitError):
+    """No axis of the model is independent rows, so that no groups of devices can divide them."""
+
+
 @remembered
 def tried_rows(analysis: Analysis) -> Mapping[str, int]:
     """The number of the row axis in each output, and in each input that has one, by name.
 
-    A node whose rule does not hold when it is tried with shards of the rows needs them whole. Raises CannotSplitError,
+    A node whose rule does not hold when it is tried with shards of the rows needs them whole. Raises NoRowsError,
     which names the node where rows meet, if there is no such axis.
     """
     graph, bound = analysis.graph, probe_sizes(analysis)
     if drawn := next((node for node in graph.nodes if is_random(node)), None):
-        raise CannotSplitError(
+        raise NoRowsError(
             f"the rows of a batch can't be divided: {describe_node(drawn)} ({drawn.op_type}) draws random numbers, and "
             "all groups of devices would draw the same. Use another --split-mode, without --batch-groups."
         )
@@ -46,7 +50,7 @@ def tried_rows(analysis: Analysis) -> Mapping[str, int]:
         if rows is None and sizes is not None:
             rows, _ = _search(analysis, partial(_numbered, graph, sizes))
     if rows is None:
-        raise CannotSplitError(
+        raise NoRowsError(
             f"the rows of a batch can't be divided: {why}. Use another --split-mode, without --batch-groups, or export "
             "the model with an axis of independent rows."
         )
