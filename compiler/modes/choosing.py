@@ -13,6 +13,7 @@ from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.modes.asked import analyze_for
 from splitc.compiler.modes.auto import plan_auto
 from splitc.compiler.modes.replicas import check_groups, plan_in_groups
+from splitc.compiler.modes.rows import NoRowsError
 from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import BlockTimer, Resources, check_shares, find_budgets
@@ -53,7 +54,9 @@ def _make_plan(model: Path, resources: Resources, request: Request) -> Plan:
         if request.fallback is None:
             raise
         reason = str(error)
-    plan = _plan_in_mode(model, resources, replace(request, split_mode=request.fallback))
+        groups = 1 if isinstance(error, NoRowsError) else request.batch_groups
+    other = replace(request, split_mode=request.fallback, batch_groups=groups)
+    plan = _plan_in_mode(model, resources, other)
     return replace(plan, warnings=(f"split by {request.fallback} instead: {reason}", *plan.warnings))
 
 

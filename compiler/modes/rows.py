@@ -27,30 +27,38 @@ from splitc.compiler.trials.by_rows import holds_by_rows
 from splitc.compiler.trials.trial import find_broken
 
 
-@remembered
+class NoRowsError(CannotSplitError):
+    """No axis of the model is independent rows, so that no groups of devices can divide them."""
+
+
 def tried_rows(analysis: Analysis) -> Mapping[str, int]:
     """The number of the row axis in each output, and in each input that has one, by name.
 
-    A node whose rule does not hold when it is tried with shards of the rows needs them whole. Raises CannotSplitError,
+    A node whose rule does not hold when it is tried with shards of the rows needs them whole. Raises NoRowsError,
     which names the node where rows meet, if there is no such axis.
     """
+    rows = _rows_or_why(analysis)
+    if isinstance(rows, str):
+        raise NoRowsError(f"the rows of a batch can't be divided: {rows}")
+    return rows.axes
+
+
+@remembered
+def _rows_or_why(analysis: Analysis) -> Rows | str:
+    """The rows, or why there are none, and what to do: auto mode asks again for each way to use devices."""
     graph, bound = analysis.graph, probe_sizes(analysis)
     if drawn := next((node for node in graph.nodes if is_random(node)), None):
-        raise CannotSplitError(
-            f"the rows of a batch can't be divided: {describe_node(drawn)} ({drawn.op_type}) draws random numbers, and "
-            "all groups of devices would draw the same. Use another --split-mode, without --batch-groups."
+        return (
+            f"{describe_node(drawn)} ({drawn.op_type}) draws random numbers, and all groups of devices would draw the "
+            "same. Use another --split-mode, without --batch-groups."
         )
     rows, why = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
-    same = bind_same_axes(graph, analysis.shapes, analysis.costs.certain)
-    for sizes in (bound, same):
-        if rows is None and sizes is not None:
-            rows, _ = _search(analysis, partial(_numbered, graph, sizes))
     if rows is None:
-        raise CannotSplitError(
-            f"the rows of a batch can't be divided: {why}. Use another --split-mode, without --batch-groups, or export "
-            "the model with an axis of independent rows."
-        )
-    return rows.axes
+        rows, _ = _search(analysis, partial(_numbered, graph, bound))
+    if rows is None and (same := bind_same_axes(graph, analysis.shapes, analysis.costs.certain)) is not None:
+        rows, _ = _search(analysis, partial(_numbered, graph, same))
+    other = "Use another --split-mode, without --batch-groups, or export the model with an axis of independent rows."
+    return rows or f"{why}. {other}"
 
 
 _Found = tuple[AxisMap, RowNumbers | None] | None

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.auto [--devices 2xcpu] [--profile] [--runs 10] [--only NAME ...]
 
-Decoders, small and large, with batches of 1 and of 8, for one token behind 128 others and for a prompt of 128. Every
+Decoders, small and large, with batches of 1, 2 and 8, for one token behind 128 others and for a prompt of 128. Every
 candidate is compiled and timed in turns with the others: one request at a time, and as a stream of requests of several
 sequences, whose caches stay on the devices. Predictions use what `splitc devices --measure` found, as plans do.
 """
@@ -61,7 +61,7 @@ def main() -> None:
             model.parent.mkdir()
             save(build(size), model)
             for work, (new, past) in WORK.items():
-                for batch in (1, 8):
+                for batch in (1, 2, 8):
                     title = f"{name} {work} x{batch}"
                     if not options.only or title in options.only:
                         _compare(title, model, size, (batch, new, past), options, summary)

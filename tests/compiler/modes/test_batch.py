@@ -89,6 +89,17 @@ def test_where_rows_meet_is_named(write_model: Callable[[str], Path], body: str,
     assert "the rows of a batch can't be divided" in text
 
 
+@pytest.mark.parametrize("asked", [BATCH, replace(BATCH, split_mode="tensor", batch_groups=2)])
+def test_fallback_is_one_group_where_rows_meet(write_model: Callable[[str], Path], asked: Request) -> None:
+    model = write_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        g (float[B,3] x) => (float[B,3] y) { a = Relu(x) b = Softmax <axis = 0> (a) c = Relu(b) y = Neg(c) }"""
+    )
+    plan = plan_model(model, ["4xcpu"], replace(asked, fallback="layer"))
+    assert (plan.split_mode, plan.replicas) == ("layer", None)
+    assert "split by layer instead: the rows of a batch can't be divided" in plan.warnings[0]
+
+
 def test_model_without_dynamic_sizes_is_refused(write_model: Callable[[str], Path]) -> None:
     model = write_model(
         """<ir_version: 8, opset_import: ["": 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }"""

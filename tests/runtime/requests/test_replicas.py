@@ -35,6 +35,9 @@ def grouped(request: pytest.FixtureRequest, decoder: Path) -> Path:
     return compile_mode(decoder, request.param)
 
 
+in_both_ways = pytest.mark.parametrize(("mode", "ranks"), [("batch", "threads"), ("tensor in groups", "processes")])
+
+
 @pytest.fixture
 def lookup(write_model: Callable[[str], Path], tmp_path: Path) -> Path:
     """A package of three replicas."""
@@ -47,9 +50,9 @@ def replicas(session: Session) -> Replicas:
     return session._workers
 
 
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_any_number_of_rows_is_right(grouped: Path, decoder: Path, ranks: str) -> None:
-    with Session(grouped, threads=1, ranks=ranks) as session:
+@in_both_ways
+def test_any_number_of_rows_is_right(decoder: Path, mode: str, ranks: str) -> None:
+    with Session(compile_mode(decoder, mode), threads=1, ranks=ranks) as session:
         for rows in (1, 2, 4, 5):
             feeds = decoder_feeds(rows)
             expected = run_whole(decoder, feeds)
@@ -155,12 +158,12 @@ def step(rows: int, past: int, new: int) -> Arrays:
 
 
 @pytest.mark.parametrize("capacity", [None, 6])
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@in_both_ways
 def test_sequences_of_any_rows_keep_their_states_where_they_are(
-    grouped: Path, decoder: Path, ranks: str, capacity: int | None
+    decoder: Path, mode: str, ranks: str, capacity: int | None
 ) -> None:
     whole = {rows: run_whole(decoder, {**decoder_feeds(rows, 1, 0), **step(rows, 0, 8)}) for rows in (1, 3)}
-    with Session(grouped, threads=1, ranks=ranks) as session:
+    with Session(compile_mode(decoder, mode), threads=1, ranks=ranks) as session:
         opened = [(rows, session.start(capacity)) for rows in (1, 3, 1, 3)]
         for past, new in ((0, 4), (4, 1), (5, 1), (6, 2)):
             for rows, sequence in opened:
