@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from splitc.compiler.sharding.cut_tensor import Indices, take
 
 
