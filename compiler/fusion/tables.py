@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -13,15 +14,15 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_tensor
-from splitc.compiler.frontend.node_alone import run_alone, serialized
 from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.part_alone import run_part
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.feeds.fills import make_inputs
-from splitc.runtime.package.manifest import Fill
+from splitc.runtime.package.manifest import Fill, Role
 
 # The most nodes that a table is made by, and elements that it is made from. A choice: angles take some twenty nodes and
 # a row of frequencies, or a table of a million.
@@ -69,16 +70,12 @@ class Tables:
         nodes = list(islice(reached(producers([table]), lambda node: producers(node.inputs)), MOST_NODES + 1))
         read = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
         weights = [value.const_value for value in read if value.const_value is not None]
-        inputs = [value for value in self._graph.graph.inputs if value in read]
+        inputs = [value for value in self._graph.graph.inputs if value in read or value is table]
         elements = sum(tensor.size for tensor in weights) + sum(map(self._size, inputs))
         if len(nodes) > MOST_NODES or elements > MOST_ELEMENTS or any(any(subgraphs(node)) for node in nodes):
             return None
-        graph = ir.convenience.extract(self._graph.graph, inputs, [table])
-        for value in graph.initializers.values():
-            if value.const_value is not None:  # in the file of the model, or with a name that is not its own
-                value.const_value = ir.Tensor(value.const_value.numpy(), value.const_value.dtype, name=value.name)
         try:
-            (numbers,) = run_alone(serialized(graph), self._feeds(inputs))
+            (numbers,) = run_part(self._graph.graph, self._made_up(inputs), [table])
         except ERRORS:
             return None
         return numbers.astype(np.float64)
@@ -86,14 +83,18 @@ class Tables:
     def _size(self, value: ir.Value) -> float:
         return float(np.prod(self._shapes[value.name or ""], dtype=float))
 
-    def _feeds(self, inputs: list[ir.Value]) -> dict[str | None, Array]:
+    @cached_property
+    def _roles(self) -> Mapping[ir.Value, Role]:
+        return find_roles(self._graph)
+
+    def _made_up(self, inputs: list[ir.Value]) -> dict[ir.Value, Array]:
         """Made-up inputs. Positions do not begin at 0, where all cosines are 1."""
-        roles = find_roles(self._graph)
         tensors = []
         for value in inputs:
-            fill = choose_fill(value, roles.get(value))
+            fill = choose_fill(value, self._roles.get(value))
             if fill.kind == "arange":
                 fill = Fill("randint", low=1, high=fill.high or SOME_POSITIONS)
             shape = [*self._shapes[value.name or ""]]
             tensors.append(msgspec.structs.replace(describe_tensor(value), fill=fill, sample_shape=shape))
-        return dict(make_inputs(tensors).items())
+        made = make_inputs(tensors)
+        return {value: made[value.name or ""] for value in inputs}

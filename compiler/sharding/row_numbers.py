@@ -17,11 +17,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.node_alone import run_alone, serialized
 from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.part_alone import nodes_between, run_part
 from splitc.compiler.frontend.reads import is_random, subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Operation
@@ -147,61 +146,17 @@ def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.
     wanted = dict.fromkeys(value for _, value in outside if value.producer() in nodes)
     wanted.update(dict.fromkeys(value for value in graph.graph.outputs if value.producer() in nodes))
     wanted = {value: None for value in wanted if np.prod(bound.shapes.get(value.name or "", ())) <= MOST_ELEMENTS}
-    needed = ancestors([value.producer() for value in wanted if value.producer()], lambda node: _above(node))  # type: ignore[misc]
-    made: dict[ir.Value, ir.Value] = {}
-    copies: list[ir.Node] = []
-    initializers: list[ir.Value] = []
-
-    def constant(name: str, array: Array) -> ir.Value:
-        tensor = ir.tensor(array)
-        shape = ir.Shape(array.shape)
-        value = ir.Value(name=name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        initializers.append(value)
-        return value
-
-    for node in (node for node in graph.nodes if node in needed):
-        if operator_of(node).reads_shape:
-            source = node.inputs[0]
-            shape = None if source is None else bound.shapes.get(source.name or "")
-            if shape is None:
-                return {}
-            made[node.outputs[0]] = constant(node.outputs[0].name or "", _sizes(node, shape))
-            continue
-        inputs = []
-        for value in node.inputs:
-            if value is not None and value not in made:
-                if value.const_value is None:
-                    return {}
-                made[value] = constant(value.name or "", value.const_value.numpy())
-            inputs.append(None if value is None else made[value])
-        copy = ir.Node(
-            node.domain,
-            node.op_type,
-            inputs,
-            list(node.attributes.values()),
-            num_outputs=len(node.outputs),
-            name=node.name,
-        )
-        for own, value in zip(copy.outputs, node.outputs, strict=True):
-            own.name = value.name
-            made[value] = own
-        copies.append(copy)
-    given = [made[value] for value in wanted if value in made]
-    if not given:
+    known: dict[ir.Value, Array] = {}
+    for node in (node for node in nodes if operator_of(node).reads_shape):
+        source = node.inputs[0]
+        if source is not None and (shape := bound.shapes.get(source.name or "")) is not None:
+            known[node.outputs[0]] = _sizes(node, shape)
+    if any(operator_of(node).reads_shape for node in nodes_between(known, list(wanted))):
         return {}
-    part = ir.Graph(
-        [], given, nodes=copies, initializers=initializers, opset_imports=dict(graph.graph.opset_imports), name="sizes"
-    )
     try:
-        arrays = run_alone(serialized(part), {})
+        return dict(zip(wanted, run_part(graph.graph, known, list(wanted)), strict=True))
     except Exception:  # whatever it refuses: nothing is known then
         return {}
-    return dict(zip((value for value in wanted if value in made), arrays, strict=True))
-
-
-def _above(node: ir.Node) -> list[ir.Value]:
-    """What must be computed before a node is: nothing for one that reads sizes."""
-    return [] if operator_of(node).reads_shape else [value for value in node.inputs if value is not None]
 
 
 def _sizes(node: ir.Node, shape: Sequence[int]) -> Array:

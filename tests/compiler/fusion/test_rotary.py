@@ -176,6 +176,23 @@ def test_other_signs_are_no_rotation(tmp_path: Path) -> None:
     assert fused(written(body), tmp_path).fates == ()
 
 
+@pytest.mark.parametrize("by_pairs_alone", [True, False])
+def test_tables_that_are_fed(tmp_path: Path, by_pairs_alone: bool) -> None:
+    """Whether both numbers of a pair are equal is then for the caller to say; where there is one for both, it is."""
+    columns = SIZE // 2 if by_pairs_alone else SIZE
+    data, table = f"float[batch, {HEADS}, length, {SIZE}]", f"float[length, {columns}]"
+    sums = BOTH.format("bc", "as") + JOINED[False].format("low", "high").replace("turned =", "y =")
+    body = f"{SLICED} {sums}" if by_pairs_alone else TURNED
+    text = f"rotate ({data} x, {table} cos, {table} sin) => ({data} y) {{ {BOUNDS.format(heads=1)} {body} }}"
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(f"{HEAD} {text}"), path)
+    shapes = {"x": (2, HEADS, 3, SIZE), "cos": (3, columns), "sin": (3, columns)}
+    analysis = analyze(path, AskedShapes(shapes), 1)
+    (fate,) = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY).fates
+    assert (fate.operator is not None) == by_pairs_alone
+    assert fate.why == (None if by_pairs_alone else ODD[0][1])
+
+
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
