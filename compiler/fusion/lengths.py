@@ -17,7 +17,7 @@ from splitc.compiler.frontend.room import give_room
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS, Cache
-from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis
+from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.runtime.package.manifest import Length
 
@@ -210,11 +210,6 @@ def _add_again(work: Writer, value: ir.Value, before: ir.Value, new: Axis) -> Ag
     for of_new in (places, behind, queries, own):
         work.sizes.put(of_new, [new])
     return Again(count, queries, own)
-
-
-def size_readers(value: ir.Value) -> list[ir.Node]:
-    """The nodes that read a value's sizes."""
-    return [node for node, _ in value.uses() if node.op_type == "Shape" and not node.domain]
 
 
 def sizes_read(node: ir.Node, sizes: Sizes) -> tuple[Axis, ...] | None:

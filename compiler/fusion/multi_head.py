@@ -18,7 +18,7 @@ from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
 from splitc.compiler.fusion.operand import VIEWS, Operand, axes_of, seen_through_merged, unmerged, whole
-from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, size_readers
 from splitc.compiler.fusion.writing import Writer
 
 DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
@@ -64,7 +64,7 @@ def check_attention(attention: Attention, work: Writer) -> Frame:
         check_bias(bias, work.sizes)
     for scale in attention.row_scales:
         _check_scale(scale, frame, work.sizes)
-    for node in (node for value in attention.passed for node in _size_readers(value)):
+    for node in (node for value in attention.passed for node in size_readers(value)):
         axes = work.sizes.axes(node.inputs[0]) if node.inputs[0] is not None else None
         if node.attributes or axes is None or not all(map(work.has, axes)):
             raise NotFusedError("the sizes of its scores are read elsewhere")
@@ -83,15 +83,10 @@ def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
         raise NotFusedError("its scores are scaled by another number for each key")
 
 
-def _size_readers(value: ir.Value) -> list[ir.Node]:
-    """The nodes that read a value's sizes."""
-    return [node for node, _ in value.uses() if node.op_type == "Shape" and not node.domain]
-
-
 def _rewrite_sizes(attention: Attention, work: Writer) -> None:
     """Sizes of scores are read off queries and keys: else all scores would be computed for them."""
     for value in (*attention.passed, attention.output):
-        for node in _size_readers(value):
+        for node in size_readers(value):
             axes = work.sizes.axes(value)
             if node.attributes or axes is None or not all(map(work.has, axes)):
                 continue  # of the output: it stays

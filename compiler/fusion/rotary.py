@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.norm import only_user
 from splitc.compiler.fusion.operand import PASSED, VIEWS
 from splitc.compiler.fusion.rotation import Places, Rotation
 from splitc.compiler.fusion.sizes import Sizes
@@ -196,8 +197,5 @@ def _is_interleaved(places: Places) -> bool | None:
 
 def _narrow(value: ir.Value) -> ir.Value:
     """A value after it was cast to halves, if that is all it is read for."""
-    users = dict.fromkeys(node for node, _ in value.uses())
-    only = next(iter(users), None)
-    if only is None or len(users) > 1 or only.op_type != "Cast" or value.is_graph_output():
-        return value
-    return only.outputs[0] if only.outputs[0].dtype == ir.DataType.FLOAT16 else value
+    only = only_user(value, "Cast")
+    return value if only is None or only.outputs[0].dtype != ir.DataType.FLOAT16 else only.outputs[0]

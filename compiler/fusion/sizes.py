@@ -99,3 +99,8 @@ class Sizes:
 def known_shapes(bound: BoundShapes) -> dict[str, Shape]:
     """The shapes of a graph's values without those that depend on data."""
     return {name: shape for name, shape in bound.shapes.items() if name not in bound.unknown}
+
+
+def size_readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read a value's sizes."""
+    return [node for node, _ in value.uses() if node.op_type == "Shape" and not node.domain]
