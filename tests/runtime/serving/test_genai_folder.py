@@ -19,15 +19,6 @@ from tests.helpers.folders import write_json
 from tests.helpers.packages import compile_mode
 
 
-@pytest.fixture(scope="module")
-def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three stages, whose engines take what the model does."""
-    path = tmp_path_factory.mktemp("package") / "decoder"
-    request = Request(split_mode="layer", no_fuse=True)
-    compile_model(plan_model(decoder, ["3xcpu"], request), path)
-    return path
-
-
 def read_config(folder: Path) -> Any:
     return json.loads((folder / "genai_config.json").read_text())
 

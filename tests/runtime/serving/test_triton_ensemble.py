@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.package.manifest_file import read_manifest
@@ -18,15 +17,6 @@ from tests.helpers.command import splitc
 from tests.helpers.onnx_in_triton import replace_backend
 from tests.helpers.packages import compile_mode
 from tests.helpers.servers import has_triton, triton_server
-
-
-@pytest.fixture(scope="module")
-def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three stages, whose engines take what the model does."""
-    path = tmp_path_factory.mktemp("package") / "decoder"
-    request = Request(split_mode="layer", no_fuse=True)
-    compile_model(plan_model(decoder, ["3xcpu"], request), path)
-    return path
 
 
 def test_each_stage_is_a_model_on_its_device(package: Path, tmp_path: Path) -> None:

@@ -1,0 +1,18 @@
+"""What several tests of servers take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+
+
+@pytest.fixture(scope="module")
+def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three stages, whose engines take what the model does."""
+    path = tmp_path_factory.mktemp("package") / "decoder"
+    request = Request(split_mode="layer", no_fuse=True)
+    compile_model(plan_model(decoder, ["3xcpu"], request), path)
+    return path
