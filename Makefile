@@ -53,13 +53,14 @@ pictures: $(VENV)/test.done $(VENV)/pictures.done
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=$(VENV)/types:. $(BIN)/mypy -p splitc.compiler -p splitc.runtime -p tests -p models
+	MYPYPATH=$(VENV)/types:. $(BIN)/mypy -p splitc -p tests -p models
 
 # The folders' names are not the packages' (compiler is splitc.compiler): mypy finds them through links.
 $(VENV)/%.done: pyproject.toml $(wildcard runtime/collectives/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	mkdir -p $(VENV)/types/splitc
+	ln -sfn $(CURDIR)/top/__init__.py $(VENV)/types/splitc/__init__.py
 	ln -sfn $(CURDIR)/compiler $(VENV)/types/splitc/compiler
 	ln -sfn $(CURDIR)/runtime $(VENV)/types/splitc/runtime
 	touch $@

@@ -12,8 +12,8 @@ from splitc.compiler.request.request import Request
 from splitc.runtime.hardware.devices import Device
 
 
-def plan_model(model: str | Path, devices: Sequence[Device] | Sequence[str], request: Request = Request()) -> Plan:
-    """Decide which part of the model each device holds. `devices` may be names, as in `["cpu0", "cpu1"]`.
+def plan_model(model: str | Path, devices: str | Sequence[str | Device], request: Request = Request()) -> Plan:
+    """Decide which part of the model each device holds. `devices` may be names: `["cpu0", "cpu1"]`, `"2xcpu"`.
 
     Raises MisuseError for a request that contradicts itself or the model, ModelError for a model that can't be used,
     CannotSplitError for one that the mode can't split, DoesNotFitError if the devices can't hold the model. With

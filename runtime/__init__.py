@@ -54,3 +54,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return getattr(import_module(f"{__name__}.{_PLACES.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -26,13 +26,13 @@ from splitc.runtime.hardware.profiles import INTERCONNECT, parse_link
 
 
 def make_plan(
-    model: Path, devices: Sequence[Device] | Sequence[str], request: Request, timer: BlockTimer | None = None
+    model: Path, devices: str | Sequence[str | Device], request: Request, timer: BlockTimer | None = None
 ) -> Plan:
     """Decide what each device holds of the model. `timer` measures the blocks; without one, times are estimated.
 
     See `plan_model` for the errors that it raises.
     """
-    devices = parse_devices([str(device) for device in devices])
+    devices = parse_devices(devices if isinstance(devices, str) else [str(device) for device in devices])
     _check_request(request, devices)
     request.check_engine(choose_engine(request.engine, devices))  # before the model is read
     check_shares(request.tensor_split, len(devices))

@@ -39,7 +39,7 @@ SMALL, LARGE, MISFIT, UNSPLIT = (
 
 def plan_pipeline(
     folder: str | Path,
-    devices: Sequence[str],
+    devices: str | Sequence[str],
     request: Request = Request(),
     wanted: Sequence[str] = (),
     swap: bool = False,
@@ -55,7 +55,7 @@ def plan_pipeline(
     module that is not there.
     """
     read = read_folder(Path(folder), wanted, request.settings.keys(), request.trust_external_data)
-    asked = divide_request(read, devices, request)
+    asked = divide_request(read, [devices] if isinstance(devices, str) else devices, request)
     modules = [
         replace(module, request=replace(module.request, stated=find_sizes(read, module.module)))
         for module in asked.modules

@@ -12,7 +12,8 @@ from splitc.compiler.pipelines.ledger import DeviceSum, sum_devices
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget
 from splitc.runtime.errors import DoesNotFitError, SplitcError
-from splitc.runtime.units import format_bytes
+from splitc.runtime.files.listing import Listed, Listing
+from splitc.runtime.units import first_few, format_bytes
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class ModulePlan:
         return self.module.name
 
 
-@dataclass(frozen=True)
-class PipelinePlan:
+@dataclass(frozen=True, repr=False)
+class PipelinePlan(Listed):
     """The plans of all modules of a folder, in the folder's order, and the budgets of the devices by name.
 
     `common` are the weights that modules have in common. With `swap`, modules work in turn, and give each other the
@@ -47,6 +48,16 @@ class PipelinePlan:
     def devices(self) -> list[DeviceSum]:
         """What all modules hold together on each device."""
         return sum_devices([module.plan for module in self.modules], self.budgets, self.common.spared, self.swap)
+
+    def _listing(self) -> Listing:
+        rows = []
+        for module in self.modules:
+            ranks = module.plan.ranks
+            held, peak = sum(rank.memory.weights for rank in ranks), max(rank.memory.total for rank in ranks)
+            devices = first_few([str(rank.device) for rank in ranks])
+            rows.append([module.name, module.plan.split_mode, devices, format_bytes(held), format_bytes(peak)])
+        title = f"Plan of {self.folder.path.name}: {first_few([module.name for module in self.modules])}"
+        return Listing(title, ("module", "mode", "devices", "weights", "largest peak"), rows)
 
 
 def need_fit(plan: PipelinePlan) -> None:

@@ -10,6 +10,8 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram, Split
 from splitc.compiler.sharding.report import WeightFate
+from splitc.runtime.files.listing import Listed, Listing
+from splitc.runtime.units import block_range, first_few, format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Replicas:
     rows: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Listed):
     """The decisions for one model: its ranks in pipeline order, the cuts between them, and warnings.
 
     `split` says how the ranks share the model. `weights` say how each weight is split, in row and tensor mode. In auto
@@ -84,6 +86,20 @@ class Plan:
     def stages(self) -> tuple[Stage, ...]:
         """The stage of each group of ranks, in pipeline order."""
         return tuple(rank.stage for rank in self.written.ranks if rank.part == 0)
+
+    def _listing(self) -> Listing:
+        devices = first_few([str(rank.device) for rank in self.ranks])
+        held = format_bytes(sum(rank.memory.weights for rank in self.ranks))
+        title = f"Plan of {self.analysis.graph.path.name}: {self.split_mode} mode on {devices}, {held} of weights"
+        rows = []
+        for number, rank in enumerate(self.ranks):
+            memory = rank.memory
+            sizes = map(format_bytes, (memory.weights, memory.activations, memory.cache, memory.total))
+            budget = "unknown" if rank.budget is None else format_bytes(rank.budget)
+            blocks = block_range([block.name for block in rank.stage.blocks])
+            rows.append([f"{number} {rank.device}", blocks, *sizes, budget, format_seconds(rank.seconds)])
+        columns = ("rank", "blocks", "weights", "activations", "cache", "peak", "budget", "time")
+        return Listing(title, columns, rows)
 
     def program(self, number: int) -> RankProgram:
         """The graphs and steps of a rank."""

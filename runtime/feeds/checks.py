@@ -11,7 +11,7 @@ from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import EngineError, FeedError, SizesError
 from splitc.runtime.feeds.on_gpu import Feed, is_on_gpu, on_host, read_gpu_feed
 from splitc.runtime.package.manifest import FixedInput, Manifest, Tensor
-from splitc.runtime.units import format_shape
+from splitc.runtime.units import first_few, format_shape
 
 
 def check_feeds(
@@ -50,7 +50,7 @@ def take_feeds(
     known = {tensor.name: tensor for tensor in (*optional, *inputs)}
     if missing := [tensor.name for tensor in inputs if tensor.name not in feeds]:
         raise FeedError(
-            f"no array for the input{'s' * (len(missing) > 1)} {', '.join(missing)}; the model takes {_list(inputs)}"
+            f"no array for the input{'s' * (len(missing) > 1)} {first_few(missing)}; the model takes {_list(inputs)}"
         )
     if extra := [str(name) for name in feeds if name not in known]:
         also = f", and may be given {_list(optional)}" if optional else ""
@@ -146,4 +146,4 @@ def explain_failure(error: BaseException, arrays: Mapping[str, Feed], inputs: Se
 
 
 def _list(inputs: Sequence[Tensor]) -> str:
-    return ", ".join(f"{tensor.name} ({tensor.dtype}, {format_shape(tensor.shape)})" for tensor in inputs)
+    return first_few([f"{tensor.name} ({tensor.dtype}, {format_shape(tensor.shape)})" for tensor in inputs])

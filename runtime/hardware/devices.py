@@ -72,14 +72,14 @@ class DeviceStatus:
     peers: dict[str, str] = field(default_factory=dict)
 
 
-def parse_devices(texts: Sequence[str]) -> list[Device]:
+def parse_devices(texts: Sequence[str] | str) -> list[Device]:
     """The devices named by `-d` values, in order: `cpu0`, `CPU:0`, `cpu0&cpu1`, `3xcpu`, `host1/cuda0`, `host1/2xcuda`.
 
     One may be named twice. Raises MisuseError for an unknown name, with those that there are, and if only some devices
     have a host.
     """
     devices: list[Device] = []
-    for text in texts:
+    for text in [texts] if isinstance(texts, str) else texts:
         for name in re.split(r"[&,]", text):
             devices += _parse_one(name.strip())
     if not devices:

@@ -337,6 +337,10 @@ class Manifest(Struct, frozen=True):
     replicas: list[Replica] = []
     row_sources: list[str] = []
 
+    def __repr__(self) -> str:
+        ranks = f"{len(self.devices)} rank{'s' * (len(self.devices) != 1)}"
+        return f"<Manifest of {self.source.name}: {self.split_mode} mode, {ranks}, {self.engine} engines>"
+
     @property
     def devices(self) -> list[str]:
         """The devices of all ranks, one replica's after the other's."""

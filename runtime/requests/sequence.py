@@ -14,8 +14,8 @@ import numpy.typing as npt
 from splitc.runtime.arrays.array import Array, Zeros, number_type
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds.checks import check_feeds
-from splitc.runtime.package.manifest import State, Tensor
 from splitc.runtime.ranks.request import InFlightRequest
+from splitc.runtime.requests.empty_states import count_batch, empty_states
 from splitc.runtime.requests.lengths import added, filled_rows, length_feeds, lengthened, room_needed
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.threads.interrupts import later_interrupts
@@ -107,7 +107,7 @@ class StateSequence:
             {
                 **arrays,
                 **self._carried,
-                **length_feeds(self._session.manifest.lengths, _batch_of(arrays), self._filled, arrays),
+                **length_feeds(self._session.manifest.lengths, count_batch(arrays), self._filled, arrays),
             },
             sequence=self._numbers[-1],
             initial=initial,
@@ -120,7 +120,7 @@ class StateSequence:
         """The tokens that the states which are written in place have room for; none if a request makes longer ones."""
         manifest = self._session.manifest
         if self._capacity is None:
-            return room_needed(manifest.lengths, _batch_of(feeds), self._filled, feeds)
+            return room_needed(manifest.lengths, count_batch(feeds), self._filled, feeds)
         return {state.input: self._capacity for state in manifest.states if state.in_place}
 
     def _fill(self, feeds: Mapping[str, Array]) -> dict[str, int]:
@@ -182,7 +182,7 @@ class StateSequence:
 
     def _lengthen(self, feeds: Mapping[str, Array], room: Mapping[str, int]) -> Mapping[str, Zeros]:
         """What the ranks copy their states to. The states that are carried are lengthened here."""
-        zeros = self._zeros(feeds, room)
+        zeros = empty_states(self._session.manifest, feeds, room)
         self._carried.update(self._with_room({n: array for n, array in self._carried.items() if n in room}, room))
         return {name: zeros[name] for name in room if name not in self._carried}
 
@@ -195,7 +195,9 @@ class StateSequence:
     def _begin(self, feeds: Mapping[str, Array], room: Mapping[str, int]) -> dict[str, Array | Zeros]:
         """What the sequence begins with on the ranks. States that are carried begin here."""
         loaded = {**self._loaded, **self._with_room({n: a for n, a in self._loaded.items() if n in room}, room)}
-        begun: Mapping[str, Array | Zeros] = loaded or self._zeros({**feeds, **self._constant}, room)
+        begun: Mapping[str, Array | Zeros] = loaded or empty_states(
+            self._session.manifest, {**feeds, **self._constant}, room
+        )
         for state in self._carries:
             first = begun[state.input]
             self._carried[state.input] = (
@@ -204,21 +206,6 @@ class StateSequence:
         resident = {name: state for name, state in begun.items() if name not in self._carried}
         constant, self._constant, self._loaded = self._constant, {}, {}
         return {**resident, **constant}
-
-    def _zeros(self, feeds: Mapping[str, Array], room: Mapping[str, int]) -> dict[str, Zeros]:
-        """Zeros for each state. Sizes of symbols are those in the feeds."""
-        inputs = {tensor.name: tensor for tensor in (*self._session.manifest.inputs, *self._session.manifest.optional)}
-        sizes = {
-            symbol: length
-            for name, array in feeds.items()
-            for symbol, length in zip(inputs[name].shape or (), array.shape, strict=False)
-            if isinstance(symbol, str)
-        }
-        batch = _batch_of(feeds)
-        return {
-            state.input: _zeros(state, inputs[state.input], sizes, batch, room.get(state.input, 0))
-            for state in self._session.manifest.states
-        }
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -272,24 +259,3 @@ def _check_capacity(capacity: int) -> int:
     if not isinstance(capacity, Integral) or isinstance(capacity, bool) or not 1 <= capacity <= MOST_CAPACITY:
         raise MisuseError(f"capacity={capacity!r}: it is a number of tokens from 1 to {MOST_CAPACITY:,}")
     return int(capacity)
-
-
-def _batch_of(feeds: Mapping[str, Array]) -> int:
-    """The number of rows of a request."""
-    return max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
-
-
-def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], batch: int, capacity: int) -> Zeros:
-    """A state before the first run. A symbol has its size in the feeds; any other first axis is the batch."""
-    shape = []
-    for axis, size in enumerate([None] * len(tensor.sample_shape or ()) if tensor.shape is None else tensor.shape):
-        if axis == state.grows:
-            shape.append(capacity)
-        elif isinstance(size, int):
-            shape.append(size)
-        elif size is not None and size in sizes:
-            shape.append(sizes[size])
-        else:
-            planned = tensor.sample_shape[axis] if tensor.sample_shape else 1
-            shape.append(batch if axis == 0 else planned)
-    return Zeros(tuple(shape), tensor.dtype)

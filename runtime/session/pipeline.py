@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.listing import Listed, Listing
 from splitc.runtime.generate.recipe import generate_text
 from splitc.runtime.mpi.first_process import begin
 from splitc.runtime.package.manifest_file import read_manifest
@@ -19,9 +20,10 @@ from splitc.runtime.requests.rank_kinds import MPI
 from splitc.runtime.requests.turns import Turns
 from splitc.runtime.session.session import Session, choose_devices
 from splitc.runtime.session.shared_ranks import SharedRanks, make_swap, need_turns
+from splitc.runtime.units import first_few
 
 
-class Pipeline(Mapping[str, Session]):
+class Pipeline(Listed, Mapping[str, Session]):
     """The modules of a package, loaded on their devices.
 
         with Pipeline("package") as pipeline:
@@ -96,6 +98,13 @@ class Pipeline(Mapping[str, Session]):
     def close(self) -> None:
         """End all sessions."""
         self._stack.close()
+
+    def _listing(self) -> Listing:
+        rows = [
+            [name, session.manifest.split_mode, first_few([str(device) for device in session.devices])]
+            for name, session in self.items()
+        ]
+        return Listing(f"Pipeline of {self.package.name}: {first_few(list(self))}", ("module", "mode", "devices"), rows)
 
     def __enter__(self) -> Pipeline:
         return self

@@ -9,15 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.arrays.array import Array
+from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.engines.built_here import check_built_here, check_host_code
 from splitc.runtime.engines.kinds import choose_engine, make_backend
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.batches import cut_batches, join_batches
-from splitc.runtime.feeds.checks import check_feeds, take_feeds
-from splitc.runtime.feeds.on_gpu import Feed
+from splitc.runtime.feeds.checks import take_feeds
+from splitc.runtime.feeds.on_gpu import Feed, on_host
+from splitc.runtime.files.listing import Listed, Listing
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device, parse_devices, threads_for
@@ -36,6 +38,7 @@ from splitc.runtime.ranks.loaded import Setup
 from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.admission import Admission
+from splitc.runtime.requests.empty_states import empty_states
 from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.requests import Requests
@@ -43,13 +46,14 @@ from splitc.runtime.requests.sequence import StateSequence
 from splitc.runtime.session.shared_ranks import SharedRanks
 from splitc.runtime.threads.futures import in_order, then
 from splitc.runtime.threads.interrupts import later_interrupts
+from splitc.runtime.units import first_few, format_shape
 
 # The most requests in flight. Each has its feeds, activations and outputs in memory. A choice: far more than any
 # machine holds, so that a number with too many digits is refused in words.
 MOST_IN_FLIGHT = 10_000
 
 
-class Session(Requests):
+class Session(Requests, Listed):
     """A package, loaded on its devices and ready to run.
 
         with Session("package") as session:
@@ -184,6 +188,8 @@ class Session(Requests):
     ) -> dict[str, Array]:
         """Run the model once. Feeds and outputs are arrays by name, in the shapes of the model's inputs and outputs.
 
+        States (caches, recurrent states) begin empty if none of them is fed.
+
         A feed may be on a GPU: any object with `__dlpack__` or `__cuda_array_interface__`. Where the rank is a thread
         with a GPU, it is copied from there to that one, and else over the host. With `on_device`, outputs are arrays of
         CuPy on the rank's GPU. `micro_batch` cuts the batch into micro-batches of this many rows, which
@@ -194,7 +200,7 @@ class Session(Requests):
             return self.run_timed(feeds, on_device)[0]
         if on_device:
             raise MisuseError("on_device: the outputs of micro-batches are joined on the host: leave one of both out")
-        arrays = check_feeds(feeds, self.inputs, self.optional, self.manifest.fixed)
+        arrays = {name: on_host(feed) for name, feed in self._take(feeds).items()}
         batches = cut_batches(arrays, self.manifest.batch, micro_batch)
         answers = list(in_order(map(self._submit, batches), self.in_flight))
         return join_batches(answers, self.manifest.batch)
@@ -215,7 +221,13 @@ class Session(Requests):
         return self._submit(self._take(feeds, copy=True), on_device)
 
     def _take(self, feeds: Mapping[str, npt.ArrayLike], copy: bool = False) -> dict[str, Feed]:
-        return take_feeds(feeds, self.inputs, self.optional, self.manifest.fixed, copy, self.device_arrays.feeds)
+        """The feeds as arrays. Without a state among them, all states begin empty, as in a sequence."""
+        states = {state.input for state in self.manifest.states}
+        begins = bool(states) and isinstance(feeds, Mapping) and states.isdisjoint(feeds)
+        inputs = [tensor for tensor in self.inputs if tensor.name not in states] if begins else self.inputs
+        taken = take_feeds(feeds, inputs, self.optional, self.manifest.fixed, copy, self.device_arrays.feeds)
+        begun = empty_states(self.manifest, taken) if begins else {}
+        return {**taken, **{name: np.zeros(zeros.shape, number_type(zeros.dtype)) for name, zeros in begun.items()}}
 
     def _submit(self, arrays: Mapping[str, Feed], on_device: bool = False) -> Future[dict[str, Array]]:
         """As `submit`, for arrays that nobody changes while the request is in flight."""
@@ -264,6 +276,17 @@ class Session(Requests):
         """
         self._admission.close()
         self._end.detach()  # only now: an interrupt may have come before
+
+    def _listing(self) -> Listing:
+        manifest = self.manifest
+        devices = first_few([str(device) for device in self.devices])
+        rows = [
+            [kind, tensor.name, tensor.dtype, format_shape(tensor.shape)]
+            for kind, tensors in manifest.tensors.items()
+            for tensor in tensors
+        ]
+        title = f"Session of {self.package.name}: {manifest.source.name}, {manifest.split_mode} mode on {devices}"
+        return Listing(title, ("", "name", "type", "shape"), rows)
 
     def __enter__(self) -> Session:
         return self

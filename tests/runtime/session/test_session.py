@@ -22,6 +22,32 @@ def test_package_gives_what_the_model_gives(decoder: Path, package: Path) -> Non
         assert_close(session.run(feeds), run_whole(decoder, feeds))
 
 
+def test_states_that_are_not_fed_begin_empty(decoder: Path, package: Path) -> None:
+    feeds = decoder_feeds(2, 5, 0)
+    with Session(package) as session:
+        states = [state.input for state in session.manifest.states]
+        fed = {name: array for name, array in feeds.items() if name not in states}
+        assert len(fed) == len(feeds) - len(states) > 0
+        expected = run_whole(decoder, feeds)
+        assert_close(session.run(fed), expected)
+        assert_close(session.submit(fed).result(), expected)
+        assert_close(session.run(fed, micro_batch=1), expected)
+        with pytest.raises(FeedError, match=f"no array for the inputs? .*{states[1]}"):
+            session.run({**fed, states[0]: feeds[states[0]]})
+
+
+def test_a_session_shows_what_it_takes(package: Path) -> None:
+    with Session(package) as session:
+        assert repr(session) == "<Session of decoder: decoder.onnx, layer mode on cpu0, cpu1, cpu2>"
+        assert repr(session.manifest) == "<Manifest of decoder.onnx: layer mode, 3 ranks, onnxruntime engines>"
+        lines = str(session).splitlines()
+        assert [line.split()[:3] for line in lines[2:4]] == [
+            ["input", tensor.name, tensor.dtype] for tensor in session.inputs[:2]
+        ]
+        assert len(lines) == 2 + len(session.inputs) + len(session.outputs)
+        assert session._repr_html_().count("<tr>") == len(lines) - 1
+
+
 @pytest.mark.parametrize(("batch", "new", "past"), [(1, 1, 0), (3, 17, 2), (1, 4, 40)])
 def test_package_stays_dynamic(decoder: Path, package: Path, batch: int, new: int, past: int) -> None:
     feeds = decoder_feeds(batch, new, past)

@@ -1,0 +1,51 @@
+"""What states are before the first request: zeros, and caches of length 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from splitc.runtime.arrays.array import Zeros
+from splitc.runtime.feeds.on_gpu import Feed
+from splitc.runtime.package.manifest import Manifest, State, Tensor
+
+
+def empty_states(
+    manifest: Manifest, feeds: Mapping[str, Feed], room: Mapping[str, int] | None = None
+) -> dict[str, Zeros]:
+    """Zeros for each state, by its input. Sizes of symbols are those in the feeds.
+
+    A state that grows has as many tokens as `room` gives it, or none.
+    """
+    inputs = {tensor.name: tensor for tensor in (*manifest.inputs, *manifest.optional)}
+    sizes = {
+        symbol: length
+        for name, array in feeds.items()
+        for symbol, length in zip(inputs[name].shape or (), array.shape, strict=False)
+        if isinstance(symbol, str)
+    }
+    rows = count_batch(feeds)
+    return {
+        state.input: _zeros(state, inputs[state.input], sizes, rows, (room or {}).get(state.input, 0))
+        for state in manifest.states
+    }
+
+
+def count_batch(feeds: Mapping[str, Feed]) -> int:
+    """The number of rows of a request."""
+    return max((array.shape[0] for array in feeds.values() if array.ndim), default=1)
+
+
+def _zeros(state: State, tensor: Tensor, sizes: Mapping[str, int], rows: int, room: int) -> Zeros:
+    """A state before the first run. A symbol has its size in the feeds; any other first axis is the batch."""
+    shape = []
+    for axis, size in enumerate([None] * len(tensor.sample_shape or ()) if tensor.shape is None else tensor.shape):
+        if axis == state.grows:
+            shape.append(room)
+        elif isinstance(size, int):
+            shape.append(size)
+        elif size is not None and size in sizes:
+            shape.append(sizes[size])
+        else:
+            planned = tensor.sample_shape[axis] if tensor.sample_shape else 1
+            shape.append(rows if axis == 0 else planned)
+    return Zeros(tuple(shape), tensor.dtype)
