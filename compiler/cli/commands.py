@@ -18,7 +18,7 @@ from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given, with_options
-from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT
+from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT, model_there
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
 from splitc.runtime.engines.kinds import choose_engine
@@ -46,7 +46,10 @@ def _modules(given: Mapping[str, Any], incomplete: str) -> list[str]:
 
 
 MODEL = typer.Argument(
-    help="The ONNX model, or a folder of several.", metavar="MODEL", autocompletion=completion.models
+    help="The ONNX model, or a folder of several.",
+    metavar="MODEL",
+    autocompletion=completion.models,
+    callback=model_there,
 )
 MODULES = typer.Option(
     [],

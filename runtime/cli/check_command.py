@@ -16,7 +16,17 @@ from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory
-from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, REPORT, SEED, TRUST_DATA
+from splitc.runtime.cli.shared_options import (
+    FILL,
+    INPUTS,
+    JSON,
+    MEASURE,
+    PACKAGE,
+    REPORT,
+    SEED,
+    TRUST_DATA,
+    model_there,
+)
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError, OutputsDifferError, SplitcError, collected, named, raise_all
 from splitc.runtime.hardware.memory_use import RankMemory
@@ -121,6 +131,7 @@ def check(
         "-m",
         help="The unsplit ONNX model; of a package of several, the models' folder.",
         autocompletion=completion.models,
+        callback=model_there,
     ),
     report: Path | None = REPORT,
     as_json: bool = JSON,

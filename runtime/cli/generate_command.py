@@ -15,7 +15,7 @@ from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.generated import Generated
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading
-from splitc.runtime.cli.shared_options import JSON, PACKAGE
+from splitc.runtime.cli.shared_options import JSON, PACKAGE, package_there
 from splitc.runtime.cli.terminal import err, muted_stderr, print_warning
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.capacity import USUAL
@@ -82,6 +82,7 @@ def generate_command(
         "--prefill",
         help="A package for the prompt, if exported separately: a model that takes no caches.",
         autocompletion=completion.packages,
+        callback=package_there,
     ),
     prompt_chunk: int = typer.Option(PROMPT_CHUNK, "--prompt-chunk", min=1, help="Tokens of the prompt per run."),
     as_json: bool = JSON,

@@ -65,7 +65,7 @@ def page_for(error: SplitcError, command: str | None) -> str | None:
 
     It is that of the first option that a misuse names, else that of the error's kind, else that of the command.
     """
-    if isinstance(error, MisuseError):
+    if isinstance(error, MisuseError) and error.page == MisuseError.page:
         for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", str(error)):
             if option in OPTION_PAGES:
                 return OPTION_PAGES[option]

@@ -13,9 +13,18 @@ from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
 from splitc.runtime.cli.run_tables import print_bench, print_memory
-from splitc.runtime.cli.shared_options import FILL, INPUTS, JSON, MEASURE, PACKAGE, REPORT, SEED, TRUST_DATA
+from splitc.runtime.cli.shared_options import (
+    FILL,
+    INPUTS,
+    JSON,
+    MEASURE,
+    PACKAGE,
+    REPORT,
+    SEED,
+    TRUST_DATA,
+    model_there,
+)
 from splitc.runtime.cli.terminal import out, print_json, table
-from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import check_output
 from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.tools.bench import bench
@@ -57,6 +66,7 @@ def bench_command(
         "--baseline",
         help="The unsplit model, timed in turns with the package.",
         autocompletion=completion.models,
+        callback=model_there,
     ),
     baseline_threads: list[int] = typer.Option(
         [],
@@ -77,8 +87,6 @@ def bench_command(
     as_json: bool = JSON,
 ) -> None:
     """Time a package: latency and rate, and how long each rank was busy and waiting."""
-    if baseline and not baseline.is_file():
-        raise MisuseError(f"no such model file: {baseline}")
     reads = [path for path in (package, baseline, inputs) if path]
     check_report(report, reads)
     if trace:

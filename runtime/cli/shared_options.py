@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.completion import one_of
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.verification import WORDS
 from splitc.runtime.requests.rank_kinds import KINDS
 
-PACKAGE = typer.Argument(help="The package's folder.", metavar="PACKAGE", autocompletion=completion.packages)
+
+def package_there(path: Path | None) -> Path | None:
+    """The path. Raises MisuseError if there is nothing: before other options are read, which may be wrong for that."""
+    if path is not None and _is_nothing(path):
+        raise MisuseError(f"{path} does not exist; make one with 'splitc compile'")
+    return path
+
+
+def model_there(path: Path | None) -> Path | None:
+    """The path of a model, or of a folder of models. Raises MisuseError if there is nothing."""
+    if path is not None and _is_nothing(path):
+        raise MisuseError(f"no such model file: {path}")
+    return path
+
+
+def _is_nothing(path: Path) -> bool:
+    """Whether nothing has this path. What can't be looked at may be there."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+PACKAGE = typer.Argument(
+    help="The package's folder.", metavar="PACKAGE", autocompletion=completion.packages, callback=package_there
+)
 MODULE = typer.Option(
     None, "--module", help="The model to use, of a package that has several.", autocompletion=completion.modules
 )

@@ -22,7 +22,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from splitc.runtime.cli.pages import page_for
-from splitc.runtime.errors import SplitcError
+from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.files.explained import Interrupted, explained
 from splitc.runtime.files.visible_text import VISIBLE, visible
 from splitc.runtime.units import shortened_middle
@@ -70,7 +70,8 @@ def _console(*, stderr: bool) -> Console:
     # No markup, and no names of emoji: names of models, values and files may have brackets and colons in them.
     make = partial(_Console, stderr=stderr, highlight=False, markup=False, emoji=False)
     console = make()
-    return console if console.is_terminal else make(width=WIDE)
+    wanted = os.environ.get("COLUMNS", "")
+    return console if console.is_terminal or wanted.isdecimal() else make(width=WIDE)
 
 
 # Results go to standard output, everything else to standard error.
@@ -127,6 +128,20 @@ codecs.register_error("splitc.plain", _plain)
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
+class UsageError(MisuseError):
+    """Options that can't be read. Its page is the command's help."""
+
+
+def _in_our_words(error: Any) -> Exception:
+    """The error of a wrong option or argument, to be shown like all others. A call without any shows the help."""
+    if not (message := error.format_message()) or type(error).__name__ == "NoArgsIsHelpError":
+        return error  # type: ignore[no-any-return]
+    usage = UsageError(message[0].lower() + message[1:].rstrip("."))
+    names = error.ctx.command_path.split() if error.ctx else []
+    usage.page = names[1] if len(names) > 1 else None
+    return usage
+
+
 class Commands(TyperGroup):
     """Commands that end with a SplitcError where the user or the system is the cause."""
 
@@ -134,15 +149,13 @@ class Commands(TyperGroup):
         try:
             return super().make_context(*args, **extra)
         except USAGE_ERROR as error:
-            error.message = visible(error.message)
-            raise
+            raise _in_our_words(error) from error
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except USAGE_ERROR as error:
-            error.message = visible(error.message)
-            raise
+            raise _in_our_words(error) from error
         except BrokenPipeError:
             raise
         except (Exception, KeyboardInterrupt) as error:

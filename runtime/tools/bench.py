@@ -105,15 +105,15 @@ def bench(
     threads = baseline_threads or sorted({session.threads * len(session.devices), session.threads}, reverse=True)
     whole = all_feeds(session.manifest, feeds)
     others = {count: _baseline(baseline, count, whole, trusts_data) for count in threads} if baseline else {}
-    count = 1 if in_flight == 1 else ROUND * in_flight
-    rounds = max(1, runs // count)
+    rounds = max(1, runs // (1 if in_flight == 1 else ROUND * in_flight))
+    counts = [runs // rounds + (number < runs % rounds) for number in range(rounds)]
     _stream(session, feeds, max(1, warmup), in_flight)
     for run in others.values():
         _repeat(run, max(1, warmup))
     streams = []
     single: list[_Stream] = []
     times: dict[int, list[float]] = {number: [] for number in others}
-    for _ in counted("timing", range(rounds)):
+    for count in counted("timing", counts):
         streams.append(_stream(session, feeds, count, in_flight))
         single.append(streams[-1] if in_flight == 1 else _stream(session, feeds, count, 1))
         for number, run in others.items():
@@ -121,12 +121,15 @@ def bench(
     own = np.array([stream.seconds for stream in streams])
     return BenchResult(
         _latency([latency for stream in streams for latency in stream.latencies]),
-        count * rounds / float(own.sum()),
+        runs / float(own.sum()),
         in_flight,
         float(np.median(np.array([stream.seconds for stream in single]) / own)),
         session.threads,
         [_rank_times(str(device), number, streams) for number, device in enumerate(session.devices)],
-        [Baseline(n, _latency([t / count for t in took]), float(np.median(own / took))) for n, took in times.items()],
+        [
+            Baseline(n, _latency(list(np.array(took) / counts)), float(np.median(own / took)))
+            for n, took in times.items()
+        ],
         [served for stream in streams[-TRACED:] for served in stream.timeline],
         single[-1].timeline[-1],
     )
