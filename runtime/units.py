@@ -10,12 +10,14 @@ from splitc.runtime.errors import MisuseError
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # The most bytes that anything may have, and the most characters of a user's text in a message.
 MOST_BYTES, LONGEST = 1 << 60, 60
+# A smaller number without a unit is more likely to lack one. A choice: no device has so little.
+LEAST_BYTES = 1 << 10
 
 
 def parse_bytes(text: str) -> int:
     """Bytes from `20GiB`, `500MB`, `1.5g` or a number. Units with an i are powers of 1024.
 
-    Raises MisuseError for any other text.
+    Raises MisuseError for any other text, and for a small number without a unit.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?i?)b?", text.strip().lower())
     if not match or match[2] not in _SCALES:
@@ -23,6 +25,8 @@ def parse_bytes(text: str) -> int:
             f"can't read '{shortened(text)}' as an amount of memory: write 20GiB, 500MB or a number of bytes"
         )
     size = float(match[1]) * _SCALES[match[2]]
+    if not match[2] and not text.strip().lower().endswith("b") and 0 < size < LEAST_BYTES:
+        raise MisuseError(f"'{text.strip()}' is a number of bytes: is {text.strip()}GiB meant, or {text.strip()}B?")
     if size > MOST_BYTES:
         raise MisuseError(f"'{shortened(text)}' is more memory than there can be")
     return int(size)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.show.candidates_chart import candidates_section
 from splitc.compiler.show.fused_section import fused_section
+from splitc.compiler.show.plan_tables import how_timed
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.reports.contents import Chapter, Page, Section
 from splitc.runtime.reports.memory_chart import memory_section
@@ -57,7 +58,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     """What is said of a plan in a few words."""
     mode = mode_in_words(plan.split_mode, len(plan.ranks), plan.groups)
     facts = [("split mode", mode), ("engines", plan.engine), ("planned for", plan.objective)]
-    facts.append(("times", "measured" if plan.profiled else "estimated"))
+    facts.append(("times", how_timed(plan)))
     held = sum(weight.bytes for weight in plan.weights)
     if held:
         share = sum(weight.split for weight in plan.weights) / held

@@ -17,12 +17,16 @@ from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole, repla
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table
 from splitc.runtime.engines.kinds import ONNXRUNTIME, describe_engine
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.hardware.machine import known_machine, link_end
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.units import block_range, format_bytes, format_seconds
 
 
 def print_plan(plan: Plan) -> None:
     """Print what each rank holds, against its budget, and what crosses the cuts."""
+    named = max((candidate.devices for candidate in plan.alternatives), default=0)
+    if len(plan.ranks) < named:
+        out.print(f"uses {len(plan.ranks)} of {named} devices, for the reason below; --spread uses all of them")
     rows = table("rank", "blocks", *RANK_SIZES, "of budget", "", "time", right=(*RANK_SIZES, "", "time"))
     all_seconds = sum(rank.seconds for rank in plan.ranks) or 1.0
     for number, rank in enumerate(plan.ranks):
@@ -45,7 +49,7 @@ def print_plan(plan: Plan) -> None:
     if plan.replicas is not None:
         shares = ", ".join(f"{share:.3g}" for share in plan.replicas.shares)
         out.print(f"{plan.groups} groups, each with the whole model; shares of the rows: {shares}")
-    out.print(f"budget: {listed}; time: {'as measured' if plan.profiled else 'estimated'}")
+    out.print(f"budget: {listed}; time: {how_timed(plan)}")
     if any(rank.device.kind == "cuda" for rank in plan.ranks):
         out.print(f"engines: {describe_engine(plan.engine)}")
         if plan.engine == ONNXRUNTIME:
@@ -65,6 +69,15 @@ def print_plan(plan: Plan) -> None:
         _print_alternatives(plan)
     for warning in plan.warnings:
         print_warning(warning)
+
+
+def how_timed(plan: Plan) -> str:
+    """Where a plan's times come from."""
+    if plan.profiled:
+        return "as measured"
+    speeds = known_machine().speeds
+    measured = all(link_end(rank.device) in speeds for rank in plan.ranks)
+    return f"estimated by {'measured' if measured else 'typical'} speeds"
 
 
 def budget_cells(total: int, budget: Budget) -> tuple[Bar | str, str]:

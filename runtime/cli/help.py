@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,8 @@ def _print_lines(console: Console, topic: str, lines: Sequence[tuple[str, str]],
 
 def print_help(console: Console, command: Any, context: Any) -> None:
     """Print a command's help, no wider than the terminal."""
-    width = min(console.width, WIDEST)
+    asked = os.environ.get("COLUMNS", "")
+    width = min(console.width, WIDEST, int(asked) if asked.isdecimal() and int(asked) else WIDEST)
     parameters = [parameter for parameter in command.get_params(context) if not getattr(parameter, "hidden", False)]
     arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
     words = [parameter.metavar or (parameter.name or "").upper() for parameter in arguments]

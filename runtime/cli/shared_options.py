@@ -8,7 +8,7 @@ import typer
 
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.completion import one_of
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.package.verification import WORDS
 from splitc.runtime.requests.rank_kinds import KINDS
 
@@ -16,7 +16,9 @@ from splitc.runtime.requests.rank_kinds import KINDS
 def package_there(path: Path | None) -> Path | None:
     """The path. Raises MisuseError if there is nothing: before other options are read, which may be wrong for that."""
     if path is not None and _is_nothing(path):
-        raise MisuseError(f"{path} does not exist; make one with 'splitc compile'")
+        error = MisuseError(f"{path} does not exist; make one with 'splitc compile'")
+        error.page = PackageError.page
+        raise error
     return path
 
 

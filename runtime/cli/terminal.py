@@ -70,8 +70,7 @@ def _console(*, stderr: bool) -> Console:
     # No markup, and no names of emoji: names of models, values and files may have brackets and colons in them.
     make = partial(_Console, stderr=stderr, highlight=False, markup=False, emoji=False)
     console = make()
-    wanted = os.environ.get("COLUMNS", "")
-    return console if console.is_terminal or wanted.isdecimal() else make(width=WIDE)
+    return console if console.is_terminal else make(width=WIDE)
 
 
 # Results go to standard output, everything else to standard error.

@@ -12,6 +12,12 @@ def test_bytes_are_read(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
+def test_a_number_that_lacks_its_unit_is_asked_about() -> None:
+    assert [parse_bytes(text) for text in ("0", "4B", "1024")] == [0, 4, 1024]
+    with pytest.raises(MisuseError, match="is 80GiB meant"):
+        parse_bytes("80")
+
+
 def test_bandwidths_and_times_are_read() -> None:
     assert parse_bandwidth("25GB/s") == parse_bandwidth("200 Gbit/s") == 25e9
     assert parse_bandwidth("1GiB/s") == 1 << 30

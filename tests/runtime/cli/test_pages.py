@@ -74,7 +74,7 @@ def test_errors_end_with_their_page(decoder: Path, tmp_path: Path) -> None:
     asked = ("plan", decoder, "-d", "2xcpu")
     assert run(*asked, "--memory", "1KiB", code=3).stderr.endswith("\nsee: splitc help planning#budgets\n")
     assert run(*asked, "--split-mode", "x", code=2).stderr.endswith("\nsee: splitc help planning\n")
-    assert run("inspect", tmp_path / "none", code=1).stderr.endswith("\nsee: splitc help package-format#the-package\n")
+    assert run("inspect", tmp_path / "none", code=2).stderr.endswith("\nsee: splitc help package-format#the-package\n")
 
 
 def test_help_shows_pages_and_sections() -> None:

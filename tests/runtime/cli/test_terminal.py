@@ -10,10 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 from rich.text import Text
-from typer.testing import CliRunner
 
 from splitc.runtime.cli import terminal
-from splitc.runtime.cli.commands import app
+from tests.helpers.command import splitc
 
 # Clears the screen, sets the title, rings, goes back, turns the order around, and a control sequence in one character.
 EVIL = "a\x1b[2J\x1b]0;title\x07\r\x08\N{RIGHT-TO-LEFT OVERRIDE}\x9b31m\x7f"
@@ -49,9 +48,9 @@ def test_json_has_them_escaped(capfdbinary: pytest.CaptureFixture[bytes]) -> Non
 
 @pytest.mark.parametrize("arguments", [[EVIL], [f"--{EVIL}"], ["inspect", f"--{EVIL}"], ["inspect", "x", EVIL]])
 def test_so_are_wrong_options(arguments: list[str]) -> None:
-    found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == 2
-    assert not set(found.output) & set(POWERS), ascii(found.output)
+    found = splitc(*arguments, code=2)
+    assert not found.stdout
+    assert not set(found.stderr) & set(POWERS), ascii(found.stderr)
 
 
 def test_generated_text_is_sent_as_it_is_but_to_terminals(
