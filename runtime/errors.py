@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+# Options that have another name in Python.
+_OTHER_NAMES = {
+    "d": "devices",
+    "device": "devices",
+    "set": "settings",
+    "state": "states",
+    "no-verify": "verify=False",
+    "prompt-ids": "prompt",
+}
+_OPTION = re.compile(r"(?<![\w-])(?:--(?P<long>[a-z]+(?:-[a-z]+)*)|-(?P<short>d))(?![\w-])")
+# Whether the user typed options, and so knows them by these names.
+_are_typed = False
+
+
+@contextmanager
+def typed_options() -> Iterator[None]:
+    """Errors name options as they are typed. Elsewhere they name the arguments of Python's functions."""
+    global _are_typed
+    before, _are_typed = _are_typed, True
+    try:
+        yield
+    finally:
+        _are_typed = before
+
+
+def _in_python(option: re.Match[str]) -> str:
+    name = option["long"] or option["short"]
+    return _OTHER_NAMES.get(name, name.replace("-", "_"))
 
 
 class SplitcError(Exception):
     """A failure that its message explains. The command line prints it without a traceback, and exits with 1.
+
+    A message is written with the options of the command line. As text, it has those or Python's arguments.
 
     `page` is the page of the documentation, and its section, that helps; None if nothing is to be learned.
     """
 
     exit_code = 1
     page: str | None = "errors"
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if _are_typed else _OPTION.sub(_in_python, text)
 
 
 class MisuseError(SplitcError):

@@ -19,6 +19,7 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
+from splitc.runtime.errors import typed_options
 from splitc.runtime.hardware.devices import parse_devices
 from tests.helpers.feeds import HEAD, HEADS, KV_HEADS, LAYERS, VOCABULARY
 from tests.helpers.feeds import Array as Array
@@ -43,6 +44,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What splitc keeps of a machine: tests leave the user's alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def options_as_typed() -> Iterator[None]:
+    """Errors name options in one way in all tests: as on the command line. `test_errors.py` has Python's names."""
+    with typed_options():
         yield
 
 

@@ -68,7 +68,7 @@ def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path,
 
 
 def test_what_compiling_needs_is_named(alone: dict[str, str]) -> None:
-    commands = [["plan", "M", "-d", "cpu0"], ["compile", "M", "-d", "cpu0", "-o", "P"], ["build", "P"]]
+    commands = [["plan", __file__, "-d", "cpu0"], ["compile", __file__, "-d", "cpu0", "-o", "P"], ["build", __file__]]
     found = splitc_several([*commands, *([command[0], "--help"] for command in commands)], alone)
     for refused, usage in zip(found[:3], found[3:]):
         assert refused.returncode == 2

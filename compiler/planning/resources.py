@@ -97,9 +97,9 @@ def check_shares(tensor_split: Sequence[float] | None, count: int) -> None:
     if len(tensor_split) != count:
         raise MisuseError(f"--tensor-split has {len(tensor_split)} shares, and there are {count} devices")
     if not all(0 < share < math.inf for share in tensor_split):
-        raise MisuseError("--tensor-split takes shares above 0: leave a device out with -d to give it nothing")
+        raise MisuseError("--tensor-split takes shares above 0: leave a device out of -d to give it nothing")
     if min(tensor_split) < LEAST_SHARE * max(tensor_split):
         raise MisuseError(
             f"--tensor-split has the shares {min(tensor_split):g} and {max(tensor_split):g}: the least is a "
-            "millionth of the largest; leave a device out with -d to give it nothing"
+            "millionth of the largest; leave a device out of -d to give it nothing"
         )

@@ -22,7 +22,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from splitc.runtime.cli.pages import page_for
-from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.errors import MisuseError, SplitcError, typed_options
 from splitc.runtime.files.explained import Interrupted, explained
 from splitc.runtime.files.visible_text import VISIBLE, visible
 from splitc.runtime.units import shortened_middle
@@ -179,6 +179,14 @@ def _discard_output() -> None:
 def run_app(app: typer.Typer) -> NoReturn:
     """Run the command line. A SplitcError ends it with one message and its exit code, without a traceback."""
     sys.stdout, sys.stderr = map(_usable, (sys.stdout, sys.stderr))
+    with typed_options():
+        code = _run(app)
+    gc.freeze()  # or Python would search all that is left for garbage as it ends
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def _run(app: typer.Typer) -> object:
+    """Run the command line, print the error that ends it, and return its exit code."""
     code: object = 0
     try:
         try:
@@ -200,8 +208,7 @@ def run_app(app: typer.Typer) -> NoReturn:
         if (page := page_for(known, next(iter(sys.argv[1:]), None))) is not None:
             err.print(Text(f"see: splitc help {page}", "dim"), soft_wrap=True)
         code = known.exit_code
-    gc.freeze()  # or Python would search all that is left for garbage as it ends
-    sys.exit(code)  # type: ignore[arg-type]
+    return code
 
 
 def _usable(stream: Any) -> TextIO:

@@ -83,7 +83,7 @@ def parse_devices(texts: Sequence[str] | str) -> list[Device]:
         for name in re.split(r"[&,]", text):
             devices += _parse_one(name.strip())
     if not devices:
-        raise MisuseError("no device given: name devices with -d, as in -d cpu0 -d cpu1 or -d 2xcpu")
+        raise MisuseError("no device given: name some (-d), as in cpu0 and cpu1, or 2xcpu for both")
     if len({device.host is None for device in devices}) > 1:
         placed, homeless = (
             next(device for device in devices if (device.host is None) is bare) for bare in (False, True)
@@ -108,7 +108,7 @@ def parse_hosts(text: str) -> list[Device]:
     if not match or not int(match["hosts"]):
         raise MisuseError(
             f"can't read --hosts '{shortened(text)}': write 2x4xcuda for two hosts with four GPUs each. For hosts that "
-            "differ, name the devices: -d host0/4xcuda -d host1/2xcuda"
+            "differ, name the devices (-d), as in host0/4xcuda and host1/2xcuda"
         )
     hosts, devices = int(match["hosts"]), _parse_one(match["devices"])
     if hosts * len(devices) > MOST:

@@ -41,7 +41,7 @@ def why_not_placed(devices: Sequence[Device], machines: Sequence[int], hosts: Se
                     f"the package was planned with ranks {other} and {rank} on one host (host{device.host}), and MPI "
                     f"started rank {other} on {hosts[other]} and rank {rank} on {hosts[rank]}: start {count} processes "
                     "there, in the order of the ranks (mpirun -hosts node1:4,node2:4, for Open MPI --host), or name "
-                    f"the devices as they are: -d {actual}"
+                    f"the devices as they are (-d): {actual}"
                 )
     return None
 

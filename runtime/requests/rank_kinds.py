@@ -36,7 +36,7 @@ def choose_ranks(
     if len(hosts := host_numbers(devices)) > 1:
         raise MisuseError(
             f"these ranks are on {len(hosts)} hosts (host{hosts[0]} to host{hosts[-1]}): start them with mpirun -n "
-            f"{len(devices)} splitc ..., or name devices of this machine with -d, as in -d {len(devices)}xcpu"
+            f"{len(devices)} splitc ..., or name devices of this machine (-d), as in {len(devices)}xcpu"
         )
     has_gpu = devices[0].kind == "cuda"
     return asked or (PROCESSES if need_processes or (has_gpu and len(gpus) > 1) else THREADS)

@@ -115,7 +115,7 @@ def test_unknown_name_says_which_exist(text: str) -> None:
 
 
 def test_no_device_says_how_to_name_one() -> None:
-    with pytest.raises(MisuseError, match="-d cpu0"):
+    with pytest.raises(MisuseError, match="as in cpu0 and cpu1"):
         parse_devices([])
 
 

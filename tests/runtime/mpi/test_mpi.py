@@ -353,7 +353,7 @@ def test_ranks_of_a_planned_host_that_are_on_several_are_refused() -> None:
     assert why_not_placed(devices, (0, 0, 0, 0), ("a",) * 4) is None
     why = why_not_placed(devices, (0, 1, 0, 1), ("a", "b", "a", "b"))
     assert why is not None and "ranks 0 and 1 on one host (host0)" in why and "rank 1 on b" in why
-    assert "-d host0/cpu0,host1/cpu1,host0/cpu0,host1/cpu1" in why
+    assert "(-d): host0/cpu0,host1/cpu1,host0/cpu0,host1/cpu1" in why
 
 
 def found_on(host: str, machine: int, library: str = "onnxruntime 1.31", needed: int = 0) -> Finding:
