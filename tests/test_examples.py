@@ -79,13 +79,12 @@ def names() -> dict[str, Any]:
     mask, longer = np.ones_like(IDS), np.ones((1, IDS.shape[1] + 1), np.int64)
     feeds = {"input_ids": IDS, "attention_mask": mask}
     return {
-        **{"ids": IDS, "mask": mask, "feeds": feeds, "many_feeds": [feeds] * 3, "use": lambda outputs: None},
+        **{"ids": IDS, "mask": mask, "feeds": feeds},
         **{"prompt": IDS, "prompt_ids": [5, 17, 33], "positions": np.arange(IDS.shape[1])[None]},
         **{"token": IDS[:, :1], "longer": longer, "next_position": np.array([[IDS.shape[1]]])},
         **{"features": np.zeros((1, 8, 20), np.float32), "decoder_prompt": [50, 52, 54, 56], "end": 51},
         "Any": Any,
         "latents": np.zeros((1, 4, 8, 8), np.float32),
-        "large_batch": {name: np.repeat(array, 20, 0) for name, array in feeds.items()},
     }
 
 
