@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from splitc.runtime.generate.encoder_decoder import EncoderDecoder
     from splitc.runtime.generate.sampling import Sampling
+    from splitc.runtime.integrations.inference_session import InferenceSession
     from splitc.runtime.requests.sequence import StateSequence
     from splitc.runtime.session.pipeline import Pipeline
     from splitc.runtime.session.session import Session
@@ -31,6 +32,7 @@ __all__ = [
     "EncoderDecoder",
     "EngineError",
     "FeedError",
+    "InferenceSession",
     "MisuseError",
     "OutputsDifferError",
     "PackageError",
@@ -43,6 +45,7 @@ __all__ = [
 # Names are imported when they are used: ranks' processes and the command line begin sooner.
 _PLACES = {
     "EncoderDecoder": "generate.encoder_decoder",
+    "InferenceSession": "integrations.inference_session",
     "Pipeline": "session.pipeline",
     "Sampling": "generate.sampling",
     "Session": "session.session",

@@ -30,6 +30,14 @@ _OTHERS = {
 }
 
 
+_WRITTEN = {name: other for other, name in _OTHERS.items()}
+
+
+def write_type(name: str) -> str:
+    """A type of numpy or ml_dtypes as ONNX Runtime writes it: `tensor(float16)`."""
+    return f"tensor({_WRITTEN.get(name, name)})"
+
+
 def read_type(text: str) -> str:
     """The name in numpy or ml_dtypes of a type that ONNX Runtime writes as `tensor(float16)`."""
     name = text[text.index("(") + 1 : -1]
