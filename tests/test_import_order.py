@@ -38,6 +38,7 @@ RUNTIME = (
     "threads",
     "files",
     "arrays",
+    "adapters",
     "hardware",
     "package",
     "ipc",

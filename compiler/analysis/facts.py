@@ -15,6 +15,7 @@ from splitc.compiler.frontend.fitted_sizes import Fitted, fit_sizes
 from splitc.compiler.frontend.graph import Graph, open_graph
 from splitc.compiler.frontend.input_sizes import input_sizes
 from splitc.compiler.frontend.loading import read_model
+from splitc.compiler.frontend.merged_weights import Merged, merge
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
@@ -23,6 +24,7 @@ from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes, Shape, check_order
 from splitc.compiler.request.states import AskedStates
+from splitc.runtime.adapters.adapter import Adapter
 from splitc.runtime.package.manifest import Length, State
 from splitc.runtime.threads.progress import counting
 
@@ -51,6 +53,7 @@ class Analysis:
     fuses: bool = False
     fates: tuple[Fate, ...] = ()
     lengths: tuple[Length, ...] = ()
+    merged: tuple[Merged, ...] = ()
 
 
 def analyze(
@@ -61,20 +64,22 @@ def analyze(
     trusts_data: bool = False,
     states: AskedStates = AskedStates(),
     gains: Gains | None = None,
+    adapters: Sequence[tuple[Adapter, float]] = (),
 ) -> Analysis:
     """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
 
     The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
-    What was written out becomes one operator where that can be and `gains`.
+    What was written out becomes one operator where that can be and `gains`. `adapters` are merged into the weights.
 
-    Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes, settings and states
-    that do not fit the model.
+    Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes, settings,
+    states and adapters that do not fit the model.
     """
     done = counting("analyzing the model", PARTS)
     proto, files = read_model(path, trusts_data)
     done(1)
     with refusals_first(path, trusts_data):
         graph = open_graph(path, proto, files, settings, trusts_data)
+        merged = merge(graph, adapters)
         done(1)
         read_symbols(graph.model)
         with defaults_hidden(graph.graph):
@@ -83,7 +88,7 @@ def analyze(
         done(1)
         analysis = _analyze(graph, asked, states, wanted_blocks, gains, done)
     done(1)
-    return analysis
+    return replace(analysis, merged=merged)
 
 
 def _analyze(

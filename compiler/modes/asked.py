@@ -8,12 +8,14 @@ from pathlib import Path
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.fusion.kernels import gains_of
 from splitc.compiler.request.request import Request
+from splitc.runtime.adapters.asked import open_adapter
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.hardware.devices import Device
 
 
 def analyze_for(model: Path, devices: Sequence[Device], request: Request, wanted_blocks: int) -> Analysis:
     """Analyze a model for a request, on these devices. Raises as `analyze`."""
+    adapters = [(open_adapter(path), strength) for path, strength in request.lora]
     gains = None if request.no_fuse else gains_of(choose_engine(request.engine, devices), devices)
     return analyze(
         model,
@@ -23,4 +25,5 @@ def analyze_for(model: Path, devices: Sequence[Device], request: Request, wanted
         request.trust_external_data,
         request.asked_states,
         gains,
+        adapters,
     )

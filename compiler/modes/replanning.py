@@ -16,6 +16,7 @@ from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import ROW_MIN, Request
 from splitc.compiler.request.shapes import Shape
+from splitc.runtime.adapters.asked import open_adapter
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.files import hash_file
@@ -63,7 +64,8 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
     wanted = ALL if file.finest else 1
     devices = parse_devices([rank.device for rank in file.ranks])
     gains = gains_of(file.engine, devices) if file.fused else None
-    analysis = analyze(model, request.asked_shapes, wanted, file.settings, trusts_data, gains=gains)
+    adapters = [(open_adapter(entry.file), entry.scale) for entry in file.lora]
+    analysis = analyze(model, request.asked_shapes, wanted, file.settings, trusts_data, gains=gains, adapters=adapters)
     stages = request.pipeline_stages
     _check_shapes(analysis, file)
     if file.states is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import onnx_ir as ir
 
@@ -66,6 +67,10 @@ def make_manifest(
         lengths=list(analysis.lengths),
         replicas=_replicas(plan),
         row_sources=_row_sources(plan),
+        merged=[
+            m.MergedAdapter(Path(merged.adapter.name).name, merged.strength, len(merged.matches.updates))
+            for merged in analysis.merged
+        ],
     )
 
 

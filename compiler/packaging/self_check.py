@@ -14,6 +14,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS
 from splitc.compiler.packaging.block_check import compare_blocks
+from splitc.compiler.packaging.unsplit_file import unsplit_file
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.kinds import find_kind
@@ -94,15 +95,12 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     # Its engines were built here, just now: they may bring code.
     with Session(package, verify=NEVER, devices=_find_devices(plan), host_code=True) as session:
         threads = session.threads * len(session.manifest.ranks)
-        opened = open_reference(
-            graph.path,
-            session.manifest,
-            session.devices,
-            threads,
-            needed=_whole_bytes(plan),
-            trusts_data=graph.trusts_data,
-        )
-        with opened as whole:
+        with (
+            unsplit_file(plan.analysis) as (path, trusts_data),
+            open_reference(
+                path, session.manifest, session.devices, threads, needed=_whole_bytes(plan), trusts_data=trusts_data
+            ) as whole,
+        ):
             for inputs in _candidates(plan, session.inputs):
                 feeds = make_inputs(inputs)
                 try:

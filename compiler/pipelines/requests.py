@@ -16,6 +16,7 @@ from splitc.compiler.pipelines.names import ALIASES, find_modules, need_modules
 from splitc.compiler.request.request import Request, options_of_requests
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device, parse_devices
+from splitc.runtime.units import first_few
 
 T = TypeVar("T")
 
@@ -53,9 +54,11 @@ def divide_request(folder: ModelFolder, devices: Sequence[str], request: Request
     mode, modes = _divide_modes(folder.names, request.split_mode)
     keys, options = ("shapes", "min_shapes", "opt_shapes", "max_shapes", "settings", "states"), options_of_requests()
     divided = {key: divide_by_input(folder.modules, getattr(request, key) or {}, options[key].flag) for key in keys}
+    adapters = _divide_adapters(folder.names, request.lora)
     modules = []
     for module in folder.modules:
         asked: dict[str, Any] = {key: divided[key][module.name] or getattr(Request(), key) for key in keys}
+        asked["lora"] = adapters.get(module.name, ())
         asked["settings"] = {**module.settings, **divided["settings"][module.name]}
         named_devices = own.get(module.name)
         alone = replace(request, **asked).in_mode(modes.get(module.name, mode))
@@ -101,6 +104,23 @@ def _divide_devices(names: Sequence[str], texts: Sequence[str]) -> tuple[dict[st
             if twice:
                 raise MisuseError(f"-d {part} names {twice[0]} twice for {module}: leave out one")
     return own, shared
+
+
+def _divide_adapters(
+    names: Sequence[str], asked: Sequence[tuple[str, float]]
+) -> dict[str, tuple[tuple[str, float], ...]]:
+    """The adapters of each module, as in `unet=FILE`. Raises MisuseError for one that does not say which it is for."""
+    own: dict[str, tuple[tuple[str, float], ...]] = {}
+    for text, strength in asked:
+        name, equals, _ = text.partition("=")
+        if not equals and len(names) > 1:
+            raise MisuseError(
+                f"--lora {text}: there are several models, {first_few(list(names))}: name the one that it is for, as "
+                f"in --lora {names[0]}={text}"
+            )
+        for module in need_modules(name.strip(), names, "--lora") if equals else names:
+            own[module] = (*own.get(module, ()), (text, strength))
+    return own
 
 
 def _divide_modes(names: Sequence[str], text: str) -> tuple[str, dict[str, str]]:

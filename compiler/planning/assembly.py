@@ -82,6 +82,13 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
             "the model does not run on the sizes that are planned for, so memory and time may be wrong: give its "
             f"inputs' shapes (--shapes). {analysis.fitted.problem.splitlines()[0]}"
         )
+    for merged in analysis.merged:
+        if left_out := merged.matches.unmatched:
+            module, why = next(iter(left_out.items()))
+            warnings.append(
+                f"{len(left_out)} of {len(merged.adapter.updates)} updates of the adapter {merged.adapter.name} are "
+                f"left out, such as '{module}': {why}"
+            )
     if unknown := [str(rank.device) for rank in ranks if rank.budget is None]:
         warnings.append(
             f"memory was not checked for {first_few(list(dict.fromkeys(unknown)))}, which this machine does not have: "

@@ -12,6 +12,7 @@ from typing import Any
 from splitc.compiler.request.option import KEY, Option, request_field
 from splitc.compiler.request.shapes import AskedShapes, Shape, parse_shapes
 from splitc.compiler.request.states import AskedStates, parse_states
+from splitc.runtime.adapters.asked import parse_adapters
 from splitc.runtime.arrays.settings import parse_settings
 from splitc.runtime.engines.kinds import PACKAGES, find_kind
 from splitc.runtime.errors import MisuseError
@@ -51,6 +52,7 @@ class Request:
     on the command line (`4GiB`, `cpu0=4GiB`); the default budget is a device's free memory less `headroom` bytes.
     `interconnect` is as on the command line too (`25GB/s,5us`).
     `states` are outputs by the inputs that they replace in the next run, besides those found unless `no_state`.
+    `lora` are adapters to merge, each with its scale.
     `settings` binds inputs to constants: one number or truth value for all elements, or nested lists of them.
     """
 
@@ -209,6 +211,16 @@ class Request:
         kind=bool,
         help="Leave attention, norms and caches as exported. Default: fused where ONNX Runtime is faster so.",
         planned=lambda file: not file.fused,
+    )
+    lora: Sequence[tuple[str, float]] = request_field(
+        (),
+        "--lora",
+        metavar="FILE[:SCALE]",
+        kind=list[str],
+        read=parse_adapters,
+        shown=[],
+        help="Merge an adapter into the weights, repeatable: of PEFT, diffusers, kohya or ONNX Runtime.",
+        planned=lambda file: tuple((entry.file, entry.scale) for entry in file.lora),
     )
     trust_external_data: bool = request_field(
         False,

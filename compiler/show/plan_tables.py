@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.bar import Bar
 from rich.text import Text
 
+from splitc.compiler.frontend.merged_weights import Merged
 from splitc.compiler.fusion.fuse import Fate
 from splitc.compiler.lowering.gpu_sizes import why_not_replayed
 from splitc.compiler.planning.plan import Plan
@@ -63,12 +64,20 @@ def print_plan(plan: Plan) -> None:
         unsent, weights = (format_bytes(sum(getattr(work, n) for work in again)) for n in ("unsent", "weights"))
         saved = f"saves {unsent} of transfer, duplicates {weights} of weights"
         out.print(f"recomputed per stage: {nodes} cheap nodes ({saved})")
+    for merged in plan.analysis.merged:
+        out.print(merged_in_words(merged))
     if plan.analysis.fates:
         _print_fused(plan)
     if plan.choice is not None:
         _print_alternatives(plan)
     for warning in plan.warnings:
         print_warning(warning)
+
+
+def merged_in_words(merged: Merged) -> str:
+    """What an adapter changes: `adapter style.safetensors, x 0.8: merged into 28 of 32 layers`."""
+    scale = "" if merged.strength == 1 else f", x {merged.strength:g}"
+    return f"adapter {merged.adapter.name}{scale}: merged into {len(merged.matches.updates)} of {merged.layers} layers"
 
 
 def how_timed(plan: Plan) -> str:

@@ -26,7 +26,7 @@ TOPICS: dict[str, Sequence[str]] = {
     ),
     "Model and inputs": (
         *("--module", "--model", "--shapes", "--min-shapes", "--opt-shapes", "--max-shapes", "--set", "--inputs"),
-        *("--state", "--no-state"),
+        *("--state", "--no-state", "--lora"),
         *("--seed", "--fill", "--trust-external-data"),
     ),
     "Text": (

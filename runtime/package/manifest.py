@@ -298,6 +298,14 @@ class Replica(Struct, frozen=True):
     total_bytes: list[int]
 
 
+class MergedAdapter(Struct, frozen=True):
+    """An adapter that the weights have in them: its file's name, how strong it is, and how many layers it changed."""
+
+    name: str
+    scale: float
+    layers: int
+
+
 class Manifest(Struct, frozen=True):
     """All that the runtime knows about a package. `threads` are those of each CPU device; None divides the cores.
 
@@ -309,7 +317,8 @@ class Manifest(Struct, frozen=True):
 
     `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
     first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
-    that all outputs follow from: where these have several, another input may have one row for all.
+    that all outputs follow from: where these have several, another input may have one row for all. `merged` are
+    adapters that the weights have in them.
     """
 
     schema: int
@@ -336,6 +345,7 @@ class Manifest(Struct, frozen=True):
     lengths: list[Length] = []
     replicas: list[Replica] = []
     row_sources: list[str] = []
+    merged: list[MergedAdapter] = []
 
     def __repr__(self) -> str:
         ranks = f"{len(self.devices)} rank{'s' * (len(self.devices) != 1)}"

@@ -16,6 +16,7 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, compile_pipeline, plan_model, plan_pipeline
 from tests.helpers import encoder_decoders
+from tests.helpers.adapters import random_pairs, write_kohya, write_peft
 from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.folders import diffusers_folder, text_encoder, write_decoders, write_json
 
@@ -110,6 +111,8 @@ def in_new_folder(make: Callable[[Path], object]) -> Maker:
     return create
 
 
+# The layers of the language model that adapters are for.
+UPS = {f"layers.{layer}.up": (WIDTH, WIDTH) for layer in range(LAYERS)}
 IDS = np.arange(6).reshape(1, 6) % WORDS
 MAKERS: Mapping[str, Maker] = {
     "model.onnx": writes(language_model),
@@ -129,6 +132,8 @@ MAKERS: Mapping[str, Maker] = {
     "t5": in_new_folder(encoder_decoders.text_folder),
     "llama": in_new_folder(encoder_decoders.genai_folder),
     "optimum": in_new_folder(optimum_folder),
+    "style": writes(lambda path: write_peft(path, random_pairs(UPS, 8))),
+    "pose.safetensors": writes(lambda path: write_kohya(path, random_pairs(UPS, 4, seed=1), 2)),
     "tokenizer": in_new_folder(tokenizer_folder),
     "tokenizer.json": writes(write_tokenizer),
     "inputs.npz": writes(partial(arrays, input_ids=IDS, attention_mask=np.ones_like(IDS))),

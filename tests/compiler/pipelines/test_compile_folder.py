@@ -13,8 +13,10 @@ import pytest
 from models.writer import save
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.runtime import Pipeline, Session
+from splitc.runtime.package.manifest import MergedAdapter
 from splitc.runtime.package.pipeline_file import read_pipeline
 from tests.conftest import assert_close, run_whole
+from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.command import splitc
 from tests.helpers.folders import diffusers_feeds, diffusers_folder, image_decoder, text_encoder, write_decoders
 
@@ -192,3 +194,16 @@ def test_only_module_needs_no_name(tmp_path: Path) -> None:
     assert "--module names a model of a folder" in said(
         "plan", folder / "model.onnx", "-d", "cpu0", "--module", "model", code=2
     )
+
+
+def test_an_adapter_is_for_the_model_that_is_named(folder: Path, tmp_path: Path) -> None:
+    adapter = write_peft(tmp_path / "style", random_pairs({"layers.0.up": (32, 128)}))
+    assert "there are several models" in said("plan", folder, "-d", "2xcpu", "--lora", adapter, code=2)
+    splitc("compile", folder, "-d", "2xcpu", "--lora", f"text_encoder={adapter}:0.5", "-o", tmp_path / "package")
+    with Pipeline(tmp_path / "package") as opened:
+        merged = {name: session.manifest.merged for name, session in opened.items()}
+        assert merged == {"text_encoder": [MergedAdapter("style", 0.5, 1)], "unet": [], "vae_decoder": []}
+        feeds = diffusers_feeds()["text_encoder"]
+        plain = run_whole(folder / "text_encoder" / "model.onnx", feeds)
+        given = opened["text_encoder"].run(feeds)
+        assert all(np.abs(given[name] - array).max() > 0.01 for name, array in plain.items())

@@ -84,5 +84,5 @@ def test_help_shows_pages_and_sections() -> None:
     assert section.startswith("## Budgets\n") and "## Objectives" not in section
     listed = json.loads(run("help", "--json").stdout)
     assert set(listed) == {page.stem for page in (ROOT / "docs").rglob("*.md")}
-    assert "the pages are architecture" in run("help", "nothing", code=2).stderr
+    assert "the pages are adapters, architecture" in run("help", "nothing", code=2).stderr
     assert "there are devices, budgets" in run("help", "planning#nothing", code=2).stderr

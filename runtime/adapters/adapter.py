@@ -1,0 +1,37 @@
+"""An adapter of low rank: for each of its modules two matrices, whose product is added to a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from splitc.runtime.arrays.array import Array
+
+# The largest rank. A choice: files of adapters have up to some hundreds.
+MOST_RANK = 1 << 14
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The update of a module's weight: `scale` times B A, with A of [rank, inputs, ...] and B of [outputs, rank, ...].
+
+    A convolution's A has its kernel's axes behind, and its B has as many of size 1. `read_a` and `read_b` read the
+    arrays from the file, as they are.
+    """
+
+    module: str
+    inputs: int
+    outputs: int
+    rank: int
+    kernel: tuple[int, ...]
+    scale: float
+    read_a: Callable[[], Array]
+    read_b: Callable[[], Array]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's file, and its updates by the names that it has for modules. `name` is for messages."""
+
+    name: str
+    updates: Mapping[str, LowRank]

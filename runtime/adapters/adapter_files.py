@@ -1,0 +1,197 @@
+"""Read adapters: safetensors of PEFT, diffusers and kohya's scripts, and ONNX Runtime's .onnx_adapter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.adapters.adapter import MOST_RANK, Adapter, LowRank
+from splitc.runtime.adapters.peft_config import Scaling, read_config, scaling_of
+from splitc.runtime.arrays.array import Array
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.written import parse_json
+from splitc.runtime.units import first_few
+
+# PEFT's names of the file in an adapter's folder.
+FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
+# The ends of the matrices' names, and which of both each is. PEFT may have the adapter's name in them.
+_ENDS = (
+    (re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(?:\.\w+)?\.weight"), {"A": "a", "B": "b"}),
+    (re.compile(r"(?P<module>.+)\.lora_(?P<which>down|up)\.weight"), {"down": "a", "up": "b"}),
+    (
+        re.compile(r"(?P<module>.+?)(?:\.lora|\.lora_linear_layer)\.(?P<which>down|up)\.weight"),
+        {"down": "a", "up": "b"},
+    ),
+    (re.compile(r"(?P<module>.+)_lora\.(?P<which>down|up)\.weight"), {"down": "a", "up": "b"}),
+)
+_ALPHA = re.compile(r"(?P<module>.+)\.alpha")
+# Names of other kinds of adapters.
+_OTHERS = {
+    "lora_magnitude_vector": "DoRA",
+    "dora_scale": "DoRA",
+    "hada_": "LoHa",
+    "lokr_": "LoKr",
+    "lora_mid": "LoCon with a third matrix",
+    "lora_embedding_": "LoRA of an embedding table",
+    "oft_": "OFT",
+    "ia3_": "(IA)^3",
+    "boft_": "BOFT",
+    "vera_": "VeRA",
+    ".diff": "differences of whole weights",
+}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A matrix as its file has it: its shape, and how to read it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Array]
+
+
+def read_adapter(path: str | Path) -> Adapter:
+    """The adapter in a file, or in PEFT's or diffusers' folder. Its matrices are read when they are asked for.
+
+    Raises MisuseError for a file that is damaged, of another kind, or lacks one of two matrices.
+    """
+    file = _find_file(Path(path))
+    if file.suffix == ".onnx_adapter":
+        return _of_onnx(file)
+    if file.suffix != ".safetensors":
+        raise MisuseError(f"{file} is no adapter: there are .safetensors and .onnx_adapter")
+    stored, metadata = _safetensors(file)
+    return Adapter(str(path), _pair(file, stored, _find_scaling(file, metadata)))
+
+
+def _find_file(path: Path) -> Path:
+    if path.is_dir():
+        there = [path / name for name in FILES if (path / name).is_file()]
+        if not there:
+            raise MisuseError(f"{path} has no adapter in it: there is none of {', '.join(FILES)}")
+        return there[0]
+    if not path.is_file():
+        raise MisuseError(f"{path} {'is no regular file' if path.exists() else 'does not exist'}: an adapter is wanted")
+    return path
+
+
+def _safetensors(path: Path) -> tuple[dict[str, _Stored], Mapping[str, str]]:
+    """The tensors of a file, and its metadata. The library checks sizes and places."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise MisuseError(f"adapters need safetensors: pip install splitc[adapters] ({error})") from error
+    try:
+        with safe_open(path, "np") as opened:
+            names = list(opened.keys())
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+            metadata = opened.metadata() or {}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise MisuseError(f"can't read the adapter {path}: {error}") from error
+
+    def read(name: str) -> Array:
+        with safe_open(path, "np") as opened:
+            tensor: Array = opened.get_tensor(name)
+            return tensor
+
+    return {name: _Stored(shapes[name], partial(read, name)) for name in names}, metadata
+
+
+def _find_scaling(path: Path, metadata: Mapping[str, str]) -> Callable[[str], Scaling]:
+    """The scaling of a module, by its name: of PEFT's config beside the file, or of diffusers' metadata in it."""
+    if (text := metadata.get("lora_adapter_metadata")) is None:
+        scaling = read_config(path.parent)
+        return lambda module: scaling
+    content = parse_json(text.encode(), f"can't read the metadata of {path}")
+    parts: dict[str, dict[str, Any]] = {}
+    for key, value in (content if isinstance(content, dict) else {}).items():
+        part, _, name = key.partition(".")
+        parts.setdefault(part, {})[name] = value
+    known = {part: scaling_of(config, f"{path} ({part})") for part, config in parts.items()}
+    return lambda module: known.get(module.partition(".")[0], Scaling())
+
+
+def _pair(path: Path, stored: Mapping[str, _Stored], scaling: Callable[[str], Scaling]) -> dict[str, LowRank]:
+    """The updates of safetensors. Raises MisuseError for what is none."""
+    halves: dict[str, dict[str, _Stored]] = {}
+    alphas: dict[str, _Stored] = {}
+    unknown: list[str] = []
+    for name, tensor in stored.items():
+        if (kind := next((kind for part, kind in _OTHERS.items() if part in name), None)) is not None:
+            raise MisuseError(f"{path} has '{name}', of the kind {kind}: only plain LoRA is known")
+        match = next(((end, match) for end, _ in _ENDS if (match := end.fullmatch(name))), None)
+        if match is not None:
+            which = dict(_ENDS)[match[0]][match[1]["which"]]
+            halves.setdefault(match[1]["module"], {})[which] = tensor
+        elif alpha := _ALPHA.fullmatch(name):
+            alphas[alpha["module"]] = tensor
+        else:
+            unknown.append(name)
+    if unknown:
+        raise MisuseError(f"{path} has tensors that are no part of a LoRA: {first_few(unknown)}")
+    updates = {}
+    for module, pair in halves.items():
+        if lacking := {"a", "b"} - pair.keys():
+            raise MisuseError(f"{path}: '{module}' lacks the matrix {'A (down)' if 'a' in lacking else 'B (up)'}")
+        own = scaling(module)
+        if module in alphas:
+            own = Scaling(_number(path, module, alphas[module]), own.by_root)
+        updates[module] = _update(path, module, pair["a"], pair["b"], own)
+    if not updates:
+        raise MisuseError(f"{path} has no matrices of an adapter in it")
+    return updates
+
+
+def _number(path: Path, module: str, alpha: _Stored) -> float:
+    if alpha.shape not in ((), (1,)):
+        raise MisuseError(f"{path}: the alpha of '{module}' has the shape {alpha.shape}, and is one number")
+    return float(np.asarray(alpha.read(), np.float64).reshape(()))
+
+
+def _update(path: Path, module: str, a: _Stored, b: _Stored, scaling: Scaling) -> LowRank:
+    """The update of matrices A [rank, inputs, ...] and B [outputs, rank, ...]. Raises MisuseError for other shapes."""
+    kernel = a.shape[2:]
+    fits = (
+        len(a.shape) == len(b.shape)
+        and len(a.shape) >= 2
+        and a.shape[0] == b.shape[1]
+        and set(b.shape[2:]) <= {1}
+        and 0 < a.shape[0] <= MOST_RANK
+    )
+    if not fits:
+        raise MisuseError(
+            f"{path}: '{module}' has the matrices A {list(a.shape)} and B {list(b.shape)}, and they are [rank, inputs] "
+            "and [outputs, rank]"
+        )
+    rank = a.shape[0]
+    return LowRank(module, a.shape[1], b.shape[0], rank, kernel, scaling.scale(module, rank), a.read, b.read)
+
+
+def _of_onnx(path: Path) -> Adapter:
+    """An adapter of ONNX Runtime: A is [inputs, rank] and B [rank, outputs], and the scale is in B."""
+    import onnxruntime
+
+    try:
+        parameters: Mapping[str, Any] = onnxruntime.AdapterFormat.read_adapter(str(path)).get_parameters()
+    except Exception as error:  # its errors have no class of their own
+        raise MisuseError(f"can't read the adapter {path}: {_last_line(error)}") from error
+    stored = {}
+    for name, value in parameters.items():
+        shape = tuple(value.shape())[::-1]
+        stored[name if name.endswith(".weight") else f"{name}.weight"] = _Stored(shape, partial(_transposed, value))
+    return Adapter(str(path), _pair(path, stored, lambda module: Scaling()))
+
+
+def _transposed(value: Any) -> Array:
+    array: Array = value.numpy().T
+    return array
+
+
+def _last_line(error: Exception) -> str:
+    lines: Sequence[str] = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].rpartition(") ")[2] if lines else type(error).__name__

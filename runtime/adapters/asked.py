@@ -1,0 +1,56 @@
+"""Adapters as a user names them: `style.safetensors:0.8`, or of a file for several models `unet=style.safetensors`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from splitc.runtime.adapters.adapter import Adapter
+from splitc.runtime.adapters.adapter_files import read_adapter
+from splitc.runtime.errors import MisuseError
+
+# What stands before modules' names in files for several models, and the folder of the model that it is for.
+PARTS = {
+    **{name: name for name in ("unet", "transformer", "text_encoder", "text_encoder_2", "text_encoder_3")},
+    **{"lora_unet": "unet", "lora_transformer": "transformer"},
+    **{"lora_te": "text_encoder", "lora_te1": "text_encoder", "lora_te2": "text_encoder_2"},
+}
+
+
+def parse_adapters(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    """The files, or folders, with how strong each is: 1 unless a number stands behind a colon.
+
+    Raises MisuseError for a number that is none.
+    """
+    asked = []
+    for text in texts:
+        match = re.fullmatch(r"(.+):([-+]?[0-9]*\.?[0-9]+(?:e[-+]?[0-9]+)?)", text)
+        path, strength = (match[1], float(match[2])) if match else (text, 1.0)
+        if not math.isfinite(strength):
+            raise MisuseError(f"{text}: an adapter's strength is a number, as in {path}:0.8")
+        asked.append((path, strength))
+    return tuple(asked)
+
+
+def open_adapter(text: str) -> Adapter:
+    """The adapter of a file or folder. With a model's name before it, as in `unet=FILE`, its part for this model.
+
+    Raises MisuseError as `read_adapter`, and for a file that has other parts only.
+    """
+    part, equals, path = text.partition("=")
+    if not equals or not re.fullmatch(r"\w+", part):
+        return read_adapter(text)
+    adapter = read_adapter(path)
+    parts = {module: _part_of(module) for module in adapter.updates}
+    known = sorted({name for name in parts.values() if name is not None})
+    if known and part not in known:
+        raise MisuseError(f"{path} has nothing for {part}: it is for {', '.join(known)}")
+    wanted = part if known else None
+    return Adapter(text, {module: update for module, update in adapter.updates.items() if parts[module] == wanted})
+
+
+def _part_of(module: str) -> str | None:
+    """The model that a module's name begins with; None if it names none."""
+    before = re.match(r"(lora_[a-z]+\d?)_|(\w+)\.", module)
+    return None if before is None else PARTS.get(before[1] or before[2])

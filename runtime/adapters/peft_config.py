@@ -1,0 +1,72 @@
+"""The settings that PEFT and diffusers keep beside the matrices: how much an update is scaled, and what kind it is."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.written import check_regular, parse_json
+
+CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How updates are scaled: by `alpha` over their rank, or over its root.
+
+    `patterns` are other alphas, by regular expressions for the ends of modules' names.
+    """
+
+    alpha: float | None = None
+    by_root: bool = False
+    patterns: Mapping[str, float] = field(default_factory=dict)
+
+    def scale(self, module: str, rank: int) -> float:
+        """The scale of a module's update. Without an alpha, it is the rank."""
+        matching = (alpha for pattern, alpha in self.patterns.items() if re.fullmatch(rf"(.*\.)?{pattern}", module))
+        alpha = next(matching, self.alpha)
+        if alpha is None:
+            return 1.0
+        return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+
+def read_config(folder: Path) -> Scaling:
+    """The scaling that PEFT's adapter_config.json gives, if there is one.
+
+    Raises MisuseError, which names the kind, for adapters that are more than two matrices a module.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return Scaling()
+    check_regular(path)
+    content = parse_json(path.read_bytes(), f"can't read {path}")
+    return scaling_of(content if isinstance(content, dict) else {}, str(path))
+
+
+def scaling_of(config: Mapping[str, Any], where: str) -> Scaling:
+    """The scaling of a config. `where` it is, is for messages."""
+    kind = config.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise MisuseError(f"{where} is of the kind {kind}, and only LORA is known")
+    for key, what in (("use_dora", "DoRA"), ("use_qalora", "QA-LoRA"), ("alora_invocation_tokens", "aLoRA")):
+        if config.get(key):
+            raise MisuseError(f"{where} is of the kind {what} ({key}), and only plain LoRA is known")
+    if config.get("bias", "none") != "none" or config.get("lora_bias"):
+        raise MisuseError(f"{where} trains biases too (bias={config.get('bias')}), and only matrices are known")
+    if saved := config.get("modules_to_save"):
+        raise MisuseError(f"{where} has whole modules beside its matrices ({', '.join(map(str, saved))})")
+    patterns = config.get("alpha_pattern") or {}
+    alphas = [config.get("lora_alpha"), *patterns.values()]
+    if not all(alpha is None or isinstance(alpha, int | float) for alpha in alphas):
+        raise MisuseError(f"{where} has an alpha that is no number: {alphas}")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise MisuseError(f"{where} has the pattern '{pattern}', which is none: {error}") from None
+    return Scaling(config.get("lora_alpha"), bool(config.get("use_rslora")), patterns)
