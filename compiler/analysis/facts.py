@@ -19,13 +19,14 @@ from splitc.compiler.frontend.merged_weights import Merged, merge
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
+from splitc.compiler.frontend.slots import find_slots, graft_slots
 from splitc.compiler.frontend.states import find_states, growing_symbols, written_in_place
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.request.shapes import AskedShapes, Shape, check_order
 from splitc.compiler.request.states import AskedStates
 from splitc.runtime.adapters.adapter import Adapter
-from splitc.runtime.package.manifest import Length, State
+from splitc.runtime.package.manifest import Length, Slot, State
 from splitc.runtime.threads.progress import counting
 
 # The steps of an analysis that progress bars count: reading, opening, shapes, costs, blocks.
@@ -54,6 +55,8 @@ class Analysis:
     fates: tuple[Fate, ...] = ()
     lengths: tuple[Length, ...] = ()
     merged: tuple[Merged, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    slot_rank: int | None = None
 
 
 def analyze(
@@ -65,11 +68,13 @@ def analyze(
     states: AskedStates = AskedStates(),
     gains: Gains | None = None,
     adapters: Sequence[tuple[Adapter, float]] = (),
+    slot_rank: int | None = None,
 ) -> Analysis:
     """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
 
     The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
     What was written out becomes one operator where that can be and `gains`. `adapters` are merged into the weights.
+    Layers get slots for adapters of the `slot_rank`, if it is given.
 
     Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes, settings,
     states and adapters that do not fit the model.
@@ -79,7 +84,10 @@ def analyze(
     done(1)
     with refusals_first(path, trusts_data):
         graph = open_graph(path, proto, files, settings, trusts_data)
-        merged = merge(graph, adapters)
+        merged, slots = merge(graph, adapters), find_slots(graph)
+        if slot_rank is not None:
+            graph, grafted = graft_slots(graph, slot_rank)
+            slots = (*slots, *grafted)
         done(1)
         read_symbols(graph.model)
         with defaults_hidden(graph.graph):
@@ -88,7 +96,7 @@ def analyze(
         done(1)
         analysis = _analyze(graph, asked, states, wanted_blocks, gains, done)
     done(1)
-    return replace(analysis, merged=merged)
+    return replace(analysis, merged=merged, slots=slots, slot_rank=slot_rank)
 
 
 def _analyze(

@@ -10,17 +10,19 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.adapters.matching import Layer
 
 # What torch's newer exporter writes at a node: the modules that it is in, from the model's on, as a list in text.
 _SCOPES = "pkg.torch.onnx.name_scopes"
+QUANTIZED = "its weight is quantized: --lora-slots adds adapters beside it"
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A layer's weight, and how its product reads it.
+    """A layer's weight, the nodes that multiply with it, how, and in numbers of which type.
 
     The weight is [outputs, inputs, ...], or with `is_transposed` [inputs, outputs]. The product is multiplied by
     `factor`. A `why_not` says why no adapter can be added to this weight.
@@ -28,6 +30,8 @@ class LinearLayer:
 
     layer: Layer
     weight: ir.Value
+    nodes: tuple[ir.Node, ...]
+    dtype: ir.DataType
     is_transposed: bool = False
     factor: float = 1.0
     why_not: str = ""
@@ -35,8 +39,12 @@ class LinearLayer:
 
 def find_linear_layers(graph: Graph) -> list[LinearLayer]:
     """The linear layers of a model, in its order: one for each weight."""
-    layers = [layer for node in graph.nodes if (layer := _layer_of(node)) is not None]
-    return list({layer.weight: layer for layer in reversed(layers)}.values())[::-1]
+    layers: dict[ir.Value, LinearLayer] = {}
+    for node in graph.nodes:
+        if (layer := _layer_of(node)) is not None:
+            before = layers.setdefault(layer.weight, replace(layer, nodes=()))
+            layers[layer.weight] = replace(before, nodes=(*before.nodes, node))
+    return list(layers.values())
 
 
 def _layer_of(node: ir.Node) -> LinearLayer | None:
@@ -44,18 +52,24 @@ def _layer_of(node: ir.Node) -> LinearLayer | None:
     reader = _READERS.get((node.domain, node.op_type))
     if reader is None or len(node.inputs) < 2 or node.inputs[1] is None:
         return None
-    weight, turned, quantized = node.inputs[1], False, False
+    weight, turned, quantized, dtype = node.inputs[1], False, False, None
     while (maker := weight.producer()) is not None and maker.inputs and maker.inputs[0] is not None:
         if _turns(maker):
             turned = not turned
         elif operator_of(maker).dequantizes:
             quantized = True
-        elif maker.op_type != "Cast":
+            dtype = dtype or (maker.inputs[1].dtype if maker.inputs[1] is not None else None)  # the scale's
+        elif maker.op_type == "Cast":
+            dtype = dtype or ir.DataType(maker.attributes.get_int("to", int(ir.DataType.FLOAT)))
+        else:
             return None
         weight = maker.inputs[0]
-    shape = shape_of(weight) if weight.is_initializer() else ()
+    shape = shape_of(weight) if weight.is_initializer() and source_of(weight) is None else ()
     layer = None if len(shape) < 2 else reader(node, weight, shape, turned)
-    return replace(layer, why_not="its weight is quantized") if quantized and layer is not None else layer
+    if layer is None:
+        return None
+    why_not = QUANTIZED if quantized else layer.why_not
+    return replace(layer, why_not=why_not, dtype=dtype or layer.dtype)
 
 
 def _turns(node: ir.Node) -> bool:
@@ -82,7 +96,7 @@ def _convolution(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], turned
 
 def _packed(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], turned: bool) -> LinearLayer | None:
     inputs, outputs = node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)
-    return _made(node, weight, Layer((), inputs, outputs), False, 1.0, "its weight is quantized")
+    return _made(node, weight, Layer((), inputs, outputs), False, 1.0, QUANTIZED)
 
 
 _READERS = {
@@ -102,7 +116,10 @@ def _made(
     names = tuple(dict.fromkeys(_names(node, weight)))
     if not why_not and len(weight.uses()) > 1:
         why_not = "its weight is read in several places"
-    return LinearLayer(Layer(names, sizes.inputs, sizes.outputs, sizes.kernel), weight, is_transposed, factor, why_not)
+    layer = Layer(names, sizes.inputs, sizes.outputs, sizes.kernel)
+    dtype = next((value.dtype for value in node.inputs[2:3] if value is not None), None)  # of scales, or of a bias
+    dtype = dtype or weight.dtype or ir.DataType.FLOAT
+    return LinearLayer(layer, weight, (node,), dtype, is_transposed, factor, why_not)
 
 
 def _names(node: ir.Node, weight: ir.Value) -> Iterator[str]:

@@ -34,10 +34,9 @@ class OptionalOrigin:
     declared: ir.Shape | None
     places: Mapping[int, npt.NDArray[np.int64]] = field(default_factory=dict)
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether its shape is the same in all requests."""
-        return self.declared is not None and self.declared.is_static()
+    def is_fixed(self, axis: int) -> bool:
+        """Whether its size along an axis is the same in all requests."""
+        return self.declared is not None and isinstance(self.declared[axis], int)
 
 
 def mark_optional(model: ir.Model) -> tuple[ir.Value, ...]:
@@ -70,6 +69,15 @@ def optional_inputs(graph: ir.Graph) -> list[ir.Value]:
     return [value for value in graph.initializers.values() if source_of(value) is not None]
 
 
+def add_optional(graph: ir.Graph, tensor: ir.TensorProtocol, declared: ir.Shape) -> ir.Value:
+    """A new optional input of a graph, with this default and shape."""
+    shape = ir.Shape(tensor.shape.numpy())
+    value = ir.Value(name=tensor.name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    value.meta[_MARK] = OptionalOrigin(value.name or "", declared)
+    return value
+
+
 def mark_part(part: ir.Value, whole: ir.Value, places: Mapping[int, npt.NDArray[np.int64]]) -> None:
     """Mark a new initializer as a shard of another one, with these elements along these axes."""
     if (source := source_of(whole)) is not None:
@@ -95,8 +103,14 @@ def make_overridable(graph: ir.Graph) -> list[Override]:
     for value in optional_inputs(graph):
         source = source_of(value)
         assert source is not None
-        if not source.places:
-            value.shape = source.declared
+        if source.declared is not None:  # a shard has its own size along the axes that are cut
+            own = value.shape or source.declared
+            sizes = zip(own, source.declared, strict=True)
+            value.shape = ir.Shape(
+                [size if axis in source.places else whole for axis, (size, whole) in enumerate(sizes)]
+            )
+        elif not source.places:
+            value.shape = None
         graph.inputs.append(value)
         places = {axis: _runs(indices) for axis, indices in source.places.items()}
         overrides.append(Override(source.input, value.name or "", places))

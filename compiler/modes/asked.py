@@ -26,4 +26,5 @@ def analyze_for(model: Path, devices: Sequence[Device], request: Request, wanted
         request.asked_states,
         gains,
         adapters,
+        request.lora_slots,
     )

@@ -65,7 +65,16 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
     devices = parse_devices([rank.device for rank in file.ranks])
     gains = gains_of(file.engine, devices) if file.fused else None
     adapters = [(open_adapter(entry.file), entry.scale) for entry in file.lora]
-    analysis = analyze(model, request.asked_shapes, wanted, file.settings, trusts_data, gains=gains, adapters=adapters)
+    analysis = analyze(
+        model,
+        request.asked_shapes,
+        wanted,
+        file.settings,
+        trusts_data,
+        gains=gains,
+        adapters=adapters,
+        slot_rank=file.lora_slots,
+    )
     stages = request.pipeline_stages
     _check_shapes(analysis, file)
     if file.states is not None:

@@ -32,6 +32,7 @@ def product(op: Operation, left: tuple[Axis, ...], right: tuple[Axis, ...]) -> N
 
 def matmul(op: Operation) -> None:
     product(op, op.input(0), op.input(1))
+    op.linear = (frozenset([0]), frozenset([1]))
 
 
 def matmul_integer(op: Operation) -> None:

@@ -38,6 +38,7 @@ def make_manifest(
     analysis = plan.analysis
     graph = analysis.graph
     built = find_kind(plan.engine).is_built
+    slotted = {tensor.name for slot in analysis.slots for tensor in (slot.a, slot.b)}
     return m.Manifest(
         schema=m.SCHEMA,
         splitc=VERSION,
@@ -62,11 +63,12 @@ def make_manifest(
         files=list(files),
         build=m.Build(options) if built else None,
         fixed=[describe_fixed(fixed) for fixed in graph.fixed],
-        optional=[] if built else [describe_tensor(value) for value in graph.optional],
+        optional=[] if built else [describe_tensor(value) for value in graph.optional if value.name not in slotted],
         shared_sizes=_shared_sizes(plan),
         lengths=list(analysis.lengths),
         replicas=_replicas(plan),
         row_sources=_row_sources(plan),
+        slots=list(analysis.slots),
         merged=[
             m.MergedAdapter(Path(merged.adapter.name).name, merged.strength, len(merged.matches.updates))
             for merged in analysis.merged

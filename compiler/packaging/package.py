@@ -12,8 +12,10 @@ from types import MappingProxyType
 import msgspec
 import onnx_ir as ir
 
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.origins import described
+from splitc.compiler.frontend.slots import empty_slots, without_slots
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
@@ -230,13 +232,36 @@ def _write_rank(
         parts = zip(entries, program.sizes, strict=True)
         entries = [_to_build(plan.engine, entry, sizes) for entry, sizes in parts]
     else:
+        slots = [tensor.name for slot in plan.analysis.slots for tensor in (slot.a, slot.b)]
+        for graph in program.graphs:
+            empty_slots(graph, slots)
         overrides = {override.value: override for graph in program.graphs for override in make_overridable(graph)}
-    graphs = dict(zip(paths, program.graphs, strict=True))
-    weights = write_graphs(graphs, plan.analysis.graph.model, writer, link, known)
+    plain = [without_slots(graph) if plan.analysis.slots else None for graph in program.graphs]
+    for one, graph in zip(plain, program.graphs, strict=True):
+        if one is not None and sum(map(communicates, one)) != sum(map(communicates, graph)):
+            raise CannotSplitError(
+                "the slots for adapters need collectives of their own in this split: use another --split-mode, or "
+                "leave out --lora-slots and merge adapters with --lora"
+            )
+    graphs = {path: one or graph for path, one, graph in zip(paths, plain, program.graphs, strict=True)}
+    adapted = {_adapted(path): graph for path, one, graph in zip(paths, plain, program.graphs, strict=True) if one}
+    weights = write_graphs({**graphs, **adapted}, plan.analysis.graph.model, writer, link, known)
     if not find_kind(plan.engine).is_built:
-        pairs = zip(entries, program.graphs, strict=True)
-        entries = [msgspec.structs.replace(entry, weights=_weights(graph)) for entry, graph in pairs]
+        pairs = zip(entries, graphs.items(), strict=True)
+        entries = [
+            msgspec.structs.replace(
+                entry,
+                weights=_weights(graph),
+                adapted=f"{folder.name}/{_adapted(path).name}" if _adapted(path) in adapted else None,
+            )
+            for entry, (path, graph) in pairs
+        ]
     return _Written(rank_entry(rank, program, entries, list(overrides.values())), weights)
+
+
+def _adapted(path: Path) -> Path:
+    """The path of the graph with slots, beside that of the one without."""
+    return path.with_name(f"{path.stem}.adapted.onnx")
 
 
 def _attends(graph: ir.Graph) -> bool:

@@ -52,8 +52,11 @@ def check_loads(package: Path, manifest: Manifest) -> None:
     error for packages that run on CPUs.
     """
     on_cpu = all(rank.device.startswith("cpu") for rank in manifest.ranks)
-    for engine in (engine for rank in manifest.ranks for engine in rank.engines):
-        path = package / (engine.source or engine.path)
+    engines = [engine for rank in manifest.ranks for engine in rank.engines]
+    files = [(engine, engine.source or engine.path) for engine in engines]
+    files += [(engine, engine.adapted) for engine in engines if engine.adapted is not None]
+    for engine, name in files:
+        path = package / name
         uses_operators = bool(engine.group) and find_kind(manifest.engine).uses_operators
         if engine.group and not uses_operators:
             continue  # it has collectives inside, which only TensorRT supports
@@ -61,9 +64,9 @@ def check_loads(package: Path, manifest: Manifest) -> None:
             load_unoptimized(path, uses_operators)
         except ort_errors.NotImplemented:
             if on_cpu:
-                _load_whole(path, engine.path, manifest, uses_operators)
+                _load_whole(path, name, manifest, uses_operators)
         except ERRORS:
-            _load_whole(path, engine.path, manifest, uses_operators)
+            _load_whole(path, name, manifest, uses_operators)
 
 
 def _load_whole(path: Path, name: str, manifest: Manifest, uses_operators: bool) -> None:

@@ -85,7 +85,8 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     largest input shapes; `min_shapes` and `opt_shapes` are given if engines take a range. `finest` says that the model
     is cut wherever it can be, instead of into the blocks that repeat. `row_min` is the minimum side of a matrix that
     row mode slices. `fused` says that attention became one operator where it could. `settings` are inputs that are
-    bound to constants. `lora` are adapters that are merged into weights. `hosts` is the number of hosts that the ranks'
+    bound to constants. `lora` are adapters that are merged into weights, and `lora_slots` is the rank
+    of those that requests may bring. `hosts` is the number of hosts that the ranks'
     devices name, `host0/cuda0` and so on, or 1 if they name none. `islands` are, in tensor mode, what nodes make whose
     shards are joined where they come out: remove one, and its weights are whole. `batch_groups` is the number of groups
     of ranks that have the whole model each, and divide the rows of a batch.
@@ -103,6 +104,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     hosts: int | None = None
     settings: dict[str, Any] = {}
     lora: list[MergedEntry] = []
+    lora_slots: int | None = None
     min_shapes: dict[str, list[int]] = {}
     opt_shapes: dict[str, list[int]] = {}
     states: list[State] | None = None
@@ -138,6 +140,7 @@ def to_file(plan: Plan) -> PlanFile:
         engine=plan.engine,
         objective=plan.objective,
         shapes=_lists(analysis, analysis.shapes),
+        lora_slots=analysis.slot_rank,
         lora=[MergedEntry(merged.adapter.name, merged.strength) for merged in analysis.merged],
         settings={fixed.input.name or "": fixed.value.tolist() for fixed in graph.fixed if fixed.value is not None},
         min_shapes={} if analysis.smallest == analysis.shapes else _lists(analysis, analysis.smallest),

@@ -52,7 +52,7 @@ class Request:
     on the command line (`4GiB`, `cpu0=4GiB`); the default budget is a device's free memory less `headroom` bytes.
     `interconnect` is as on the command line too (`25GB/s,5us`).
     `states` are outputs by the inputs that they replace in the next run, besides those found unless `no_state`.
-    `lora` are adapters to merge, each with its scale.
+    `lora` are adapters to merge, each with its scale, and `lora_slots` is the rank of adapters that requests may bring.
     `settings` binds inputs to constants: one number or truth value for all elements, or nested lists of them.
     """
 
@@ -222,6 +222,15 @@ class Request:
         help="Merge an adapter into the weights, repeatable: of PEFT, diffusers, kohya or ONNX Runtime.",
         planned=lambda file: tuple((entry.file, entry.scale) for entry in file.lora),
     )
+    lora_slots: int | None = request_field(
+        None,
+        "--lora-slots",
+        metavar="RANK",
+        minimum=1,
+        kind=int | None,
+        help="Let requests bring adapters: memory is planned for their RANK, others work too. Default: none.",
+        planned=lambda file: file.lora_slots,
+    )
     trust_external_data: bool = request_field(
         False,
         "--trust-external-data",
@@ -275,8 +284,12 @@ class Request:
         return replace(self, split_mode=mode, **{name: getattr(default, name) for name in self.foreign_options(mode)})
 
     def check_engine(self, engine: str) -> None:
-        """Raise MisuseError if an option of engines that are built is given for one that is not."""
+        """Raise MisuseError for an option of engines that are built where they are not, and the other way round."""
         if find_kind(engine).is_built:
+            if self.lora_slots is not None:
+                raise MisuseError(
+                    f"--lora-slots is for ONNX Runtime, and --engine is {engine}: merge adapters with --lora"
+                )
             return
         for name, option in options_of_requests().items():
             if option.ranged and getattr(self, name):

@@ -14,7 +14,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.observation import MOST_SIZES, refusal
-from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.optional import OptionalOrigin, source_of
 from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.frontend.walks import ancestors
@@ -156,8 +156,8 @@ class _Relater:
         if not value.is_initializer():
             return self.shared[value] if value in self.shared else _computed(value, self.bound)
         shape = shape_of(value)
-        if (source := source_of(value)) is not None and not source.is_fixed:
-            return tuple(_whole(size, f"the optional input '{value.name}' may have another shape") for size in shape)
+        if (source := source_of(value)) is not None and not all(map(source.is_fixed, range(len(shape)))):
+            return self.shared.setdefault(value, tuple(_optional(value, source, axis) for axis in range(len(shape))))
         if sum(size != 1 for size in shape) < 2:
             # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut differently.
             return _fresh(shape)
@@ -228,6 +228,14 @@ def _computed(value: ir.Value, bound: BoundShapes) -> Axes:
 
 def _fresh(shape: Shape | None) -> Axes:
     return None if shape is None else tuple(map(ax.new_axis, shape))
+
+
+def _optional(value: ir.Value, source: OptionalOrigin, axis: int) -> Axis:
+    """A new axis of an optional input, which is pinned if a request may give another size."""
+    size = shape_of(value)[axis]
+    if source.is_fixed(axis):
+        return ax.new_axis(size)
+    return _whole(size, f"the optional input '{value.name}' may have another shape")
 
 
 def _whole(size: int, reason: str) -> Axis:

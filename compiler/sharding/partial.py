@@ -65,7 +65,8 @@ def find_sums(
     `drawn` are the nodes that draw random numbers.
 
     A partial value passes through nodes that are linear in it. It is summed at the last place where that is possible:
-    before it meets a whole value (the residual), before several nodes read it, or before it grows.
+    before it meets a whole value (the residual), before several nodes read it, or before it grows. It may grow to meet
+    another partial value, since one sum serves both.
     """
     borders = list(crossings(axis_map))
     crossing = {border.value for border in borders if border.is_cut(chosen) or border.is_joined(chosen)}
@@ -132,7 +133,8 @@ class _Flow:
         node = operation.node
         output = node.outputs[0]
         sizes = [self.size(value) for number in incoming if (value := node.inputs[number]) is not None]
-        if self.size(output) > sum(sizes) or any(chosen_atoms(axes, self.chosen) for axes in operation.outputs):
+        grows = self.size(output) > sum(sizes) and not self._meets_partial(output)
+        if grows or any(chosen_atoms(axes, self.chosen) for axes in operation.outputs):
             return None
         if chosen_atoms([operation.contracted], self.chosen) or len(node.outputs) > 1:
             return None
@@ -150,13 +152,17 @@ class _Flow:
         return rest if joins and (weights or self._meets_partial(output)) else None
 
     def _meets_partial(self, value: ir.Value) -> bool:
-        """Whether the only reader of a value adds another partial value to it: then one sum serves both."""
+        """Whether its only reader adds another partial value to it, perhaps after a scale: then one sum serves both."""
         uses = value.uses()
         if len(uses) != 1 or value.is_graph_output():
             return False
-        reader = next(iter(uses)).node
-        others = (other for other in reader.inputs if other is not None and other is not value)
-        return operator_of(reader).is_addition and any(other in self.partial for other in others)
+        reader, number = next(iter(uses)).node, next(iter(uses)).idx
+        others = [other for other in reader.inputs if other is not None and other is not value]
+        if operator_of(reader).is_addition:
+            return any(other in self.partial for other in others)
+        scales = frozenset([number]) in self.operations[reader].linear and all(o.is_initializer() for o in others)
+        made = reader.outputs[0]
+        return scales and self.size(made) == self.size(value) and self._meets_partial(made)
 
 
 def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:

@@ -65,7 +65,8 @@ def need_matches(adapter: Adapter, matches: Matches, layers: Sequence[Layer]) ->
         module, why = next(iter(matches.unmatched.items()))
         known = first_few([layer.names[0] for layer in layers if layer.names]) or "none"
         raise MisuseError(
-            f"the adapter {adapter.name} is for another model: '{module}': {why}. Layers that take adapters: {known}"
+            f"the adapter {adapter.name} has nothing for this model, and may be another model's: '{module}': {why}. "
+            f"Layers that take adapters: {known}"
         )
 
 

@@ -26,7 +26,7 @@ TOPICS: dict[str, Sequence[str]] = {
     ),
     "Model and inputs": (
         *("--module", "--model", "--shapes", "--min-shapes", "--opt-shapes", "--max-shapes", "--set", "--inputs"),
-        *("--state", "--no-state", "--lora"),
+        *("--state", "--no-state"),
         *("--seed", "--fill", "--trust-external-data"),
     ),
     "Text": (
@@ -36,6 +36,7 @@ TOPICS: dict[str, Sequence[str]] = {
     ),
     "Server": ("--name", "--sequences", "--capacity", "--idle", "--batch", "--ensemble", "--plans", "--context"),
     "Runs": ("--runs", "--warmup", "--in-flight", "--baseline", "--baseline-threads", "--measure"),
+    "Adapters": ("--lora", "--lora-slots", "--adapter"),
     "Comparison": ("--rtol", "--atol"),
     "Engines": ("--engine", "--no-fuse", "--cuda-graph", "--host-code", "--verify", "--weights", "--jobs"),
     "Output": ("--output", "--outputs", "--force", "--report", "--trace", "--rank", "--json", "--help"),

@@ -29,7 +29,7 @@ OPTION_PAGES = {
     "--set": "shapes#inputs-that-are-settings",
     **dict.fromkeys(("--state", "--no-state"), "shapes#states"),
     "--module": "pipelines",
-    "--lora": "adapters",
+    **dict.fromkeys(("--lora", "--lora-slots", "--adapter"), "adapters"),
     **dict.fromkeys(("--fill", "--seed"), "checking#made-up-inputs"),
     **dict.fromkeys(("--inputs", "--outputs"), "checking#files-of-arrays"),
     "--reference": "checking#the-reference",

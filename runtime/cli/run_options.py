@@ -9,9 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from splitc.runtime.adapters.asked import parse_adapters
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.files import load_arrays
-from splitc.runtime.cli.shared_options import CUDA_GRAPH, DEVICE, HOST_CODE, MODULE, RANKS, THREADS, VERIFY
+from splitc.runtime.cli.shared_options import ADAPTER, CUDA_GRAPH, DEVICE, HOST_CODE, MODULE, RANKS, THREADS, VERIFY
 from splitc.runtime.cli.terminal import print_warning
 from splitc.runtime.errors import EngineError
 from splitc.runtime.feeds.fills import make_inputs, parse_fills
@@ -34,6 +35,7 @@ def loading(
     verify: str = VERIFY,
     ranks: str | None = RANKS,
     host_code: bool = HOST_CODE,
+    adapter: list[str] = ADAPTER,
 ) -> Load:
     """A function that loads a package with these options."""
     return partial(
@@ -45,6 +47,7 @@ def loading(
         verify=verify,
         ranks=ranks,
         host_code=host_code,
+        adapters=parse_adapters(adapter),
     )
 
 

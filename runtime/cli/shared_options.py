@@ -70,6 +70,12 @@ DEVICE = typer.Option(
     help="Run on these devices instead of the package's: one for each rank, repeatable.",
     autocompletion=completion.devices,
 )
+ADAPTER = typer.Option(
+    [],
+    "--adapter",
+    metavar="FILE[:SCALE]",
+    help="An adapter (LoRA) for all requests, repeatable: their sum. The package was compiled with --lora-slots.",
+)
 CUDA_GRAPH = typer.Option(
     True, "--cuda-graph/--no-cuda-graph", help="Replay previously seen shapes as CUDA graphs, on GPUs."
 )

@@ -22,6 +22,10 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         f"{len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
     )
     words = words_of(manifest.split_mode)
+    for merged in manifest.merged:
+        out.print(f"adapter {merged.name} x {merged.scale:g} is merged into {merged.layers} layers")
+    if manifest.slots:
+        out.print(f"{len(manifest.slots)} layers take adapters (--adapter)")
     if manifest.build is not None:
         out.print(_describe_build(manifest.build))
     rows = table("rank", "blocks", *RANK_SIZES, right=RANK_SIZES)

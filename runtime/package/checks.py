@@ -47,7 +47,7 @@ def _files(manifest: Manifest) -> Iterator[str]:
         elif PurePosixPath(engine.path).parts[0] != f"rank{number}":  # another rank's would wait for this one
             yield f"rank {number} has the engine '{engine.path}', which is not in the folder rank{number}"
         wanted = [engine.path] if is_built else []
-        for path in [*wanted, *([engine.source] if engine.source is not None else [])]:
+        for path in [*wanted, *(path for path in (engine.source, engine.adapted) if path is not None)]:
             if path not in listed:
                 yield f"the engine's file '{path}' is not among its files"
 
@@ -78,7 +78,7 @@ def _names(manifest: Manifest) -> Iterator[str]:
     """Names are those of the model's inputs and outputs, each is there once, and each output comes from somewhere."""
     if not manifest.ranks:
         yield "it has no ranks"
-    inputs = [tensor.name for tensor in (*manifest.inputs, *manifest.optional)]
+    inputs = [tensor.name for tensor in (*manifest.inputs, *manifest.overridable)]
     outputs = [tensor.name for tensor in manifest.outputs]
     lengths = {length.input for length in manifest.lengths}
     for kind, names in (("input", inputs), ("output", outputs)):
@@ -92,7 +92,7 @@ def _names(manifest: Manifest) -> Iterator[str]:
         for name in rank.outputs:
             if name not in outputs:
                 yield f"rank {number} gives '{name}', which is no output"
-    for tensor in (*manifest.inputs, *manifest.optional, *manifest.outputs):
+    for tensor in (*manifest.inputs, *manifest.overridable, *manifest.outputs):
         if tensor.dtype not in KNOWN:
             yield f"'{tensor.name}' has the unknown type '{tensor.dtype}'"
     given = {*inputs, *chain.from_iterable(rank.outputs for rank in manifest.ranks)}

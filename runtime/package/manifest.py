@@ -58,6 +58,21 @@ class Tensor(Struct, frozen=True):
     role: Role | None = None
 
 
+class Slot(Struct, frozen=True):
+    """A layer's place for adapters: optional inputs A, [inputs, rank], and B, [rank, outputs].
+
+    `names` are those that the layer goes by. The product of both, with the layer's input and times the `factor`, is
+    added to its output.
+    """
+
+    names: list[str]
+    inputs: int
+    outputs: int
+    a: Tensor
+    b: Tensor
+    factor: float = 1.0
+
+
 class FixedInput(Struct, frozen=True):
     """An input of the model that no rank takes: bound to `value`, or (None) not read by anything.
 
@@ -155,6 +170,7 @@ class Weight(Struct, frozen=True, array_like=True):
 class EngineFile(Struct, frozen=True):
     """An engine of a rank: its file, relative to the package, and the names of its inputs and outputs.
 
+    `adapted` is the file of the same engine with slots for adapters, for requests that bring some.
     `source` is the ONNX file that it is built from, if the package holds it. `sizes` are the input sizes that it is
     built for. `group` are the ranks of collectives inside the engine, its own included. `sizes_only` are the inputs
     whose sizes it reads, but not their data. `weights` are those in files beside it that several sessions may share;
@@ -174,6 +190,7 @@ class EngineFile(Struct, frozen=True):
     attends: bool = True
     data_sizes: bool = False
     not_captured: str = ""
+    adapted: str | None = None
 
 
 def why_not_replayed(file: EngineFile) -> str:
@@ -318,7 +335,7 @@ class Manifest(Struct, frozen=True):
     `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
     first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
     that all outputs follow from: where these have several, another input may have one row for all. `merged` are
-    adapters that the weights have in them.
+    adapters that the weights have in them, and `slots` places for those that requests bring.
     """
 
     schema: int
@@ -346,6 +363,7 @@ class Manifest(Struct, frozen=True):
     replicas: list[Replica] = []
     row_sources: list[str] = []
     merged: list[MergedAdapter] = []
+    slots: list[Slot] = []
 
     def __repr__(self) -> str:
         ranks = f"{len(self.devices)} rank{'s' * (len(self.devices) != 1)}"
@@ -357,6 +375,16 @@ class Manifest(Struct, frozen=True):
         if not self.replicas:
             return [rank.device for rank in self.ranks]
         return [device for replica in self.replicas for device in replica.devices]
+
+    @property
+    def overridable(self) -> list[Tensor]:
+        """The inputs that take the place of engines' weights: optional ones, and those of slots."""
+        return [*self.optional, *(tensor for slot in self.slots for tensor in (slot.a, slot.b))]
+
+    @property
+    def slot_inputs(self) -> frozenset[str]:
+        """The names of the slots' inputs."""
+        return frozenset(tensor.name for slot in self.slots for tensor in (slot.a, slot.b))
 
     @property
     def tensors(self) -> dict[str, Sequence[Tensor | FixedInput]]:

@@ -97,6 +97,7 @@ class Computation:
         made = self.backend.zeros(self._zeros_of(request))
         if request.after is None:
             held = [n for n in self.rank.inputs if n in request.initial and n not in self.resident]
+            held += [value for value, override in self._overrides.items() if override.input in request.initial]
             # A copy, since the memory of a request's arrays may be another one's later.
             return {**made, **{name: self.backend.upload(self._cut_feed(name, request).copy()) for name in held}}
         before = self.sequences.get(request.after, {})
@@ -114,9 +115,11 @@ class Computation:
 
         def feeds() -> dict[str, Any]:
             fed = {name: states[name] if name in states else upload(name) for name in self.rank.inputs}
-            fed.update(
-                {value: upload(value) for value, override in self._overrides.items() if override.input in request.feeds}
-            )
+            for value, override in self._overrides.items():
+                if value in states:
+                    fed[value] = states[value]
+                elif override.input in request.feeds:
+                    fed[value] = upload(value)
             if request.in_place:
                 into.update({state.output: fed[name] for name, state in self._in_place.items()})
             return fed
@@ -156,7 +159,8 @@ class Computation:
         Or by that of the weight which an optional input replaces. These are on the host.
         """
         if name in self._overrides:
-            array: Feed | Zeros = request.feeds[self._overrides[name].input]
+            source = self._overrides[name].input
+            array: Feed | Zeros = request.initial[source] if source in request.initial else request.feeds[source]
             assert not isinstance(array, GpuFeed | Zeros)
             return cut_places(array, self._overrides[name].places)
         array = request.initial[name] if name in request.initial else request.feeds[name]

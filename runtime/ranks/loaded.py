@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
+from splitc.runtime.engines.adapted import AdaptedEngine
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest, Rank, why_not_replayed
@@ -83,6 +85,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     before = backend.used_bytes()
     communicators: dict[tuple[int, ...], Communicator] = {}
     engines: list[LoadedEngine] = []
+    slots = frozenset(override.value for override in rank.overrides if override.input in setup.manifest.slot_inputs)
     is_whole = len(rank.engines) == 1  # segments are too many to have two sessions each
     for file in rank.engines:
         group = tuple(file.group)
@@ -90,7 +93,17 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
             communicators[group] = collectives.create_communicator(group, backend.uses_operators)
         source = setup.package / file.source if file.source is not None else None
         path, weights = setup.package / file.path, file.weights if is_whole else None
-        engines.append(backend.load(path, source, file.sizes_only, communicators.get(group), weights, file.attends))
+        load = partial(
+            backend.load,
+            source=source,
+            sizes_only=file.sizes_only,
+            communicator=communicators.get(group),
+            attends=file.attends,
+        )
+        engine = load(path, weights=weights)
+        if file.adapted is not None:
+            engine = AdaptedEngine(engine, partial(load, setup.package / file.adapted), slots)
+        engines.append(engine)
     for communicator in communicators.values():
         communicator.connect()
     reserve(setup, backend)

@@ -47,13 +47,14 @@ def not_replayed(reason: str) -> str:
 class RankReplays:
     """The recordings of one rank, which computes requests by `computation`, on a GPU.
 
-    Requests with any optional input of the model are never replayed. `everyone` are all ranks of the session, if there
-    are several. They agree on whether a request could be recorded: all replay it, or none.
+    Requests with any optional input of the model, or an adapter, are never replayed. `everyone` are all ranks of the
+    session, if there are several. They agree on whether a request could be recorded: all replay it, or none.
     """
 
     def __init__(self, manifest: Manifest, computation: Computation, everyone: Sequence[int]) -> None:
         assert isinstance(computation.backend, GpuDevice), "others record nothing"
-        self._optional = frozenset(tensor.name for tensor in manifest.optional)
+        self._optional = frozenset(tensor.name for tensor in manifest.overridable)
+        self._overridden = frozenset(override.value for override in computation.rank.overrides)
         self._computation, self._gpu = computation, computation.backend
         self._everyone = everyone
         self._refused: dict[Kind, str] = {}
@@ -75,6 +76,8 @@ class RankReplays:
         if request.initial:
             self._begin(request)
         if request.initial or not self._optional.isdisjoint(request.feeds):
+            return None
+        if not self._overridden.isdisjoint(self._computation.sequences.get(request.sequence, STATELESS)):
             return None
         home = self._home(request)
         kind = kind_of(request, home)

@@ -16,7 +16,7 @@ def empty_states(
 
     A state that grows has as many tokens as `room` gives it, or none.
     """
-    inputs = {tensor.name: tensor for tensor in (*manifest.inputs, *manifest.optional)}
+    inputs = {tensor.name: tensor for tensor in (*manifest.inputs, *manifest.overridable)}
     sizes = {
         symbol: length
         for name, array in feeds.items()

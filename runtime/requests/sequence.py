@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,9 @@ class StateSequence:
     MisuseError, and `close` frees the states when the request has ended.
     """
 
-    def __init__(self, session: Requests, capacity: int | None) -> None:
+    def __init__(
+        self, session: Requests, capacity: int | None, held: Mapping[str, Array] = MappingProxyType({})
+    ) -> None:
         self._session = session
         self._capacity = None if capacity is None else _check_capacity(capacity)
         manifest = session.manifest
@@ -51,7 +54,7 @@ class StateSequence:
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
         # Feeds that are the same in all requests.
-        self._constant: dict[str, Array] = {}
+        self._constant: dict[str, Array] = dict(held)
         # The numbers that the ranks know the sequence by, the latest last: none before its first request, and two while
         # it grows.
         self._numbers: list[int] = []

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.engines.built_here import check_built_here, check_host_code
 from splitc.runtime.engines.kinds import choose_engine, make_backend
@@ -48,6 +49,8 @@ from splitc.runtime.threads.futures import in_order, then
 from splitc.runtime.threads.interrupts import later_interrupts
 from splitc.runtime.units import first_few, format_shape
 
+# Adapters by name, each with what it is taken times; or one's name; or none.
+Asked = Mapping[str, float] | str | None
 # The most requests in flight. Each has its feeds, activations and outputs in memory. A choice: far more than any
 # machine holds, so that a number with too many digits is refused in words.
 MOST_IN_FLIGHT = 10_000
@@ -71,7 +74,8 @@ class Session(Requests, Listed):
     `processes` of their own (default: threads on CPU devices and on a single GPU, processes otherwise: several ranks
     on GPUs are never threads). A process that crashes takes nothing with it but its session, and those that share
     it. `host_code` allows engines to bring code of their own, as those of TensorRT do that later versions run too.
-    `shared` is what the modules of a Pipeline share.
+    `adapters` are files, each with a number: their sum is in all requests that do not say otherwise. `shared` is what
+    the modules of a Pipeline share.
 
     Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine
     can't load, MisuseError for devices that do not fit the package.
@@ -89,6 +93,7 @@ class Session(Requests, Listed):
         cuda_graphs: bool = True,
         ranks: str | None = None,
         host_code: bool = False,
+        adapters: Sequence[tuple[str, float]] = (),
         shared: SharedRanks | None = None,
     ) -> None:
         self.package = find_module(Path(package), module)
@@ -107,6 +112,10 @@ class Session(Requests, Listed):
         verification = Verification(self.package, manifest.files, hashes, engine_files(manifest))
         self.threads = threads_for(own, threads or manifest.threads)
         self.in_flight = in_flight or 2 * len(own)
+        self.adapters = Adapters(manifest.slots)
+        for file, _ in adapters:
+            self.adapters.load(file, file)
+        self.adapters.use(dict(adapters))
         self._cuda_graphs, self._kind = cuda_graphs, kind
         own_threads = (threads or 0) if kind == MPI else self.threads
         make = partial(self._make_ranks, shared, world if kind == MPI else None, verify)
@@ -184,7 +193,12 @@ class Session(Requests, Listed):
         return self.manifest.outputs
 
     def run(
-        self, feeds: Mapping[str, npt.ArrayLike], *, micro_batch: int | None = None, on_device: bool = False
+        self,
+        feeds: Mapping[str, npt.ArrayLike],
+        *,
+        micro_batch: int | None = None,
+        on_device: bool = False,
+        adapters: Asked = None,
     ) -> dict[str, Array]:
         """Run the model once. Feeds and outputs are arrays by name, in the shapes of the model's inputs and outputs.
 
@@ -193,32 +207,37 @@ class Session(Requests, Listed):
         A feed may be on a GPU: any object with `__dlpack__` or `__cuda_array_interface__`. Where the rank is a thread
         with a GPU, it is copied from there to that one, and else over the host. With `on_device`, outputs are arrays of
         CuPy on the rank's GPU. `micro_batch` cuts the batch into micro-batches of this many rows, which
-        are in the stages at the same time. Raises FeedError for feeds that do not fit the model, MisuseError if its
+        are in the stages at the same time. `adapters` are names of loaded adapters, each with a number that it is taken
+        times: their sum. Raises FeedError for feeds that do not fit the model, MisuseError if its
         batch can't be cut, or outputs can't be on GPUs, EngineError if an engine fails.
         """
         if micro_batch is None:
-            return self.run_timed(feeds, on_device)[0]
+            return self.run_timed(feeds, on_device, adapters)[0]
         if on_device:
             raise MisuseError("on_device: the outputs of micro-batches are joined on the host: leave one of both out")
         arrays = {name: on_host(feed) for name, feed in self._take(feeds).items()}
         batches = cut_batches(arrays, self.manifest.batch, micro_batch)
-        answers = list(in_order(map(self._submit, batches), self.in_flight))
+        added = self.adapters.feeds(adapters)
+        answers = list(in_order((self._submit({**batch, **added}) for batch in batches), self.in_flight))
         return join_batches(answers, self.manifest.batch)
 
     def run_timed(
-        self, feeds: Mapping[str, npt.ArrayLike], on_device: bool = False
+        self, feeds: Mapping[str, npt.ArrayLike], on_device: bool = False, adapters: Asked = None
     ) -> tuple[dict[str, Array], dict[int, Execution]]:
         """As `run`, and also returns when each rank ran its steps."""
-        request = self.submit_request(InFlightRequest(self._take(feeds), on_device=on_device), here=True).result()
+        given = {**self._take(feeds), **self.adapters.feeds(adapters)}
+        request = self.submit_request(InFlightRequest(given, on_device=on_device), here=True).result()
         return self.join(request), request.executions
 
-    def submit(self, feeds: Mapping[str, npt.ArrayLike], *, on_device: bool = False) -> Future[dict[str, Array]]:
+    def submit(
+        self, feeds: Mapping[str, npt.ArrayLike], *, on_device: bool = False, adapters: Asked = None
+    ) -> Future[dict[str, Array]]:
         """Start a request and return a future of its outputs. Requests run in the order of submission.
 
         The feeds are copied, so they may be changed afterwards. Waits while `in_flight` requests are in flight. A
-        failed request does not affect others. For `on_device`, and for what it raises, see `run`.
+        failed request does not affect others. For `on_device`, `adapters` and what it raises, see `run`.
         """
-        return self._submit(self._take(feeds, copy=True), on_device)
+        return self._submit({**self._take(feeds, copy=True), **self.adapters.feeds(adapters)}, on_device)
 
     def _take(self, feeds: Mapping[str, npt.ArrayLike], copy: bool = False) -> dict[str, Feed]:
         """The feeds as arrays. Without a state among them, all states begin empty, as in a sequence."""
@@ -234,26 +253,28 @@ class Session(Requests, Listed):
         return then(self.submit_request(InFlightRequest(arrays, on_device=on_device)), self.join)
 
     def map(
-        self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None
+        self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None, adapters: Asked = None
     ) -> Iterator[dict[str, Array]]:
         """Run each of the feeds, with `in_flight` of them at a time, and yield the outputs in the same order.
 
         Feeds are taken lazily. The first failed request ends the iteration with its error.
         """
-        return in_order(map(self.submit, feeds), min(in_flight or self.in_flight, self.in_flight))
+        submit = partial(self.submit, adapters=adapters)
+        return in_order(map(submit, feeds), min(in_flight or self.in_flight, self.in_flight))
 
-    def start(self, capacity: int | None = None) -> StateSequence:
+    def start(self, capacity: int | None = None, *, adapters: Asked = None) -> StateSequence:
         """Open a sequence: its states (caches, recurrent states) stay on the ranks from request to request.
 
         With `capacity`, caches that an engine can write in place are allocated for this many tokens. Without it, and
-        for other caches, each request allocates new, longer ones. Raises MisuseError if the model has no states, and
-        for a capacity that is no number of tokens.
+        for other caches, each request allocates new, longer ones. All requests of the sequence have the `adapters`, as
+        in `run`: they go to the ranks once. Raises MisuseError if the model has no states, and for a capacity that is
+        no number of tokens.
         """
         if not self.manifest.states:
             raise MisuseError(
                 f"{self.manifest.source.name} has no states: none of its outputs goes into an input again"
             )
-        return StateSequence(self, capacity)
+        return StateSequence(self, capacity, self.adapters.feeds(adapters))
 
     def generate(self, prompt: npt.ArrayLike, **options: Any) -> Generator[int, None, str]:
         """Yield the tokens that follow a prompt. For the options see `generate.tokens.generate`."""

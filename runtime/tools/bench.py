@@ -146,7 +146,7 @@ class _Stream:
 
 def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int, in_flight: int) -> _Stream:
     """Run the feeds `count` times, with at most `in_flight` at a time."""
-    arrays = check_feeds(feeds, session.inputs, fixed=session.manifest.fixed)
+    arrays = {**check_feeds(feeds, session.inputs, fixed=session.manifest.fixed), **session.adapters.feeds(None)}
     latencies, timeline = [], []
     first = time.perf_counter()
     alone = in_flight == 1

@@ -1,0 +1,162 @@
+"""Slots for adapters: two optional inputs at a layer, whose product is added to what the layer gives.
+
+Engines are made twice, with their slots and without: what is not used costs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.graph import Graph, complete
+from splitc.compiler.frontend.linear_layers import LinearLayer, find_linear_layers
+from splitc.compiler.frontend.optional import add_optional, optional_inputs, source_of
+from splitc.compiler.frontend.origins import origin_of
+from splitc.compiler.frontend.shapes import shape_of
+from splitc.compiler.frontend.unused import remove_unused
+from splitc.runtime.package.manifest import Slot, Tensor
+
+_SLOT = "splitc.slot"
+# The symbol of adapters' ranks.
+RANK = "lora_rank"
+
+
+def graft_slots(graph: Graph, rank: int) -> tuple[Graph, tuple[Slot, ...]]:
+    """The graph with a slot at each linear layer that repeats, in place. Memory is planned for adapters of this rank.
+
+    A layer repeats if another one has a weight of its sizes: a head at the end has not.
+    """
+    layers = [layer for layer in find_linear_layers(graph) if layer.layer.names and not layer.layer.kernel]
+    sizes = Counter((layer.layer.inputs, layer.layer.outputs) for layer in layers)
+    slots: list[Slot] = []
+    optional = list(graph.optional)
+    for layer in layers:
+        data = layer.nodes[0].inputs[0]
+        if sizes[layer.layer.inputs, layer.layer.outputs] > 1 and data is not None:
+            a, b = _add_inputs(graph.graph, layer, layer.dtype, rank, f"splitc.slot{len(slots)}")
+            for node in layer.nodes:
+                _graft(graph.graph, node, a, b)
+            optional += [a, b]
+            slots.append(_described(layer.layer.names, layer.layer.inputs, layer.layer.outputs, a, b))
+    made = replace(graph, reads=complete(graph.model), optional=tuple(optional))
+    return made, tuple(slots)
+
+
+def _add_inputs(
+    graph: ir.Graph, layer: LinearLayer, dtype: ir.DataType, rank: int, name: str
+) -> tuple[ir.Value, ir.Value]:
+    inputs, outputs = layer.layer.inputs, layer.layer.outputs
+    a, b = (
+        ir.Tensor(np.zeros(shape, dtype.numpy()), dtype, name=f"{name}.{which}")
+        for which, shape in (("A", (inputs, rank)), ("B", (rank, outputs)))
+    )
+    return add_optional(graph, a, ir.Shape([inputs, RANK])), add_optional(graph, b, ir.Shape([RANK, outputs]))
+
+
+def _graft(graph: ir.Graph, node: ir.Node, a: ir.Value, b: ir.Value) -> None:
+    """Add the product of a node's input with both to its output, which the sum takes the place of."""
+    made = node.outputs[0]
+    name, uses = made.name or "", list(made.uses())
+    down = ir.node("MatMul", [node.inputs[0], a], name=f"{name}/slot_down")
+    up = ir.node("MatMul", [down.outputs[0], b], name=f"{name}/slot_up")
+    total = ir.node("Add", [made, up.outputs[0]], name=f"{name}/slot_sum")
+    total.meta[_SLOT] = 0
+    graph.insert_after(node, [down, up, total])
+    new = total.outputs[0]
+    made.name, new.name, new.type, new.shape = f"{name}/slot_without", name, made.type, made.shape
+    down.outputs[0].name, up.outputs[0].name = f"{name}/slot_down", f"{name}/slot_up"
+    for user, number in uses:
+        user.replace_input_with(number, new)
+    for number, value in enumerate(graph.outputs):
+        if value is made:
+            graph.outputs[number] = new
+
+
+def _described(names: Sequence[str], inputs: int, outputs: int, a: ir.Value, b: ir.Value, factor: float = 1.0) -> Slot:
+    kind = str((a.dtype or ir.DataType.FLOAT).numpy())
+    first, second = Tensor(a.name or "", kind, [inputs, RANK]), Tensor(b.name or "", kind, [RANK, outputs])
+    return Slot(list(names), inputs, outputs, first, second, factor)
+
+
+def find_slots(graph: Graph) -> tuple[Slot, ...]:
+    """The slots that a model has itself: a product with two optional inputs, which is added to something else.
+
+    Olive and others write them, with empty defaults. Their sums are marked, in place.
+    """
+    slots = (_own_slot(node) for node in graph.nodes if node.op_type == "MatMul" and not node.domain)
+    return tuple(slot for slot in slots if slot is not None)
+
+
+def _own_slot(down: ir.Node) -> Slot | None:
+    """The slot whose first product is this node; None if it is of none."""
+    up = _only_reader(down.outputs[0])
+    if up is None or up.op_type != "MatMul" or up.domain or up.inputs[0] is not down.outputs[0]:
+        return None
+    a, b = down.inputs[1], up.inputs[1]
+    first, second = source_of(a), source_of(b)
+    if a is None or b is None or first is None or second is None or len(shape_of(a)) != 2 or len(shape_of(b)) != 2:
+        return None
+    if first.is_fixed(1) or second.is_fixed(0) or not (first.is_fixed(0) and second.is_fixed(1)):
+        return None
+    factor, total = 1.0, _only_reader(up.outputs[0])
+    made = up.outputs[0]
+    if total is not None and total.op_type == "Mul":  # a scale
+        others = [value for value in total.inputs if value is not None and value is not made]
+        number = others[0].const_value if others and others[0].is_initializer() else None
+        if number is None or number.size != 1:
+            return None
+        factor, made = float(number.numpy().reshape(())), total.outputs[0]
+        total = _only_reader(made)
+    if total is None or total.op_type != "Add" or not factor:
+        return None
+    total.meta[_SLOT] = 1 if total.inputs[0] is made else 0
+    name = re.sub(r"[./_]?lora[._]?A.*$", "", a.name or "")
+    (inputs, _), (_, outputs) = shape_of(a), shape_of(b)
+    return _described([name], inputs, outputs, a, b, factor)
+
+
+def _only_reader(value: ir.Value) -> ir.Node | None:
+    uses = value.uses()
+    return None if len(uses) != 1 or value.is_graph_output() else next(iter(uses)).node
+
+
+def _kept(node: ir.Node) -> int | None:
+    """Of a slot's sum, the input that is left without the slot; None for another node."""
+    origin = origin_of(node)
+    number: int | None = node.meta.get(_SLOT, None if origin is None else origin.meta.get(_SLOT))
+    return number
+
+
+def without_slots(graph: ir.Graph) -> ir.Graph | None:
+    """A copy of a rank's graph that has no slots; None if it has none itself."""
+    if all(_kept(node) is None for node in graph):
+        return None
+    plain = graph.clone()
+    for node, number in [(node, number) for node in plain if (number := _kept(node)) is not None]:
+        kept, total = node.inputs[number], node.outputs[0]
+        assert kept is not None
+        name, kind, shape = total.name, total.type, total.shape
+        if kept.producer() is None or len(kept.uses()) > 1:
+            same = ir.node("Identity", [kept], name=node.name)
+            plain.insert_before(node, same)
+            kept = same.outputs[0]
+        total.replace_all_uses_with(kept, replace_graph_outputs=True)
+        plain.remove(node, safe=True)
+        kept.name, kept.type, kept.shape = name, kind, shape
+    remove_unused(plain)
+    return plain
+
+
+def empty_slots(graph: ir.Graph, inputs: Collection[str]) -> None:
+    """Give the slots' `inputs` in a rank's graph defaults of rank 0: a layer without an update then costs little."""
+    for value in optional_inputs(graph):
+        source = source_of(value)
+        if source is not None and source.input in inputs and value.const_value is not None:
+            shape = [size if source.is_fixed(axis) else 0 for axis, size in enumerate(value.const_value.shape.numpy())]
+            kind = value.const_value.dtype
+            value.const_value = ir.Tensor(np.zeros(shape, kind.numpy()), kind, name=value.name)

@@ -1,0 +1,138 @@
+"""The adapters of a session: loaded by name, and put into a request in any sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from splitc.runtime.adapters.adapter import LowRank
+from splitc.runtime.adapters.asked import open_adapter
+from splitc.runtime.adapters.matching import Layer, match, need_matches
+from splitc.runtime.arrays.array import Array, number_type
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.package.manifest import Slot
+from splitc.runtime.units import first_few
+
+# The sums of adapters whose arrays are kept. A choice: a server has a few styles, each with its strength.
+KEPT = 8
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter in memory: A and B of each slot that it has an update for, by the slot's number. B has the scale.
+
+    `unmatched` are its updates that have no slot, with the reason.
+    """
+
+    scale: float
+    arrays: Mapping[int, tuple[Array, Array]]
+    unmatched: Mapping[str, str]
+
+    @property
+    def bytes(self) -> int:
+        """The memory that it takes on the host."""
+        return sum(a.nbytes + b.nbytes for a, b in self.arrays.values())
+
+
+class Adapters(Mapping[str, LoadedAdapter]):
+    """The adapters that a session has loaded, by name.
+
+    session.adapters.load("style", "style.safetensors", scale=0.8)
+    session.run(feeds, adapters={"style": 1.0, "pose": 0.3})
+    session.adapters.use({"style": 1.0})  # in all requests that do not say
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._used: Mapping[str, float] = {}
+        self._sum = lru_cache(KEPT)(self._add)
+
+    def __getitem__(self, name: str) -> LoadedAdapter:
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded)
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    def load(self, name: str, file: str | Path, scale: float = 1.0) -> LoadedAdapter:
+        """Load an adapter's file or folder under a name. One of this name is replaced.
+
+        Raises MisuseError for a package without slots, a file that is no adapter, and one of another model. Then
+        nothing changes.
+        """
+        if not self._slots:
+            raise MisuseError(
+                "this package has no slots for adapters: compile with --lora-slots 16, or merge with --lora"
+            )
+        if not math.isfinite(scale):
+            raise MisuseError(f"the scale of an adapter is a number, not {scale}")
+        adapter = open_adapter(str(file))
+        layers = [Layer(tuple(slot.names), slot.inputs, slot.outputs) for slot in self._slots]
+        matches = match(adapter, layers)
+        need_matches(adapter, matches, layers)
+        arrays = {number: _arrays(update, self._slots[number]) for number, update in matches.updates.items()}
+        self._loaded[name] = made = LoadedAdapter(scale, arrays, matches.unmatched)
+        self._sum.cache_clear()
+        return made
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Sequences that began with it keep it."""
+        self._need([name])
+        del self._loaded[name]
+        self._used = {other: times for other, times in self._used.items() if other != name}
+        self._sum.cache_clear()
+
+    def use(self, asked: Mapping[str, float] | str) -> None:
+        """Use a sum of adapters in all requests that do not say which they want, and in sequences that begin.
+
+        Raises MisuseError for one that is not loaded.
+        """
+        self._used = self._read(asked)
+
+    def feeds(self, asked: Mapping[str, float] | str | None) -> Mapping[str, Array]:
+        """The slots' inputs for a sum of adapters, each times a number; a name alone is that one, times 1.
+
+        None is what is used in all requests, and an empty mapping no adapter. There are no inputs where all are times
+        0. Raises MisuseError for one that is not loaded.
+        """
+        sums = self._used if asked is None else self._read(asked)
+        return self._sum(tuple((name, times) for name, times in sums.items() if times)) if sums else {}
+
+    def _read(self, asked: Mapping[str, float] | str) -> Mapping[str, float]:
+        sums = {asked: 1.0} if isinstance(asked, str) else {name: float(times) for name, times in asked.items()}
+        self._need(list(sums))
+        if wrong := [name for name, times in sums.items() if not math.isfinite(times)]:
+            raise MisuseError(f"the adapter '{wrong[0]}' is taken times {sums[wrong[0]]}, which is no number")
+        return sums
+
+    def _need(self, names: Sequence[str]) -> None:
+        if missing := [name for name in names if name not in self._loaded]:
+            known = first_few(list(self._loaded)) or "none"
+            raise MisuseError(f"no adapter '{missing[0]}' is loaded: there are {known}")
+
+    def _add(self, asked: tuple[tuple[str, float], ...]) -> Mapping[str, Array]:
+        """The arrays of a sum: ranks lie side by side, and each B is times its adapter's number."""
+        feeds = {}
+        for number, slot in enumerate(self._slots):
+            own = [(self._loaded[name], times) for name, times in asked if number in self._loaded[name].arrays]
+            parts = [(*adapter.arrays[number], times * adapter.scale) for adapter, times in own]
+            if parts:
+                kind = number_type(slot.a.dtype)
+                feeds[slot.a.name] = np.concatenate([a for a, _, _ in parts], 1).astype(kind)
+                feeds[slot.b.name] = np.concatenate([b * np.float32(times) for _, b, times in parts]).astype(kind)
+        return feeds
+
+
+def _arrays(update: LowRank, slot: Slot) -> tuple[Array, Array]:
+    """A as [inputs, rank] and B as [rank, outputs], with the update's scale, in single precision."""
+    a, b = update.read_a().astype(np.float32), update.read_b().astype(np.float32)
+    scale = np.float32(update.scale / slot.factor)
+    return np.ascontiguousarray(a.reshape(len(a), -1).T), np.ascontiguousarray(b.reshape(len(b), -1).T * scale)

@@ -1,0 +1,123 @@
+"""Slots for adapters: those that a model has, and those that are grafted to quantized layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from tests.conftest import assert_close
+from tests.helpers.adapters import random_pairs, write_peft
+from tests.helpers.blocks import Block
+
+WIDTH, INNER, LAYERS = 32, 64, 3
+SIZES = {
+    f"layers.{n}.{part}": sizes
+    for n in range(LAYERS)
+    for part, sizes in (("up", (WIDTH, INNER)), ("down", (INNER, WIDTH)))
+}
+
+
+def with_own_slots(path: Path, scale: float | None, sum_first: bool) -> Mapping[str, Any]:
+    """Blocks whose products have slots, as Olive writes them: A [in, r] and B [r, out] with empty defaults."""
+    b = Block()
+    added: list[ir.Value] = []
+
+    def layer(value: ir.Value, name: str) -> ir.Value:
+        inputs, outputs = SIZES[name]
+        made = b.op("MatMul", value, b.w(f"{name}.weight", inputs, outputs))
+        pair = []
+        for which, shape, declared in (("A", (inputs, 0), (inputs, "r")), ("B", (0, outputs), ("r", outputs))):
+            weight = b.weight(f"{name}.lora_{which}.weight", ir.tensor(np.zeros(shape, np.float32)))
+            weight.shape = ir.Shape(declared)
+            pair.append(weight)
+        added.extend(pair)
+        update = b.op("MatMul", b.op("MatMul", value, pair[0]), pair[1])
+        if scale is not None:
+            update = b.op("Mul", update, b.constant(scale, np.float32))
+        return b.op("Add", *((update, made) if sum_first else (made, update)))
+
+    value = b.data("x", (2, 5, WIDTH), ["batch", "n", WIDTH])
+    for number in range(LAYERS):
+        with b.scope(f"layers.{number}"):
+            up = b.op("Relu", layer(value, f"layers.{number}.up"))
+            value = b.op("Add", value, layer(up, f"layers.{number}.down"))
+    b.give(value, "y", ["batch", "n", WIDTH])
+    model = b.model()
+    model.graph.inputs.extend(added)
+    save(model, path)
+    return b.feeds
+
+
+@pytest.mark.parametrize("sum_first", [True, False])
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_a_models_own_slots(scale: float | None, sum_first: bool, tmp_path: Path) -> None:
+    """They are adapters, not inputs, and split with their weights: what ONNX Runtime gives for the same A and B."""
+    feeds = dict(with_own_slots(tmp_path / "model.onnx", scale, sum_first))
+    pairs = random_pairs(SIZES, 3, size=0.2)
+    adapter = write_peft(tmp_path / "style", pairs, lora_alpha=3 * (scale or 1))
+    whole = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    given = {
+        f"{n}.lora_{'AB'[k]}.weight": np.ascontiguousarray(x.T) for n, pair in pairs.items() for k, x in enumerate(pair)
+    }
+    expected = dict(zip(["y"], whole.run(["y"], {**feeds, **given}), strict=True))
+    plain = dict(zip(["y"], whole.run(["y"], feeds), strict=True))
+    assert np.abs(expected["y"] - plain["y"]).max() > 0.1
+    for mode, devices, shares in (("layer", "2xcpu", None), ("tensor", "3xcpu", None), ("tensor", "2xcpu", [5, 1])):
+        package = tmp_path / f"{mode}{shares}"
+        plan = plan_model(tmp_path / "model.onnx", devices, Request(split_mode=mode, tensor_split=shares))
+        manifest = compile_model(plan, package)
+        assert (len(manifest.slots), manifest.optional) == (len(SIZES), [])
+        if mode == "tensor":
+            assert manifest.collectives == LAYERS
+        with Session(package) as session:
+            assert session.adapters.load("style", adapter).unmatched == {}
+            assert_close(session.run(feeds), plain)
+            assert_close(session.run(feeds, adapters="style"), expected)
+
+
+def test_quantized_layers_have_slots(tmp_path: Path) -> None:
+    """The sum with the unquantized product: A and B have the type that the weight is dequantized to."""
+    b = Block(21)
+    value = b.data("x", (4, WIDTH), ["n", WIDTH])
+    for number in range(LAYERS):
+        with b.scope(f"layers.{number}"):
+            name = f"layers.{number}.up"
+            weight = b.weight(f"{name}.weight", ir.tensor((b.random(name, WIDTH, WIDTH) * 100).astype(np.int8)))
+            scales = b.weight(f"{name}.scale", ir.tensor(np.full(WIDTH, 0.01, np.float32)))
+            value = b.op("Tanh", b.op("MatMul", value, b.op("DequantizeLinear", weight, scales, axis=1)))
+    b.give(value, "y", ["n", WIDTH])
+    save(b.model(), tmp_path / "model.onnx")
+    pairs = random_pairs({f"layers.{n}.up": (WIDTH, WIDTH) for n in range(LAYERS)}, 2, size=0.3)
+    adapter = write_peft(tmp_path / "style", pairs)
+    expected = b.feeds["x"]
+    for number in range(LAYERS):
+        name = f"layers.{number}.up"
+        first, second = pairs[name]
+        weight = (b.random(name, WIDTH, WIDTH) * 100).astype(np.int8) * np.float32(0.01)
+        expected = np.tanh(expected @ weight + 2 * expected @ first.T @ second.T)
+    for mode in ("layer", "tensor"):
+        request = Request(split_mode=mode, lora_slots=2)
+        compile_model(plan_model(tmp_path / "model.onnx", "2xcpu", request), tmp_path / mode)
+        with Session(tmp_path / mode) as session:
+            session.adapters.load("style", adapter)
+            given = session.run(b.feeds, adapters="style")["y"]
+        np.testing.assert_allclose(given, expected, rtol=0.05, atol=0.05)  # ONNX Runtime quantizes the other factor
+        assert np.abs(given - expected).max() < 0.02 or mode == "tensor"
+
+
+def test_slots_are_counted(decoder: Path) -> None:
+    """Their memory is in the plan, and only layers that repeat have them: not the head."""
+    plain, slotted = (plan_model(decoder, ["cpu0"], Request(lora_slots=rank)) for rank in (None, 16))
+    assert len(slotted.analysis.slots) == 28
+    held = 4 * 16 * sum(slot.inputs + slot.outputs for slot in slotted.analysis.slots)
+    assert slotted.ranks[0].memory.weights - plain.ranks[0].memory.weights == held
+    assert not any("lm_head" in slot.names[0] for slot in slotted.analysis.slots)

@@ -1,0 +1,187 @@
+"""Adapters that requests bring: packages give what packages do with the same adapters in their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import MisuseError, Session
+from splitc.runtime.package.manifest_file import read_manifest
+from tests.conftest import assert_close, decoder_feeds
+from tests.helpers.adapters import random_pairs, write_kohya, write_peft
+from tests.helpers.command import SCRIPT, splitc
+from tests.helpers.mpi import MPIS
+
+ATTENTION = {"self_attn.q_proj": (64, 64), "self_attn.o_proj": (64, 64)}
+PARTS = {**ATTENTION, "mlp.up_proj": (64, 160), "mlp.down_proj": (160, 64)}
+SIZES = {f"model.layers.{layer}.{part}": sizes for layer in range(4) for part, sizes in PARTS.items()}
+SUMS: dict[str, dict[str, float]] = {"none": {}, "style": {"style": 1.0}, "both": {"style": 0.5, "pose": -0.25}}
+WAYS: dict[str, tuple[str, Request]] = {
+    "layer": ("3xcpu", Request(split_mode="layer", lora_slots=4)),
+    "tensor": ("2xcpu", Request(split_mode="tensor", lora_slots=4)),
+    "uneven": ("2xcpu", Request(split_mode="tensor", tensor_split=[5, 1], lora_slots=4)),
+    "row": ("2xcpu", Request(split_mode="row", row_min=32, lora_slots=4)),
+    "batch": ("2xcpu", Request(split_mode="batch", lora_slots=4)),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An adapter for all layers, and one for some, of another rank."""
+    folder = tmp_path_factory.mktemp("adapters")
+    some = {name: sizes for name, sizes in SIZES.items() if "layers.2" in name}
+    return {
+        "style": write_peft(folder / "style", random_pairs(SIZES, 4, size=0.1)),
+        "pose": write_kohya(folder / "pose.safetensors", random_pairs(some, 3, seed=1, size=0.2), alpha=6),
+    }
+
+
+@pytest.fixture(scope="module")
+def slotted(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The decoder with slots, split in a way."""
+    folder = tmp_path_factory.mktemp("slotted")
+
+    def make(way: str) -> Path:
+        if not (folder / way).exists():
+            compile_model(plan_model(decoder, *WAYS[way]), folder / way)
+        return folder / way
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(decoder: Path, files: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the model gives with adapters in its weights, and without."""
+    folder, given = tmp_path_factory.mktemp("merged"), {}
+    for name, asked in SUMS.items():
+        lora = [(str(files[adapter]), times) for adapter, times in asked.items()]
+        compile_model(plan_model(decoder, ["cpu0"], Request(split_mode="layer", lora=lora)), folder / name)
+        with Session(folder / name) as session:
+            given[name] = session.run(decoder_feeds(2, 5, 3))
+    assert np.abs(given["style"]["logits"] - given["none"]["logits"]).max() > 0.05
+    assert np.abs(given["both"]["logits"] - given["style"]["logits"]).max() > 0.05
+    return given
+
+
+def save_feeds(path: Path) -> None:
+    feeds: dict[str, Any] = dict(decoder_feeds(2, 5, 3))
+    np.savez(path, **feeds)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_have_their_adapters(
+    slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], way: str, ranks: str
+) -> None:
+    feeds = decoder_feeds(2, 5, 3)
+    with Session(slotted(way), ranks=ranks) as session:
+        plain = session.run(feeds)
+        assert_close(plain, expected["none"])
+        assert session.adapters.load("style", files["style"]).unmatched == {}
+        assert len(session.adapters.load("pose", files["pose"]).arrays) == 4
+        both = {"style": 0.5, "pose": -0.25}
+        futures = [session.submit(feeds, adapters=asked) for asked in ("style", both, {}, {"style": 0.0}, both, None)]
+        for future, name in zip(futures, ("style", "both", "none", "none", "both", "none"), strict=True):
+            assert_close(future.result(), expected[name])
+            if name == "none":
+                np.testing.assert_array_equal(future.result()["logits"], plain["logits"])
+        assert_close(next(session.map([feeds], adapters="style")), expected["style"])
+        if session.manifest.batch:
+            assert_close(session.run(feeds, micro_batch=1, adapters=both), expected["both"])
+        session.adapters.use("style")
+        assert_close(session.run(feeds), expected["style"])
+        np.testing.assert_array_equal(session.run(feeds, adapters={})["logits"], plain["logits"])
+        session.adapters.unload("style")
+        np.testing.assert_array_equal(session.run(feeds)["logits"], plain["logits"])
+
+
+@pytest.mark.parametrize(("way", "ranks"), [("layer", "threads"), ("tensor", "processes"), ("batch", "threads")])
+def test_a_sequence_keeps_its_adapters(
+    slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], way: str, ranks: str
+) -> None:
+    """They go to the ranks with its first request. Others have their own, side by side."""
+    whole = decoder_feeds(2, 8, 0)
+    with Session(slotted(way), ranks=ranks) as session:
+        for name, file in files.items():
+            session.adapters.load(name, file)
+        sequences = {name: session.start(adapters=asked) for name, asked in SUMS.items()}
+        for name in files:
+            session.adapters.unload(name)
+        alone = {}
+        for start, stop in ((0, 5), (5, 6), (6, 8)):
+            feeds = {n: whole[n][:, start:stop] for n in ("input_ids", "position_ids")}
+            feeds["attention_mask"] = whole["attention_mask"][:, :stop]
+            alone = {name: sequence.run(feeds) for name, sequence in sequences.items()}
+        for name, asked in SUMS.items():
+            for adapter in asked:
+                session.adapters.load(adapter, files[adapter])
+            given = session.run(whole, adapters=asked)
+            np.testing.assert_allclose(alone[name]["logits"], given["logits"][:, 6:], rtol=1e-3, atol=1e-4)
+
+
+def test_slots_cost_no_collective(decoder: Path, slotted: Callable[[str], Path]) -> None:
+    """And what has no adapter runs as it would without them."""
+    for way in ("tensor", "uneven"):
+        devices, request = WAYS[way]
+        plan = plan_model(decoder, devices, Request(split_mode="tensor", tensor_split=request.tensor_split))
+        manifest = read_manifest(slotted(way))
+        assert manifest.collectives == plan.split.collectives
+        assert len(manifest.slots) == 28 and not manifest.optional
+        assert all(file.adapted for rank in manifest.ranks for file in rank.engines)
+
+
+def test_what_is_refused(
+    package: Path, slotted: Callable[[str], Path], files: Mapping[str, Path], tmp_path: Path
+) -> None:
+    with Session(package) as session, pytest.raises(MisuseError, match="has no slots for adapters"):
+        session.adapters.load("style", files["style"])
+    other = write_peft(tmp_path / "other", random_pairs({"h.0.c_attn": (64, 192)}))
+    (tmp_path / "bad.safetensors").write_bytes(b"\x07" * 64)
+    with Session(slotted("layer")) as session:
+        session.adapters.load("style", files["style"])
+        before = session.run(decoder_feeds(), adapters="style")
+        for file, why in ((other, "another model"), (tmp_path / "bad.safetensors", "can't read the adapter")):
+            with pytest.raises(MisuseError, match=why):
+                session.adapters.load("style", file)
+        for asked, why in (("pose", "no adapter 'pose' is loaded: there are style"), ({"style": np.nan}, "no number")):
+            with pytest.raises(MisuseError, match=why):
+                session.run(decoder_feeds(), adapters=asked)
+            with pytest.raises(MisuseError, match=why):
+                session.start(adapters=asked)
+        with pytest.raises(MisuseError, match="the scale of an adapter"):
+            session.adapters.load("other", files["style"], float("inf"))
+        assert list(session.adapters) == ["style"] and session.adapters["style"].bytes > 0
+        np.testing.assert_array_equal(session.run(decoder_feeds(), adapters="style")["logits"], before["logits"])
+
+
+def test_commands(
+    slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], tmp_path: Path
+) -> None:
+    save_feeds(tmp_path / "in.npz")
+    adapters = ("--adapter", f"{files['style']}:0.5", "--adapter", f"{files['pose']}:-0.25")
+    package = slotted("tensor")
+    splitc("run", package, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz", *adapters)
+    with np.load(tmp_path / "out.npz") as outputs:
+        np.testing.assert_allclose(outputs["logits"], expected["both"]["logits"], rtol=1e-3, atol=1e-4)
+    asked = ("generate", package, "--prompt-ids", "3,1,4,1,5", "-n", 8)
+    assert splitc(*asked).stdout.split()[:8] != splitc(*asked, "--adapter", files["style"]).stdout.split()[:8]
+    splitc("bench", package, "--runs", 2, "--no-memory", "--adapter", files["style"])
+    assert "28 layers take adapters" in splitc("inspect", package).stdout
+
+
+@pytest.mark.parametrize("mpi", MPIS, ids=lambda mpi: mpi.name)
+def test_under_mpi(
+    slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], mpi: Any, tmp_path: Path
+) -> None:
+    save_feeds(tmp_path / "in.npz")
+    where = ("--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
+    process = mpi.start(2, SCRIPT, "run", slotted("tensor"), *where, "--adapter", files["style"])
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    with np.load(tmp_path / "out.npz") as outputs:
+        np.testing.assert_allclose(outputs["logits"], expected["style"]["logits"], rtol=1e-3, atol=1e-4)
