@@ -113,6 +113,7 @@ def in_new_folder(make: Callable[[Path], object]) -> Maker:
 
 # The layers of the language model that adapters are for.
 UPS = {f"layers.{layer}.up": (WIDTH, WIDTH) for layer in range(LAYERS)}
+QUERIES = {f"model.layers.{layer}.self_attn.q_proj": (WIDTH, WIDTH) for layer in range(LAYERS)}
 IDS = np.arange(6).reshape(1, 6) % WORDS
 MAKERS: Mapping[str, Maker] = {
     "model.onnx": writes(language_model),
@@ -134,6 +135,10 @@ MAKERS: Mapping[str, Maker] = {
     "optimum": in_new_folder(optimum_folder),
     "style": writes(lambda path: write_peft(path, random_pairs(UPS, 8))),
     "pose.safetensors": writes(lambda path: write_kohya(path, random_pairs(UPS, 4, seed=1), 2)),
+    "small": writes(lambda path: write_peft(path, random_pairs(QUERIES, 8))),
+    "tokens.npz": writes(
+        partial(arrays, input_ids=IDS, attention_mask=np.ones_like(IDS), position_ids=np.arange(6).reshape(1, 6))
+    ),
     "tokenizer": in_new_folder(tokenizer_folder),
     "tokenizer.json": writes(write_tokenizer),
     "inputs.npz": writes(partial(arrays, input_ids=IDS, attention_mask=np.ones_like(IDS))),
