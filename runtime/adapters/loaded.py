@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,13 +14,14 @@ import numpy as np
 
 from splitc.runtime.adapters.adapter import LowRank
 from splitc.runtime.adapters.asked import open_adapter
+from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.matching import Layer, match, need_matches
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Slot
 from splitc.runtime.units import first_few
 
-# The sums of adapters whose arrays are kept. A choice: a server has a few styles, each with its strength.
+# The sums of adapters that are kept, which ranks hold. A choice: a server has a few styles, each with its strength.
 KEPT = 8
 
 
@@ -42,13 +45,15 @@ class LoadedAdapter:
 class Adapters(Mapping[str, LoadedAdapter]):
     """The adapters that a session has loaded, by name.
 
+    `numbers` are new ones that ranks know sums by, `dropped` those that nobody has any more.
+
     session.adapters.load("style", "style.safetensors", scale=0.8)
     session.run(feeds, adapters={"style": 1.0, "pose": 0.3})
     session.adapters.use({"style": 1.0})  # in all requests that do not say
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
+    def __init__(self, slots: Sequence[Slot], numbers: Iterator[int], dropped: deque[int]) -> None:
+        self._slots, self._numbers, self._dropped = slots, numbers, dropped
         self._loaded: dict[str, LoadedAdapter] = {}
         self._used: Mapping[str, float] = {}
         self._sum = lru_cache(KEPT)(self._add)
@@ -97,14 +102,15 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """
         self._used = self._read(asked)
 
-    def feeds(self, asked: Mapping[str, float] | str | None) -> Mapping[str, Array]:
-        """The slots' inputs for a sum of adapters, each times a number; a name alone is that one, times 1.
+    def sum(self, asked: Mapping[str, float] | str | None) -> HeldSum | None:
+        """A sum of adapters, each times a number; a name alone is that one, times 1. None if all are times 0.
 
-        None is what is used in all requests, and an empty mapping no adapter. There are no inputs where all are times
-        0. Raises MisuseError for one that is not loaded.
+        None is what is used in all requests, and an empty mapping no adapter. Raises MisuseError for one that is not
+        loaded.
         """
-        sums = self._used if asked is None else self._read(asked)
-        return self._sum(tuple((name, times) for name, times in sums.items() if times)) if sums else {}
+        read = self._used if asked is None else self._read(asked)
+        parts = tuple(sorted((name, times) for name, times in read.items() if times))
+        return self._sum(parts) if parts else None
 
     def _read(self, asked: Mapping[str, float] | str) -> Mapping[str, float]:
         sums = {asked: 1.0} if isinstance(asked, str) else {name: float(times) for name, times in asked.items()}
@@ -118,8 +124,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
             known = first_few(list(self._loaded)) or "none"
             raise MisuseError(f"no adapter '{missing[0]}' is loaded: there are {known}")
 
-    def _add(self, asked: tuple[tuple[str, float], ...]) -> Mapping[str, Array]:
-        """The arrays of a sum: ranks lie side by side, and each B is times its adapter's number."""
+    def _add(self, asked: tuple[tuple[str, float], ...]) -> HeldSum:
+        """The arrays of a sum: ranks lie side by side, and each B is times its adapter's number.
+
+        Ranks forget it when no request, no sequence and no session has it any more.
+        """
         feeds = {}
         for number, slot in enumerate(self._slots):
             own = [(self._loaded[name], times) for name, times in asked if number in self._loaded[name].arrays]
@@ -128,7 +137,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
                 kind = number_type(slot.a.dtype)
                 feeds[slot.a.name] = np.concatenate([a for a, _, _ in parts], 1).astype(kind)
                 feeds[slot.b.name] = np.concatenate([b * np.float32(times) for _, b, times in parts]).astype(kind)
-        return feeds
+        made = HeldSum(next(self._numbers), feeds)
+        weakref.finalize(made, self._dropped.append, made.number).atexit = False
+        return made
 
 
 def _arrays(update: LowRank, slot: Slot) -> tuple[Array, Array]:
