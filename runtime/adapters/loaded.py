@@ -23,6 +23,8 @@ from splitc.runtime.units import first_few
 
 # The sums of adapters that are kept, which ranks hold. A choice: a server has a few styles, each with its strength.
 KEPT = 8
+# The least rank that ranks are given. A choice: vectors of arithmetic have as many numbers.
+LEAST_RANK = 8
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,19 @@ class LoadedAdapter:
     arrays: Mapping[int, tuple[Array, Array]]
     unmatched: Mapping[str, str]
 
+    def rank(self, number: int) -> int:
+        """The rank of the update of the slot of this number; 0 if there is none."""
+        return self.arrays[number][0].shape[1] if number in self.arrays else 0
+
     @property
     def bytes(self) -> int:
         """The memory that it takes on the host."""
         return sum(a.nbytes + b.nbytes for a, b in self.arrays.values())
+
+
+def padded_rank(rank: int) -> int:
+    """The rank that sums of this rank have on the ranks: 8, or the next power of two."""
+    return max(LEAST_RANK, 1 << (rank - 1).bit_length())
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
@@ -127,16 +138,22 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def _add(self, asked: tuple[tuple[str, float], ...]) -> HeldSum:
         """The arrays of a sum: ranks lie side by side, and each B is times its adapter's number.
 
+        Zeros make the ranks of all slots one, of few that there are: shapes stay the same from sum to sum.
         Ranks forget it when no request, no sequence and no session has it any more.
         """
-        feeds = {}
+        adapters = [(self._loaded[name], times) for name, times in asked]
+        ranks = [sum(each.rank(number) for each, _ in adapters) for number in range(len(self._slots))]
+        rank, feeds = padded_rank(max(ranks)), {}
         for number, slot in enumerate(self._slots):
-            own = [(self._loaded[name], times) for name, times in asked if number in self._loaded[name].arrays]
-            parts = [(*adapter.arrays[number], times * adapter.scale) for adapter, times in own]
-            if parts:
-                kind = number_type(slot.a.dtype)
-                feeds[slot.a.name] = np.concatenate([a for a, _, _ in parts], 1).astype(kind)
-                feeds[slot.b.name] = np.concatenate([b * np.float32(times) for _, b, times in parts]).astype(kind)
+            a = feeds[slot.a.name] = np.zeros((slot.inputs, rank), number_type(slot.a.dtype))
+            b = feeds[slot.b.name] = np.zeros((rank, slot.outputs), number_type(slot.b.dtype))
+            start = 0
+            for each, times in adapters:
+                if number in each.arrays:
+                    stop = start + each.rank(number)
+                    a[:, start:stop], b[start:stop] = each.arrays[number]
+                    b[start:stop] *= np.asarray(times * each.scale, b.dtype)
+                    start = stop
         made = HeldSum(next(self._numbers), feeds)
         weakref.finalize(made, self._dropped.append, made.number).atexit = False
         return made
