@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from splitc.runtime.adapters.adapter import LowRank
+from splitc.runtime.adapters.adapter import Adapter, LowRank
 from splitc.runtime.adapters.asked import open_adapter
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.matching import Layer, match, need_matches
@@ -79,18 +79,19 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return len(self._loaded)
 
     def load(self, name: str, file: str | Path, scale: float = 1.0) -> LoadedAdapter:
-        """Load an adapter's file or folder under a name. One of this name is replaced.
+        """Load an adapter's file or folder under a name. See `add`."""
+        self._need_slots()
+        return self.add(name, open_adapter(str(file)), scale)
+
+    def add(self, name: str, adapter: Adapter, scale: float = 1.0) -> LoadedAdapter:
+        """Load an adapter that was read, under a name. One of this name is replaced.
 
         Raises MisuseError for a package without slots, a file that is no adapter, and one of another model. Then
         nothing changes.
         """
-        if not self._slots:
-            raise MisuseError(
-                "this package has no slots for adapters: compile with --lora-slots 16, or merge with --lora"
-            )
+        self._need_slots()
         if not math.isfinite(scale):
             raise MisuseError(f"the scale of an adapter is a number, not {scale}")
-        adapter = open_adapter(str(file))
         layers = [Layer(tuple(slot.names), slot.inputs, slot.outputs) for slot in self._slots]
         matches = match(adapter, layers)
         need_matches(adapter, matches, layers)
@@ -105,6 +106,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         del self._loaded[name]
         self._used = {other: times for other, times in self._used.items() if other != name}
         self._sum.cache_clear()
+
+    @property
+    def used(self) -> Mapping[str, float]:
+        """The sum that is used in all requests that do not say."""
+        return dict(self._used)
 
     def use(self, asked: Mapping[str, float] | str) -> None:
         """Use a sum of adapters in all requests that do not say which they want, and in sequences that begin.
@@ -129,6 +135,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
         if wrong := [name for name, times in sums.items() if not math.isfinite(times)]:
             raise MisuseError(f"the adapter '{wrong[0]}' is taken times {sums[wrong[0]]}, which is no number")
         return sums
+
+    def _need_slots(self) -> None:
+        if not self._slots:
+            raise MisuseError(
+                "this package has no slots for adapters: compile with --lora-slots 16, or merge with --lora"
+            )
 
     def _need(self, names: Sequence[str]) -> None:
         if missing := [name for name in names if name not in self._loaded]:
