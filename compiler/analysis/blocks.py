@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +22,7 @@ from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.liveness import crossing_values, total_bytes
 from splitc.compiler.analysis.rematerialization import find_known_shapes, find_rematerializable, find_upstream
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.slots import is_inside_slot, is_slot_sum
 
 # The shares and factors here are choices, so that blocks come out as people draw them. How much depends on each was
 # tried on 43 models of all kinds, split in layer mode over two devices: in brackets, how many plans stay with other
@@ -140,9 +141,15 @@ class Gap:
 def _find_gaps(
     graph: Graph, costs: Costs, main_path: Sequence[ir.Node], upstream: Mapping[ir.Node, frozenset[ir.Node]]
 ) -> list[Gap]:
-    """The narrowest place between each two consecutive heavy nodes."""
-    products = [costs.flops(node) if costs.is_product(node) else 0 for node in main_path]
-    weights = [costs.weight_bytes([node, *upstream[node]]) for node in main_path]
+    """The narrowest place between each two consecutive heavy nodes. No cut goes through a slot: see `_splits_slot`."""
+    inside = list(map(is_inside_slot, main_path))
+    products = [
+        costs.flops(node) if costs.is_product(node) and not own else 0
+        for node, own in zip(main_path, inside, strict=True)
+    ]
+    weights = [
+        0 if own else costs.weight_bytes([node, *upstream[node]]) for node, own in zip(main_path, inside, strict=True)
+    ]
     most_flops, most_weights = HEAVY_SHARE * sum(products), HEAVY_SHARE * sum(weights)
     marks = [index for index in range(len(main_path)) if products[index] > most_flops or weights[index] > most_weights]
     if len(marks) < 2:  # no two heavy nodes: cuts may lie between any nodes
@@ -152,12 +159,22 @@ def _find_gaps(
     gaps = []
     for before, after in itertools.pairwise(marks):
         # A value that crosses a cut is declared in the rank graphs, so its type must be known.
-        typed = [index for index in range(before + 1, after + 1) if all(value.dtype for value in crossing[index])]
+        typed = [
+            index
+            for index in range(before + 1, after + 1)
+            if all(value.dtype for value in crossing[index]) and not _splits_slot(main_path[index], crossing[index])
+        ]
         if typed:
             width = min(live[index] for index in typed)
             level = [index for index in typed if live[index] == width]
             gaps.append(Gap(level[0], level[-1], width))
     return gaps
+
+
+def _splits_slot(node: ir.Node, crossing: Collection[ir.Value]) -> bool:
+    """Whether a cut before a node goes through a slot: where no request has an adapter, nothing of it is there."""
+    within = is_inside_slot(node) or is_slot_sum(node)
+    return within or any(is_inside_slot(value.producer()) for value in crossing)
 
 
 def _narrowest(gaps: Sequence[Gap], most: int) -> list[Gap]:

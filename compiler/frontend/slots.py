@@ -21,7 +21,7 @@ from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.runtime.package.manifest import Slot, Tensor
 
-_SLOT = "splitc.slot"
+_SLOT, _INSIDE = "splitc.slot", "splitc.slot.inside"
 # The symbol of adapters' ranks.
 RANK = "lora_rank"
 
@@ -66,6 +66,7 @@ def _graft(graph: ir.Graph, node: ir.Node, a: ir.Value, b: ir.Value) -> None:
     up = ir.node("MatMul", [down.outputs[0], b], name=f"{name}/slot_up")
     total = ir.node("Add", [made, up.outputs[0]], name=f"{name}/slot_sum")
     total.meta[_SLOT] = 0
+    down.meta[_INSIDE] = up.meta[_INSIDE] = True
     graph.insert_after(node, [down, up, total])
     new = total.outputs[0]
     made.name, new.name, new.type, new.shape = f"{name}/slot_without", name, made.type, made.shape
@@ -103,7 +104,7 @@ def _own_slot(down: ir.Node) -> Slot | None:
         return None
     if first.is_fixed(1) or second.is_fixed(0) or not (first.is_fixed(0) and second.is_fixed(1)):
         return None
-    factor, total = 1.0, _only_reader(up.outputs[0])
+    factor, total, inside = 1.0, _only_reader(up.outputs[0]), [down, up]
     made = up.outputs[0]
     if total is not None and total.op_type == "Mul":  # a scale
         others = [value for value in total.inputs if value is not None and value is not made]
@@ -111,10 +112,13 @@ def _own_slot(down: ir.Node) -> Slot | None:
         if number is None or number.size != 1:
             return None
         factor, made = float(number.numpy().reshape(())), total.outputs[0]
+        inside.append(total)
         total = _only_reader(made)
     if total is None or total.op_type != "Add" or not factor:
         return None
     total.meta[_SLOT] = 1 if total.inputs[0] is made else 0
+    for node in inside:
+        node.meta[_INSIDE] = True
     name = re.sub(r"[./_]?lora[._]?A.*$", "", a.name or "")
     (inputs, _), (_, outputs) = shape_of(a), shape_of(b)
     return _described([name], inputs, outputs, a, b, factor)
@@ -130,6 +134,16 @@ def _kept(node: ir.Node) -> int | None:
     origin = origin_of(node)
     number: int | None = node.meta.get(_SLOT, None if origin is None else origin.meta.get(_SLOT))
     return number
+
+
+def is_inside_slot(node: ir.Node | None) -> bool:
+    """Whether a node is one of a slot's products."""
+    return node is not None and _INSIDE in node.meta
+
+
+def is_slot_sum(node: ir.Node) -> bool:
+    """Whether a node adds a slot's update to what its layer gives."""
+    return _SLOT in node.meta
 
 
 def without_slots(graph: ir.Graph) -> ir.Graph | None:
@@ -152,11 +166,13 @@ def without_slots(graph: ir.Graph) -> ir.Graph | None:
     return plain
 
 
-def empty_slots(graph: ir.Graph, inputs: Collection[str]) -> None:
-    """Give the slots' `inputs` in a rank's graph defaults of rank 0: a layer without an update then costs little."""
+def need_slots(graph: ir.Graph, inputs: Collection[str]) -> None:
+    """Make the slots' `inputs` in a rank's graph plain ones, in place: without defaults, all of them have to be fed.
+
+    ONNX Runtime binds no values in place of initializers, and plans memory by the sizes of these.
+    """
     for value in optional_inputs(graph):
         source = source_of(value)
-        if source is not None and source.input in inputs and value.const_value is not None:
-            shape = [size if source.is_fixed(axis) else 0 for axis, size in enumerate(value.const_value.shape.numpy())]
-            kind = value.const_value.dtype
-            value.const_value = ir.Tensor(np.zeros(shape, kind.numpy()), kind, name=value.name)
+        if source is not None and source.input in inputs:
+            del graph.initializers[value.name or ""]
+            value.const_value = None

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.origins import described
-from splitc.compiler.frontend.slots import empty_slots, without_slots
+from splitc.compiler.frontend.slots import need_slots, without_slots
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
@@ -227,16 +227,18 @@ def _write_rank(
         )
         for entry, group, graph in zip(entries, groups, program.graphs, strict=True)
     ]
+    plain = [without_slots(graph) if plan.analysis.slots else None for graph in program.graphs]
     overrides: dict[str, m.Override] = {}
     if find_kind(plan.engine).is_built:
         parts = zip(entries, program.sizes, strict=True)
         entries = [_to_build(plan.engine, entry, sizes) for entry, sizes in parts]
     else:
-        slots = [tensor.name for slot in plan.analysis.slots for tensor in (slot.a, slot.b)]
-        for graph in program.graphs:
-            empty_slots(graph, slots)
         overrides = {override.value: override for graph in program.graphs for override in make_overridable(graph)}
-    plain = [without_slots(graph) if plan.analysis.slots else None for graph in program.graphs]
+        slots = [tensor.name for slot in plan.analysis.slots for tensor in (slot.a, slot.b)]
+        for one, graph in zip(plain, program.graphs, strict=True):
+            if one is not None:
+                make_overridable(one)
+                need_slots(graph, slots)
     for one, graph in zip(plain, program.graphs, strict=True):
         if one is not None and sum(map(communicates, one)) != sum(map(communicates, graph)):
             raise CannotSplitError(

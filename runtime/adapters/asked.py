@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from splitc.runtime.adapters.adapter import Adapter
+from splitc.runtime.adapters.adapter import Adapter, LowRank
 from splitc.runtime.adapters.adapter_files import read_adapter
 from splitc.runtime.errors import MisuseError
 
@@ -42,12 +42,19 @@ def open_adapter(text: str) -> Adapter:
     if not equals or not re.fullmatch(r"\w+", part):
         return read_adapter(text)
     adapter = read_adapter(path)
-    parts = {module: _part_of(module) for module in adapter.updates}
-    known = sorted({name for name in parts.values() if name is not None})
+    parts = divide(adapter)
+    known = sorted(name for name in parts if name is not None)
     if known and part not in known:
         raise MisuseError(f"{path} has nothing for {part}: it is for {', '.join(known)}")
-    wanted = part if known else None
-    return Adapter(text, {module: update for module, update in adapter.updates.items() if parts[module] == wanted})
+    return Adapter(text, parts[part if known else None].updates)
+
+
+def divide(adapter: Adapter) -> dict[str | None, Adapter]:
+    """The parts of an adapter for several models, by the names of these. None is the part whose modules name none."""
+    parts: dict[str | None, dict[str, LowRank]] = {}
+    for module, update in adapter.updates.items():
+        parts.setdefault(_part_of(module), {})[module] = update
+    return {name: Adapter(adapter.name, updates) for name, updates in parts.items()}
 
 
 def _part_of(module: str) -> str | None:

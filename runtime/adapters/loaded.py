@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,16 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
-from splitc.runtime.adapters.adapter import LowRank
+from splitc.runtime.adapters.adapter import Adapter, LowRank
 from splitc.runtime.adapters.asked import open_adapter
+from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.matching import Layer, match, need_matches
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Slot
 from splitc.runtime.units import first_few
 
-# The sums of adapters whose arrays are kept. A choice: a server has a few styles, each with its strength.
+# The sums of adapters that are kept, which ranks hold. A choice: a server has a few styles, each with its strength.
 KEPT = 8
+# The least rank that ranks are given. A choice: vectors of arithmetic have as many numbers.
+LEAST_RANK = 8
 
 
 @dataclass(frozen=True)
@@ -33,22 +38,33 @@ class LoadedAdapter:
     arrays: Mapping[int, tuple[Array, Array]]
     unmatched: Mapping[str, str]
 
+    def rank(self, number: int) -> int:
+        """The rank of the update of the slot of this number; 0 if there is none."""
+        return self.arrays[number][0].shape[1] if number in self.arrays else 0
+
     @property
     def bytes(self) -> int:
         """The memory that it takes on the host."""
         return sum(a.nbytes + b.nbytes for a, b in self.arrays.values())
 
 
+def padded_rank(rank: int) -> int:
+    """The rank that sums of this rank have on the ranks: 8, or the next power of two."""
+    return max(LEAST_RANK, 1 << (rank - 1).bit_length())
+
+
 class Adapters(Mapping[str, LoadedAdapter]):
     """The adapters that a session has loaded, by name.
+
+    `numbers` are new ones that ranks know sums by, `dropped` those that nobody has any more.
 
     session.adapters.load("style", "style.safetensors", scale=0.8)
     session.run(feeds, adapters={"style": 1.0, "pose": 0.3})
     session.adapters.use({"style": 1.0})  # in all requests that do not say
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
+    def __init__(self, slots: Sequence[Slot], numbers: Iterator[int], dropped: deque[int]) -> None:
+        self._slots, self._numbers, self._dropped = slots, numbers, dropped
         self._loaded: dict[str, LoadedAdapter] = {}
         self._used: Mapping[str, float] = {}
         self._sum = lru_cache(KEPT)(self._add)
@@ -63,18 +79,19 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return len(self._loaded)
 
     def load(self, name: str, file: str | Path, scale: float = 1.0) -> LoadedAdapter:
-        """Load an adapter's file or folder under a name. One of this name is replaced.
+        """Load an adapter's file or folder under a name. See `add`."""
+        self._need_slots()
+        return self.add(name, open_adapter(str(file)), scale)
+
+    def add(self, name: str, adapter: Adapter, scale: float = 1.0) -> LoadedAdapter:
+        """Load an adapter that was read, under a name. One of this name is replaced.
 
         Raises MisuseError for a package without slots, a file that is no adapter, and one of another model. Then
         nothing changes.
         """
-        if not self._slots:
-            raise MisuseError(
-                "this package has no slots for adapters: compile with --lora-slots 16, or merge with --lora"
-            )
+        self._need_slots()
         if not math.isfinite(scale):
             raise MisuseError(f"the scale of an adapter is a number, not {scale}")
-        adapter = open_adapter(str(file))
         layers = [Layer(tuple(slot.names), slot.inputs, slot.outputs) for slot in self._slots]
         matches = match(adapter, layers)
         need_matches(adapter, matches, layers)
@@ -90,6 +107,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._used = {other: times for other, times in self._used.items() if other != name}
         self._sum.cache_clear()
 
+    @property
+    def used(self) -> Mapping[str, float]:
+        """The sum that is used in all requests that do not say."""
+        return dict(self._used)
+
     def use(self, asked: Mapping[str, float] | str) -> None:
         """Use a sum of adapters in all requests that do not say which they want, and in sequences that begin.
 
@@ -97,14 +119,15 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """
         self._used = self._read(asked)
 
-    def feeds(self, asked: Mapping[str, float] | str | None) -> Mapping[str, Array]:
-        """The slots' inputs for a sum of adapters, each times a number; a name alone is that one, times 1.
+    def sum(self, asked: Mapping[str, float] | str | None) -> HeldSum | None:
+        """A sum of adapters, each times a number; a name alone is that one, times 1. None if all are times 0.
 
-        None is what is used in all requests, and an empty mapping no adapter. There are no inputs where all are times
-        0. Raises MisuseError for one that is not loaded.
+        None is what is used in all requests, and an empty mapping no adapter. Raises MisuseError for one that is not
+        loaded.
         """
-        sums = self._used if asked is None else self._read(asked)
-        return self._sum(tuple((name, times) for name, times in sums.items() if times)) if sums else {}
+        read = self._used if asked is None else self._read(asked)
+        parts = tuple(sorted((name, times) for name, times in read.items() if times))
+        return self._sum(parts) if parts else None
 
     def _read(self, asked: Mapping[str, float] | str) -> Mapping[str, float]:
         sums = {asked: 1.0} if isinstance(asked, str) else {name: float(times) for name, times in asked.items()}
@@ -113,22 +136,39 @@ class Adapters(Mapping[str, LoadedAdapter]):
             raise MisuseError(f"the adapter '{wrong[0]}' is taken times {sums[wrong[0]]}, which is no number")
         return sums
 
+    def _need_slots(self) -> None:
+        if not self._slots:
+            raise MisuseError(
+                "this package has no slots for adapters: compile with --lora-slots 16, or merge with --lora"
+            )
+
     def _need(self, names: Sequence[str]) -> None:
         if missing := [name for name in names if name not in self._loaded]:
             known = first_few(list(self._loaded)) or "none"
             raise MisuseError(f"no adapter '{missing[0]}' is loaded: there are {known}")
 
-    def _add(self, asked: tuple[tuple[str, float], ...]) -> Mapping[str, Array]:
-        """The arrays of a sum: ranks lie side by side, and each B is times its adapter's number."""
-        feeds = {}
+    def _add(self, asked: tuple[tuple[str, float], ...]) -> HeldSum:
+        """The arrays of a sum: ranks lie side by side, and each B is times its adapter's number.
+
+        Zeros make the ranks of all slots one, of few that there are: shapes stay the same from sum to sum.
+        Ranks forget it when no request, no sequence and no session has it any more.
+        """
+        adapters = [(self._loaded[name], times) for name, times in asked]
+        ranks = [sum(each.rank(number) for each, _ in adapters) for number in range(len(self._slots))]
+        rank, feeds = padded_rank(max(ranks)), {}
         for number, slot in enumerate(self._slots):
-            own = [(self._loaded[name], times) for name, times in asked if number in self._loaded[name].arrays]
-            parts = [(*adapter.arrays[number], times * adapter.scale) for adapter, times in own]
-            if parts:
-                kind = number_type(slot.a.dtype)
-                feeds[slot.a.name] = np.concatenate([a for a, _, _ in parts], 1).astype(kind)
-                feeds[slot.b.name] = np.concatenate([b * np.float32(times) for _, b, times in parts]).astype(kind)
-        return feeds
+            a = feeds[slot.a.name] = np.zeros((slot.inputs, rank), number_type(slot.a.dtype))
+            b = feeds[slot.b.name] = np.zeros((rank, slot.outputs), number_type(slot.b.dtype))
+            start = 0
+            for each, times in adapters:
+                if number in each.arrays:
+                    stop = start + each.rank(number)
+                    a[:, start:stop], b[start:stop] = each.arrays[number]
+                    b[start:stop] *= np.asarray(times * each.scale, b.dtype)
+                    start = stop
+        made = HeldSum(next(self._numbers), feeds)
+        weakref.finalize(made, self._dropped.append, made.number).atexit = False
+        return made
 
 
 def _arrays(update: LowRank, slot: Slot) -> tuple[Array, Array]:

@@ -26,6 +26,11 @@ class AdaptedEngine:
     def _adapted(self) -> LoadedEngine:
         return self._load()
 
+    @property
+    def adapted_blocker(self) -> str | None:
+        """The `capture_blocker` of the engine with slots, if it is loaded."""
+        return self._adapted.capture_blocker if "_adapted" in self.__dict__ else None
+
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """See Engine."""
         if self._slots.isdisjoint(values):

@@ -41,7 +41,7 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
     try:
         import diffusers
 
-        from splitc.runtime.integrations.diffusers_parts import find_class, make_part
+        from splitc.runtime.integrations.diffusers_parts import find_class, make_part, with_adapters
     except ImportError as error:
         raise MisuseError(f"{NEEDS} ({error})") from error
     of_sessions = {name: options.pop(name) for name in _session_options() & options.keys()}
@@ -55,7 +55,7 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
                 config = _find_config(path, component, folders)
                 parts[component] = make_part(find_class(*kind), config, component, methods)
         _check_complete(path, components, {*parts, *options})
-        return diffusers.DiffusionPipeline.from_pretrained(str(path), **parts, **options)
+        return with_adapters(diffusers.DiffusionPipeline.from_pretrained(str(path), **parts, **options))
     except BaseException:
         sessions.close()
         raise

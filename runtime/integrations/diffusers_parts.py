@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.integrations.arguments import ModelMethod, method_of, numbered_together
+from splitc.runtime.integrations.diffusers_adapters import MERGES, PackageAdapters
 from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.session.session import Session
 
@@ -68,6 +69,16 @@ def make_part(kind: Any, config: Path, name: str, sessions: Mapping[str, Session
     part.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods})
     part.sessions = dict(sessions)
     return part.eval()  # type: ignore[no-any-return]
+
+
+def with_adapters(pipeline: Any) -> Any:
+    """A pipeline whose methods for adapters are of its sessions."""
+    kind = type(pipeline)
+    merged = "a package's weights can't be changed: merge adapters with splitc compile --lora"
+    refused = {name: _refusal(merged) for name in MERGES if hasattr(kind, name)}
+    own = {"__module__": kind.__module__, "__doc__": kind.__doc__, **refused}
+    pipeline.__class__ = type(kind.__name__, (PackageAdapters, kind), own)
+    return pipeline
 
 
 def _served(kind: Any, name: str, sessions: Mapping[str, Session], answer: Answer) -> dict[str, Any]:

@@ -42,8 +42,9 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
 class Order(Struct, frozen=True, array_like=True, tag=True):
     """A request. The first `fed` arrays are its feeds, the others initial states that are not zeros.
 
-    For `sequence`, `in_place`, `after` and `growth` see InFlightRequest. `unused` are the buffers of each rank that it
-    may use again.
+    For `sequence`, `in_place`, `after` and `growth` see InFlightRequest. `adapters` is the number of its HeldSum, whose
+    arrays are among the initial states if this request is the first that has it. `unused` are the buffers of each
+    rank that it may use again.
     """
 
     number: int
@@ -54,11 +55,15 @@ class Order(Struct, frozen=True, array_like=True, tag=True):
     in_place: bool
     after: int | None
     growth: int
+    adapters: int | None
     unused: tuple[tuple[int, ...], ...]
 
 
 class Forget(Struct, frozen=True, array_like=True, tag=True):
-    """Free the states of a sequence, or let another one begin in their memory: if they are `reusable`."""
+    """Free the states of a sequence, or let another one begin in their memory: if they are `reusable`.
+
+    Or free the sum of adapters of this number.
+    """
 
     sequence: int
     reusable: bool

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array, Zeros
 from splitc.runtime.collectives.mail import ChannelMail, ProcessMail
 from splitc.runtime.collectives.meeting import Meeting
@@ -68,6 +69,7 @@ class RankProcess:
         ranks = setup.manifest.ranks
         self._steps: dict[int, int] = {id(step): place for place, step in enumerate(setup.rank.program)}
         self._exchanges = _exchanges(setup.manifest)
+        self._slots = setup.manifest.slot_inputs
         # Ranks whose engines wait for each other must all replay a request, or none.
         self._everyone = range(len(ranks) if len(ranks) > 1 else 0)
         # The last request that failed, and its error.
@@ -122,9 +124,11 @@ class RankProcess:
 
     def _read(self, order: Order) -> InFlightRequest:
         feeds, loaded = self._control.arrays(order)
+        slots = {name: loaded.pop(name) for name in self._slots & loaded.keys()}
         initial: dict[str, Array | Zeros] = {**order.zeros, **loaded}
         how = order.sequence, initial, order.in_place, order.after, order.growth
-        return InFlightRequest(feeds, *how, done=self._answer, number=order.number)
+        adapters = None if order.adapters is None else HeldSum(order.adapters, slots)
+        return InFlightRequest(feeds, *how, adapters=adapters, done=self._answer, number=order.number)
 
     def _answer(self, request: InFlightRequest) -> None:
         """Give the session the outputs of a request, or its error."""

@@ -49,6 +49,8 @@ class RemoteRanks(ABC):
         self._broken = broken
         self._requests: dict[int, InFlightRequest] = {}
         self._count = 0
+        # The numbers of the sums of adapters that all ranks have.
+        self._held: set[int] = set()
         # The request that each rank answers next.
         self._due = [0] * len(self._devices)
         # That the last answer took.
@@ -95,7 +97,10 @@ class RemoteRanks(ABC):
         zeros = {name: value for name, value in request.initial.items() if isinstance(value, Zeros)}
         loaded = [(name, value) for name, value in request.initial.items() if not isinstance(value, Zeros)]
         how = request.sequence, request.in_place, request.after, request.growth
-        order = Order(number, None, 0, zeros, *how, ())
+        adapters = request.adapters
+        if adapters is not None and adapters.number not in self._held:
+            loaded += adapters.arrays.items()
+        order = Order(number, None, 0, zeros, *how, None if adapters is None else adapters.number, ())
         self._requests[number] = request  # before its answer may come
         try:
             self._wire.order(order, [(name, on_host(feed)) for name, feed in request.feeds.items()], loaded)
@@ -104,10 +109,13 @@ class RemoteRanks(ABC):
         except BaseException:
             del self._requests[number]
             raise
+        if adapters is not None:
+            self._held.add(adapters.number)
         self._count += 1  # only now: those in flight have slots by their numbers, which follow each other
 
     def forget(self, sequence: int, reusable: bool) -> None:
         """Free the states of a sequence, or let another one begin in their memory, if that can be."""
+        self._held.discard(sequence)
         self._wire.send(Forget(sequence, reusable))
 
     def bring_in(self) -> None:
@@ -203,6 +211,8 @@ class RemoteRanks(ABC):
         spans = [Span(steps[number] if number >= 0 else Replay(), start, end) for number, start, end in answer.spans]
         request = self._requests[answer.number]
         self._seconds = answer.end - request.submitted
+        if answer.error is not None and request.adapters is not None:
+            self._held.discard(request.adapters.number)  # this rank may not have it: the next request brings it again
         if request.waiting == 1:
             del self._requests[answer.number]
         request.finish(rank, outputs, Execution(answer.start, answer.end, spans, answer.grew), answer.error)

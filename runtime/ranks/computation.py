@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Allocate, Array, Zeros
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend
+from splitc.runtime.engines.adapted import AdaptedEngine
+from splitc.runtime.errors import EngineError
 from splitc.runtime.feeds.on_gpu import Feed, GpuFeed
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.outputs import hand_over
@@ -47,6 +50,8 @@ class Computation:
         self._parts = {part.name: part for part in self.rank.parts}
         self._overrides = {override.value: override for override in self.rank.overrides}
         self.sequences: dict[int | None, dict[str, Any]] = {}
+        # A and B of the sums of adapters, as the engines take them, by the sums' numbers.
+        self.adapters: dict[int, Mapping[str, Any]] = {}
 
     def run(self, request: InFlightRequest) -> Ran:
         """Run the program eagerly."""
@@ -97,7 +102,6 @@ class Computation:
         made = self.backend.zeros(self._zeros_of(request))
         if request.after is None:
             held = [n for n in self.rank.inputs if n in request.initial and n not in self.resident]
-            held += [value for value, override in self._overrides.items() if override.input in request.initial]
             # A copy, since the memory of a request's arrays may be another one's later.
             return {**made, **{name: self.backend.upload(self._cut_feed(name, request).copy()) for name in held}}
         before = self.sequences.get(request.after, {})
@@ -115,16 +119,45 @@ class Computation:
 
         def feeds() -> dict[str, Any]:
             fed = {name: states[name] if name in states else upload(name) for name in self.rank.inputs}
-            for value, override in self._overrides.items():
-                if value in states:
-                    fed[value] = states[value]
-                elif override.input in request.feeds:
-                    fed[value] = upload(value)
+            fed.update(
+                {value: upload(value) for value, override in self._overrides.items() if override.input in request.feeds}
+            )
+            fed.update(self._hold(request.adapters))
             if request.in_place:
                 into.update({state.output: fed[name] for name, state in self._in_place.items()})
             return fed
 
         return execute(self._program, self.collectives, feeds, self.backend.accumulate, into)
+
+    def _hold(self, asked: HeldSum | None) -> Mapping[str, Any]:
+        """This rank's shards of a sum of adapters: from the first request that has it on, they stay where they are.
+
+        Raises EngineError if that request failed before, and this one came without the arrays.
+        """
+        if asked is None:
+            return {}
+        if asked.number not in self.adapters:
+            if not asked.arrays:
+                raise EngineError("the adapters did not reach this rank, since an earlier request failed: try again")
+            # Copies, since the memory of a request's arrays may be another one's later.
+            self.adapters[asked.number] = {
+                value: self.backend.upload(cut_places(asked.arrays[override.input], override.places).copy())
+                for value, override in self._overrides.items()
+                if override.input in asked.arrays
+            }
+        return self.adapters[asked.number]
+
+    def check_capturable(self, request: InFlightRequest) -> None:
+        """Raise EngineError if engines with slots, which are loaded late, can't be captured."""
+        engines = self._program.engines if request.adapters is not None else ()
+        for engine in engines:
+            if isinstance(engine, AdaptedEngine) and (why := engine.adapted_blocker):
+                raise EngineError(why)
+
+    def forget(self, number: int) -> None:
+        """Free the states of the sequence, or the sum of adapters, of this number."""
+        self.sequences.pop(number, None)
+        self.adapters.pop(number, None)
 
     def given(self, request: InFlightRequest) -> list[str]:
         """The outputs that the rank gives to the caller rather than keeps as states."""
@@ -159,8 +192,7 @@ class Computation:
         Or by that of the weight which an optional input replaces. These are on the host.
         """
         if name in self._overrides:
-            source = self._overrides[name].input
-            array: Feed | Zeros = request.initial[source] if source in request.initial else request.feeds[source]
+            array: Feed | Zeros = request.feeds[self._overrides[name].input]
             assert not isinstance(array, GpuFeed | Zeros)
             return cut_places(array, self._overrides[name].places)
         array = request.initial[name] if name in request.initial else request.feeds[name]

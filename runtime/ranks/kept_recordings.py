@@ -97,6 +97,11 @@ class KeptRecordings:
             del self._kept[key]
         self._spare.pop(home, None)
 
+    def drop_adapters(self, number: int) -> None:
+        """Drop all recordings with this sum of adapters."""
+        for key in [key for key in self._kept if key[1][0] == number]:
+            del self._kept[key]
+
     def _knows(self, home: Home) -> bool:
         return any(known == home for known, _ in self._kept)
 
@@ -115,8 +120,9 @@ def home_of(request: InFlightRequest) -> Home:
 
 
 def kind_of(request: InFlightRequest, home: Home) -> Kind:
-    """The request's kind: its shapes, and those of its sequence's states; which of its feeds are on GPUs."""
+    """The request's kind: its adapters, its shapes, and those of its sequence's states; which feeds are on GPUs."""
     shapes = tuple((name, array.shape) for name, array in request.feeds.items())
     on_gpus = tuple(name for name, feed in request.feeds.items() if isinstance(feed, GpuFeed))
     how = request.sequence is None, request.in_place, request.on_device
-    return *how, on_gpus, shapes, home.sizes, home.growth
+    adapters = None if request.adapters is None else request.adapters.number
+    return adapters, *how, on_gpus, shapes, home.sizes, home.growth

@@ -47,14 +47,13 @@ def not_replayed(reason: str) -> str:
 class RankReplays:
     """The recordings of one rank, which computes requests by `computation`, on a GPU.
 
-    Requests with any optional input of the model, or an adapter, are never replayed. `everyone` are all ranks of the
-    session, if there are several. They agree on whether a request could be recorded: all replay it, or none.
+    Requests with any optional input of the model are never replayed. `everyone` are all ranks of the session, if there
+    are several. They agree on whether a request could be recorded: all replay it, or none.
     """
 
     def __init__(self, manifest: Manifest, computation: Computation, everyone: Sequence[int]) -> None:
         assert isinstance(computation.backend, GpuDevice), "others record nothing"
-        self._optional = frozenset(tensor.name for tensor in manifest.overridable)
-        self._overridden = frozenset(override.value for override in computation.rank.overrides)
+        self._optional = frozenset(tensor.name for tensor in manifest.optional)
         self._computation, self._gpu = computation, computation.backend
         self._everyone = everyone
         self._refused: dict[Kind, str] = {}
@@ -76,8 +75,6 @@ class RankReplays:
         if request.initial:
             self._begin(request)
         if request.initial or not self._optional.isdisjoint(request.feeds):
-            return None
-        if not self._overridden.isdisjoint(self._computation.sequences.get(request.sequence, STATELESS)):
             return None
         home = self._home(request)
         kind = kind_of(request, home)
@@ -122,6 +119,7 @@ class RankReplays:
 
     def _capture(self, request: InFlightRequest, states: dict[str, Any]) -> Recording:
         gpu, tape = self._gpu, Tape()
+        self._computation.check_capturable(request)
         try:
             graph, outputs = capture(gpu, tape, partial(_give, self._computation, gpu, request, tape))
         finally:
@@ -170,7 +168,11 @@ class RankReplays:
         return home
 
     def forget(self, sequence: int, reusable: bool) -> None:
-        """The sequence has ended. If there are recordings for its `reusable` states, these are for another one."""
+        """The sequence has ended. If there are recordings for its `reusable` states, these are for another one.
+
+        Or recordings have the addresses of a sum of adapters, which is about to be freed.
+        """
+        self._kept.drop_adapters(sequence)
         if (home := self._homes.pop(sequence, None)) is None:
             return
         if reusable and home.is_zeros:

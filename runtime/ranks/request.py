@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array, Zeros
 from splitc.runtime.errors import FollowingError, SplitcError
 from splitc.runtime.feeds.on_gpu import Feed
@@ -46,8 +47,8 @@ class InFlightRequest:
     that stay there, and feeds that are the same in all its requests. With `in_place`, the states have their full
     capacity, and are written in place. With `after`, the sequence goes on from that one: its states are copied into the
     beginning of `initial`, which are longer. `growth` counts the requests of the sequence in which states grew on any
-    rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs. `given` are the caller's own feeds, where the
-    ranks' are others.
+    rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs. `adapters` are those of its slots. `given`
+    are the caller's own feeds, where the ranks' are others.
 
     Where several replicas divide the rows, `parts` are what each of them has of the request, with its own outputs, and
     `replica` says of such a part whose it is; None for whichever is free.
@@ -63,6 +64,7 @@ class InFlightRequest:
     after: int | None = None
     growth: int = 0
     on_device: bool = False
+    adapters: HeldSum | None = None
     given: Mapping[str, Feed] | None = None
     parts: list[InFlightRequest] = field(default_factory=list)
     replica: int | None = None

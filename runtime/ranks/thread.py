@@ -81,6 +81,7 @@ class Worker(threading.Thread):
             self._broken(error)
         finally:
             self.computation.sequences.clear()
+            self.computation.adapters.clear()
             self._leave()
             self.replays = None
             del self.computation, self._loaded
@@ -192,7 +193,10 @@ class Worker(threading.Thread):
             self._unfinished = None
 
     def forget(self, sequence: int, reusable: bool) -> None:
-        """Free the states of a sequence, or let another one begin in their memory, if that can be."""
+        """Free the states of a sequence, or let another one begin in their memory, if that can be.
+
+        Or free the sum of adapters of this number.
+        """
         if self.replays is not None:
             self.replays.forget(sequence, reusable)
-        self.computation.sequences.pop(sequence, None)
+        self.computation.forget(sequence)

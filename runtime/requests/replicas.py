@@ -141,7 +141,9 @@ class Replicas:
 
     def forget(self, sequence: int, reusable: bool) -> None:
         """See Workers."""
-        for replica, _ in self._sequences.pop(sequence, ()):
+        division = self._sequences.pop(sequence, None)
+        # Any replica may hold a sum of adapters.
+        for replica in range(len(self._replicas)) if division is None else [replica for replica, _ in division]:
             self._replicas[replica].forget(sequence, reusable)
 
     def watch(self, future: Future[InFlightRequest] | None, request: InFlightRequest) -> None:
@@ -226,6 +228,7 @@ def _part(
         after=request.after,
         growth=request.growth,
         on_device=request.on_device,
+        adapters=request.adapters,
         submitted=request.submitted,
         replica=replica,
     )

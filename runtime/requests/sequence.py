@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array, Zeros, number_type
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds.checks import check_feeds
@@ -39,10 +39,9 @@ class StateSequence:
     MisuseError, and `close` frees the states when the request has ended.
     """
 
-    def __init__(
-        self, session: Requests, capacity: int | None, held: Mapping[str, Array] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, session: Requests, capacity: int | None, adapters: HeldSum | None = None) -> None:
         self._session = session
+        self._adapters = adapters
         self._capacity = None if capacity is None else _check_capacity(capacity)
         manifest = session.manifest
         resident = {state.input for state in manifest.resident_states}
@@ -54,7 +53,7 @@ class StateSequence:
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
         # Feeds that are the same in all requests.
-        self._constant: dict[str, Array] = dict(held)
+        self._constant: dict[str, Array] = {}
         # The numbers that the ranks know the sequence by, the latest last: none before its first request, and two while
         # it grows.
         self._numbers: list[int] = []
@@ -117,6 +116,7 @@ class StateSequence:
             in_place=bool(room),
             after=after,
             growth=self._growth,
+            adapters=self._adapters,
         )
 
     def _room(self, feeds: Mapping[str, Array]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.adapters.loaded import Adapters
+from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.engines.built_here import check_built_here, check_host_code
 from splitc.runtime.engines.kinds import choose_engine, make_backend
@@ -113,7 +113,6 @@ class Session(Requests, Listed):
         verification = Verification(self.package, manifest.files, hashes, engine_files(manifest))
         self.threads = threads_for(own, threads or manifest.threads)
         self.in_flight = in_flight or 2 * len(own)
-        self.adapters = Adapters(manifest.slots)
         for file, _ in adapters:
             self.adapters.load(file, file)
         self.adapters.use(dict(adapters))
@@ -218,16 +217,17 @@ class Session(Requests, Listed):
             raise MisuseError("on_device: the outputs of micro-batches are joined on the host: leave one of both out")
         arrays = {name: on_host(feed) for name, feed in self._take(feeds).items()}
         batches = cut_batches(arrays, self.manifest.batch, micro_batch)
-        added = self.adapters.feeds(adapters)
-        answers = list(in_order((self._submit({**batch, **added}) for batch in batches), self.in_flight))
+        held = self.adapters.sum(adapters)
+        answers = list(in_order((self._submit(batch, adapters=held) for batch in batches), self.in_flight))
         return join_batches(answers, self.manifest.batch)
 
     def run_timed(
         self, feeds: Mapping[str, npt.ArrayLike], on_device: bool = False, adapters: Asked = None
     ) -> tuple[dict[str, Array], dict[int, Execution]]:
         """As `run`, and also returns when each rank ran its steps."""
-        given = {**self._take(feeds), **self.adapters.feeds(adapters)}
-        request = self.submit_request(InFlightRequest(given, on_device=on_device), here=True).result()
+        held = self.adapters.sum(adapters)
+        request = InFlightRequest(self._take(feeds), on_device=on_device, adapters=held)
+        self.submit_request(request, here=True).result()
         return self.join(request), request.executions
 
     def submit(
@@ -238,7 +238,7 @@ class Session(Requests, Listed):
         The feeds are copied, so they may be changed afterwards. Waits while `in_flight` requests are in flight. A
         failed request does not affect others. For `on_device`, `adapters` and what it raises, see `run`.
         """
-        return self._submit({**self._take(feeds, copy=True), **self.adapters.feeds(adapters)}, on_device)
+        return self._submit(self._take(feeds, copy=True), on_device, self.adapters.sum(adapters))
 
     def _take(self, feeds: Mapping[str, npt.ArrayLike], copy: bool = False) -> dict[str, Feed]:
         """The feeds as arrays. Without a state among them, all states begin empty, as in a sequence."""
@@ -249,9 +249,12 @@ class Session(Requests, Listed):
         begun = empty_states(self.manifest, taken) if begins else {}
         return {**taken, **{name: np.zeros(zeros.shape, number_type(zeros.dtype)) for name, zeros in begun.items()}}
 
-    def _submit(self, arrays: Mapping[str, Feed], on_device: bool = False) -> Future[dict[str, Array]]:
+    def _submit(
+        self, arrays: Mapping[str, Feed], on_device: bool = False, adapters: HeldSum | None = None
+    ) -> Future[dict[str, Array]]:
         """As `submit`, for arrays that nobody changes while the request is in flight."""
-        return then(self.submit_request(InFlightRequest(arrays, on_device=on_device)), self.join)
+        request = InFlightRequest(arrays, on_device=on_device, adapters=adapters)
+        return then(self.submit_request(request), self.join)
 
     def map(
         self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None, adapters: Asked = None
@@ -282,14 +285,14 @@ class Session(Requests, Listed):
 
         With `capacity`, caches that an engine can write in place are allocated for this many tokens. Without it, and
         for other caches, each request allocates new, longer ones. All requests of the sequence have the `adapters`, as
-        in `run`: they go to the ranks once. Raises MisuseError if the model has no states, and for a capacity that is
+        in `run`. Raises MisuseError if the model has no states, and for a capacity that is
         no number of tokens.
         """
         if not self.manifest.states:
             raise MisuseError(
                 f"{self.manifest.source.name} has no states: none of its outputs goes into an input again"
             )
-        return StateSequence(self, capacity, self.adapters.feeds(adapters))
+        return StateSequence(self, capacity, self.adapters.sum(adapters))
 
     def generate(self, prompt: npt.ArrayLike, **options: Any) -> Generator[int, None, str]:
         """Yield the tokens that follow a prompt. For the options see `generate.tokens.generate`."""

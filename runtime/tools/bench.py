@@ -146,12 +146,13 @@ class _Stream:
 
 def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int, in_flight: int) -> _Stream:
     """Run the feeds `count` times, with at most `in_flight` at a time."""
-    arrays = {**check_feeds(feeds, session.inputs, fixed=session.manifest.fixed), **session.adapters.feeds(None)}
+    arrays = check_feeds(feeds, session.inputs, fixed=session.manifest.fixed)
+    held = session.adapters.sum(None)
     latencies, timeline = [], []
     first = time.perf_counter()
     alone = in_flight == 1
     for request in in_order(
-        (session.submit_request(InFlightRequest(arrays), here=alone) for _ in range(count)), in_flight
+        (session.submit_request(InFlightRequest(arrays, adapters=held), here=alone) for _ in range(count)), in_flight
     ):
         done, joining = max(served.end for served in request.executions.values()), time.perf_counter()
         session.join(request)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
+from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.blocks import Block
@@ -121,3 +123,28 @@ def test_slots_are_counted(decoder: Path) -> None:
     held = 4 * 16 * sum(slot.inputs + slot.outputs for slot in slotted.analysis.slots)
     assert slotted.ranks[0].memory.weights - plain.ranks[0].memory.weights == held
     assert not any("lm_head" in slot.names[0] for slot in slotted.analysis.slots)
+
+
+def test_no_cut_goes_through_a_slot(tmp_path: Path) -> None:
+    """What crosses is what crosses without slots, and what has no adapter runs the graph that there would be."""
+    b = Block(21)
+    value = b.data("x", (4, WIDTH), ["n", WIDTH])
+    for number in range(LAYERS):
+        with b.scope(f"layers.{number}"):
+            weight = b.weight(
+                f"layers.{number}.up.weight", ir.tensor(b.random(f"{number}", WIDTH, WIDTH).astype(np.float32))
+            )
+            value = b.op("Tanh", b.op("MatMul", value, weight))
+    b.give(value, "y", ["n", WIDTH])
+    save(b.model(), tmp_path / "model.onnx")
+    read = []
+    for slots in (None, 2):
+        request = Request(split_mode="layer", lora_slots=slots)
+        compile_model(plan_model(tmp_path / "model.onnx", f"{LAYERS}xcpu", request), tmp_path / f"slots{slots}")
+        read.append(read_manifest(tmp_path / f"slots{slots}"))
+    plain, slotted = read
+    assert slotted.slots and slotted.cuts == plain.cuts
+    assert [rank.program for rank in slotted.ranks] == [rank.program for rank in plain.ranks]
+    for rank in slotted.ranks:
+        path = tmp_path / "slots2" / rank.engines[0].path
+        assert [value.name for value in onnx.load(path).graph.input] == rank.engines[0].inputs

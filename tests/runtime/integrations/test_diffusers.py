@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,3 +233,76 @@ def export(method: Any, inputs: dict[str, Any], folder: Path) -> None:
     names: dict[str, Any] = {"input_names": list(inputs), "output_names": ["sample"], "dynamic_axes": axes}
     with torch.no_grad():
         torch.onnx.export(Module().eval(), tuple(inputs.values()), str(folder / "model.onnx"), dynamo=False, **names)
+
+
+@pytest.fixture(scope="module")
+def styles(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters as diffusers saves them: for two models, and for the denoiser alone."""
+    pytest.importorskip("peft")
+    from diffusers import StableDiffusionPipeline
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    from models.diffusion import make
+
+    folder = tmp_path_factory.mktemp("styles")
+    for name, rank, modules in (("style", 4, ["to_q", "to_v", "to_out.0"]), ("pose", 3, ["to_k", "ff.net.2"])):
+        pipeline = make("sd")
+        pipeline.unet.add_adapter(LoraConfig(r=rank, target_modules=modules, init_lora_weights=False), name)
+        states = [get_peft_model_state_dict(pipeline.unet, adapter_name=name)]
+        if name == "style":
+            config = LoraConfig(r=rank, target_modules=["q_proj", "fc1"], init_lora_weights=False)
+            pipeline.text_encoder.add_adapter(config, name)
+            states.append(get_peft_model_state_dict(pipeline.text_encoder, adapter_name=name))
+        StableDiffusionPipeline.save_lora_weights(folder / name, *states)
+    return {name: folder / name for name in ("style", "pose")}
+
+
+def test_adapters_are_those_of_diffusers(
+    exported: Callable[[str], Path], styles: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Loaded by the same calls, one and the sum of two, and gone when they are unloaded."""
+    from models.diffusion import make
+
+    request = Request(split_mode="tensor", lora_slots=8)
+    plan = plan_pipeline(exported("sd"), ["te=cpu0,diffusion=cpu0&cpu1,vae=cpu0"], request)
+    compile_pipeline(plan, tmp_path / "package")
+    whole, made = make("sd"), load(tmp_path / "package")
+    plain = draw(made, height=64, width=64)
+
+    def compare(both: bool) -> None:
+        expected = draw(whole, height=64, width=64)
+        assert both == (np.abs(expected - plain).max() > 0.05)
+        np.testing.assert_allclose(draw(made, height=64, width=64), expected, rtol=0, atol=CLOSE)
+
+    for pipeline in (whole, made):
+        pipeline.load_lora_weights(styles["style"], adapter_name="style")
+    compare(True)
+    for pipeline in (whole, made):
+        pipeline.load_lora_weights(styles["pose"], weight_name="pytorch_lora_weights.safetensors", adapter_name="pose")
+        pipeline.set_adapters(["style", "pose"], [0.7, {"unet": 0.4}])
+    assert made.get_list_adapters() == whole.get_list_adapters()
+    assert set(made.get_active_adapters()) == set(whole.get_active_adapters())
+    compare(True)
+    for pipeline in (whole, made):
+        pipeline.delete_adapters("style")
+        pipeline.unload_lora_weights()
+    compare(False)
+    np.testing.assert_array_equal(draw(made, height=64, width=64), plain)
+
+
+def test_adapters_that_are_refused(sd: Path, styles: Mapping[str, Path], tmp_path: Path) -> None:
+    pipeline = load(sd)
+    with pytest.raises(MisuseError, match=r"a part for text_encoder, which has no slots for adapters"):
+        pipeline.load_lora_weights(styles["style"])
+    for call, why in (
+        (lambda: pipeline.load_lora_weights(tmp_path / "none"), "does not exist"),
+        (lambda: pipeline.load_lora_weights({}), "takes a file or a folder"),
+        (lambda: pipeline.load_lora_weights(styles["style"], hotswap=True), "has no option 'hotswap'"),
+        (lambda: pipeline.set_adapters("style"), "no adapter 'style' is loaded: there are none"),
+        (lambda: pipeline.set_adapters(["a", "b"], [1.0]), "2 adapters and 1 weights"),
+        (lambda: pipeline.fuse_lora(), "merge adapters with splitc compile --lora"),
+    ):
+        with pytest.raises(MisuseError, match=why):
+            call()
+    assert pipeline.get_list_adapters() == {} and pipeline.get_active_adapters() == []

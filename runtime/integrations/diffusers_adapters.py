@@ -1,0 +1,158 @@
+"""A pipeline's methods for adapters (LoRA), where its models are sessions with slots. Their names are diffusers'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from splitc.runtime.adapters.adapter import Adapter
+from splitc.runtime.adapters.adapter_files import read_adapter
+from splitc.runtime.adapters.asked import divide
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.session.session import Session
+from splitc.runtime.units import first_few
+
+# Methods that would change weights.
+MERGES = ("fuse_lora", "unfuse_lora", "enable_lora_hotswap")
+Weight = float | Mapping[str, float] | None
+
+
+class PackageAdapters:
+    """What a pipeline on a package does with adapters. `sessions_of` are its models by component."""
+
+    def load_lora_weights(
+        self, source: str | Path, adapter_name: str | None = None, *, weight_name: str | None = None, **options: Any
+    ) -> None:
+        """Load an adapter's file, or a folder's, for each component that it has a part for.
+
+        It takes the place of those that are used, as in diffusers: `set_adapters` uses several. Raises MisuseError for
+        a file that is no adapter or has nothing for this pipeline, for a component without slots, for a name that is
+        taken, and for options that a package has not. Then nothing changes.
+        """
+        if given := [name for name, value in options.items() if value]:
+            raise MisuseError(f"load_lora_weights of a package has no option '{given[0]}'")
+        if not isinstance(source, str | Path):
+            raise MisuseError("load_lora_weights of a package takes a file or a folder: save the tensors to one")
+        sessions = sessions_of(self)
+        name = adapter_name or _new_name(sessions)
+        if any(name in session.adapters for session in sessions.values()):
+            raise MisuseError(f"there is an adapter '{name}': delete_adapters('{name}') first, or take another name")
+        adapter = read_adapter(Path(source) / weight_name if weight_name else source)
+        done: list[Session] = []
+        try:
+            for component, part in _parts(adapter, sessions).items():
+                sessions[component].adapters.add(name, part)
+                done.append(sessions[component])
+        except BaseException:
+            for session in done:
+                session.adapters.unload(name)
+            raise
+        for session in done:
+            session.adapters.use(name)
+
+    def set_adapters(
+        self, adapter_names: str | Sequence[str], adapter_weights: Weight | Sequence[Weight] = None
+    ) -> None:
+        """Use a sum of adapters, each times its weight: 1 if it is None; a mapping has one for each component.
+
+        Raises MisuseError for an adapter that is not loaded, and for weights that are no such numbers.
+        """
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        weights = list(adapter_weights) if isinstance(adapter_weights, Sequence) else [adapter_weights] * len(names)
+        if len(names) != len(weights):
+            raise MisuseError(f"{len(names)} adapters and {len(weights)} weights: give one for each")
+        sessions = sessions_of(self)
+        _need_loaded(names, sessions)
+        sums = {
+            component: {
+                name: _weight(weight, component)
+                for name, weight in zip(names, weights, strict=True)
+                if name in session.adapters
+            }
+            for component, session in sessions.items()
+        }
+        for component, asked in sums.items():
+            sessions[component].adapters.use(asked)
+
+    def unload_lora_weights(self, **_: Any) -> None:
+        """Forget all adapters."""
+        self.delete_adapters(_names(sessions_of(self)))
+
+    def delete_adapters(self, adapter_names: str | Sequence[str]) -> None:
+        """Forget adapters. Raises MisuseError for one that is not loaded."""
+        names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+        sessions = sessions_of(self)
+        _need_loaded(names, sessions)
+        for session in sessions.values():
+            for name in names:
+                if name in session.adapters:
+                    session.adapters.unload(name)
+
+    def get_list_adapters(self) -> dict[str, list[str]]:
+        """The loaded adapters of each component that has any."""
+        return {name: list(session.adapters) for name, session in sessions_of(self).items() if session.adapters}
+
+    def get_active_adapters(self) -> list[str]:
+        """The adapters that are used."""
+        return list(dict.fromkeys(name for session in sessions_of(self).values() for name in session.adapters.used))
+
+    def disable_lora(self) -> None:
+        """Use no adapter until the next `set_adapters`."""
+        for session in sessions_of(self).values():
+            session.adapters.use({})
+
+
+def sessions_of(pipeline: Any) -> dict[str, Session]:
+    """The sessions of a pipeline's models, by component."""
+    parts = {name: getattr(part, "sessions", {}) for name, part in pipeline.components.items()}
+    return {name: sessions["forward"] for name, sessions in parts.items() if "forward" in sessions}
+
+
+def _parts(adapter: Adapter, sessions: Mapping[str, Session]) -> dict[str, Adapter]:
+    """An adapter's part for each component. One that names no models is for the pipeline's denoiser."""
+    parts = divide(adapter)
+    taking = [name for name, session in sessions.items() if session.manifest.slots]
+    if set(parts) == {None}:
+        denoisers = [name for name in sessions if name in ("unet", "transformer")]
+        parts = dict.fromkeys(denoisers or taking, parts[None])
+    named = {name: part for name, part in parts.items() if name is not None}
+    for name in named:
+        if name not in taking:
+            why = "has no slots for adapters: compile with --lora-slots 16" if name in sessions else "is not here"
+            raise MisuseError(f"{adapter.name} has a part for {name}, which {why}")
+    if not named or None in parts:
+        raise MisuseError(
+            f"{adapter.name} has modules of no model of this pipeline: {first_few(list(adapter.updates))}"
+        )
+    return named
+
+
+def _weight(weight: Any, component: str) -> float:
+    own = weight.get(component, 1.0) if isinstance(weight, Mapping) else weight
+    if own is None:
+        return 1.0
+    if not isinstance(own, Real):
+        raise MisuseError(
+            f"an adapter's weight for {component} is one number, not {own!r}: blocks have none of their own"
+        )
+    return float(own)
+
+
+def _names(sessions: Mapping[str, Session]) -> list[str]:
+    return list(dict.fromkeys(name for session in sessions.values() for name in session.adapters))
+
+
+def _need_loaded(names: Sequence[str], sessions: Mapping[str, Session]) -> None:
+    known = _names(sessions)
+    if missing := [name for name in names if name not in known]:
+        raise MisuseError(f"no adapter '{missing[0]}' is loaded: there are {first_few(known) or 'none'}")
+
+
+def _new_name(sessions: Mapping[str, Session]) -> str:
+    """A name such as diffusers gives."""
+    known, number = _names(sessions), 0
+    while f"default_{number}" in known:
+        number += 1
+    return f"default_{number}"

@@ -1,0 +1,105 @@
+"""Ranks hold sums of adapters: they go there once, come again after a failure, and are freed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import EngineError, Session
+from splitc.runtime.adapters.held import HeldSum
+from splitc.runtime.ranks.kept_recordings import Home, KeptRecordings, kind_of
+from splitc.runtime.ranks.request import InFlightRequest
+from tests.conftest import assert_close, decoder_feeds
+from tests.helpers.adapters import random_pairs, write_peft
+
+SIZES = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(4)}
+
+
+@pytest.fixture(scope="module")
+def style(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_peft(tmp_path_factory.mktemp("adapter") / "style", random_pairs(SIZES, 4, size=0.2))
+
+
+def slotted(decoder: Path, folder: Path, mode: str) -> Path:
+    request = Request(split_mode=mode, lora_slots=4)
+    compile_model(plan_model(decoder, "2xcpu", request), folder / mode)
+    return folder / mode
+
+
+def spy_orders(session: Session, monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The names of the arrays of slots that go to the ranks' processes with each request."""
+    wire: Any = session._workers._wire  # type: ignore[union-attr]
+    order, sent = wire.order, list[set[str]]()
+
+    def spied(message: Any, feeds: Any, initial: Any) -> None:
+        sent.append({name for name, _ in initial} & session.manifest.slot_inputs)
+        order(message, feeds, initial)
+
+    monkeypatch.setattr(wire, "order", spied)
+    return sent
+
+
+def test_processes_are_sent_a_sum_once(decoder: Path, style: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    feeds = decoder_feeds(2, 5, 3)
+    with Session(slotted(decoder, tmp_path, "tensor"), ranks="processes") as session:
+        session.adapters.load("style", style)
+        sent = spy_orders(session, monkeypatch)
+        first = session.run(feeds, adapters="style")
+        again = session.run(feeds, adapters="style")
+        with session.start(adapters="style") as sequence:
+            sequence.run({name: feed for name, feed in decoder_feeds(2, 5, 0).items() if "past" not in name})
+        half = session.run(feeds, adapters={"style": 0.5})
+        assert [len(names) for names in sent] == [56, 0, 0, 56]
+        np.testing.assert_array_equal(first["logits"], again["logits"])
+        assert np.abs(first["logits"] - half["logits"]).max() > 1e-2
+        assert len(session._workers._held) == 2  # type: ignore[union-attr]
+        session.adapters.unload("style")
+        del sequence
+        gc.collect()
+        session.run(feeds)
+        assert not session._workers._held  # type: ignore[union-attr]
+
+
+def test_it_comes_again_after_a_failure(decoder: Path, style: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    good = decoder_feeds(2, 5, 3)
+    bad: Mapping[str, Any] = {**good, "input_ids": np.full_like(good["input_ids"], 10**6)}
+    with Session(slotted(decoder, tmp_path, "tensor"), ranks="processes") as session:
+        session.adapters.load("style", style)
+        sent = spy_orders(session, monkeypatch)
+        with pytest.raises(EngineError):
+            session.run(bad, adapters="style")
+        given = session.run(good, adapters="style")
+        assert [len(names) for names in sent] == [56, 56]
+    with Session(tmp_path / "tensor", ranks="threads") as session:
+        session.adapters.load("style", style)
+        assert_close(given, session.run(good, adapters="style"))
+
+
+def test_threads_free_what_nobody_has(decoder: Path, style: Path, tmp_path: Path) -> None:
+    with Session(slotted(decoder, tmp_path, "batch"), ranks="threads") as session:
+        session.adapters.load("style", style)
+        session.run(decoder_feeds(4, 5, 3), adapters="style")
+        ranks = [worker for group in session._workers._replicas for worker in group]  # type: ignore[union-attr]
+        assert [len(rank.computation.adapters) for rank in ranks] == [1, 1]
+        session.adapters.unload("style")
+        gc.collect()
+        session.run(decoder_feeds(4, 5, 3))
+        assert [len(rank.computation.adapters) for rank in ranks] == [0, 0]
+
+
+def test_recordings_are_of_one_sum_and_go_with_it() -> None:
+    """They have the addresses of its arrays in them."""
+    kept, home = KeptRecordings(), Home(-1, ())
+    kinds = [kind_of(InFlightRequest({}, adapters=held), home) for held in (None, HeldSum(3, {}), HeldSum(4, {}))]
+    assert len(set(kinds)) == 3
+    for kind in kinds:
+        kept.keep(home, kind, SimpleNamespace())  # type: ignore[arg-type]
+    kept.drop_adapters(3)
+    assert [kept.pop(home, kind) is not None for kind in kinds] == [True, False, True]
