@@ -219,7 +219,7 @@ class Request:
         kind=list[str],
         read=parse_adapters,
         shown=[],
-        help="Merge an adapter (LoRA), a file or folder, into the weights; repeatable.",
+        help="Merge an adapter (LoRA) into the weights, repeatable.",
         planned=lambda file: tuple((entry.file, entry.scale) for entry in file.lora),
     )
     lora_slots: int | None = request_field(
@@ -228,7 +228,7 @@ class Request:
         metavar="RANK",
         minimum=1,
         kind=int | None,
-        help="Let requests bring adapters, planned for this rank. Default: none.",
+        help="Plan for adapters of requests, of about this rank.",
         planned=lambda file: file.lora_slots,
     )
     trust_external_data: bool = request_field(
