@@ -108,6 +108,16 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._sum.cache_clear()
 
     @property
+    def notes(self) -> list[str]:
+        """For the user: what adapters have no slot for."""
+        left = {name: adapter.unmatched for name, adapter in self._loaded.items() if adapter.unmatched}
+        return [
+            f"the adapter '{name}' is used in part: {len(why)} of its {len(why) + len(self[name].arrays)} layers have "
+            f"no slot here, such as {next(iter(why))}: {next(iter(why.values()))}"
+            for name, why in left.items()
+        ]
+
+    @property
     def used(self) -> Mapping[str, float]:
         """The sum that is used in all requests that do not say."""
         return dict(self._used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -51,6 +52,9 @@ class PackageAdapters:
             raise
         for session in done:
             session.adapters.use(name)
+            for note in session.adapters.notes:
+                if f"'{name}'" in note:
+                    warnings.warn(note, stacklevel=2)
 
     def set_adapters(
         self, adapter_names: str | Sequence[str], adapter_weights: Weight | Sequence[Weight] = None

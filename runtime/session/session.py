@@ -170,8 +170,8 @@ class Session(Requests, Listed):
 
     @property
     def notes(self) -> list[str]:
-        """Messages for the user about engines and replay."""
-        return self._workers.notes
+        """Messages for the user about adapters, engines and replay."""
+        return [*self.adapters.notes, *self._workers.notes]
 
     def device_memory(self) -> list[RankMemory]:
         """The memory of the ranks' GPUs since the session began, and the predictions; empty for CPU devices."""

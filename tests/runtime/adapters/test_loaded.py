@@ -204,3 +204,12 @@ def test_modules_have_adapters_of_their_own(
             assert_close(modules["unet"].run(feeds, adapters={}), expected["none"])
     with pytest.raises(MisuseError, match="which module the adapter is for, as in text_encoder=FILE: text_"):
         Pipeline(package, adapters=[(str(files["style"]), 1.0)])
+
+
+def test_what_has_no_slot_is_noted(slotted: Callable[[str], Path], tmp_path: Path) -> None:
+    more = {**SIZES, "model.layers.0.self_attn.other": (64, 64)}
+    style = write_peft(tmp_path / "style", random_pairs(more, 4, size=0.1))
+    with Session(slotted("layer"), adapters=[(str(style), 1.0)]) as session:
+        (note,) = session.notes
+        assert f"'{style}' is used in part: 1 of its {len(more)} layers have no slot here, such as" in note
+        assert "model.layers.0.self_attn.other: no layer has its name" in note
