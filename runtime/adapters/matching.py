@@ -72,10 +72,14 @@ def need_matches(adapter: Adapter, matches: Matches, layers: Sequence[Layer]) ->
 
 @dataclass(frozen=True)
 class _Name:
-    """A name as words. The last `own` of them are the module's own name, the others its scopes; 0: it is not known."""
+    """A name as words. The last `own` of them are the module's own name, the others its scopes; 0: it is not known.
+
+    `starts` are where scopes begin, in words from the end.
+    """
 
     words: tuple[str, ...]
     own: int
+    starts: frozenset[int] = frozenset()
 
 
 def _name(text: str) -> _Name:
@@ -85,7 +89,8 @@ def _name(text: str) -> _Name:
         text = re.sub(r"^lora_(unet|transformer|te\d?)_", "", text)
         return _Name(_words(text), 0)
     own = next((number for number, part in enumerate(reversed(parts), 1) if not part.isdecimal()), len(parts))
-    return _Name(_words(".".join(parts)), len(_words(".".join(parts[-own:]))))
+    starts = frozenset(len(_words(".".join(parts[number:]))) for number in range(len(parts)))
+    return _Name(_words(".".join(parts)), len(_words(".".join(parts[-own:]))), starts)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -93,7 +98,9 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _agreement(module: _Name, layer: _Name) -> int:
-    """How many words two names have in common from their ends; 0 if they name different modules.
+    """How much two names have in common from their ends: twice the words, and 1 more for whole scopes.
+
+    So `transformer_blocks.0.to_q` is not `single_transformer_blocks.0.to_q`. 0 if they name different modules.
 
     The modules' own names are the same, and all numbers: but for one name with a number that is all of the other's end,
     since scopes may lie around a model. Where it is not known which words are the own name, one name is that as well.
@@ -109,7 +116,8 @@ def _agreement(module: _Name, layer: _Name) -> int:
         return 0
     numbers = [[word for word in name.words if word.isdecimal()] for name in (module, layer)]
     same = numbers[0] == numbers[1] or (is_end and any(map(str.isdecimal, shared)))
-    return common if same and any(map(str.isalpha, shared)) else 0
+    whole = all(not name.starts or common in name.starts for name in (module, layer))
+    return 2 * common + whole if same and any(map(str.isalpha, shared)) else 0
 
 
 def _fits(update: LowRank, layer: Layer) -> bool:

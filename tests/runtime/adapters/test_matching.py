@@ -95,3 +95,18 @@ def test_an_adapter_of_another_model() -> None:
     other = adapter("h.0.c_attn")
     with pytest.raises(MisuseError, match=r"another model's: 'h.0.c_attn': no layer .*q_proj"):
         need_matches(other, match(other, DECODER), DECODER)
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("base_model.model.transformer_blocks.0.attn.to_q", 0),
+        ("transformer.single_transformer_blocks.0.attn.to_q", 1),
+        ("lora_transformer_transformer_blocks_0_attn_to_q", 0),
+        ("lora_transformer_single_transformer_blocks_0_attn_to_q", 1),
+    ],
+)
+def test_a_scope_is_not_the_end_of_another_ones_name(module: str, number: int) -> None:
+    """As in Flux, which has both kinds of blocks."""
+    known = layers(*(f"m.{kind}transformer_blocks.0.attn.to_q" for kind in ("", "single_")))
+    assert list(match(adapter(module), known).updates) == [number]
