@@ -227,7 +227,7 @@ def _write_rank(
         )
         for entry, group, graph in zip(entries, groups, program.graphs, strict=True)
     ]
-    plain = [without_slots(graph) if plan.analysis.slots else None for graph in program.graphs]
+    plain = _without_slots(plan, program.graphs)
     overrides: dict[str, m.Override] = {}
     if find_kind(plan.engine).is_built:
         parts = zip(entries, program.sizes, strict=True)
@@ -239,12 +239,6 @@ def _write_rank(
             if one is not None:
                 make_overridable(one)
                 need_slots(graph, slots)
-    for one, graph in zip(plain, program.graphs, strict=True):
-        if one is not None and sum(map(communicates, one)) != sum(map(communicates, graph)):
-            raise CannotSplitError(
-                "the slots for adapters need collectives of their own in this split: use another --split-mode, or "
-                "leave out --lora-slots and merge adapters with --lora"
-            )
     graphs = {path: one or graph for path, one, graph in zip(paths, plain, program.graphs, strict=True)}
     adapted = {_adapted(path): graph for path, one, graph in zip(paths, plain, program.graphs, strict=True) if one}
     weights = write_graphs({**graphs, **adapted}, plan.analysis.graph.model, writer, link, known)
@@ -259,6 +253,21 @@ def _write_rank(
             for entry, (path, graph) in pairs
         ]
     return _Written(rank_entry(rank, program, entries, list(overrides.values())), weights)
+
+
+def _without_slots(plan: Plan, graphs: Sequence[ir.Graph]) -> list[ir.Graph | None]:
+    """Each of a rank's graphs without slots; None for one that has none.
+
+    Raises CannotSplitError where slots are reduced by themselves.
+    """
+    plain = [without_slots(graph) if plan.analysis.slots else None for graph in graphs]
+    for one, graph in zip(plain, graphs, strict=True):
+        if one is not None and sum(map(communicates, one)) != sum(map(communicates, graph)):
+            raise CannotSplitError(
+                "the slots for adapters need collectives of their own in this split: use another --split-mode, or "
+                "leave out --lora-slots and merge adapters with --lora"
+            )
+    return plain
 
 
 def _adapted(path: Path) -> Path:

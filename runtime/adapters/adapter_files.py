@@ -60,7 +60,7 @@ def read_adapter(path: str | Path) -> Adapter:
 
     Raises MisuseError for a file that is damaged, of another kind, or lacks one of two matrices.
     """
-    file = _find_file(Path(path))
+    file = find_file(Path(path))
     if file.suffix == ".onnx_adapter":
         return _of_onnx(file)
     if file.suffix != ".safetensors":
@@ -69,7 +69,8 @@ def read_adapter(path: str | Path) -> Adapter:
     return Adapter(str(path), _pair(file, stored, _find_scaling(file, metadata)))
 
 
-def _find_file(path: Path) -> Path:
+def find_file(path: Path) -> Path:
+    """The file of an adapter that is named by it or by its folder. Raises MisuseError if there is none."""
     if path.is_dir():
         there = [path / name for name in FILES if (path / name).is_file()]
         if not there:

@@ -33,6 +33,14 @@ def parse_adapters(texts: Sequence[str]) -> tuple[tuple[str, float], ...]:
     return tuple(asked)
 
 
+def read_names(text: str) -> dict[str, float] | None:
+    """The adapters that a client's request names, as in `style` or `style:0.8,pose:0.3`; None if it names none.
+
+    Raises MisuseError as `parse_adapters`.
+    """
+    return dict(parse_adapters([part.strip() for part in text.split(",")])) if text else None
+
+
 def open_adapter(text: str) -> Adapter:
     """The adapter of a file or folder. With a model's name before it, as in `unet=FILE`, its part for this model.
 
@@ -55,6 +63,20 @@ def divide(adapter: Adapter) -> dict[str | None, Adapter]:
     for module, update in adapter.updates.items():
         parts.setdefault(_part_of(module), {})[module] = update
     return {name: Adapter(adapter.name, updates) for name, updates in parts.items()}
+
+
+def by_module(asked: Sequence[tuple[str, float]], names: Sequence[str]) -> dict[str, list[tuple[str, float]]]:
+    """The adapters of each of a package's modules, whose name stands before the file.
+
+    Raises MisuseError for a file with no such name.
+    """
+    own: dict[str, list[tuple[str, float]]] = {name: [] for name in names}
+    for text, strength in asked:
+        module = text.partition("=")[0]
+        if module not in own:
+            raise MisuseError(f"{text}: say which module the adapter is for, as in {names[0]}=FILE: {', '.join(names)}")
+        own[module].append((text, strength))
+    return own
 
 
 def _part_of(module: str) -> str | None:

@@ -155,17 +155,17 @@ class Adapters(Mapping[str, LoadedAdapter]):
         Ranks forget it when no request, no sequence and no session has it any more.
         """
         adapters = [(self._loaded[name], times) for name, times in asked]
-        ranks = [sum(each.rank(number) for each, _ in adapters) for number in range(len(self._slots))]
+        ranks = [sum(adapter.rank(number) for adapter, _ in adapters) for number in range(len(self._slots))]
         rank, feeds = padded_rank(max(ranks)), {}
         for number, slot in enumerate(self._slots):
             a, b = feeds[slot.a.name], feeds[slot.b.name] = _zeros(slot.a, rank), _zeros(slot.b, rank)
             a, b = _rows(slot, a, b)
             start = 0
-            for each, times in adapters:
-                if number in each.arrays:
-                    stop = start + each.rank(number)
-                    a[start:stop], b[start:stop] = each.arrays[number]
-                    b[start:stop] *= np.asarray(times * each.scale, b.dtype)
+            for adapter, times in adapters:
+                if number in adapter.arrays:
+                    stop = start + adapter.rank(number)
+                    a[start:stop], b[start:stop] = adapter.arrays[number]
+                    b[start:stop] *= np.asarray(times * adapter.scale, b.dtype)
                     start = stop
         made = HeldSum(next(self._numbers), feeds)
         weakref.finalize(made, self._dropped.append, made.number).atexit = False

@@ -14,6 +14,7 @@ from splitc.runtime.cli.options import is_given, with_options
 from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.package.pipeline_file import read_pipeline
 from splitc.runtime.serving.genai_folder import export_genai
 from splitc.runtime.serving.mlserver_folder import export_mlserver
 from splitc.runtime.serving.serving_file import Serving
@@ -21,7 +22,7 @@ from splitc.runtime.serving.triton_ensemble import export_ensemble
 from splitc.runtime.serving.triton_plans import export_plans
 from splitc.runtime.serving.triton_repository import MOST_ROWS, export_triton
 
-_SESSION = {"name", "sequences", "capacity", "idle", "device", "threads", "ranks", "in_flight"}
+_SESSION = {"name", "sequences", "capacity", "idle", "device", "threads", "ranks", "in_flight", "adapter"}
 # The servers, and the options that say something to some of them only.
 SERVERS = {
     "triton": {*_SESSION, "batch"},
@@ -58,7 +59,16 @@ def _serving(
     device: list[str] = DEVICE,
     threads: int | None = THREADS,
     ranks: str | None = RANKS,
+    adapter: list[str] = typer.Option(
+        [],
+        "--adapter",
+        metavar="NAME=FILE",
+        help="An adapter (LoRA) that requests may ask for by their parameter 'adapter', repeatable.",
+    ),
 ) -> Serving:
+    for text in adapter:
+        if not text.partition("=")[2]:
+            raise MisuseError(f"--adapter {text}: give it a name, as in --adapter style={text}")
     return Serving(
         "package",
         idle_seconds=idle,
@@ -67,6 +77,7 @@ def _serving(
         threads=threads,
         in_flight=in_flight,
         ranks=ranks,
+        adapters={text.partition("=")[0]: text.partition("=")[2] for text in adapter},
     )
 
 
@@ -108,6 +119,8 @@ def export(
 ) -> None:
     """Write a package in the form that another project's server loads. Its files are hard links."""
     _check_options(context, server)
+    if serving.adapters and module is None and read_pipeline(package) is not None:
+        raise MisuseError("--adapter is for one model: name it by --module")
     own: dict[str, Any] = {"module": module, "name": name, "sequences": sequences}
     with shown_bars():
         if ensemble:

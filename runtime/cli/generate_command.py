@@ -143,9 +143,7 @@ def _generate_with_modules(
     is_given = given.prompt is not None or given.prompt_ids is not None
     ids = _read_prompt(result, given) if is_given else None
     speech = {"sound": given.audio, "language": given.language, "task": given.task}
-    opening = {key: value for key, value in load.keywords.items() if key not in ("module", "devices", "adapters")}
-    if load.keywords["adapters"]:
-        raise MisuseError("--adapter is for one model: name it by --module")
+    opening = {key: value for key, value in load.keywords.items() if key not in ("module", "devices")}
     with ExitStack() as stack:
         with shown_bars():
             modules = stack.enter_context(Pipeline(package, **opening))

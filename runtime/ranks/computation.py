@@ -118,11 +118,12 @@ class Computation:
         into: dict[str, Any] = {}
 
         def feeds() -> dict[str, Any]:
+            held = self._hold(request.adapters)  # first: whatever else fails, the next request finds them
             fed = {name: states[name] if name in states else upload(name) for name in self.rank.inputs}
             fed.update(
                 {value: upload(value) for value, override in self._overrides.items() if override.input in request.feeds}
             )
-            fed.update(self._hold(request.adapters))
+            fed.update(held)
             if request.in_place:
                 into.update({state.output: fed[name] for name, state in self._in_place.items()})
             return fed

@@ -93,16 +93,11 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
             communicators[group] = collectives.create_communicator(group, backend.uses_operators)
         source = setup.package / file.source if file.source is not None else None
         path, weights = setup.package / file.path, file.weights if is_whole else None
-        load = partial(
-            backend.load,
-            source=source,
-            sizes_only=file.sizes_only,
-            communicator=communicators.get(group),
-            attends=file.attends,
-        )
-        engine = load(path, weights=weights)
+        how = source, file.sizes_only, communicators.get(group)
+        engine = backend.load(path, *how, weights, file.attends)
         if file.adapted is not None:
-            engine = AdaptedEngine(engine, partial(load, setup.package / file.adapted), slots)
+            load = partial(backend.load, setup.package / file.adapted, *how, None, file.attends)
+            engine = AdaptedEngine(engine, load, slots)
         engines.append(engine)
     for communicator in communicators.values():
         communicator.connect()

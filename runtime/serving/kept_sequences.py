@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
+from splitc.runtime.adapters.asked import read_names
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import EngineError, FeedError, MisuseError
 from splitc.runtime.requests.sequence import StateSequence
@@ -28,9 +29,10 @@ class SequenceStep:
 
 @dataclass
 class _Kept:
-    """A sequence, its waiting requests, and when the last one ended. `working` says whether one runs."""
+    """A sequence, its adapters, its waiting requests, and when the last one ended. `working` says whether one runs."""
 
     sequence: StateSequence
+    adapter: str
     waiting: deque[tuple[Mapping[str, Array], bool, Answer]] = field(default_factory=deque)
     working: bool = False
     used: float = field(default_factory=time.monotonic)
@@ -56,19 +58,23 @@ class KeptSequences:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def submit(self, step: SequenceStep, feeds: Mapping[str, Array]) -> Answer:
+    def submit(self, step: SequenceStep, feeds: Mapping[str, Array], adapter: str = "") -> Answer:
         """Run a request of a sequence after the earlier ones. The arrays must not change meanwhile.
 
-        Raises FeedError for a sequence that has not begun, MisuseError if too many are open.
+        Raises FeedError for a sequence that has not begun, MisuseError if too many are open, and for another `adapter`
+        than the sequence began with.
         """
         answer: Answer = Future()
         with self._lock:
-            kept = self._begin(step.id) if step.start else self._kept.get(step.id)
+            kept = self._begin(step.id, adapter) if step.start else self._kept.get(step.id)
             if kept is None:
                 raise FeedError(
                     f"sequence {step.id} is not open: mark its first request as the start. It may have ended by a "
                     f"failure, or after {self._idle:g} s without a request"
                 )
+            if adapter not in ("", kept.adapter):
+                began = f"'{kept.adapter}'" if kept.adapter else "none"
+                raise MisuseError(f"sequence {step.id} began with the adapter {began}, and keeps it: not '{adapter}'")
             kept.waiting.append((feeds, step.end, answer))
             if step.end:
                 del self._kept[step.id]
@@ -77,13 +83,14 @@ class KeptSequences:
                 self._pool.submit(self._work, step.id, kept)
         return answer
 
-    def _begin(self, key: int | str) -> _Kept:
+    def _begin(self, key: int | str, adapter: str) -> _Kept:
         """A new sequence, which replaces one with the same id."""
         if (before := self._kept.pop(key, None)) is not None:
             self._drop(before)
         if self._most is not None and len(self._kept) >= self._most:
             raise MisuseError(f"{self._most} sequences are open, the limit (most_sequences): end one of them")
-        kept = self._kept[key] = _Kept(self._session.start(self._capacity))
+        sequence = self._session.start(self._capacity, adapters=read_names(adapter))
+        kept = self._kept[key] = _Kept(sequence, adapter)
         return kept
 
     def _drop(self, kept: _Kept) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from splitc.runtime.files.written import indented, written_whole
 from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.serving.interface import find_interface, public_form
-from splitc.runtime.serving.served_folders import find_packages, link_package, new_models
+from splitc.runtime.serving.served_folders import find_packages, link_adapters, link_package, new_models
 from splitc.runtime.serving.serving_file import FILE_NAME, Serving, write_serving
 
 MODEL = "splitc.runtime.serving.mlserver_model.SplitcModel"
@@ -50,7 +52,8 @@ def _write_model(folder: Path, name: str, package: Path, manifest: Manifest, ser
         "parameters": {"uri": f"./{FILE_NAME}"},
     }
     link_package(package, manifest, folder / serving.package)
-    write_serving(folder, serving)
+    linked = link_adapters(serving.adapters, manifest, folder)
+    write_serving(folder, msgspec.structs.replace(serving, adapters=linked))
     _write_json(folder / "model-settings.json", settings)
 
 

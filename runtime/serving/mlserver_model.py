@@ -39,7 +39,9 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
     async def predict(self, payload: types.InferenceRequest) -> types.InferenceResponse:
         """Answer a request."""
         request = ServedRequest(
-            {tensor.name: _read(tensor) for tensor in payload.inputs}, _find_step(payload.parameters)
+            {tensor.name: _read(tensor) for tensor in payload.inputs},
+            _find_step(payload.parameters),
+            str(getattr(payload.parameters, "adapter", "")),
         )
         loop = asyncio.get_running_loop()
         try:

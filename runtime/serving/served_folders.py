@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from splitc.runtime.adapters.adapter_files import find_file
+from splitc.runtime.adapters.loaded import Adapters
+from splitc.runtime.adapters.peft_config import CONFIG
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import link_file
 from splitc.runtime.package.manifest import Manifest
@@ -67,6 +73,25 @@ def new_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def link_adapters(adapters: Mapping[str, str], manifest: Manifest, folder: Path) -> dict[str, str]:
+    """Put adapters beside a package in the folder, with PEFT's config. Returns their files, relative to the folder.
+
+    Raises MisuseError as `Adapters.load`, and for a name that a request can't give.
+    """
+    known, linked = Adapters(manifest.slots, itertools.count(), deque()), {}
+    for name, text in adapters.items():
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise MisuseError(f"{name!r} can't be an adapter's name: it has letters, digits, dots and hyphens")
+        known.load(name, text)
+        file = find_file(Path(text))
+        place = folder / "adapters" / name
+        place.mkdir(parents=True)
+        for source in filter(Path.is_file, (file, file.with_name(CONFIG))):
+            link_file(source, place / source.name)
+        linked[name] = f"adapters/{name}/{file.name}"
+    return linked
 
 
 def link_package(package: Path, manifest: Manifest, target: Path) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitc.runtime.adapters.asked import read_names
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import FeedError, MisuseError, SplitcError
 from splitc.runtime.feeds.on_gpu import is_on_gpu
@@ -24,11 +25,13 @@ from splitc.runtime.threads.executor import Executor
 class ServedRequest:
     """A client's request: arrays by name, which do not change meanwhile, and the sequence that it belongs to.
 
-    Arrays are numpy's, or CuPy's if they are on a GPU.
+    Arrays are numpy's, or CuPy's if they are on a GPU. `adapter` names adapters of the export, as in `style` or
+    `style:0.8,pose:0.3`: their sum. A sequence has those of its first request.
     """
 
     feeds: Mapping[str, Array]
     step: SequenceStep | None = None
+    adapter: str = ""
 
 
 class ServedPackage:
@@ -63,6 +66,8 @@ class ServedPackage:
             cuda_graphs=serving.cuda_graphs,
             host_code=serving.host_code,
         )
+        for name, path in serving.adapters.items():
+            session.adapters.load(name, self._folder / path)
         # As many threads as there can be requests in flight: each waits for its request, and passes on the answer.
         self._pool = Executor(session.in_flight, "splitc serves")
         self._places = threading.BoundedSemaphore(session.in_flight)
@@ -99,7 +104,9 @@ class ServedPackage:
                 answers[number].set_exception(
                     MisuseError("this model has no sequences: leave out the id, or export it with --sequences")
                 )
-        self._submit_alike([self._shaped(requests[n].feeds) for n in good], [answers[n] for n in good])
+        for adapter in dict.fromkeys(requests[n].adapter for n in good):
+            own = [n for n in good if requests[n].adapter == adapter]
+            self._submit_alike([self._shaped(requests[n].feeds) for n in own], [answers[n] for n in own], adapter)
         return answers
 
     def _need_session(self) -> None:
@@ -113,14 +120,15 @@ class ServedPackage:
                 with self._waits.loading():
                     self._session, self._sequences = self._open()
 
-    def _submit_alike(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer]) -> None:
-        """Start requests, batched if that is possible."""
+    def _submit_alike(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer], adapter: str) -> None:
+        """Start requests that have the same adapters, batched if that is possible."""
         groups = group_alike(feeds) if self._joins else [[number] for number in range(len(feeds))]
         for group in groups:
             places = self._places
             places.acquire()
             try:
-                work = self._pool.submit(self._serve, [feeds[n] for n in group], [answers[n] for n in group])
+                own = [feeds[n] for n in group], [answers[n] for n in group]
+                work = self._pool.submit(self._serve, *own, adapter)
             except Exception as error:  # there are too many threads, or another client has this session opened again
                 places.release()
                 for number in group:
@@ -132,13 +140,13 @@ class ServedPackage:
         try:
             if request.step is None:
                 raise MisuseError("this model's requests are sequences: give each an id, and mark its first request")
-            return sequences.submit(request.step, self._shaped(request.feeds))
+            return sequences.submit(request.step, self._shaped(request.feeds), request.adapter)
         except Exception as error:  # whoever waits for the answer gets it
             failed: Answer = Future()
             failed.set_exception(error)
             return failed
 
-    def _serve(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer]) -> None:
+    def _serve(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer], adapter: str) -> None:
         """Run requests as one batch, and if that fails one by one, so that only the faulty ones fail."""
         asked = [
             (request, answer)
@@ -148,7 +156,7 @@ class ServedPackage:
         if len(asked) > 1:
             try:
                 joined, starts = join_rows([request for request, _ in asked])
-                parts = part_rows(self._run(joined), starts)
+                parts = part_rows(self._run(joined, adapter), starts)
             except Exception:  # each finds its own error below
                 pass
             else:
@@ -157,16 +165,16 @@ class ServedPackage:
                 return
         for request, answer in asked:
             try:
-                outputs = self._run(request)
+                outputs = self._run(request, adapter)
             except BaseException as error:  # whoever waits for the answer gets it
                 answer.set_exception(error)
             else:
                 answer.set_result(outputs)
 
-    def _run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    def _run(self, feeds: Mapping[str, Array], adapter: str) -> dict[str, Array]:
         """The outputs: on the ranks' GPUs if a feed is on a GPU, and if that is possible."""
         on_device = self._session.device_arrays.possible and any(map(is_on_gpu, feeds.values()))
-        return self._session.run(feeds, on_device=on_device)
+        return self._session.run(feeds, on_device=on_device, adapters=read_names(adapter))
 
     def _shaped(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """The feeds, with scalars in place of arrays of one element."""

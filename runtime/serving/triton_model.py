@@ -6,6 +6,7 @@ flight, and a client needs no streaming protocol.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -49,12 +50,13 @@ class TritonPythonModel:
         """The request's arrays, which are views of the server's memory: the host's, or a GPU's."""
         tensors = {name: triton.get_input_tensor_by_name(request, name) for name in self._inputs}
         feeds = {name: _array(tensor) for name, tensor in tensors.items() if tensor is not None}
+        adapter = str(json.loads(request.parameters() or "{}").get("adapter", ""))
         if not (sequence := request.correlation_id()):
-            return ServedRequest(feeds)
+            return ServedRequest(feeds, adapter=adapter)
         flags = request.flags()
         start = bool(flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
         end = bool(flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
-        return ServedRequest(feeds, SequenceStep(sequence, start, end))
+        return ServedRequest(feeds, SequenceStep(sequence, start, end), adapter)
 
     def _answer_later(self, request: Any, answer: Answer) -> None:
         """Send the answer from another thread, so that no request waits for its copy to the server's memory."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.requests.device_arrays import DeviceArrays
 from splitc.runtime.requests.rank_kinds import choose_ranks
 from splitc.runtime.serving.interface import find_interface, find_rows
-from splitc.runtime.serving.served_folders import find_packages, link_package, new_models
+from splitc.runtime.serving.served_folders import find_packages, link_adapters, link_package, new_models
 from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.serving.triton_config import model_config
 from splitc.runtime.session.session import choose_devices
@@ -61,7 +63,8 @@ def _write_model(
     version = folder / "1"
     version.mkdir()
     link_package(package, manifest, version / serving.package)
-    write_serving(version, serving)
+    linked = link_adapters(serving.adapters, manifest, version)
+    write_serving(version, msgspec.structs.replace(serving, adapters=linked))
     (version / "model.py").write_text(MODEL, encoding="utf-8")
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from splitc.runtime.adapters.asked import by_module
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.listing import Listed, Listing
 from splitc.runtime.generate.recipe import generate_text
@@ -29,9 +30,10 @@ class Pipeline(Listed, Mapping[str, Session]):
         with Pipeline("package") as pipeline:
             latents = pipeline["transformer"].run({"hidden_states": noise})
 
-    `options` are those of all sessions, and `own` those of single modules, by name. Files that travel with the models
-    are in the folder `package`, where they were in the models' folder. Raises as Session does, and MisuseError for the
-    package of one model, or a module that is not there.
+    `options` are those of all sessions, and `own` those of single modules, by name. `adapters` are files as
+    `unet=style.safetensors`, each with a number: their sum is in all requests of this module. Files that travel with
+    the models are in the folder `package`, where they were in the models' folder. Raises as Session does, and
+    MisuseError for the package of one model, or a module that is not there.
 
     With `swap`, modules work in turn: those that are not at work give the memory of their weights to the one that is,
     and its requests wait until those of others have ended. Default: as the package was planned.
@@ -58,7 +60,8 @@ class Pipeline(Listed, Mapping[str, Session]):
         if strange := sorted(own.keys() - set(names)):
             raise MisuseError(f"{package} has no module '{strange[0]}': there are {', '.join(names)}")
         _need_no_mpi(options.get("ranks"), len(names))
-        asked = {name: {**options, **own.get(name, {})} for name in names}
+        adapters = by_module(options.pop("adapters", ()), names)
+        asked = {name: {**options, "adapters": adapters[name], **own.get(name, {})} for name in names}
         folders = {name: find_module(self.package, name) for name in names}
         manifests = {name: read_manifest(folder) for name, folder in folders.items()}
         devices = {name: choose_devices(manifests[name], asked[name].get("devices")) for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,7 @@ class InferenceRequest:
     wanted: Sequence[str]
     id: int = 0
     marks: int = 0
+    adapter: str = ""
     responses: list[InferenceResponse] = field(default_factory=list)
     answered: threading.Event = field(default_factory=threading.Event)
 
@@ -88,6 +90,10 @@ class InferenceRequest:
     def flags(self) -> int:
         """Whether it begins or ends a sequence."""
         return self.marks
+
+    def parameters(self) -> str:
+        """The client's own parameters."""
+        return json.dumps({"adapter": self.adapter, "other": 1} if self.adapter else {})
 
     def requested_output_names(self) -> Sequence[str]:
         """The outputs that the client wants."""

@@ -18,6 +18,7 @@ from splitc.runtime.ranks.kept_recordings import Home, KeptRecordings, kind_of
 from splitc.runtime.ranks.request import InFlightRequest
 from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
+from tests.helpers.workers import workers_of
 
 SIZES = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(4)}
 
@@ -82,11 +83,41 @@ def test_it_comes_again_after_a_failure(decoder: Path, style: Path, tmp_path: Pa
         assert_close(given, session.run(good, adapters="style"))
 
 
+def test_rank_that_has_not_got_a_sum_gets_it_with_the_next_request(
+    decoder: Path, style: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it could not put the arrays on its device, or the request that had them failed before."""
+    feeds = decoder_feeds(2, 5, 3)
+    with Session(slotted(decoder, tmp_path, "tensor"), ranks="threads") as session:
+        session.adapters.load("style", style)
+        expected = session.run(feeds, adapters={"style": 0.5})
+        with monkeypatch.context() as patch:
+            patch.setattr(workers_of(session)[1].backend, "upload", fail)
+            with pytest.raises(EngineError, match="no memory"):
+                session.run(feeds, adapters="style")
+        assert [len(rank.computation.adapters) for rank in workers_of(session)] == [2, 1]
+        whole = session.run(feeds, adapters="style")
+    with Session(tmp_path / "tensor", ranks="processes") as session:
+        session.adapters.load("style", style)
+        assert_close(session.run(feeds, adapters={"style": 0.5}), expected)
+        held = session.adapters.sum("style")
+        assert held is not None
+        session._workers._held.add(held.number)  # type: ignore[union-attr]  # as if a rank had failed to take it
+        with pytest.raises(EngineError, match="did not reach this rank"):
+            session.run(feeds, adapters="style")
+        assert_close(session.run(feeds, adapters="style"), whole)
+        assert_close(session.run(feeds, adapters={"style": 0.5}), expected)
+
+
+def fail(*_: Any) -> Any:
+    raise EngineError("no memory")
+
+
 def test_threads_free_what_nobody_has(decoder: Path, style: Path, tmp_path: Path) -> None:
     with Session(slotted(decoder, tmp_path, "batch"), ranks="threads") as session:
         session.adapters.load("style", style)
         session.run(decoder_feeds(4, 5, 3), adapters="style")
-        ranks = [worker for group in session._workers._replicas for worker in group]  # type: ignore[union-attr]
+        ranks = workers_of(session)
         assert [len(rank.computation.adapters) for rank in ranks] == [1, 1]
         session.adapters.unload("style")
         gc.collect()

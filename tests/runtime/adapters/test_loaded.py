@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.runtime import MisuseError, Session
+from splitc.runtime import MisuseError, Pipeline, Session
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.package.manifest import Slot, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
@@ -20,6 +20,7 @@ from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import product, random_pairs, write_kohya, write_peft
 from tests.helpers.command import SCRIPT, splitc
 from tests.helpers.mpi import MPIS
+from tests.helpers.packages import write_modules
 
 ATTENTION = {"self_attn.q_proj": (64, 64), "self_attn.o_proj": (64, 64)}
 PARTS = {**ATTENTION, "mlp.up_proj": (64, 160), "mlp.down_proj": (160, 64)}
@@ -214,3 +215,21 @@ def test_under_mpi(
     assert process.returncode == 0, said
     with np.load(tmp_path / "out.npz") as outputs:
         np.testing.assert_allclose(outputs["logits"], expected["style"]["logits"], rtol=1e-3, atol=1e-4)
+
+
+def test_modules_have_adapters_of_their_own(
+    slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], tmp_path: Path
+) -> None:
+    """Some swap, so that modules work in turn."""
+    package = write_modules(tmp_path / "modules", {"text_encoder": slotted("layer"), "unet": slotted("tensor")})
+    feeds = decoder_feeds(2, 5, 3)
+    asked = [(f"unet={files['style']}", 0.5), (f"unet={files['pose']}", -0.25)]
+    for swap in (False, True):
+        with Pipeline(package, swap=swap, adapters=asked) as modules:
+            assert_close(modules["text_encoder"].run(feeds), expected["none"])
+            assert_close(modules["unet"].run(feeds), expected["both"])
+            modules["text_encoder"].adapters.load("style", files["style"])
+            assert_close(modules["text_encoder"].run(feeds, adapters="style"), expected["style"])
+            assert_close(modules["unet"].run(feeds, adapters={}), expected["none"])
+    with pytest.raises(MisuseError, match="which module the adapter is for, as in text_encoder=FILE: text_"):
+        Pipeline(package, adapters=[(str(files["style"]), 1.0)])

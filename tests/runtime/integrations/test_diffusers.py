@@ -295,14 +295,15 @@ def test_adapters_that_are_refused(sd: Path, styles: Mapping[str, Path], tmp_pat
     pipeline = load(sd)
     with pytest.raises(MisuseError, match=r"a part for text_encoder, which has no slots for adapters"):
         pipeline.load_lora_weights(styles["style"])
-    for call, why in (
+    calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: pipeline.load_lora_weights(tmp_path / "none"), "does not exist"),
         (lambda: pipeline.load_lora_weights({}), "takes a file or a folder"),
         (lambda: pipeline.load_lora_weights(styles["style"], hotswap=True), "has no option 'hotswap'"),
         (lambda: pipeline.set_adapters("style"), "no adapter 'style' is loaded: there are none"),
         (lambda: pipeline.set_adapters(["a", "b"], [1.0]), "2 adapters and 1 weights"),
         (lambda: pipeline.fuse_lora(), "merge adapters with splitc compile --lora"),
-    ):
+    ]
+    for call, why in calls:
         with pytest.raises(MisuseError, match=why):
             call()
     assert pipeline.get_list_adapters() == {} and pipeline.get_active_adapters() == []

@@ -47,7 +47,7 @@ def test_request_that_only_some_ranks_get_is_no_request_that_fails_alone() -> No
     post = Noted(full=2)
     wire = MpiWire(cast("Messenger", post), [0, 0, 0], OwnControl(), spin=0.0)
     with pytest.raises(HandOverError, match="rank 2 could not be given a request: MemoryError"):
-        wire.order(Order(0, None, 0, {}, None, False, None, 0, ()), [], [])
+        wire.order(Order(0, None, 0, {}, None, False, None, 0, None, ()), [], [])
     assert [rank for rank, _ in post.sent] == [1]
 
 

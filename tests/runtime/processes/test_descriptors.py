@@ -137,7 +137,7 @@ def test_buffers_of_ranks_go_back_with_the_next_request_if_one_can_not_be_writte
     ours, theirs = (Channel(each.detach(), pack, unpack) for each in socket.socketpair())
     wire, feeds = SocketWire([ours], 1), [("x", np.ones(3, np.float32))]
     wire._outputs[0]._unused.append(7)
-    order = Order(0, None, 0, {}, None, False, None, 0, ())
+    order = Order(0, None, 0, {}, None, False, None, 0, None, ())
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory, "create_memory", full)
         with pytest.raises(OSError, match="Too many open files"):

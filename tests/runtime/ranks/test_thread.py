@@ -63,6 +63,7 @@ def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pyt
     class SlowComputation:
         def __init__(self, *_: Any) -> None:
             self.sequences: dict[int, Any] = {}
+            self.adapters: dict[int, Any] = {}
 
         def run(self, request: InFlightRequest) -> Ran:
             if request.number == 1:
@@ -89,7 +90,7 @@ def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pyt
 
 def test_answer_that_can_not_be_given_breaks_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an asynchronous device another thread gives it: what went wrong there was lost, and the caller waited."""
-    computation = SimpleNamespace(sequences={}, run=lambda _: (dict, [], False))
+    computation = SimpleNamespace(sequences={}, adapters={}, run=lambda _: (dict, [], False))
     monkeypatch.setattr(thread, "load_rank", lambda *_: LoadedRank(Program([], []), [], None, None, None))
     monkeypatch.setattr(thread, "Computation", lambda *_: computation)
     setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"))
@@ -122,7 +123,7 @@ def test_requests_are_answered_in_order_though_a_replay_fails_at_once(monkeypatc
         return {}
 
     errors: list[BaseException] = []
-    computation = SimpleNamespace(sequences={}, run=lambda _: (wait, [], False))
+    computation = SimpleNamespace(sequences={}, adapters={}, run=lambda _: (wait, [], False))
     monkeypatch.setattr(thread, "load_rank", lambda *_: LoadedRank(Program([], []), [], None, None, None))
     monkeypatch.setattr(thread, "Computation", lambda *_: computation)
     monkeypatch.setattr(thread, "RankReplays", lambda *_: SimpleNamespace(play=play, clear=lambda: None))

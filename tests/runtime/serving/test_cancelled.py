@@ -36,7 +36,7 @@ class Counting:
 @pytest.mark.parametrize("last", [False, True])
 def test_sequence_goes_on_after_a_cancelled_request(last: bool) -> None:
     sequence: Any = Counting()
-    session: Any = SimpleNamespace(start=lambda _: sequence)
+    session: Any = SimpleNamespace(start=lambda _, adapters: sequence)
     kept = KeptSequences(session, ThreadPoolExecutor(2), None, 0.2, None)
     first = kept.submit(SequenceStep(1, start=True), {})
     second = kept.submit(SequenceStep(1, end=last), {})
@@ -55,7 +55,7 @@ def test_others_of_a_batch_are_answered(package: Path, decoder: Path, tmp_path: 
     asked = [decoder_feeds(rows) for rows in (1, 2, 3)]
     answers: list[Answer] = [Future() for _ in asked]
     answers[1].cancel()
-    served._serve(asked, answers)
+    served._serve(asked, answers, "")
     for number in (0, 2):
         assert_close(answers[number].result(0), run_whole(decoder, asked[number]), 2e-5)
     served.close()

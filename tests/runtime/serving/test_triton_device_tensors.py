@@ -62,7 +62,7 @@ def test_outputs_are_where_inputs_are(
     session, runs = model._served._session, []
     known = session.run
 
-    def run(feeds: dict[str, Any], on_device: bool) -> Any:
+    def run(feeds: dict[str, Any], on_device: bool, **options: Any) -> Any:
         runs.append(on_device)
         return known(feeds, on_device=on_device)
 

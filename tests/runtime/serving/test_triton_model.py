@@ -11,10 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import MisuseError, Session
 from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.serving.triton_repository import export_triton
 from tests.conftest import Arrays, assert_close, decoder_feeds, run_whole, until
 from tests.helpers import fake_triton
+from tests.helpers.adapters import random_pairs, write_peft
+from tests.helpers.command import splitc
 from tests.helpers.fake_triton import InferenceRequest, TritonError
 from tests.helpers.workers import workers_of
 
@@ -30,8 +34,8 @@ def load(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     loaded = []
 
-    def load(sequences: bool, **serving: Any) -> Any:
-        (folder,) = export_triton(package, tmp_path, Serving("package", threads=1, **serving), sequences=sequences)
+    def load(sequences: bool, source: Path = package, **serving: Any) -> Any:
+        (folder,) = export_triton(source, tmp_path, Serving("package", threads=1, **serving), sequences=sequences)
         model = TritonPythonModel()
         model.initialize({"model_repository": str(folder), "model_version": "1"})
         loaded.append(model)
@@ -186,3 +190,75 @@ def test_wrong_settings_are_named(load: Callable[..., Any], tmp_path: Path) -> N
     (folder / "serving.json").write_bytes(msgspec.json.encode({"package": "package", "treads": 2}))
     with pytest.raises(fake_triton.TritonModelException, match="unknown field `treads`"):
         type(model)().initialize(args)
+
+
+@pytest.fixture(scope="module")
+def slotted(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The decoder, with slots."""
+    folder = tmp_path_factory.mktemp("slotted") / "decoder"
+    compile_model(plan_model(decoder, "2xcpu", Request(split_mode="layer", no_fuse=True, lora_slots=4)), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("adapters")
+    pairs = [
+        random_pairs({f"model.layers.{n}.self_attn.q_proj": (64, 64) for n in range(4)}, 4, seed, 0.2)
+        for seed in (0, 1)
+    ]
+    return {name: str(write_peft(folder / name, own)) for name, own in zip(("style", "pose"), pairs, strict=True)}
+
+
+def test_requests_name_their_adapters(load: Callable[..., Any], slotted: Path, adapters: dict[str, str]) -> None:
+    """Those of one sum are one batch. The files are the export's own."""
+    model = load(False, slotted, adapters=adapters)
+    asked = ["", "style", "style:0.5, pose", "style", "style:0.5, pose", ""]
+    feeds = [decoder_feeds(1 + n % 2, 2, 3) for n in range(len(asked))]
+    requests = [InferenceRequest(own, ["logits"], adapter=name) for own, name in zip(feeds, asked, strict=True)]
+    model.execute(requests)
+    sums: dict[str, Any] = {"": {}, "style": "style", "style:0.5, pose": {"style": 0.5, "pose": 1.0}}
+    with Session(slotted) as session:
+        for name, file in adapters.items():
+            session.adapters.load(name, file)
+        for request, own, name in zip(requests, feeds, asked, strict=True):
+            assert_close(request.result(), {"logits": session.run(own, adapters=sums[name])["logits"]})
+    unknown = InferenceRequest(feeds[0], ["logits"], adapter="other")
+    model.execute([unknown])
+    with pytest.raises(TritonError, match="no adapter 'other' is loaded: there are style, pose") as refused:
+        unknown.result()
+    assert refused.value.code == TritonError.INVALID_ARG
+
+
+def test_sequences_keep_the_adapter_that_they_begin_with(
+    load: Callable[..., Any], slotted: Path, adapters: dict[str, str]
+) -> None:
+    model = load(True, slotted, adapters=adapters)
+    requests = [step([5 + n], n + 1, 7, START * (n == 0)) for n in range(3)]
+    requests[0].adapter = requests[2].adapter = "style"
+    model.execute(requests)
+    with Session(slotted) as session:
+        session.adapters.load("style", adapters["style"])
+        with session.start(adapters="style") as sequence:
+            for request in requests:
+                assert_close(request.result(), {"logits": sequence.run(request.feeds)["logits"]})
+    other = step([9], 4, 7)
+    other.adapter = "pose"
+    model.execute([other])
+    with pytest.raises(TritonError, match="sequence 7 began with the adapter 'style', and keeps it: not 'pose'"):
+        other.result()
+
+
+def test_adapters_that_are_not_exported(slotted: Path, package: Path, adapters: dict[str, str], tmp_path: Path) -> None:
+    for source, own, why in (
+        (package, adapters, "has no slots for adapters"),
+        (slotted, {"style": str(tmp_path / "none")}, "does not exist"),
+        (slotted, {"a,b": adapters["style"]}, "can't be an adapter's name"),
+    ):
+        with pytest.raises(MisuseError, match=why):
+            export_triton(source, tmp_path / "models", Serving("package", adapters=own))
+        assert not list((tmp_path / "models").iterdir())
+    said = splitc("export", "triton", slotted, "-o", tmp_path / "bad", "--adapter", adapters["style"], code=2)
+    assert "give it a name" in said.stderr
+    splitc("export", "triton", slotted, "-o", tmp_path / "good", "--adapter", f"style={adapters['style']}")
+    assert (tmp_path / "good" / "decoder" / "1" / "adapters" / "style" / "adapter_config.json").is_file()
