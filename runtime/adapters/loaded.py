@@ -97,9 +97,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
         matches = match(adapter, layers)
         need_matches(adapter, matches, layers)
         arrays = {number: _arrays(update, self._slots[number]) for number, update in matches.updates.items()}
-        self._loaded[name] = made = LoadedAdapter(scale, arrays, matches.unmatched)
+        return self.put(name, LoadedAdapter(scale, arrays, matches.unmatched))
+
+    def put(self, name: str, adapter: LoadedAdapter) -> LoadedAdapter:
+        """Load an adapter whose slots are known, under a name. One of this name is replaced."""
+        self._loaded[name] = adapter
         self._sum.cache_clear()
-        return made
+        return adapter
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Sequences that began with it keep it."""
