@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,11 +20,14 @@ from splitc.compiler.frontend.optional import add_optional, optional_inputs, sou
 from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.runtime.adapters.matching import Layer
 from splitc.runtime.package.manifest import Slot, Tensor
 
 _SLOT, _INSIDE = "splitc.slot", "splitc.slot.inside"
 # The symbol of adapters' ranks.
 RANK = "lora_rank"
+# What says where a convolution looks. B's looks at each place that A's gives.
+_PLACES = ("strides", "pads", "dilations", "auto_pad")
 
 
 def graft_slots(graph: Graph, rank: int) -> tuple[Graph, tuple[Slot, ...]]:
@@ -31,39 +35,52 @@ def graft_slots(graph: Graph, rank: int) -> tuple[Graph, tuple[Slot, ...]]:
 
     A layer repeats if another one has a weight of its sizes: a head at the end has not.
     """
-    layers = [layer for layer in find_linear_layers(graph) if layer.layer.names and not layer.layer.kernel]
-    sizes = Counter((layer.layer.inputs, layer.layer.outputs) for layer in layers)
+    layers = [layer for layer in find_linear_layers(graph) if layer.layer.names and all(map(_has_place, layer.nodes))]
+    sizes = Counter(replace(layer.layer, names=()) for layer in layers)
     slots: list[Slot] = []
     optional = list(graph.optional)
     for layer in layers:
         data = layer.nodes[0].inputs[0]
-        if sizes[layer.layer.inputs, layer.layer.outputs] > 1 and data is not None:
-            a, b = _add_inputs(graph.graph, layer, layer.dtype, rank, f"splitc.slot{len(slots)}")
+        if sizes[replace(layer.layer, names=())] > 1 and data is not None:
+            a, b = _add_inputs(graph.graph, layer, rank, f"splitc.slot{len(slots)}")
             for node in layer.nodes:
                 _graft(graph.graph, node, a, b)
             optional += [a, b]
-            slots.append(_described(layer.layer.names, layer.layer.inputs, layer.layer.outputs, a, b))
+            slots.append(_described(layer.layer, a, b))
     made = replace(graph, reads=complete(graph.model), optional=tuple(optional))
     return made, tuple(slots)
 
 
-def _add_inputs(
-    graph: ir.Graph, layer: LinearLayer, dtype: ir.DataType, rank: int, name: str
-) -> tuple[ir.Value, ir.Value]:
-    inputs, outputs = layer.layer.inputs, layer.layer.outputs
-    a, b = (
-        ir.Tensor(np.zeros(shape, dtype.numpy()), dtype, name=f"{name}.{which}")
-        for which, shape in (("A", (inputs, rank)), ("B", (rank, outputs)))
-    )
-    return add_optional(graph, a, ir.Shape([inputs, RANK])), add_optional(graph, b, ir.Shape([RANK, outputs]))
+def _has_place(node: ir.Node) -> bool:
+    """Whether a slot can lie beside a node: it multiplies its input as it is, in one group, and gives the product."""
+    changes = node.attributes.get_int("transA", 0) or "activation" in node.attributes
+    return node.attributes.get_int("group", 1) == 1 and not changes
+
+
+def _add_inputs(graph: ir.Graph, layer: LinearLayer, rank: int, name: str) -> tuple[ir.Value, ir.Value]:
+    dtype, values = layer.dtype, []
+    for which, shape in zip("AB", _shapes(layer.layer), strict=True):
+        zeros = np.zeros([rank if size == RANK else size for size in shape], dtype.numpy())
+        tensor = ir.Tensor(zeros, dtype, name=f"{name}.{which}")
+        values.append(add_optional(graph, tensor, ir.Shape(shape)))
+    return values[0], values[1]
+
+
+def _shapes(layer: Layer) -> tuple[list[Any], list[Any]]:
+    """The shapes of A and B: those of a convolution are as PEFT has them."""
+    if not layer.kernel:
+        return [layer.inputs, RANK], [RANK, layer.outputs]
+    return [RANK, layer.inputs, *layer.kernel], [layer.outputs, RANK, *(1 for _ in layer.kernel)]
 
 
 def _graft(graph: ir.Graph, node: ir.Node, a: ir.Value, b: ir.Value) -> None:
     """Add the product of a node's input with both to its output, which the sum takes the place of."""
     made = node.outputs[0]
     name, uses = made.name or "", list(made.uses())
-    down = ir.node("MatMul", [node.inputs[0], a], name=f"{name}/slot_down")
-    up = ir.node("MatMul", [down.outputs[0], b], name=f"{name}/slot_up")
+    operator = "Conv" if node.op_type == "Conv" else "MatMul"
+    places = [node.attributes[key] for key in _PLACES if operator == "Conv" and key in node.attributes]
+    down = ir.Node("", operator, [node.inputs[0], a], places, name=f"{name}/slot_down")
+    up = ir.node(operator, [down.outputs[0], b], name=f"{name}/slot_up")
     total = ir.node("Add", [made, up.outputs[0]], name=f"{name}/slot_sum")
     total.meta[_SLOT] = 0
     down.meta[_INSIDE] = up.meta[_INSIDE] = True
@@ -78,10 +95,11 @@ def _graft(graph: ir.Graph, node: ir.Node, a: ir.Value, b: ir.Value) -> None:
             graph.outputs[number] = new
 
 
-def _described(names: Sequence[str], inputs: int, outputs: int, a: ir.Value, b: ir.Value, factor: float = 1.0) -> Slot:
+def _described(layer: Layer, a: ir.Value, b: ir.Value, factor: float = 1.0) -> Slot:
     kind = str((a.dtype or ir.DataType.FLOAT).numpy())
-    first, second = Tensor(a.name or "", kind, [inputs, RANK]), Tensor(b.name or "", kind, [RANK, outputs])
-    return Slot(list(names), inputs, outputs, first, second, factor)
+    first, second = _shapes(layer)
+    tensors = Tensor(a.name or "", kind, first), Tensor(b.name or "", kind, second)
+    return Slot(list(layer.names), layer.inputs, layer.outputs, *tensors, factor, list(layer.kernel))
 
 
 def find_slots(graph: Graph) -> tuple[Slot, ...]:
@@ -121,7 +139,7 @@ def _own_slot(down: ir.Node) -> Slot | None:
         node.meta[_INSIDE] = True
     name = re.sub(r"[./_]?lora[._]?A.*$", "", a.name or "")
     (inputs, _), (_, outputs) = shape_of(a), shape_of(b)
-    return _described([name], inputs, outputs, a, b, factor)
+    return _described(Layer((name,), inputs, outputs), a, b, factor)
 
 
 def _only_reader(value: ir.Value) -> ir.Node | None:

@@ -90,6 +90,7 @@ def convolution(op: Operation) -> None:
     op.contracted = convolve(op, 0, 1, range(2, len(op.inputs)))
     if op.node.op_type == "Conv":
         op.add_on_one_rank = frozenset([2])
+        op.linear = () if op.has(2) else (frozenset([0]),)
     else:
         op.zero_point = 2
 

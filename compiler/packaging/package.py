@@ -69,8 +69,8 @@ def compile_model(
     `jobs` files are written at once, and as many engines built if memory allows; None for as many as there are cores.
 
     The model must run on the sizes that are planned for, and every package is loaded once. In row and tensor mode it is
-    also compared with the unsplit model. `verify` False leaves out the first and the last of these. Either the whole
-    package is written or nothing.
+    also compared with the unsplit model, and its engines with slots with a random adapter. `verify` False leaves out
+    the first and the last of these. Either the whole package is written or nothing.
 
     Callbacks: `progress` gets the bytes of weights written and of all, `building` the number of engines built and of
     all, both from threads; `warn` deviations from the request, `say` the result of the comparison.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS
+from splitc.compiler.packaging.adapted_check import adapted_file, random_adapter
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.packaging.unsplit_file import unsplit_file
 from splitc.compiler.planning.plan import Plan
@@ -28,13 +30,15 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.verification import NEVER
 from splitc.runtime.session.session import Session
 from splitc.runtime.tools.compare import Difference, compare
-from splitc.runtime.tools.judge import judge
+from splitc.runtime.tools.judge import Judged, judge
 from splitc.runtime.tools.unsplit import Arrays, Reference, open_reference
 from splitc.runtime.units import first_few
 
 # The most bytes of weights of a model that is compared whole, since it is loaded twice. A choice: larger ones
 # are compared a block of each form at a time.
 LARGEST = 2 << 30
+# What the adapter that packages with slots are compared with is called.
+ADAPTER = "a random adapter"
 
 
 @dataclass(frozen=True)
@@ -96,26 +100,40 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
             return Verdict(True, "the model is too large to be compared whole: its nodes were tried with rows apart")
         return _check_blocks(plan.written, package, limit)
     # Its engines were built here, just now: they may bring code.
-    with Session(package, verify=NEVER, devices=_find_devices(plan), host_code=True) as session:
-        threads = session.threads * len(session.manifest.ranks)
-        with (
-            unsplit_file(plan.analysis) as (path, trusts_data),
-            open_reference(
-                path, session.manifest, session.devices, threads, needed=_whole_bytes(plan), trusts_data=trusts_data
-            ) as whole,
-        ):
-            for inputs in _candidates(plan, session.inputs):
-                feeds = make_inputs(inputs)
-                try:
-                    expected = whole.run(feeds)
-                except SplitcError:
-                    continue  # the model does not take these sizes together
-                return Verdict(True, _compare(session, whole, feeds, expected))
+    with (
+        Session(package, verify=NEVER, devices=_find_devices(plan), host_code=True) as session,
+        unsplit_file(plan.analysis) as (path, trusts_data),
+    ):
+        with _open_model(plan, session, path, trusts_data) as whole:
+            said = _compare(plan, session, whole)
+        if said is not None and session.manifest.slots and not find_kind(plan.engine).is_built:
+            # The package has both kinds of engines loaded then, beside the model.
+            fits = weights <= host_memory()[1] // 4
+            adapted = _compare_adapted(plan, session, path, trusts_data) if fits else "not compared for lack of memory"
+            said += f"; with {ADAPTER}, {adapted}"
+    if said is not None:
+        return Verdict(True, said)
     return Verdict(
         False,
         "the model itself fails on made-up inputs; say what it takes with --fill, or compare it on real ones: "
         "splitc check --inputs",
     )
+
+
+def _compare_adapted(plan: Plan, session: Session, path: Path, trusts_data: bool) -> str:
+    """Compare the engines with slots with the model at `path` that has the same slots. See `_compare`."""
+    session.adapters.put(ADAPTER, random_adapter(session.manifest.slots))
+    with (
+        adapted_file(plan.analysis, path, trusts_data) as adapted,
+        _open_model(plan, session, adapted, trusts_data) as whole,
+    ):
+        return _compare(plan, session, whole, ADAPTER) or "the model itself fails"
+
+
+def _open_model(plan: Plan, session: Session, path: Path, trusts_data: bool) -> AbstractContextManager[Reference]:
+    threads = session.threads * len(session.manifest.ranks)
+    needed = _whole_bytes(plan)
+    return open_reference(path, session.manifest, session.devices, threads, needed=needed, trusts_data=trusts_data)
 
 
 def _check_blocks(plan: Plan, package: Path, most: int) -> Verdict:
@@ -151,10 +169,25 @@ def _whole_bytes(plan: Plan) -> int:
     return sum(rank.memory.total for rank in plan.ranks)
 
 
-def _compare(session: Session, whole: Reference, feeds: Arrays, expected: Arrays) -> str:
-    """Compare the package with the unsplit model, and say what came of it. Raises OutputsDifferError if it differs."""
-    compared = partial(compare, number_type=session.manifest.number_type)
-    judged = judge(compared, whole, feeds, expected, session.run(feeds))
+def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | None = None) -> str | None:
+    """Compare the package with the unsplit model on the first sizes that this takes, and say what came of it.
+
+    None if it takes none. Raises OutputsDifferError if the package differs.
+    """
+    held = session.adapters.sum(adapters)
+    for inputs in _candidates(plan, session.inputs):
+        given = make_inputs(inputs)
+        feeds: Arrays = given if held is None else {**given, **held.arrays}
+        try:
+            expected = whole.run(feeds)
+        except SplitcError:
+            continue  # the model does not take these sizes together
+        compared = partial(compare, number_type=session.manifest.number_type)
+        return _result(whole, judge(compared, whole, feeds, expected, session.run(given, adapters=adapters)))
+    return None
+
+
+def _result(whole: Reference, judged: Judged) -> str:
     _check_all(judged.differences)
     worst = max((difference.relative for difference in judged.differences), default=0.0)
     count = len(judged.differences)

@@ -18,7 +18,7 @@ from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.matching import Layer, match, need_matches
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.package.manifest import Slot
+from splitc.runtime.package.manifest import Slot, Tensor
 from splitc.runtime.units import first_few
 
 # The sums of adapters that are kept, which ranks hold. A choice: a server has a few styles, each with its strength.
@@ -31,6 +31,7 @@ LEAST_RANK = 8
 class LoadedAdapter:
     """An adapter in memory: A and B of each slot that it has an update for, by the slot's number. B has the scale.
 
+    Both are matrices with a row for each of the rank, whatever the slot's layout.
     `unmatched` are its updates that have no slot, with the reason.
     """
 
@@ -40,7 +41,7 @@ class LoadedAdapter:
 
     def rank(self, number: int) -> int:
         """The rank of the update of the slot of this number; 0 if there is none."""
-        return self.arrays[number][0].shape[1] if number in self.arrays else 0
+        return len(self.arrays[number][0]) if number in self.arrays else 0
 
     @property
     def bytes(self) -> int:
@@ -92,13 +93,17 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._need_slots()
         if not math.isfinite(scale):
             raise MisuseError(f"the scale of an adapter is a number, not {scale}")
-        layers = [Layer(tuple(slot.names), slot.inputs, slot.outputs) for slot in self._slots]
+        layers = [Layer(tuple(slot.names), slot.inputs, slot.outputs, tuple(slot.kernel)) for slot in self._slots]
         matches = match(adapter, layers)
         need_matches(adapter, matches, layers)
         arrays = {number: _arrays(update, self._slots[number]) for number, update in matches.updates.items()}
-        self._loaded[name] = made = LoadedAdapter(scale, arrays, matches.unmatched)
+        return self.put(name, LoadedAdapter(scale, arrays, matches.unmatched))
+
+    def put(self, name: str, adapter: LoadedAdapter) -> LoadedAdapter:
+        """Load an adapter whose slots are known, under a name. One of this name is replaced."""
+        self._loaded[name] = adapter
         self._sum.cache_clear()
-        return made
+        return adapter
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Sequences that began with it keep it."""
@@ -167,13 +172,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
         ranks = [sum(adapter.rank(number) for adapter, _ in adapters) for number in range(len(self._slots))]
         rank, feeds = padded_rank(max(ranks)), {}
         for number, slot in enumerate(self._slots):
-            a = feeds[slot.a.name] = np.zeros((slot.inputs, rank), number_type(slot.a.dtype))
-            b = feeds[slot.b.name] = np.zeros((rank, slot.outputs), number_type(slot.b.dtype))
+            a, b = feeds[slot.a.name], feeds[slot.b.name] = _zeros(slot.a, rank), _zeros(slot.b, rank)
+            a, b = _rows(slot, a, b)
             start = 0
             for adapter, times in adapters:
                 if number in adapter.arrays:
                     stop = start + adapter.rank(number)
-                    a[:, start:stop], b[start:stop] = adapter.arrays[number]
+                    a[start:stop], b[start:stop] = adapter.arrays[number]
                     b[start:stop] *= np.asarray(times * adapter.scale, b.dtype)
                     start = stop
         made = HeldSum(next(self._numbers), feeds)
@@ -182,7 +187,18 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
 
 def _arrays(update: LowRank, slot: Slot) -> tuple[Array, Array]:
-    """A as [inputs, rank] and B as [rank, outputs], with the update's scale, in single precision."""
+    """A and B, a row for each of the rank, with the update's scale, in single precision."""
     a, b = update.read_a().astype(np.float32), update.read_b().astype(np.float32)
     scale = np.float32(update.scale / slot.factor)
-    return np.ascontiguousarray(a.reshape(len(a), -1).T), np.ascontiguousarray(b.reshape(len(b), -1).T * scale)
+    return a.reshape(len(a), -1), np.ascontiguousarray(b.reshape(len(b), -1).T * scale)
+
+
+def _zeros(tensor: Tensor, rank: int) -> Array:
+    """A slot's A or B of this rank: it is the only size that is not fixed."""
+    sizes = [size if isinstance(size, int) else rank for size in tensor.shape or ()]
+    return np.zeros(sizes, number_type(tensor.dtype))
+
+
+def _rows(slot: Slot, a: Array, b: Array) -> tuple[Array, Array]:
+    """Views of a slot's A and B with a row for each of the rank."""
+    return (a.reshape(len(a), -1), b.reshape(len(b), -1).T) if slot.kernel else (a.T, b)

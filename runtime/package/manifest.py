@@ -65,7 +65,8 @@ class Slot(Struct, frozen=True):
     """A layer's place for adapters: optional inputs A, [inputs, rank], and B, [rank, outputs].
 
     `names` are those that the layer goes by. The product of both, with the layer's input and times the `factor`, is
-    added to its output.
+    added to its output. A convolution has a `kernel`: its A is [rank, inputs, ...] with the kernel's sizes, its B
+    [outputs, rank, ...] with ones.
     """
 
     names: list[str]
@@ -74,6 +75,7 @@ class Slot(Struct, frozen=True):
     a: Tensor
     b: Tensor
     factor: float = 1.0
+    kernel: list[int] = []
 
 
 class FixedInput(Struct, frozen=True):

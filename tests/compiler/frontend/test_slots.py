@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.blocks import Block
 
 WIDTH, INNER, LAYERS = 32, 64, 3
+MODES = (("layer", None), ("tensor", None), ("tensor", [5, 1]), ("batch", None))
 SIZES = {
     f"layers.{n}.{part}": sizes
     for n in range(LAYERS)
@@ -114,6 +116,63 @@ def test_quantized_layers_have_slots(tmp_path: Path) -> None:
             given = session.run(b.feeds, adapters="style")["y"]
         np.testing.assert_allclose(given, expected, rtol=0.05, atol=0.05)  # ONNX Runtime quantizes the other factor
         assert np.abs(given - expected).max() < 0.02 or mode == "tensor"
+
+
+# The inputs, outputs and kernel of convolutions, and how they look.
+CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "up": ((8, 16, 3, 3), {"pads": [1, 1, 1, 1]}),
+    "mix": ((16, 16, 3, 3), {"pads": [2, 2, 2, 2], "dilations": [2, 2]}),
+    "down": ((16, 8, 1, 1), {}),
+    "less": ((8, 8, 3, 3), {"auto_pad": "SAME_UPPER", "strides": [2, 2]}),
+    "groups": ((8, 8, 3, 3), {"pads": [1, 1, 1, 1], "group": 4}),
+}
+
+
+def with_convolutions(path: Path) -> Mapping[str, Any]:
+    """Blocks of convolutions with kernels, strides and dilations, with biases or without. The head does not repeat."""
+    b = Block()
+
+    def layer(value: ir.Value, name: str) -> ir.Value:
+        (inputs, outputs, *kernel), how = CONVOLUTIONS[name.rpartition(".")[2]]
+        weight = b.w(f"{name}.weight", outputs, inputs // how.get("group", 1), *kernel)
+        biases = [] if name.endswith("less") else [b.w(f"{name}.bias", outputs)]
+        return b.op("Conv", value, weight, *biases, **how)
+
+    value = b.data("x", (2, 8, 12, 12), ["batch", 8, 12, 12])
+    for number in range(2):
+        with b.scope(f"layers.{number}"):
+            up = b.op("Relu", layer(value, f"layers.{number}.up"))
+            mixed = b.op("Add", up, b.op("Relu", layer(up, f"layers.{number}.mix")))
+            value = b.op("Add", value, layer(mixed, f"layers.{number}.down"))
+            value = b.op("Tanh", layer(layer(value, f"layers.{number}.groups"), f"layers.{number}.less"))
+    b.give(b.op("Conv", value, b.w("head.weight", 4, 8, 1, 1)), "y", ["batch", 4, 3, 3])
+    save(b.model(), path)
+    return b.feeds
+
+
+def test_convolutions_have_slots(tmp_path: Path) -> None:
+    """Those without groups: what the model gives with the adapter in its weights, with as many collectives."""
+    feeds = dict(with_convolutions(tmp_path / "model.onnx"))
+    sizes = {f"layers.{n}.{part}": sizes for n in range(2) for part, (sizes, _) in CONVOLUTIONS.items()}
+    sizes = {name: shape for name, shape in sizes.items() if "groups" not in name}
+    adapter = write_peft(tmp_path / "style", random_pairs(sizes, 3, size=0.2))
+    expected = {}
+    for name, lora in (("plain", []), ("merged", [(str(adapter), 1.0)])):
+        compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], Request(lora=lora)), tmp_path / name)
+        with Session(tmp_path / name) as session:
+            expected[name] = session.run(feeds)
+    assert np.abs(expected["merged"]["y"] - expected["plain"]["y"]).max() > 0.1
+    for number, (mode, shares) in enumerate(MODES):
+        package, request = tmp_path / f"{number}", Request(split_mode=mode, tensor_split=shares)
+        plain = plan_model(tmp_path / "model.onnx", "2xcpu", request)
+        slotted = plan_model(tmp_path / "model.onnx", "2xcpu", replace(request, lora_slots=3))
+        manifest = compile_model(slotted, package)
+        assert manifest.collectives == plain.split.collectives
+        assert {slot.names[0]: (slot.inputs, slot.outputs, *slot.kernel) for slot in manifest.slots} == sizes
+        with Session(package) as session:
+            assert session.adapters.load("style", adapter).unmatched == {}
+            assert_close(session.run(feeds), expected["plain"])
+            assert_close(session.run(feeds, adapters="style"), expected["merged"])
 
 
 def test_slots_are_counted(decoder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import MisuseError, Pipeline, Session
+from splitc.runtime.adapters.loaded import Adapters
+from splitc.runtime.package.manifest import Slot, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close, decoder_feeds
-from tests.helpers.adapters import random_pairs, write_kohya, write_peft
+from tests.helpers.adapters import product, random_pairs, write_kohya, write_peft
 from tests.helpers.command import SCRIPT, splitc
 from tests.helpers.mpi import MPIS
 from tests.helpers.packages import write_modules
@@ -123,6 +127,31 @@ def test_a_sequence_keeps_its_adapters(
                 session.adapters.load(adapter, files[adapter])
             given = session.run(whole, adapters=asked)
             np.testing.assert_allclose(alone[name]["logits"], given["logits"][:, 6:], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", [(), (1, 1), (3, 3)])
+def test_sums_lie_side_by_side(kernel: tuple[int, ...], tmp_path: Path) -> None:
+    """Along the ranks of A and B, which zeros fill: their product is the sum of the adapters' own."""
+    ones = [1 for _ in kernel]
+    shapes: list[Any] = [["r", 5, *kernel], [7, "r", *ones]] if kernel else [[5, "r"], ["r", 7]]
+    slots = []
+    for number in range(2):
+        a, b = (Tensor(f"{which}{number}", "float32", shape) for which, shape in zip("ab", shapes, strict=True))
+        slots.append(Slot([f"layers.{number}.up"], 5, 7, a, b, 2.0, list(kernel)))
+    adapters = Adapters(slots, itertools.count(), deque())
+    expected: Any = 0
+    for seed, (rank, times) in enumerate(((3, 0.5), (7, -1.0))):
+        pairs = random_pairs({"layers.0.up": (5, 7, *kernel)}, rank, seed)
+        adapters.load(f"{seed}", write_peft(tmp_path / f"{seed}", pairs))
+        expected = expected + times * product(pairs["layers.0.up"])  # the scale is 2, and the slot's factor is as well
+    held = adapters.sum({"0": 0.5, "1": -1.0})
+    assert held is not None
+    made_a, made_b = held.arrays["a0"], held.arrays["b0"]
+    if not kernel:
+        made_a, made_b = made_a.T, made_b.T
+    assert (made_a.shape, made_b.shape) == ((16, 5, *kernel), (7, 16, *ones))
+    np.testing.assert_allclose(product((made_a, made_b)), expected, rtol=1e-5, atol=1e-5)
+    assert not held.arrays["a1"].any() and not held.arrays["b1"].any()
 
 
 def test_slots_cost_no_collective(decoder: Path, slotted: Callable[[str], Path]) -> None:
