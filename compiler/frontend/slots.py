@@ -6,7 +6,6 @@ Engines are made twice, with their slots and without: what is not used costs not
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -31,17 +30,13 @@ _PLACES = ("strides", "pads", "dilations", "auto_pad")
 
 
 def graft_slots(graph: Graph, rank: int) -> tuple[Graph, tuple[Slot, ...]]:
-    """The graph with a slot at each linear layer that repeats, in place. Memory is planned for adapters of this rank.
-
-    A layer repeats if another one has a weight of its sizes: a head at the end has not.
-    """
+    """The graph with a slot at each linear layer with a name, in place. Memory is planned for adapters of this rank."""
     layers = [layer for layer in find_linear_layers(graph) if layer.layer.names and all(map(_has_place, layer.nodes))]
-    sizes = Counter(replace(layer.layer, names=()) for layer in layers)
     slots: list[Slot] = []
     optional = list(graph.optional)
     for layer in layers:
         data = layer.nodes[0].inputs[0]
-        if sizes[replace(layer.layer, names=())] > 1 and data is not None:
+        if data is not None:
             a, b = _add_inputs(graph.graph, layer, rank, f"splitc.slot{len(slots)}")
             for node in layer.nodes:
                 _graft(graph.graph, node, a, b)

@@ -178,8 +178,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
             for adapter, times in adapters:
                 if number in adapter.arrays:
                     stop = start + adapter.rank(number)
-                    a[start:stop], b[start:stop] = adapter.arrays[number]
-                    b[start:stop] *= np.asarray(times * adapter.scale, b.dtype)
+                    first, second = adapter.arrays[number]
+                    a[start:stop], b[start:stop] = first, second * np.float32(times * adapter.scale)
                     start = stop
         made = HeldSum(next(self._numbers), feeds)
         weakref.finalize(made, self._dropped.append, made.number).atexit = False

@@ -129,7 +129,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def with_convolutions(path: Path) -> Mapping[str, Any]:
-    """Blocks of convolutions with kernels, strides and dilations, with biases or without. The head does not repeat."""
+    """Blocks of convolutions with kernels, strides and dilations, with biases or without."""
     b = Block()
 
     def layer(value: ir.Value, name: str) -> ir.Value:
@@ -168,7 +168,8 @@ def test_convolutions_have_slots(tmp_path: Path) -> None:
         slotted = plan_model(tmp_path / "model.onnx", "2xcpu", replace(request, lora_slots=3))
         manifest = compile_model(slotted, package)
         assert manifest.collectives == plain.split.collectives
-        assert {slot.names[0]: (slot.inputs, slot.outputs, *slot.kernel) for slot in manifest.slots} == sizes
+        known = {slot.names[0]: (slot.inputs, slot.outputs, *slot.kernel) for slot in manifest.slots}
+        assert known == {**sizes, "head": (8, 4, 1, 1)}
         with Session(package) as session:
             assert session.adapters.load("style", adapter).unmatched == {}
             assert_close(session.run(feeds), expected["plain"])
@@ -176,12 +177,12 @@ def test_convolutions_have_slots(tmp_path: Path) -> None:
 
 
 def test_slots_are_counted(decoder: Path) -> None:
-    """Their memory is in the plan, and only layers that repeat have them: not the head."""
+    """Their memory is in the plan. All layers have one, the head too."""
     plain, slotted = (plan_model(decoder, ["cpu0"], Request(lora_slots=rank)) for rank in (None, 16))
-    assert len(slotted.analysis.slots) == 28
+    assert len(slotted.analysis.slots) == 29
     held = 4 * 16 * sum(slot.inputs + slot.outputs for slot in slotted.analysis.slots)
     assert slotted.ranks[0].memory.weights - plain.ranks[0].memory.weights == held
-    assert not any("lm_head" in slot.names[0] for slot in slotted.analysis.slots)
+    assert any("lm_head" in slot.names[0] for slot in slotted.analysis.slots)
 
 
 def test_no_cut_goes_through_a_slot(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_processes_are_sent_a_sum_once(decoder: Path, style: Path, tmp_path: Pat
         with session.start(adapters="style") as sequence:
             sequence.run({name: feed for name, feed in decoder_feeds(2, 5, 0).items() if "past" not in name})
         half = session.run(feeds, adapters={"style": 0.5})
-        assert [len(names) for names in sent] == [56, 0, 0, 56]
+        assert [len(names) for names in sent] == [58, 0, 0, 58]
         np.testing.assert_array_equal(first["logits"], again["logits"])
         assert np.abs(first["logits"] - half["logits"]).max() > 1e-2
         assert len(session._workers._held) == 2  # type: ignore[union-attr]
@@ -77,7 +77,7 @@ def test_it_comes_again_after_a_failure(decoder: Path, style: Path, tmp_path: Pa
         with pytest.raises(EngineError):
             session.run(bad, adapters="style")
         given = session.run(good, adapters="style")
-        assert [len(names) for names in sent] == [56, 56]
+        assert [len(names) for names in sent] == [58, 58]
     with Session(tmp_path / "tensor", ranks="threads") as session:
         session.adapters.load("style", style)
         assert_close(given, session.run(good, adapters="style"))

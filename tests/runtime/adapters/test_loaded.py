@@ -161,7 +161,7 @@ def test_slots_cost_no_collective(decoder: Path, slotted: Callable[[str], Path])
         plan = plan_model(decoder, devices, Request(split_mode="tensor", tensor_split=request.tensor_split))
         manifest = read_manifest(slotted(way))
         assert manifest.collectives == plan.split.collectives
-        assert len(manifest.slots) == 28 and not manifest.optional
+        assert len(manifest.slots) == 29 and not manifest.optional
         assert all(file.adapted for rank in manifest.ranks for file in rank.engines)
 
 
@@ -201,7 +201,7 @@ def test_commands(
     asked = ("generate", package, "--prompt-ids", "3,1,4,1,5", "-n", 8)
     assert splitc(*asked).stdout.split()[:8] != splitc(*asked, "--adapter", files["style"]).stdout.split()[:8]
     splitc("bench", package, "--runs", 2, "--no-memory", "--adapter", files["style"])
-    assert "28 layers take adapters" in splitc("inspect", package).stdout
+    assert "29 layers take adapters" in splitc("inspect", package).stdout
 
 
 @pytest.mark.parametrize("mpi", MPIS, ids=lambda mpi: mpi.name)
