@@ -49,7 +49,8 @@ class SplitcError(Exception):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return text if _are_typed else _OPTION.sub(_in_python, text)
+        # Not to replace where nothing is to be: an error may say that there is no memory left.
+        return text if _are_typed or "-" not in text else _OPTION.sub(_in_python, text)
 
 
 class MisuseError(SplitcError):
