@@ -56,7 +56,7 @@ def test_a_cancelled_task_cancels_its_request(package: Path, monkeypatch: pytest
     async def ask(session: Session) -> int:
         large = decoder_feeds(4, 256)
         tasks = [asyncio.create_task(session.run_async(large)) for _ in range(6)]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # all have begun, and none has ended
         for task in tasks[1:]:
             task.cancel()
         ended = await asyncio.gather(*tasks, return_exceptions=True)
