@@ -59,7 +59,7 @@ def merge(graph: Graph, adapters: Sequence[tuple[Adapter, float]]) -> tuple[Merg
     Raises MisuseError for an adapter of another model. What else does not match is in the result, with the reason.
     """
     merged = []
-    layers = find_linear_layers(graph)
+    layers = find_linear_layers(graph) if adapters else []
     for adapter, strength in adapters:
         matching = match(adapter, [layer.layer for layer in layers])
         refused = {

@@ -17,7 +17,7 @@ from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.slots import graft_slots, need_slots
 from splitc.runtime.adapters.loaded import LoadedAdapter
-from splitc.runtime.package.manifest import Slot
+from splitc.runtime.package.manifest import Slot, slot_tensors
 
 # The rank of the random adapter. A choice: few numbers, and zeros are behind them as behind those of most adapters.
 RANK = 4
@@ -37,7 +37,7 @@ def adapted_file(analysis: Analysis, path: Path, trusts_data: bool) -> Iterator[
     if analysis.slot_rank is not None:
         graph, _ = graft_slots(graph, analysis.slot_rank)
     make_overridable(graph.graph)
-    need_slots(graph.graph, [tensor.name for slot in analysis.slots for tensor in (slot.a, slot.b)])
+    need_slots(graph.graph, [tensor.name for tensor in slot_tensors(analysis.slots)])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "adapted.onnx"
         ir.save(graph.model, file, external_data="adapted.data")

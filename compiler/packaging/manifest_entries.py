@@ -38,7 +38,7 @@ def make_manifest(
     analysis = plan.analysis
     graph = analysis.graph
     built = find_kind(plan.engine).is_built
-    slotted = {tensor.name for slot in analysis.slots for tensor in (slot.a, slot.b)}
+    slotted = {tensor.name for tensor in m.slot_tensors(analysis.slots)}
     return m.Manifest(
         schema=m.SCHEMA,
         splitc=VERSION,

@@ -234,7 +234,7 @@ def _write_rank(
         entries = [_to_build(plan.engine, entry, sizes) for entry, sizes in parts]
     else:
         overrides = {override.value: override for graph in program.graphs for override in make_overridable(graph)}
-        slots = [tensor.name for slot in plan.analysis.slots for tensor in (slot.a, slot.b)]
+        slots = [tensor.name for tensor in m.slot_tensors(plan.analysis.slots)]
         for one, graph in zip(plain, program.graphs, strict=True):
             if one is not None:
                 make_overridable(one)

@@ -20,16 +20,14 @@ from splitc.runtime.units import first_few
 
 # PEFT's names of the file in an adapter's folder.
 FILES = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
-# The ends of the matrices' names, and which of both each is. PEFT may have the adapter's name in them.
+# The ends of the matrices' names. PEFT may have the adapter's name in them.
 _ENDS = (
-    (re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(?:\.\w+)?\.weight"), {"A": "a", "B": "b"}),
-    (re.compile(r"(?P<module>.+)\.lora_(?P<which>down|up)\.weight"), {"down": "a", "up": "b"}),
-    (
-        re.compile(r"(?P<module>.+?)(?:\.lora|\.lora_linear_layer)\.(?P<which>down|up)\.weight"),
-        {"down": "a", "up": "b"},
-    ),
-    (re.compile(r"(?P<module>.+)_lora\.(?P<which>down|up)\.weight"), {"down": "a", "up": "b"}),
+    re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(?:\.\w+)?\.weight"),
+    re.compile(r"(?P<module>.+)\.lora_(?P<which>down|up)\.weight"),
+    re.compile(r"(?P<module>.+?)(?:\.lora|\.lora_linear_layer)\.(?P<which>down|up)\.weight"),
+    re.compile(r"(?P<module>.+)_lora\.(?P<which>down|up)\.weight"),
 )
+_WHICH = {"A": "a", "down": "a", "B": "b", "up": "b"}
 _ALPHA = re.compile(r"(?P<module>.+)\.alpha")
 # Names of other kinds of adapters.
 _OTHERS = {
@@ -39,9 +37,9 @@ _OTHERS = {
     "lokr_": "LoKr",
     "lora_mid": "LoCon with a third matrix",
     "lora_embedding_": "LoRA of an embedding table",
+    "boft_": "BOFT",
     "oft_": "OFT",
     "ia3_": "(IA)^3",
-    "boft_": "BOFT",
     "vera_": "VeRA",
     ".diff": "differences of whole weights",
 }
@@ -125,10 +123,8 @@ def _pair(path: Path, stored: Mapping[str, _Stored], scaling: Callable[[str], Sc
     for name, tensor in stored.items():
         if (kind := next((kind for part, kind in _OTHERS.items() if part in name), None)) is not None:
             raise MisuseError(f"{path} has '{name}', of the kind {kind}: only plain LoRA is known")
-        match = next(((end, match) for end, _ in _ENDS if (match := end.fullmatch(name))), None)
-        if match is not None:
-            which = dict(_ENDS)[match[0]][match[1]["which"]]
-            halves.setdefault(match[1]["module"], {})[which] = tensor
+        if match := next(filter(None, (end.fullmatch(name) for end in _ENDS)), None):
+            halves.setdefault(match["module"], {})[_WHICH[match["which"]]] = tensor
         elif alpha := _ALPHA.fullmatch(name):
             alphas[alpha["module"]] = tensor
         else:

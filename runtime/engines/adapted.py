@@ -26,6 +26,11 @@ class AdaptedEngine:
     def _adapted(self) -> LoadedEngine:
         return self._load()
 
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        """What the engine with slots takes."""
+        return frozenset((*self._adapted.inputs, *self._adapted.optional))
+
     @property
     def adapted_blocker(self) -> str | None:
         """The `capture_blocker` of the engine with slots, if it is loaded."""
@@ -35,6 +40,4 @@ class AdaptedEngine:
         """See Engine."""
         if self._slots.isdisjoint(values):
             return self._plain.run(values, into)
-        engine = self._adapted
-        known = {*engine.inputs, *engine.optional}
-        return engine.run({name: value for name, value in values.items() if name in known}, into)
+        return self._adapted.run({name: value for name, value in values.items() if name in self._known}, into)

@@ -78,6 +78,11 @@ class Slot(Struct, frozen=True):
     kernel: list[int] = []
 
 
+def slot_tensors(slots: Sequence[Slot]) -> list[Tensor]:
+    """A and B of all slots."""
+    return [tensor for slot in slots for tensor in (slot.a, slot.b)]
+
+
 class FixedInput(Struct, frozen=True):
     """An input of the model that no rank takes: bound to `value`, or (None) not read by anything.
 
@@ -354,12 +359,12 @@ class Manifest(Struct, frozen=True):
     @property
     def overridable(self) -> list[Tensor]:
         """The inputs that take the place of engines' weights: optional ones, and those of slots."""
-        return [*self.optional, *(tensor for slot in self.slots for tensor in (slot.a, slot.b))]
+        return [*self.optional, *slot_tensors(self.slots)]
 
     @property
     def slot_inputs(self) -> frozenset[str]:
         """The names of the slots' inputs."""
-        return frozenset(tensor.name for slot in self.slots for tensor in (slot.a, slot.b))
+        return frozenset(tensor.name for tensor in slot_tensors(self.slots))
 
     @property
     def tensors(self) -> dict[str, Sequence[Tensor | FixedInput]]:

@@ -16,3 +16,11 @@ def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     request = Request(split_mode="layer", no_fuse=True)
     compile_model(plan_model(decoder, ["3xcpu"], request), path)
     return path
+
+
+@pytest.fixture(scope="module")
+def slotted(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The decoder, with slots."""
+    folder = tmp_path_factory.mktemp("slotted") / "decoder"
+    compile_model(plan_model(decoder, "2xcpu", Request(split_mode="layer", no_fuse=True, lora_slots=4)), folder)
+    return folder

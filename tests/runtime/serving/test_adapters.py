@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.serving.mlserver_folder import export_mlserver
 from splitc.runtime.serving.serving_file import Serving
@@ -18,13 +17,6 @@ from tests.helpers.clients import infer
 from tests.helpers.servers import Server, has_mlserver, has_triton, ml_server, triton_server
 
 SIZES = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(4)}
-
-
-@pytest.fixture(scope="module")
-def slotted(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("slotted") / "decoder"
-    compile_model(plan_model(decoder, "2xcpu", Request(split_mode="layer", no_fuse=True, lora_slots=4)), folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

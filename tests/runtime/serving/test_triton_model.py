@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import MisuseError, Session
 from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.serving.triton_repository import export_triton
@@ -190,14 +189,6 @@ def test_wrong_settings_are_named(load: Callable[..., Any], tmp_path: Path) -> N
     (folder / "serving.json").write_bytes(msgspec.json.encode({"package": "package", "treads": 2}))
     with pytest.raises(fake_triton.TritonModelException, match="unknown field `treads`"):
         type(model)().initialize(args)
-
-
-@pytest.fixture(scope="module")
-def slotted(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The decoder, with slots."""
-    folder = tmp_path_factory.mktemp("slotted") / "decoder"
-    compile_model(plan_model(decoder, "2xcpu", Request(split_mode="layer", no_fuse=True, lora_slots=4)), folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
