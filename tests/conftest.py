@@ -18,6 +18,7 @@ import pytest
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.planning.assembly import CpuEngine
 from splitc.runtime import Session
 from splitc.runtime.errors import typed_options
 from splitc.runtime.hardware.devices import parse_devices
@@ -134,3 +135,9 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.fixture
+def bare_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines take nothing beside weights and values, so that budgets of tiny models are those of the models alone."""
+    monkeypatch.setattr("splitc.compiler.planning.assembly.CPU_ENGINE", CpuEngine(0, 0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,10 +44,14 @@ def nominal_speed(kind: str) -> Speed:
 
 @dataclass(frozen=True)
 class Costs:
-    """Sizes and work of a graph with its inputs' shapes bound."""
+    """Sizes and work of a graph with its inputs' shapes bound.
+
+    With `maps_weights` engines leave weights that are only looked up in their mapped files.
+    """
 
     graph: Graph
     bound: BoundShapes
+    maps_weights: bool = False
 
     @cached_property
     def certain(self) -> BoundShapes:
@@ -92,6 +97,21 @@ class Costs:
         read = dict.fromkeys(value for node in running for value in self._constants[node])
         return {value: self._constant_bytes(value) for value in read}
 
+    @cached_property
+    def in_files(self) -> frozenset[ir.Value]:
+        """Constants of which an engine reads a few rows from the mapped file, so that they take no memory."""
+        if not self.maps_weights:
+            return frozenset()
+        running = [node for node in self.graph.nodes if node not in self.graph.folded]
+        read = Counter(value for node in running for value in self._constants[node])
+        looked_up = Counter(
+            value
+            for node in running
+            for _, table in operator_of(node).lookups
+            if (value := node.inputs[table]) is not None and value.is_initializer()
+        )
+        return frozenset(value for value, count in looked_up.items() if count == read[value])
+
     def _constant_bytes(self, value: ir.Value) -> int:
         tensor = value.const_value
         return tensor.nbytes if tensor else tensor_bytes(value, self.shapes.get(value.name or ""))
@@ -108,6 +128,10 @@ class Costs:
     def flops(self, node: ir.Node) -> int:
         """Floating point operations of a node; see `node_flops`."""
         return self._flops[node]
+
+    def scratch(self, node: ir.Node) -> int:
+        """Bytes that the kernel of a node allocates while it runs; see `Operator.scratch`."""
+        return self._scratch[node]
 
     def is_product(self, node: ir.Node) -> bool:
         """Whether a node takes more than two operations per element of its outputs, as products and convolutions do."""
@@ -135,6 +159,18 @@ class Costs:
     @cached_property
     def _flops(self) -> dict[ir.Node, int]:
         return {node: node_flops(node, self.shapes) for node in self.graph.nodes}
+
+    @cached_property
+    def _scratch(self) -> Mapping[ir.Node, int]:
+        return {node: self._scratch_of(node) for node in self.graph.nodes}
+
+    def _scratch_of(self, node: ir.Node) -> int:
+        scratch = operator_of(node).scratch
+        if scratch is None or node in self.graph.folded:
+            return 0
+        inputs, outputs = ([shape_of(value, self.shapes) for value in values] for values in (node.inputs, node.outputs))
+        dtype = node.outputs[0].dtype
+        return scratch(node, inputs, outputs) * (dtype.bitwidth // 8 if dtype is not None else 0)
 
     @cached_property
     def _moved(self) -> dict[ir.Node, tuple[int, tuple[int, ...]]]:

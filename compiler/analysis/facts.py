@@ -69,12 +69,14 @@ def analyze(
     gains: Gains | None = None,
     adapters: Sequence[tuple[Adapter, float]] = (),
     slot_rank: int | None = None,
+    maps_weights: bool = False,
 ) -> Analysis:
     """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
 
     The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
     What was written out becomes one operator where that can be and `gains`. `adapters` are merged into the weights.
-    Layers get slots for adapters of the `slot_rank`, if it is given.
+    Layers get slots for adapters of the `slot_rank`, if it is given. With `maps_weights` engines read weights that are
+    only looked up from their mapped files.
 
     Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes, settings,
     states and adapters that do not fit the model.
@@ -96,7 +98,8 @@ def analyze(
         done(1)
         analysis = _analyze(graph, asked, states, wanted_blocks, gains, done)
     done(1)
-    return replace(analysis, merged=merged, slots=slots, slot_rank=slot_rank)
+    costs = replace(analysis.costs, maps_weights=maps_weights)
+    return replace(analysis, costs=costs, merged=merged, slots=slots, slot_rank=slot_rank)
 
 
 def _analyze(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
@@ -16,19 +17,24 @@ from splitc.runtime.package.manifest import State
 
 @dataclass(frozen=True)
 class Held:
-    """The bytes of a rank's shards: of its weights (see `Costs.held`), and by `size` of any computed value."""
+    """The bytes of a rank's shards: of its weights (see `Costs.held`), and by `size` of any computed value.
+
+    Those in `twice` are held twice for a moment: as the rank's part and as the sum of all parts.
+    """
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
+    twice: Collection[ir.Value] = ()
 
 
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes of one stage.
 
-    `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` is the
-    peak of all other values. `loading` is the largest weight of a product: ONNX Runtime prepacks weights one by one
-    while loading, and then holds one of them twice. `engines` is the memory of the engines' libraries.
+    `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
+    all other values, with the engine's scratch and what its allocator wastes. `loading` is the largest weight of a
+    product: ONNX Runtime prepacks weights one by one while loading, and then holds one of them twice. `engines` is the
+    memory of the engines' libraries. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`).
     """
 
     weights: int
@@ -36,30 +42,50 @@ class StageMemory:
     cache: int
     loading: int
     engines: int = 0
+    in_files: int = 0
 
     @property
     def total(self) -> int:
         """The peak bytes, while loading or while running."""
-        return self.weights + self.engines + max(self.activations + self.cache, self.loading)
+        return self.weights - self.in_files + self.engines + max(self.activations + self.cache, self.loading)
 
 
 def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None = None) -> StageMemory:
     """Predict the bytes that a rank holds with the bound shapes: of a whole stage, or of the shards in `held`.
 
-    Inputs and outputs are held for the whole run, as ONNX Runtime does with an IO binding. Other values live from the
-    node that makes them to their last reader.
+    Inputs and outputs are held for the whole run, as ONNX Runtime does with an IO binding. What the nodes make is
+    allocated in its arena, in its order (see `arena_bytes`). That is at least what is alive at once in the model's
+    order, by which the search over cuts goes.
     """
     names, over = state_names(states), overwritten(states)
     ends = dict.fromkeys([*stage.takes, *stage.gives])
     size = costs.value_bytes if held is None else held.size
     weights = costs.held(stage.nodes) if held is None else held.weights
-    inside = peak_bytes(stage.nodes, costs.graph.reads.__getitem__, lambda value: 0 if value in ends else size(value))
+    running = [node for node in stage.nodes if node not in costs.graph.folded]
+    made = {value for node in running for value in node.outputs}
+    reads = costs.graph.reads.__getitem__
+
+    def scratch(node: ir.Node) -> int:
+        whole, result = costs.scratch(node), costs.value_bytes(node.outputs[0])
+        if held is None or not result:
+            return whole
+        own = whole * size(node.outputs[0]) // result
+        return own + sum(size(value) for value in node.outputs if value in held.twice)
+
+    def is_own(value: ir.Value) -> bool:
+        return value in made and value.name not in names
+
+    inside = arena_bytes(running, reads, lambda v: size(v) if is_own(v) else 0, scratch, frozenset(stage.gives))
+    alive = peak_bytes(stage.nodes, reads, lambda value: 0 if value in ends else size(value))
+    given = sum(size(value) for value in ends if is_own(value))
+    fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     return StageMemory(
         weights=sum(weights.values()),
-        activations=sum(size(value) for value in ends if value.name not in names) + inside,
+        activations=fed + max(inside, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
         loading=max((weights.get(weight, 0) for weight in _of_products(costs, stage.nodes)), default=0),
+        in_files=sum(size for weight, size in weights.items() if weight in costs.in_files),
     )
 
 

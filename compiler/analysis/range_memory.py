@@ -37,7 +37,9 @@ class RangeMemory:
             {value for value in read if value.is_graph_input() and value.name not in over} | (given & outputs)
             for read, given in zip(reads, made, strict=True)
         ]
-        self._weights = _Held(map(costs.held, needed))
+        weights = list(map(costs.held, needed))
+        self._weights = _Held(weights)
+        self._in_files = _Held({value: own[value] for value in own.keys() & costs.in_files} for own in weights)
         self._cache = _Held({value: size(value) for value in own if value.name in names} for own in ends)
         self._ends = _Held({value: size(value) for value in own if value.name not in names} for own in ends)
         self._loading = [largest_product_weight(costs, block.nodes) for block in partition.blocks]
@@ -101,7 +103,8 @@ class RangeMemory:
         sent = {value for value, maker, _ in self._crossing[end] if maker >= start}
         crossing = sum(map(self._costs.value_bytes, (received | sent) - self._outputs))
         running = crossing + self._ends.of(start, end) + self._cache.of(start, end) + max(self._peaks[start:end])
-        return self.weights(start, end) + max(running, *self._loading[start:end])
+        resident = self.weights(start, end) - self._in_files.of(start, end)
+        return resident + max(running, *self._loading[start:end])
 
 
 class _Held:

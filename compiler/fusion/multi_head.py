@@ -109,12 +109,11 @@ class Writing:
         keys = self._fitted(self._seen(attention.keys.swapped()), frame.leading, "keys")
         values = self._fitted(seen_through_merged(attention.values, work.sizes, scaled=False), frame.weighed, "values")
         heads = frame.heads.fixed or 1
-        by_rows = self._natural(keys).is_value and self._natural(values).is_value
-        if by_rows or heads == 1 or frame.size != frame.value_size:
-            rest = [self.merged(keys, "keys"), self.merged(values, "values")]
-        else:
-            rest = [self._by_heads(keys, "keys"), self._by_heads(values, "values")]
-        inputs: list[ir.Value | None] = [self.merged(query, "query"), *rest]
+        inputs: list[ir.Value | None] = [
+            self.merged(query, "query"),
+            self.merged(keys, "keys"),
+            self.merged(values, "values"),
+        ]
         if attention.biases:
             inputs += [None, None, write_bias(attention, frame, work)]
         scale = attention.scale * query.factor * keys.factor
@@ -193,12 +192,6 @@ class Writing:
         value = self.work.ordered(self._natural(operand), f"{role}_by_rows")
         width = fixed_axis((self.frame.heads.fixed or 1) * (size.fixed or 1))
         return self.work.viewed(value, [self.frame.batch, rows, width], role)
-
-    def _by_heads(self, operand: Operand, role: str) -> ir.Value:
-        """An operand as [batch, heads, rows, size]."""
-        *_, rows, size = self._axes(operand)
-        value = self.work.ordered(operand, f"{role}_ordered")
-        return self.work.viewed(value, [self.frame.batch, self.frame.heads, rows, size], role)
 
     def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:
         """The values that the operator's result replaces; for each the result along its axes, and their order."""

@@ -9,14 +9,15 @@ from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.fusion.kernels import gains_of
 from splitc.compiler.request.request import Request
 from splitc.runtime.adapters.asked import open_adapter
-from splitc.runtime.engines.kinds import choose_engine
+from splitc.runtime.engines.kinds import choose_engine, maps_weights
 from splitc.runtime.hardware.devices import Device
 
 
 def analyze_for(model: Path, devices: Sequence[Device], request: Request, wanted_blocks: int) -> Analysis:
     """Analyze a model for a request, on these devices. Raises as `analyze`."""
     adapters = [(open_adapter(path), strength) for path, strength in request.lora]
-    gains = None if request.no_fuse else gains_of(choose_engine(request.engine, devices), devices)
+    engine = choose_engine(request.engine, devices)
+    gains = None if request.no_fuse else gains_of(engine, devices)
     return analyze(
         model,
         request.asked_shapes,
@@ -27,4 +28,5 @@ def analyze_for(model: Path, devices: Sequence[Device], request: Request, wanted
         gains,
         adapters,
         request.lora_slots,
+        maps_weights(engine, devices),
     )

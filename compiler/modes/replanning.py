@@ -17,6 +17,7 @@ from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import ROW_MIN, Request
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.adapters.asked import open_adapter
+from splitc.runtime.engines.kinds import maps_weights
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.files import hash_file
@@ -74,6 +75,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         gains=gains,
         adapters=adapters,
         slot_rank=file.lora_slots,
+        maps_weights=maps_weights(file.engine, devices),
     )
     stages = request.pipeline_stages
     _check_shapes(analysis, file)

@@ -14,6 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from splitc.compiler.analysis.arena import Arena
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage, divide_blocks
@@ -297,11 +298,12 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         joined = max((_sum(costs.value_bytes, values) for values in results), default=0)
         return replace(memory, activations=memory.activations + joined)
     weights = held_shards(costs, split.columns, product_stage(analysis.graph, own).nodes, number).weights
-    running = 0
+    arena = Arena()
     for products in split.rounds:
         takes, gives = _exchanged(analysis, split, number, products)
-        running = max(running, _sum(costs.value_bytes, takes) + sum(gives.values()))
-    return StageMemory(sum(weights.values()), running, 0, max(weights.values(), default=0))
+        for place in [arena.allocate(size) for size in (*map(costs.value_bytes, takes), *gives.values())]:
+            arena.free(place)
+    return StageMemory(sum(weights.values()), arena.touched, 0, max(weights.values(), default=0))
 
 
 def _exchanged(

@@ -8,7 +8,6 @@ from functools import partial
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.graph import Graph
@@ -120,7 +119,7 @@ def _with_rows(analysis: Analysis, axes: frozenset[tuple[str, int]], rows: int, 
         shapes=shapes,
         smallest=cut(analysis.smallest, 1),
         typical=cut(analysis.typical, rows),
-        costs=Costs(analysis.graph, bound),
+        costs=replace(analysis.costs, bound=bound),
     )
 
 

@@ -11,6 +11,7 @@ import math
 import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
@@ -171,9 +172,23 @@ def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 OPERATORS = (
-    Operator("Attention", attention, attention_flops, masks=(3,), is_product=True, is_attention=True),
     Operator(
-        "com.microsoft.Attention", fused_attention, attention_flops, masks=(3, 5), is_product=True, is_attention=True
+        "Attention",
+        attention,
+        attention_flops,
+        masks=(3,),
+        is_product=True,
+        is_attention=True,
+        scratch=scratch.attention,
+    ),
+    Operator(
+        "com.microsoft.Attention",
+        fused_attention,
+        attention_flops,
+        masks=(3, 5),
+        is_product=True,
+        is_attention=True,
+        scratch=scratch.fused_attention,
     ),
     Operator(
         "com.microsoft.DecoderMaskedMultiHeadAttention",
@@ -192,6 +207,7 @@ OPERATORS = (
         is_attention=True,
         writes_in_place=True,
         example_input=key_lengths,
+        scratch=scratch.group_query_attention,
     ),
     Operator(
         "com.microsoft.MultiHeadAttention",
@@ -200,6 +216,7 @@ OPERATORS = (
         masks=(4, 5),
         is_product=True,
         is_attention=True,
+        scratch=scratch.multi_head_attention,
     ),
     Operator(
         "com.microsoft.QAttention",

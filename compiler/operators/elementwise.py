@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from splitc.compiler.operators import scratch
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
 
@@ -67,13 +68,15 @@ NONLINEAR = """
     Acos Acosh Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Celu Cos Cosh Elu Erf Exp Gelu
     HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mean Mish PRelu Pow Reciprocal Relu Round Selu Shrink Sigmoid Sign
     Sin Sinh Softplus Softsign Swish Tan ThresholdedRelu
-    com.microsoft.BiasGelu com.microsoft.FastGelu com.microsoft.Gelu com.microsoft.QuickGelu
 """
+# ONNX's own Gelu is computed in place of the result.
+GELUS = "com.microsoft.BiasGelu com.microsoft.FastGelu com.microsoft.Gelu com.microsoft.QuickGelu"
 # Those that exporters also use in shape arithmetic.
 OF_SIZES = "Abs And Ceil Equal Floor Greater GreaterOrEqual Less LessOrEqual Mod Not Or Sqrt Xor"
 
 OPERATORS = (
     *(Operator(name, elementwise) for name in NONLINEAR.split()),
+    *(Operator(name, elementwise, scratch=scratch.like_input) for name in GELUS.split()),
     *(Operator(name, elementwise, shape_arithmetic=True) for name in OF_SIZES.split()),
     Operator("Clip", elementwise, may_precede_softmax=True),
     Operator("Max", elementwise, shape_arithmetic=True, may_precede_softmax=True),
@@ -97,5 +100,5 @@ OPERATORS = (
     Operator("Dropout", scale, random_if=2),
     Operator("Cast", cast, shape_arithmetic=True, passes_sizes=True, rearranges=True),
     Operator("CastLike", cast),
-    Operator("Where", where, shape_arithmetic=True, may_precede_softmax=True),
+    Operator("Where", where, shape_arithmetic=True, may_precede_softmax=True, scratch=scratch.like_output),
 )

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx_shape_inference import registry
 
 from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
@@ -229,9 +230,14 @@ OPERATORS = (
     ),
     Operator("com.microsoft.FusedMatMul", fused_matmul, fused_product_flops, is_product=True, matrix_input=1),
     Operator("Gemm", gemm, gemm_flops, is_product=True, matrix_input=1, scaling_attributes={2: "beta"}),
-    Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True),
+    Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True, scratch=scratch.einsum),
     Operator("Conv", convolution, convolution_flops, is_product=True),
     Operator("ConvInteger", convolution, convolution_flops),
-    Operator("ConvTranspose", transposed_convolution, transposed_convolution_flops),
+    Operator(
+        "ConvTranspose",
+        transposed_convolution,
+        transposed_convolution_flops,
+        scratch=scratch.transposed_convolution,
+    ),
     Operator("com.microsoft.MoE", experts, expert_flops),
 )

@@ -15,6 +15,8 @@ AxesRule = Callable[[Operation], None]
 Shapes = Sequence[tuple[int, ...]]
 # Floating point operations of a node, from the bound shapes of its inputs and outputs.
 Flops = Callable[[ir.Node, Shapes, Shapes], int]
+# What the kernel of a node allocates while it runs, in elements of the first output, from the same shapes.
+Scratch = Callable[[ir.Node, Shapes, Shapes], int]
 # A shape function of onnx-shape-inference, with its context and a node as arguments.
 ShapeFunction = Callable[[Any, ir.Node], None]
 # The number that an input is filled with when the node is tried on made-up data; None if any data will do.
@@ -37,6 +39,7 @@ class Operator:
     dequantizes: it makes a weight larger. Engines keep the packed weight and dequantize it in each run.
     quantizes: it quantizes computed values, or computes with such. A sum in another order may then be rounded
         differently.
+    scratch: what its kernel allocates while it runs. Without one, nothing.
     reads_part: it reads only as many bytes of its input as it writes.
     is_view: its output shares the memory of its first input.
 
@@ -77,6 +80,7 @@ class Operator:
     random_if: int | None = None
     dequantizes: bool = False
     quantizes: bool = False
+    scratch: Scratch | None = None
     reads_part: bool = False
     is_view: bool = False
     shape_arithmetic: bool = False

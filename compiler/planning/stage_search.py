@@ -275,18 +275,21 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
         end = _filled(costs, target, start)
         held = f"{costs.names[start]} to {costs.names[end - 1]}" if end > start else "no block"
         size = format_bytes(target.engines + (costs.exact(start, end) if end > start else 0))
-        lines.append(f"  {target.device} holds {held}: {size} of {format_bytes(target.budget)}")
+        itself = f", {format_bytes(target.engines)} of it for the engine itself" if target.engines else ""
+        lines.append(f"  {target.device} holds {held}: {size} of {format_bytes(target.budget)}{itself}")
         start = end
     needed, available = costs.exact(0, count), sum(max(0, target.capacity or 0) for target in targets)
     if start < count:
         first, rest = costs.exact(start, start + 1), costs.exact(start, count)
         lines.append(f"  The first block that does not fit is {costs.names[start]}, which needs {format_bytes(first)}.")
-        lines.append(f"  With one more device of {format_bytes(rest)}, it would fit.")
+        more = rest + max(target.engines for target in targets)
+        lines.append(f"  With one more device of {format_bytes(more)}, it would fit.")
     else:
         lines.append("  Filled in order it fits, but then a device is left with nothing: name fewer devices.")
+    beside = " beside their engines" if any(target.engines for target in targets) else ""
     short = f", {format_bytes(needed - available)} short" if needed > available else ""
     return (
-        f"the model needs {format_bytes(needed)}, and the devices have {format_bytes(available)}{short}:\n"
+        f"the model needs {format_bytes(needed)}, and the devices have {format_bytes(available)}{beside}{short}:\n"
         + "\n".join(lines)
         + "\nGive the devices more memory (--memory, --headroom), add one (-d), or plan for smaller inputs (--shapes)."
     )

@@ -30,4 +30,5 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
         return sum(int(constants[value] * shards.share(axes)) for axes in unlike) or constants[value]
 
     weights = {value: held(value, read) for value, read in uses.items()}
-    return Held(weights, cache(lambda value: int(size(value) * shards.share(sharded.axes(value)))))
+    own = cache(lambda value: int(size(value) * shards.share(sharded.axes(value))))
+    return Held(weights, own, frozenset(sharded.sums.summed))

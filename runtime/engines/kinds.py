@@ -134,3 +134,8 @@ def has_collectives(engine: str, devices: Sequence[Device]) -> bool:
     kind = find_kind(engine)
     on_cpus = all(device.kind == "cpu" for device in devices)
     return kind.has_collectives and (not kind.uses_operators or on_cpus or has_gpu_each(devices))
+
+
+def maps_weights(engine: str, devices: Sequence[Device]) -> bool:
+    """Whether weights that kernels do not pack stay in their mapped files, of which only what is read is in memory."""
+    return engine == ONNXRUNTIME and all(device.kind == "cpu" for device in devices)

@@ -21,11 +21,14 @@ from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.hardware.devices import parse_devices
 
+# Budgets here are those of tiny models.
+pytestmark = pytest.mark.usefixtures("bare_engines")
+
 
 def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> None:
     """x [4, 8] -> a [4, 16] -> b [4, 16] -> v, a view of b -> y [4, 2] and rest [4, 14], in float32.
 
-    Most is alive while b is made of a: both, and x and y, which are there throughout.
+    Each takes a multiple of 256 bytes of the arena: a and b at once, then y in the place of a, and rest after b.
     """
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
@@ -41,7 +44,7 @@ def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> 
     memory = stage_memory(analysis.costs, analysis.states, stage)
     assert memory.weights == 3 * 8
     assert memory.cache == 0
-    assert memory.activations == 4 * 8 * 4 + 4 * 2 * 4 + 2 * (4 * 16 * 4)
+    assert memory.activations == 4 * 8 * 4 + 3 * 256
 
 
 def test_largest_weight_is_held_twice_while_it_is_loaded(write_model: Callable[[str], Path]) -> None:
@@ -52,9 +55,9 @@ def test_largest_weight_is_held_twice_while_it_is_loaded(write_model: Callable[[
     )
     (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (1, 8)})).ranks
     assert (rank.memory.weights, rank.memory.loading) == (256, 256)
-    assert rank.memory.total == 512
+    assert rank.memory.total == 256 + 8 * 4 + 256
     (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (100, 8)})).ranks
-    assert rank.memory.total == 256 + 2 * 100 * 8 * 4
+    assert rank.memory.total == 256 + 100 * 8 * 4 + 13 * 256
 
 
 @pytest.mark.parametrize(("mode", "devices"), [("layer", "1xcpu"), ("tensor", "2xcpu")])
@@ -143,14 +146,14 @@ def test_what_is_computed_again_counts_in_the_bound(tmp_path: Path) -> None:
     for start in range(count):
         for end in range(start + 1, count + 1):
             bound = quick.at_least(start, end)
-            assert 0.9 * quick.exact(start, end) <= bound <= quick.exact(start, end)
+            assert 0.8 * quick.exact(start, end) <= bound <= quick.exact(start, end)
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
 def test_each_plan_fits_its_budgets_or_is_refused(tmp_path: Path, mode: str) -> None:
     path = write_deep_mask(tmp_path / "model.onnx")
     planned = 0
-    for budget in range(34, 48):
+    for budget in range(38, 66, 2):
         request = Request(split_mode=mode, memory=[f"{budget}MiB"], shapes={"x": (1024, 256), "m": (1024,)})
         try:
             plan = plan_model(path, parse_devices(["2xcpu"]), request)

@@ -23,6 +23,9 @@ from splitc.runtime.hardware.profiles import HOPPER, Link
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import splitc
 
+# Budgets here are those of tiny models.
+pytestmark = pytest.mark.usefixtures("bare_engines")
+
 # Links that cost nothing, and links on which nothing is worth sending.
 FREE, SLOW = Link(0.0, 0.0), Link(10.0, 0.0)
 

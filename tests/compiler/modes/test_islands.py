@@ -22,6 +22,9 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError
 from tests.helpers.blocks import Block, check_split, sharded
 from tests.helpers.operators import softmax
 
+# Budgets here are those of tiny models.
+pytestmark = pytest.mark.usefixtures("bare_engines")
+
 # Even shares, uneven ones, and some with which ranks get no unit of the narrow axes.
 SHARES = ((1, 1), (5, 1), (30, 1, 1))
 ROWS, HIDDEN, WIDE = 5, 12, 8

@@ -26,6 +26,9 @@ from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.app import app
 from tests.helpers.blocks import Block
 
+# Budgets here are those of tiny models.
+pytestmark = pytest.mark.usefixtures("bare_engines")
+
 ROW = Request(split_mode="row", row_min=16)
 
 

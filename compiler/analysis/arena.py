@@ -1,0 +1,98 @@
+"""A replay of ONNX Runtime's arena: which memory it takes from the system for allocations in a given order.
+
+The rules are those of BFCArena (core/framework/bfc_arena.cc of ONNX Runtime 1.31) with its default options: sizes in
+multiples of 256 bytes, the smallest free chunk that fits (of equal ones the one at the lowest address), a chunk is
+divided if it is twice as large as what is asked for, and new regions double in size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+UNIT = 256
+FIRST_REGION, LARGEST_STEP = 1 << 20, 1 << 30
+# A rest of so many bytes is cut off a chunk of any size.
+LARGEST_REST = 128 << 20
+
+# A chunk's place: its region, in the order of addresses, and its offset.
+Place = tuple[int, int]
+
+
+class Arena:
+    """Memory regions in which values are allocated and freed. Sizes are in bytes.
+
+    With `downwards` the system places later regions at lower addresses, as it does unless it fills a gap.
+    """
+
+    def __init__(self, downwards: bool = True) -> None:
+        self._direction = -1 if downwards else 1
+        self._free: list[tuple[int, int, int]] = []  # size, region, offset
+        self._sizes: dict[Place, int] = {}  # of all chunks
+        self._before: dict[Place, int] = {}  # the offset of the chunk before
+        self._is_free: set[Place] = set()
+        self._step = FIRST_REGION
+        self._touched: dict[int, int] = {}
+
+    @property
+    def touched(self) -> int:
+        """Bytes of the regions up to the highest that was ever used. The system gives no memory for the rest."""
+        return sum(self._touched.values())
+
+    def allocate(self, size: int) -> Place:
+        """The place of a new chunk."""
+        size = -(-max(size, 1) // UNIT) * UNIT
+        at = bisect_left(self._free, (size,))
+        if at == len(self._free):
+            self._extend(size)
+            at = bisect_left(self._free, (size,))
+        whole, region, offset = self._free.pop(at)
+        self._is_free.discard((region, offset))
+        if whole >= 2 * size or whole - size >= LARGEST_REST:
+            self._sizes[region, offset] = size
+            if (after := (region, offset + whole)) in self._sizes:
+                self._before[after] = offset + size
+            self._before[region, offset + size] = offset
+            self._put((region, offset + size), whole - size)
+        self._touched[region] = max(self._touched[region], offset + size)
+        return region, offset
+
+    def free(self, place: Place) -> None:
+        """Free a chunk, and join it with free neighbours."""
+        region, offset = place
+        size = self._sizes[place]
+        after = (region, offset + size)
+        if after in self._is_free:
+            size += self._take(after)
+        before = self._before.get(place)
+        if before is not None and (region, before) in self._is_free:
+            del self._sizes[place], self._before[place]
+            size, offset = size + self._sizes[region, before], before
+            self._unlist((region, before))
+        if (after := (region, offset + size)) in self._sizes:
+            self._before[after] = offset
+        self._put((region, offset), size)
+
+    def _extend(self, size: int) -> None:
+        is_enough = size <= self._step
+        while size > self._step:
+            self._step *= 2
+        region = self._direction * len(self._touched)
+        self._touched[region] = 0
+        self._put((region, 0), self._step)
+        if is_enough and self._step < LARGEST_STEP:
+            self._step *= 2
+
+    def _put(self, place: Place, size: int) -> None:
+        self._sizes[place] = size
+        self._is_free.add(place)
+        insort(self._free, (size, *place))
+
+    def _unlist(self, place: Place) -> None:
+        self._is_free.discard(place)
+        self._free.pop(bisect_left(self._free, (self._sizes[place], *place)))
+
+    def _take(self, place: Place) -> int:
+        """Remove a free chunk; its size."""
+        self._unlist(place)
+        self._before.pop(place, None)
+        return self._sizes.pop(place)

@@ -1,0 +1,130 @@
+"""The order in which ONNX Runtime runs a graph's nodes, and the memory that it takes for what they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.arena import Arena, Place
+from splitc.compiler.operators.registry import operator_of
+
+Reads = Callable[[ir.Node], Iterable[ir.Value]]
+Size = Callable[[ir.Value], int]
+
+
+def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
+    """The nodes of a file in the order in which ONNX Runtime runs them.
+
+    It walks from the nodes that no other one reads up to what they read, depth first, the last node in the file first
+    (Graph::ReverseDFSFrom, core/graph/graph.cc), and not in the file's order. Nodes that its optimizer has fused come
+    after all in the file, which decides whether a block's MLP or its attention is first where both read one value.
+    """
+    position = {node: number + len(nodes) * _ends_gelu(node) for number, node in enumerate(nodes)}
+    above = {node: _producers(node, reads, position) for node in nodes}
+    read = {maker for makers in above.values() for maker in makers}
+    stack = [(node, False) for node in sorted(nodes, key=position.__getitem__) if node not in read]
+    seen: set[ir.Node] = set()
+    order = []
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(maker, False) for maker in above[node] if maker not in seen]
+    return order
+
+
+def _producers(node: ir.Node, reads: Reads, position: Mapping[ir.Node, int]) -> list[ir.Node]:
+    makers = {maker for value in reads(node) if (maker := value.producer()) in position and maker is not None}
+    return sorted(makers, key=position.__getitem__)
+
+
+def _ends_gelu(node: ir.Node) -> bool:
+    """Whether the node, or the fusion that it ends, is a Gelu: ONNX Runtime fuses it with the bias before it."""
+    if node.op_type == "Gelu":
+        return True
+    above = [value.producer() for value in node.inputs if value is not None] if node.op_type == "Mul" else []
+    return any(_reads_erf(maker, 2) for maker in above if maker is not None)
+
+
+def _reads_erf(node: ir.Node, steps: int) -> bool:
+    if node.op_type == "Erf":
+        return True
+    makers = (value.producer() for value in node.inputs if value is not None) if node.op_type in ("Add", "Mul") else ()
+    return steps > 0 and any(_reads_erf(maker, steps - 1) for maker in makers if maker is not None)
+
+
+def arena_bytes(
+    nodes: Sequence[ir.Node], reads: Reads, size: Size, scratch: Callable[[ir.Node], int], kept: AbstractSet[ir.Value]
+) -> int:
+    """The bytes of its arena that ONNX Runtime uses in one run of the nodes, from an empty arena on.
+
+    A value is allocated before its node runs, and freed after its last reader; `kept` ones, which leave the engine, are
+    not. `scratch` is what a node's kernel allocates while it runs. A view is its source. Where the system places
+    regions decides which of two free chunks of one size is used: it is the more of two ways.
+    """
+    order = execution_order(nodes, reads)
+    source = {node.outputs[0]: first for node in order if (first := _viewed(node, size)) is not None}
+
+    def root(value: ir.Value) -> ir.Value:
+        while value in source:
+            value = source[value]
+        return value
+
+    held = {root(value) for value in kept}
+    steps = [
+        Step(
+            tuple((value, bytes_) for value in node.outputs if value not in source and (bytes_ := size(value))),
+            scratch(node),
+            tuple(value for value in last if value not in held),
+        )
+        for node, last in zip(order, _last_uses(order, reads, root), strict=True)
+    ]
+    return max(_touched(steps, Arena(downwards)) for downwards in (True, False))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node's allocations: values with their bytes, then its scratch; and the values that are freed after it."""
+
+    made: tuple[tuple[ir.Value, int], ...]
+    scratch: int
+    freed: tuple[ir.Value, ...]
+
+
+def _touched(steps: Iterable[Step], arena: Arena) -> int:
+    """The bytes of the arena that are used after these steps."""
+    places = dict[ir.Value, Place]()
+    for step in steps:
+        places.update((value, arena.allocate(size)) for value, size in step.made)
+        if step.scratch:
+            arena.free(arena.allocate(step.scratch))
+        for value in step.freed:
+            if value in places:
+                arena.free(places.pop(value))
+    return arena.touched
+
+
+def _last_uses(order: Sequence[ir.Node], reads: Reads, root: Callable[[ir.Value], ir.Value]) -> list[list[ir.Value]]:
+    """For each node the values that nothing uses after it."""
+    death: dict[ir.Value, int] = {}
+    for number, node in enumerate(order):
+        for value in (*reads(node), *node.outputs):
+            death[root(value)] = number
+    dying: list[list[ir.Value]] = [[] for _ in order]
+    for value, number in death.items():
+        dying[number].append(value)
+    return dying
+
+
+def _viewed(node: ir.Node, size: Size) -> ir.Value | None:
+    """The value of which the node's result is a view; None if the result has memory of its own."""
+    if not operator_of(node).is_view or not node.inputs or node.inputs[0] is None:
+        return None
+    first = node.inputs[0]
+    return first if size(first) == size(node.outputs[0]) and first.producer() is not None else None

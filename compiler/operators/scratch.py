@@ -1,0 +1,85 @@
+"""What the kernels of ONNX Runtime's CPU provider allocate while they run, in elements of the node's first output.
+
+Measured with ONNX Runtime 1.31 (`session.collect_node_memory_stats_to_file`), for sizes that tell the terms apart.
+Kernels that are not here allocate nothing, or less than 64 KiB a thread. Attention in halves runs on GPUs, whose
+kernels keep scores and turned copies in registers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from splitc.compiler.operators.operator import Shapes
+
+# Blocks of scores that a thread of MultiHeadAttention keeps, about what fits into its cache.
+BLOCKS = 1 << 18
+HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+
+
+def like_input(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """A copy of the first input, as the kernels of Gelu make one."""
+    return math.prod(inputs[0])
+
+
+def like_output(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """A copy of the result, as Where makes one of what it selects."""
+    return math.prod(outputs[0])
+
+
+def einsum(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Transposed copies of inputs and result, and the product."""
+    return 2 * sum(map(math.prod, inputs)) + math.prod(outputs[0])
+
+
+def transposed_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Columns of one image: each of its positions times the kernel."""
+    return math.prod(inputs[0][2:]) * math.prod(inputs[1][1:])
+
+
+def multi_head_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Queries, keys and values by heads; all scores too where something is added to them, or where keys have a past.
+
+    Keys and values that are given by heads count as a past: the kernel without scores does not take them.
+    """
+    if _halves(node):
+        return 0
+    query, keys, *_ = (*inputs, (), ())
+    by_heads = len(keys) == 4
+    turned = math.prod(query) + (0 if by_heads else sum(map(math.prod, inputs[1:3])))
+    if not by_heads and len(keys) == 3 and all(value is None for value in node.inputs[3:]):
+        return turned + min(BLOCKS, _scores(node, inputs, outputs))
+    return turned + math.prod(outputs[0]) + _scores(node, inputs, outputs)
+
+
+def fused_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Queries, keys and values by heads, the result by heads, and all scores."""
+    return 0 if _halves(node) else 4 * math.prod(outputs[0]) + _scores(node, inputs, outputs)
+
+
+def attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """All scores, of ONNX's own operator."""
+    return 0 if _halves(node) else _scores(node, inputs, outputs)
+
+
+def group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Queries, keys and values by heads."""
+    blocks = min(BLOCKS, _scores(node, inputs, outputs))
+    return 0 if _halves(node) else sum(math.prod(shape) for shape in inputs[:3]) + blocks
+
+
+def _halves(node: ir.Node) -> bool:
+    return node.outputs[0].dtype in HALVES
+
+
+def _scores(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Elements of the scores: a number for each head, query and key."""
+    query = inputs[0]
+    if len(query) not in (3, 4) or not outputs[0]:
+        return 0
+    heads = (
+        query[1] if len(query) == 4 else node.attributes.get_int("num_heads", node.attributes.get_int("q_num_heads", 1))
+    )
+    keys = max((shape[-2] for shape in (*inputs[1:3], *inputs[6:8], *outputs[1:3]) if len(shape) >= 3), default=0)
+    return query[0] * heads * query[-2] * max(keys, query[-2])
