@@ -89,7 +89,11 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["compile", "MODEL", "-o", "p", "-d", "gpu7"], 2, "unknown device 'gpu7': there are cpu0"),
         (["compile", "MODEL", "-o", "p"], 2, "no device given"),
         (["compile", "MODEL", "-o", "p", "-d", "500xcpu", *LAYERS], 1, "500 devices, and the model can be cut into"),
-        (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "100KiB", *LAYERS], 3, "the devices have 200 KiB"),
+        (
+            ["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "100KiB", *LAYERS],
+            3,
+            "the devices have 0 B beside their engines",
+        ),
         (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "cpu7=1GiB"], 2, "the devices are cpu0, cpu1"),
         (["compile", "MODEL", "-o", "p", "-d", "2xcpu", "--memory", "much"], 2, "as an amount of memory"),
         (["compile", "MODEL", "-o", "p", "-d", "cpu0", "--shapes", "idz:1x2"], 2, "the model has no such input"),
@@ -140,7 +144,7 @@ def test_mistakes_end_the_process(decoder: Path, tmp_path: Path) -> None:
     """As they end the command in this process, with any of its codes."""
     little = ("-d", "2xcpu", "--memory", "100KiB", *LAYERS)
     result = splitc_process("compile", decoder, "-o", tmp_path / "p", *little, code=3)
-    assert "the devices have 200 KiB" in " ".join(result.stderr.split())
+    assert "the devices have 0 B beside their engines" in " ".join(result.stderr.split())
 
 
 def test_killed_compile_leaves_no_package(tmp_path: Path) -> None:

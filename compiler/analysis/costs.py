@@ -46,7 +46,7 @@ def nominal_speed(kind: str) -> Speed:
 class Costs:
     """Sizes and work of a graph with its inputs' shapes bound.
 
-    With `maps_weights` engines leave weights that are only looked up in their mapped files.
+    With `maps_weights` engines read embedding tables from their mapped files.
     """
 
     graph: Graph

@@ -75,8 +75,8 @@ def analyze(
 
     The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
     What was written out becomes one operator where that can be and `gains`. `adapters` are merged into the weights.
-    Layers get slots for adapters of the `slot_rank`, if it is given. With `maps_weights` engines read weights that are
-    only looked up from their mapped files.
+    Layers get slots for adapters of the `slot_rank`, if it is given. With `maps_weights` engines read embedding
+    tables from their mapped files.
 
     Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes, settings,
     states and adapters that do not fit the model.

@@ -17,6 +17,9 @@ from splitc.runtime.cli.commands import app
 from splitc.runtime.units import shortened_middle
 from tests.helpers.command import splitc
 
+# Budgets here are those of tiny models.
+pytestmark = pytest.mark.usefixtures("bare_engines")
+
 WIDTH = 80
 SCOPE = "[bold]transformer/an_encoder_with_a_long_name_as_exporters_write_them/and_its_layers."
 INPUT = "[red]an_input_with_quite_a_long_name_that_goes_on_and_on_and_on_for_ever[/red]"

@@ -27,6 +27,9 @@ from tests.helpers.command import splitc
 from tests.helpers.folders import diffusers_folder
 from tests.helpers.packages import compile_mode
 
+# Budgets here are those of tiny models.
+pytestmark = pytest.mark.usefixtures("bare_engines")
+
 MOST_BYTES = 1 << 20
 
 
