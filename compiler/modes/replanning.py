@@ -61,6 +61,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         row_min=ROW_MIN if file.row_min is None else file.row_min,
         settings=file.settings,
         batch_groups=1 if file.split_mode == BATCH else file.batch_groups,
+        memory=[f"{rank.device}={rank.budget_bytes}" for rank in file.ranks if rank.limited],
     )
     wanted = ALL if file.finest else 1
     devices = parse_devices([rank.device for rank in file.ranks])

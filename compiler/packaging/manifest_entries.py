@@ -136,6 +136,7 @@ def rank_entry(
         cache_bytes=rank.memory.cache,
         total_bytes=rank.memory.total,
         overrides=list(overrides),
+        limit_bytes=rank.limit,
     )
 
 

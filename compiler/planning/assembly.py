@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
+from splitc.compiler.planning.resources import is_limited
 from splitc.compiler.planning.split import Split
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.report import WeightFate, warn_if_little_split
@@ -45,7 +46,7 @@ def assemble(
 ) -> Plan:
     """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages."""
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
-    ranks = _with_sessions(ranks, engine, split)
+    ranks = [replace(r, limited=is_limited(r.device, request.memory)) for r in _with_sessions(ranks, engine, split)]
     warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, whole))
     return Plan(
         analysis,
@@ -54,7 +55,7 @@ def assemble(
         engine,
         request.objective,
         request.profile,
-        ranks,
+        tuple(ranks),
         tuple(cuts),
         tuple(weights),
         warnings,

@@ -29,9 +29,10 @@ LISTED = 64 << 10
 class RankEntry(Struct, frozen=True):
     """A rank. Its device, budget and share may be edited; the rest is informative.
 
-    In tensor mode consecutive ranks share a `stage`, in proportion to `share`. In layer mode each rank has its own
-    stage. In row mode there is one stage, and rank 0 is the main one. Ranks of several groups, each with the whole
-    model, come one group after the other: a group's share of the rows is the sum of its ranks' shares.
+    If it is `limited`, engines are held to the budget as they run. In tensor mode consecutive ranks share a `stage`,
+    in proportion to `share`. In layer mode each rank has its own stage. In row mode there is one stage, and rank 0 is
+    the main one. Ranks of several groups, each with the whole model, come one group after the other: a group's share of
+    the rows is the sum of its ranks' shares.
     """
 
     device: str
@@ -44,6 +45,7 @@ class RankEntry(Struct, frozen=True):
     total_bytes: int = 0
     seconds: float = 0.0
     repeated: Rematerialized | None = None
+    limited: bool = False
 
 
 class WeightEntry(Struct, frozen=True):
@@ -157,6 +159,7 @@ def to_file(plan: Plan) -> PlanFile:
                 rank.memory.total,
                 round(rank.seconds, 9),
                 rank.rematerialized,
+                rank.limited,
             )
             for rank in plan.ranks
         ],

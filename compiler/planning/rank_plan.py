@@ -32,7 +32,7 @@ class RankPlan:
     The ranks of a `group` share a stage. `part` is a rank's number in its group, and `share` its share of the stage. In
     row mode rank 0 has the whole model, and the others the products that they have a slice of. `seconds` is the time
     per run, measured with --profile and otherwise estimated. `replica` is the number of its copy of the model, where
-    there are several.
+    there are several. If it is `limited`, its budget was asked for, and is not just what is free.
     """
 
     device: Device
@@ -45,6 +45,18 @@ class RankPlan:
     seconds: float
     rematerialized: Rematerialized = Rematerialized()
     replica: int = 0
+    limited: bool = False
+
+    @property
+    def limit(self) -> Budget:
+        """The bytes that its engines may take for weights and values; None without a budget that was asked for.
+
+        What is planned for must run although it is predicted to 10 percent: so much is there in any case.
+        """
+        if not self.limited or self.budget is None:
+            return None
+        planned = self.memory.total - self.memory.engines
+        return max(self.budget - self.memory.engines, planned + planned // 10)
 
     @property
     def missing(self) -> int:

@@ -75,6 +75,11 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
     return budgets
 
 
+def is_limited(device: Device, memory: Sequence[str]) -> bool:
+    """Whether the entries of `memory` give the device's budget, which is its free memory otherwise."""
+    return any("=" not in entry or entry.startswith(f"{device}=") for entry in memory)
+
+
 def _free_beyond(devices: Sequence[Device], headroom: int) -> dict[str, Budget]:
     """The free memory of each device, less its share of the headroom. To look takes a second where there are GPUs."""
     sharers = Counter(map(memory_of, devices))

@@ -155,6 +155,9 @@ class Backend(Protocol):
     def reserve(self, size: int) -> None:
         """Reserve this many bytes beside the engines' own."""
 
+    def limit(self, size: int | None) -> None:
+        """Limit the bytes that engines loaded from now on take for weights and values; None for no limit."""
+
     def swap_weights(self, buffer: SwapBuffer) -> None:
         """Let weights of engines that are loaded from now on have this buffer, in turn with those of other models."""
 

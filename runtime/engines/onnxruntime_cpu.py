@@ -18,6 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
 from splitc.runtime.arrays.onnx_types import CODES, NAMES
 from splitc.runtime.engines import Communicator
+from splitc.runtime.engines.arena_limit import beyond_limit, host_limit, limited_arena
 from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
@@ -42,8 +43,11 @@ LARGE = 1 << 26
 _GIVEN_UP, _APART = "was given up", "ranks were not given the same requests"
 
 
-def failed(message: str) -> EngineError:
-    """The error of an engine that says this, by ONNX Runtime."""
+def failed(
+    name: str, message: str, limit: int | None = None, values: Mapping[str, Any] = MappingProxyType({})
+) -> EngineError:
+    """The error of an engine that says this, by ONNX Runtime, on these values."""
+    message = f"{name} failed: {beyond_limit(message, limit, values) or message}"
     kind = FollowingError if _GIVEN_UP in message else HandOverError if _APART in message else EngineError
     return kind(message)
 
@@ -54,10 +58,12 @@ def open_session(
     communicator: Communicator | None = None,
     trusts_data: bool = False,
     stays_mapped: bool = False,
+    limit: int | None = None,
 ) -> ort.InferenceSession:
     """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError if the file can't be loaded.
 
-    With `stays_mapped`, it takes weights from their mapped files, rather than from a copy that is packed for matmuls.
+    Its weights and values take at most `limit` bytes. With `stays_mapped`, it takes weights from their mapped files,
+    rather than from a copy that is packed for matmuls.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -73,7 +79,8 @@ def open_session(
     options.add_session_config_entry("session.disable_prepacking", str(int(stays_mapped)))
     register_operators(options, communicator)
     try:
-        return open_onnx(path, options, ["CPUExecutionProvider"], trusts_data)
+        with limited_arena(options, limit):
+            return open_onnx(path, options, ["CPUExecutionProvider"], trusts_data)
     except ERRORS as error:
         raise PackageError(f"ONNX Runtime can't load {path}: {error}") from error
 
@@ -96,9 +103,11 @@ class OnnxRuntimeEngine:
         session: ort.InferenceSession,
         options: ort.RunOptions,
         communicator: Communicator | None = None,
+        limit: int | None = None,
     ) -> None:
         self._name = name
         self._session = session
+        self._limit = limit
         self._communicator = communicator  # its memory must outlive the session
         self._options = options
         self.inputs = [value.name for value in session.get_inputs()]
@@ -124,7 +133,7 @@ class OnnxRuntimeEngine:
         try:
             self._session.run_with_iobinding(binding, self._options)
         except ERRORS as error:
-            raise failed(f"{self._name} failed: {error}") from error
+            raise failed(self._name, str(error), self._limit, values) from error
         binding.clear_binding_inputs()  # outputs keep the binding alive, which would keep the previous states alive
         # Return bound outputs themselves: a new OrtValue on their memory would not keep it alive.
         return {name: into.get(name, value) for name, value in zip(self.outputs, binding.get_outputs(), strict=True)}
@@ -143,7 +152,7 @@ def run_overridden(
     try:
         return dict(zip(outputs, session.run_with_ort_values(outputs, dict(values), options), strict=True))
     except ERRORS as error:
-        raise failed(f"{name} failed: {error}") from error
+        raise failed(name, str(error)) from error
 
 
 class OnnxRuntimeBackend:
@@ -157,6 +166,7 @@ class OnnxRuntimeBackend:
         self._threads = threads
         self._trusts_data = trusts_data
         self._stays_mapped = False
+        self._limit = host_limit(None)
         self._options = ort.RunOptions()
         # Without this entry, ONNX Runtime 1.31 looks for it and raises an exception inside: 40 microseconds per run.
         self._options.add_run_config_entry("gpu_graph_id", "-1")
@@ -181,9 +191,10 @@ class OnnxRuntimeBackend:
         weights: Sequence[Weight] | None = None,
         attends: bool = True,
     ) -> OnnxRuntimeEngine:
-        session = open_session(path, self._threads, communicator, self._trusts_data, self._stays_mapped)
+        how = self._trusts_data, self._stays_mapped, self._limit
+        session = open_session(path, self._threads, communicator, *how)
         trim_heap()
-        return OnnxRuntimeEngine(path.name, session, self._options, communicator)
+        return OnnxRuntimeEngine(path.name, session, self._options, communicator, self._limit)
 
     def fetch(
         self, values: Mapping[str, Any], allocate: Allocate | None = None
@@ -201,6 +212,9 @@ class OnnxRuntimeBackend:
 
     def reserve(self, size: int) -> None:
         pass
+
+    def limit(self, size: int | None) -> None:
+        self._limit = host_limit(size)
 
     def swap_weights(self, buffer: SwapBuffer) -> None:
         """See Backend. Weights in mapped files need no moving: the system drops and reads their pages as it must."""

@@ -266,6 +266,9 @@ class GpuDevice:
         """
         self.cuda.alloc(max(1, size))
 
+    def limit(self, size: int | None) -> None:
+        """See Backend. Engines that are built for a GPU have what they need when they are loaded."""
+
     def swap_weights(self, buffer: SwapBuffer) -> None:
         """See Backend. Here no engine's weights can be moved."""
         self.notes.append(f"weights stay on {self.name} while other modules work: these engines hold them inside")

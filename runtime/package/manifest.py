@@ -215,7 +215,8 @@ class Rank(Struct, frozen=True):
 
     `parts` are the shards of inputs and outputs that it takes or gives. `overrides` are the optional inputs among its
     weights. `keeps` are outputs that it keeps for its states, while another rank gives them to the caller.
-    `total_bytes` is the peak, loading included, which may be more than the sum of the others.
+    `total_bytes` is the peak, loading included, which may be more than the sum of the others. `limit_bytes` is what its
+    engines may take for weights and values where the rank was given a budget.
     """
 
     device: str
@@ -231,6 +232,7 @@ class Rank(Struct, frozen=True):
     cache_bytes: int
     total_bytes: int
     overrides: list[Override] = []
+    limit_bytes: int | None = None
 
 
 def is_fed(rank: Rank) -> bool:

@@ -80,6 +80,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     """
     rank = setup.rank
     backend.attach()
+    backend.limit(rank.limit_bytes)
     if setup.swap is not None:
         backend.swap_weights(setup.swap)
     before = backend.used_bytes()

@@ -1,0 +1,76 @@
+"""A limit for the memory that an ONNX Runtime session allocates."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import onnxruntime as ort
+
+from splitc.runtime.hardware.control_groups import memory_limit
+from splitc.runtime.units import format_bytes
+
+# Registered arenas belong to the process: between registering one and opening its session no other may be registered.
+_REGISTERING = threading.Lock()
+# What ONNX Runtime says of an arena at its limit, on CPUs and on GPUs.
+_FULL = re.compile(r"Available memory of (\d+) is smaller than requested bytes of (\d+)")
+
+
+@contextlib.contextmanager
+def limited_arena(options: ort.SessionOptions, limit: int | None) -> Iterator[None]:
+    """Sessions that are opened inside get an arena of their own, of at most `limit` bytes, weights included.
+
+    Without a limit nothing changes. A session's own arena can't be limited on the CPU, so it is one of the process,
+    which is replaced for the next session.
+    """
+    if limit is None:
+        yield
+        return
+    where = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    with _REGISTERING:
+        ort.create_and_register_allocator(where, _config(limit))
+        try:
+            yield
+        finally:
+            ort.create_and_register_allocator(where, _config(0))  # which lets go of the session's
+
+
+def _config(limit: int) -> ort.OrtArenaCfg:
+    """ONNX Runtime's defaults, but for the limit. 0 is none."""
+    defaults = {"arena_extend_strategy": 0, "initial_chunk_size_bytes": -1, "max_dead_bytes_per_chunk": -1}
+    return ort.OrtArenaCfg({"max_mem": limit, **defaults})
+
+
+def host_limit(limit: int | None) -> int | None:
+    """The limit of a CPU rank: at most what is free in this process's container."""
+    free = memory_limit()[1]
+    return limit if math.isinf(free) else int(free) if limit is None else min(limit, int(free))
+
+
+def beyond_limit(message: str, limit: int | None, values: Mapping[str, Any]) -> str | None:
+    """What a request lacks, if ONNX Runtime's message says that its arena is at the limit; None for other messages.
+
+    `values` are the engine's inputs, of which the largest are named with their shapes.
+    """
+    full = _FULL.search(message)
+    if full is None or limit is None:
+        return None
+    free, wanted = map(int, full.groups())
+    shapes = {name: tuple(_shape(value)) for name, value in values.items()}
+    largest = sorted(shapes, key=lambda name: -math.prod(shapes[name]))[:3]
+    named = ", ".join(f"{name} {' x '.join(map(str, shapes[name])) or 'scalar'}" for name in largest)
+    return (
+        f"the request needs more memory than the budget leaves: weights and values may take {format_bytes(limit)}, and "
+        f"{format_bytes(wanted)} more are needed where {format_bytes(free)} are free, for inputs such as {named}. Give "
+        "smaller inputs, or compile for these with a larger budget (--memory)"
+    )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    shape = value.shape
+    return tuple(shape() if callable(shape) else shape)
