@@ -42,6 +42,10 @@ def nominal_speed(kind: str) -> Speed:
     return Speed(profile.flops, profile.bytes)
 
 
+# What Linux maps of a file around a byte that is read (`fault_around_bytes`).
+MAPPED_AROUND = 64 << 10
+
+
 @dataclass(frozen=True)
 class Costs:
     """Sizes and work of a graph with its inputs' shapes bound.
@@ -98,19 +102,22 @@ class Costs:
         return {value: self._constant_bytes(value) for value in read}
 
     @cached_property
-    def in_files(self) -> frozenset[ir.Value]:
-        """Constants of which an engine reads a few rows from the mapped file, so that they take no memory."""
+    def in_files(self) -> Mapping[ir.Value, int]:
+        """Bytes of embedding tables that stay in the mapped file: all but the pages around the rows of a request."""
         if not self.maps_weights:
-            return frozenset()
+            return {}
         running = [node for node in self.graph.nodes if node not in self.graph.folded]
-        read = Counter(value for node in running for value in self._constants[node])
-        looked_up = Counter(
-            value
-            for node in running
-            for _, table in operator_of(node).lookups
-            if (value := node.inputs[table]) is not None and value.is_initializer()
-        )
-        return frozenset(value for value, count in looked_up.items() if count == read[value])
+        readers = Counter(value for node in running for value in self._constants[node])
+        lookups: dict[ir.Value, list[int]] = {}
+        for node in running:
+            for indices, table in operator_of(node).lookups:
+                if (value := node.inputs[table]) is not None and value.is_initializer():
+                    lookups.setdefault(value, []).append(math.prod(shape_of(node.inputs[indices], self.shapes)))
+        return {
+            value: max(0, self._constant_bytes(value) - sum(rows) * MAPPED_AROUND)
+            for value, rows in lookups.items()
+            if len(rows) == readers[value]
+        }
 
     def _constant_bytes(self, value: ir.Value) -> int:
         tensor = value.const_value

@@ -85,7 +85,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
         loading=max((weights.get(weight, 0) for weight in _of_products(costs, stage.nodes)), default=0),
-        in_files=sum(size for weight, size in weights.items() if weight in costs.in_files),
+        in_files=sum(min(size, costs.in_files.get(weight, 0)) for weight, size in weights.items()),
     )
 
 

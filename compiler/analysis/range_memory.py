@@ -39,7 +39,7 @@ class RangeMemory:
         ]
         weights = list(map(costs.held, needed))
         self._weights = _Held(weights)
-        self._in_files = _Held({value: own[value] for value in own.keys() & costs.in_files} for own in weights)
+        self._in_files = _Held({v: costs.in_files[v] for v in own.keys() & costs.in_files.keys()} for own in weights)
         self._cache = _Held({value: size(value) for value in own if value.name in names} for own in ends)
         self._ends = _Held({value: size(value) for value in own if value.name not in names} for own in ends)
         self._loading = [largest_product_weight(costs, block.nodes) for block in partition.blocks]

@@ -69,14 +69,13 @@ NONLINEAR = """
     HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mean Mish PRelu Pow Reciprocal Relu Round Selu Shrink Sigmoid Sign
     Sin Sinh Softplus Softsign Swish Tan ThresholdedRelu
 """
-# ONNX's own Gelu is computed in place of the result.
 GELUS = "com.microsoft.BiasGelu com.microsoft.FastGelu com.microsoft.Gelu com.microsoft.QuickGelu"
 # Those that exporters also use in shape arithmetic.
 OF_SIZES = "Abs And Ceil Equal Floor Greater GreaterOrEqual Less LessOrEqual Mod Not Or Sqrt Xor"
 
 OPERATORS = (
     *(Operator(name, elementwise) for name in NONLINEAR.split()),
-    *(Operator(name, elementwise, scratch=scratch.like_input) for name in GELUS.split()),
+    *(Operator(name, elementwise, scratch=scratch.biased) for name in GELUS.split()),
     *(Operator(name, elementwise, shape_arithmetic=True) for name in OF_SIZES.split()),
     Operator("Clip", elementwise, may_precede_softmax=True),
     Operator("Max", elementwise, shape_arithmetic=True, may_precede_softmax=True),

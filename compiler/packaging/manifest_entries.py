@@ -137,6 +137,8 @@ def rank_entry(
         total_bytes=rank.memory.total,
         overrides=list(overrides),
         limit_bytes=rank.limit,
+        engine_bytes=rank.memory.engines,
+        mapped_bytes=rank.memory.in_files,
     )
 
 

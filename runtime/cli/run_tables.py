@@ -61,13 +61,18 @@ def _difference_rows(differences: Sequence[Difference], most: int) -> Iterator[l
 
 def print_memory(ranks: Sequence[RankMemory]) -> None:
     """Print each rank's measured memory, beside the prediction."""
-    sizes = ("weights", "loaded", "predicted", "peak")
+    sizes = ("loaded", "predicted", "running", "predicted", "peak", "predicted", "unaccounted")
     rows = table("rank", *sizes, right=sizes)
     for number, rank in enumerate(ranks):
-        numbers = (rank.predicted_weights, rank.loaded, rank.predicted_total, rank.peak)
-        rows.add_row(f"{number} {rank.device}", *map(format_bytes, numbers))
+        pairs = (rank.loaded, rank.predicted_loaded), (rank.peak, rank.predicted_total)
+        running = (rank.peak - rank.loaded, max(0, rank.predicted_total - rank.predicted_loaded))
+        numbers = map(format_bytes, (*pairs[0], *running, *pairs[1]))
+        rows.add_row(f"{number} {rank.device}", *numbers, f"{rank.unaccounted / max(1, rank.peak):.0%}")
     out.print(rows)
-    out.print("weights, predicted: from the plan; loaded, peak: measured, including the engine's own memory")
+    out.print(
+        "loaded: weights and the engine's own memory; running: activations and caches beside these; "
+        "unaccounted: of the peak, less than 0 where less was needed than predicted"
+    )
 
 
 def print_bench(result: BenchResult, manifest: Manifest) -> None:

@@ -216,7 +216,8 @@ class Rank(Struct, frozen=True):
     `parts` are the shards of inputs and outputs that it takes or gives. `overrides` are the optional inputs among its
     weights. `keeps` are outputs that it keeps for its states, while another rank gives them to the caller.
     `total_bytes` is the peak, loading included, which may be more than the sum of the others. `limit_bytes` is what its
-    engines may take for weights and values where the rank was given a budget.
+    engines may take for weights and values where the rank was given a budget. `engine_bytes` are the engines' own
+    memory, and `mapped_bytes` those of the weights of which a few rows are read from a mapped file.
     """
 
     device: str
@@ -233,6 +234,13 @@ class Rank(Struct, frozen=True):
     total_bytes: int
     overrides: list[Override] = []
     limit_bytes: int | None = None
+    engine_bytes: int = 0
+    mapped_bytes: int = 0
+
+    @property
+    def loaded_bytes(self) -> int:
+        """What is predicted to be in memory before the first request: weights, and the engine's own memory."""
+        return self.weights_bytes - self.mapped_bytes + self.engine_bytes
 
 
 def is_fed(rank: Rank) -> bool:

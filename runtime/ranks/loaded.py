@@ -11,7 +11,7 @@ from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.adapted import AdaptedEngine
 from splitc.runtime.gpu.weight_places import SwapBuffer
-from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.hardware.memory_use import RankMemory, measured_memory
 from splitc.runtime.package.manifest import Manifest, Rank, why_not_replayed
 from splitc.runtime.ranks.loop import Program
 
@@ -70,7 +70,7 @@ class LoadedRank:
         if now is None or self.before is None or self.loaded is None:
             return None
         before = self.before
-        return RankMemory(rank.device, self.loaded - before, now - before, rank.weights_bytes, rank.total_bytes)
+        return measured_memory(rank, self.loaded - before, now - before)
 
 
 def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> LoadedRank:

@@ -28,7 +28,7 @@ from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds.on_gpu import on_host
-from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.hardware.memory_use import RankMemory, measured_memory
 from splitc.runtime.ipc.child_python import python_command
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.package.manifest import Rank
@@ -207,7 +207,7 @@ def _measure_rank(rank: Rank, end: MeetingEnd, package: Path, threads: int, inpu
     execute(Program(rank.program, engines, rank.outputs), alone, feeds, backend.accumulate)
     peak = _peak()
     _write_arrays(outputs, alone.sent)
-    return RankMemory(rank.device, max(0, loaded - before), max(0, peak - before), rank.weights_bytes, rank.total_bytes)
+    return measured_memory(rank, max(0, loaded - before), max(0, peak - before))
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ def main() -> None:
             sessions[name] = session = stack.enter_context(_load(packages[large, name]))
             _try(session, options)
             for each in session.device_memory():  # now: later the other packages' memory would be in it
-                numbers = (each.predicted_weights, each.loaded, each.predicted_total, each.peak)
+                numbers = (each.predicted_loaded, each.loaded, each.predicted_total, each.peak)
                 memory.add_row(name, each.device, *map(format_bytes, numbers))
         out.print(memory)
         _report(sessions, errors, options)

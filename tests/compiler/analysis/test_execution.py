@@ -1,0 +1,78 @@
+"""The order and the memory of a run, against what ONNX Runtime's profile says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from models.writer import Writer, save
+from splitc.compiler.analysis.execution import arena_bytes, execution_order
+from tests.conftest import decoder_feeds
+
+
+def profile(path: Path, feeds: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """The nodes of a run in the order in which they ran, without the optimizer's changes."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.enable_profiling = True
+    options.profile_file_prefix = str(folder / "profile")
+    options.enable_mem_pattern = options.enable_mem_reuse = False
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session.run(None, feeds)
+    events = json.loads(Path(session.end_profiling()).read_text())
+    nodes = [event for event in events if event["cat"] == "Node" and event["name"].endswith("_kernel_time")]
+    return sorted(nodes, key=lambda event: event["ts"])
+
+
+def named(model: ir.Model) -> ir.Model:
+    for number, node in enumerate(model.graph):
+        node.name = f"node{number}"
+    return model
+
+
+def reads(node: ir.Node) -> list[ir.Value]:
+    return [value for value in node.inputs if value is not None]
+
+
+def test_order_is_that_of_onnx_runtime(decoder: Path, tmp_path: Path) -> None:
+    save(named(ir.load(decoder)), tmp_path / "model.onnx")
+    events = profile(tmp_path / "model.onnx", decoder_feeds(), tmp_path)
+    ran = [event["name"].removesuffix("_kernel_time") for event in events]
+    nodes = list(ir.load(tmp_path / "model.onnx").graph)
+    ours = [node.name for node in execution_order(nodes, reads)]
+    assert [name for name in ours if name in ran] == ran
+    assert ran != [node.name for node in nodes if node.name in ran]
+
+
+@pytest.mark.parametrize("branches", [1, 3, 8])
+def test_bytes_are_those_in_use(tmp_path: Path, branches: int) -> None:
+    """Branches that are joined at the end. None of their nodes can work in place, as ONNX Runtime has some do.
+
+    Which of two equal chunks it takes is left to the system, so it may hold less than the more of both ways.
+    """
+    w = Writer()
+    x = w.input("x", ir.DataType.FLOAT, [512, 256])
+    ends = []
+    for _ in range(branches):
+        deep = w.op("Concat", w.op("Softmax", x), w.op("Exp", x), axis=1)
+        ends.append(w.op("Slice", deep, *(w.constant([n], np.int64) for n in (0, 256, 1))))
+    w.output(w.op("Concat", *ends, axis=0), "y", ir.DataType.FLOAT, [512 * branches, 256])
+    save(named(w.model()), tmp_path / "model.onnx")
+    events = profile(tmp_path / "model.onnx", {"x": np.ones((512, 256), np.float32)}, tmp_path)
+    held = max(int(event["args"]["mem_arena_held"]) for event in events)
+    used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
+    model = ir.load(tmp_path / "model.onnx")
+
+    def size(value: ir.Value) -> int:
+        maker = value.producer()
+        joined = maker is not None and maker.op_type == "Concat"
+        return 0 if maker is None else (branches << 19 if value.is_graph_output() else 1 << 20) if joined else 1 << 19
+
+    ours = arena_bytes(list(model.graph), reads, size, lambda node: 0, frozenset(model.graph.outputs))
+    assert used <= ours <= 1.25 * held
