@@ -11,6 +11,9 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.planning.resources import Budget
 from splitc.runtime.hardware.devices import Device
 
+# The first three regions that an arena takes from the system, which are not full.
+FIRST_REGIONS = 7 << 20
+
 
 @dataclass(frozen=True)
 class Rematerialized:
@@ -56,7 +59,7 @@ class RankPlan:
         if not self.limited or self.budget is None:
             return None
         planned = self.memory.total - self.memory.engines
-        return max(self.budget - self.memory.engines, planned + planned // 10)
+        return max(self.budget - self.memory.engines, planned + planned // 10 + FIRST_REGIONS)
 
     @property
     def missing(self) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from splitc.runtime.package.manifest import Rank
-
 
 class RankMemory(Struct, frozen=True):
     """Bytes that a rank uses beyond what it had before loading: with loaded engines, and at the peak.
@@ -25,8 +23,3 @@ class RankMemory(Struct, frozen=True):
     def unaccounted(self) -> int:
         """What the peak has more than predicted; less than 0 if it has less."""
         return self.peak - self.predicted_total
-
-
-def measured_memory(rank: Rank, loaded: int, peak: int) -> RankMemory:
-    """What was measured of a rank, beside what its package says."""
-    return RankMemory(rank.device, loaded, peak, rank.weights_bytes, rank.loaded_bytes, rank.total_bytes)

@@ -11,7 +11,7 @@ from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.adapted import AdaptedEngine
 from splitc.runtime.gpu.weight_places import SwapBuffer
-from splitc.runtime.hardware.memory_use import RankMemory, measured_memory
+from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest, Rank, why_not_replayed
 from splitc.runtime.ranks.loop import Program
 
@@ -71,6 +71,11 @@ class LoadedRank:
             return None
         before = self.before
         return measured_memory(rank, self.loaded - before, now - before)
+
+
+def measured_memory(rank: Rank, loaded: int, peak: int) -> RankMemory:
+    """What was measured of a rank, beside what its package says."""
+    return RankMemory(rank.device, loaded, peak, rank.weights_bytes, rank.loaded_bytes, rank.total_bytes)
 
 
 def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> LoadedRank:

@@ -28,13 +28,14 @@ from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds.on_gpu import on_host
-from splitc.runtime.hardware.memory_use import RankMemory, measured_memory
+from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.ipc.child_python import python_command
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.package.manifest import Rank
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.parts import cut_part
 from splitc.runtime.package.steps import Receive, Reduce, Send
+from splitc.runtime.ranks.loaded import measured_memory
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.threads.executor import Executor
