@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
+from splitc.compiler.frontend.in_memory import Given, ModelFile
 from splitc.compiler.modes.choosing import make_plan
 from splitc.compiler.packaging.profiling import measure_blocks
 from splitc.compiler.planning.plan import Plan
@@ -12,11 +12,17 @@ from splitc.compiler.request.request import Request
 from splitc.runtime.hardware.devices import Device
 
 
-def plan_model(model: str | Path, devices: str | Sequence[str | Device], request: Request = Request()) -> Plan:
+def plan_model(model: Given, devices: str | Sequence[str | Device], request: Request = Request()) -> Plan:
     """Decide which part of the model each device holds. `devices` may be names: `["cpu0", "cpu1"]`, `"2xcpu"`.
+
+    `model` is a path, or a model in memory: an onnx.ModelProto or an onnx_ir.Model. This is written to a temporary
+    folder, which is deleted with the plan.
 
     Raises MisuseError for a request that contradicts itself or the model, ModelError for a model that can't be used,
     CannotSplitError for one that the mode can't split, DoesNotFitError if the devices can't hold the model. With
     `fallback`, there is a plan in that mode and a warning instead of a CannotSplitError.
     """
-    return make_plan(Path(model), devices, request, measure_blocks if request.profile else None)
+    with ModelFile(model) as file:
+        plan = make_plan(file.path, devices, request, measure_blocks if request.profile else None)
+        file.keep(plan.analysis)
+    return plan

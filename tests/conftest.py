@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,9 +43,11 @@ DECODER = Size(LAYERS, hidden=HEADS * HEAD, heads=HEADS, kv_heads=KV_HEADS, feed
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What splitc keeps of a machine: tests leave the user's alone."""
+    """What splitc keeps of a machine: tests leave the user's alone. Those that run at the same time share one."""
+    here = tmp_path_factory.getbasetemp()
+    shared = here.parent if "PYTEST_XDIST_WORKER" in os.environ else here
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
         yield
 
 

@@ -33,7 +33,7 @@ def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
     save_arrays(tmp_path / "in.npz", feeds)
     splitc("run", package, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
-    assert "9 of 9 outputs agree" in splitc("check", package, "--model", decoder).stdout
+    assert "9 of 9 outputs agree" in splitc("check", package, "--model", decoder, "--no-memory").stdout
     timed = splitc("bench", package, "--baseline", decoder, "--runs", 3, "--threads", 2, "--no-memory").stdout
     assert [line.split()[1] for line in timed.splitlines() if line.startswith("unsplit")] == ["4", "2"]
     assert "layer mode, 2 ranks" in splitc("inspect", package).stdout
@@ -77,7 +77,7 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
     weight = model.graph.initializers["model.layers.2.mlp.up_proj.weight"]
     weight.const_value = ir.tensor(np.zeros((64, 160), np.float32), name=weight.name)
     save(model, tmp_path / "other.onnx")
-    result = splitc_process("check", package, "--model", tmp_path / "other.onnx", code=4)
+    result = splitc("check", package, "--model", tmp_path / "other.onnx", "--no-memory", code=4)
     assert "outputs differ beyond tolerance: logits" in " ".join(result.stderr.split())
     assert "differs" in result.stdout
 

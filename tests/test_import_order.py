@@ -35,6 +35,7 @@ RUNTIME = (
     "errors",
     "version",
     "units",
+    "log",
     "threads",
     "files",
     "arrays",

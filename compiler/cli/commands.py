@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +51,15 @@ MODEL = typer.Argument(
     metavar="MODEL",
     autocompletion=completion.models,
     callback=model_there,
+)
+# Not checked: it may be another's to know, as a Hub's id.
+SOURCE = typer.Argument(
+    help="The ONNX model, or a folder of several.", metavar="MODEL", autocompletion=completion.models
+)
+EXPORT = typer.Option(
+    False,
+    "--export",
+    help="Let optimum export MODEL first: transformers' or diffusers' folder, or its id on a Hub.",
 )
 MODULES = typer.Option(
     [],
@@ -219,7 +229,8 @@ def compile_command(
     request: Request,
     devices: list[str],
     build: BuildSettings,
-    model: Path = MODEL,
+    model: Path = SOURCE,
+    export: bool = EXPORT,
     module: list[str] = MODULES,
     swap: bool = SWAP,
     package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
@@ -244,6 +255,7 @@ def compile_command(
     # Imported here, as in plan, since a machine that only runs packages has no onnx.
     from splitc.compiler.packaging.package import compile_model
     from splitc.compiler.packaging.staging import check_target
+    from splitc.compiler.pipelines.exporting import exported
     from splitc.compiler.planning.plan_file import to_file
     from splitc.compiler.show.plan_tables import print_plan
     from splitc.compiler.show.progress import shown_progress
@@ -255,13 +267,16 @@ def compile_command(
     given = partial(is_given, context)
     how: dict[str, Any] = {"weights": weights, "force": force, "verify": verify, "jobs": jobs, "build": build}
     how |= {"threads": request.threads, "fills": parse_fills(fill), "warn": print_warning, "say": say}
-    if model.is_dir():
+    if not export:
+        model_there(model)
+    check_target(package, force)
+    if export or model.is_dir():
         from splitc.compiler.cli.folders import compile_folder
 
-        compile_folder(model, package, devices, request, module, swap, plan_path, given, as_json, how)
+        with exported(str(model), package) if export else nullcontext(model) as folder:
+            compile_folder(folder, package, devices, request, module, swap, plan_path, given, as_json, how)
         return
     _need_folder(model, module, swap)
-    check_target(package, force)
     decided = _decide(model, plan_path, devices, request, build, given)
     if not as_json:
         print_to_the_end(lambda: print_plan(decided))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from splitc.compiler.packaging.refusals import with_refusals
-from splitc.compiler.packaging.staging import check_target
 from splitc.compiler.pipelines.placement import plan_pipeline
 from splitc.compiler.pipelines.plan_file import plan_from_pipeline_file, to_pipeline_file, write_pipeline_plan
 from splitc.compiler.pipelines.writer import compile_pipeline
@@ -70,7 +69,6 @@ def compile_folder(
     options: Mapping[str, Any],
 ) -> None:
     """Write the package of a folder. `options` are those of `compile_pipeline`. `given` tells what the user gave."""
-    check_target(package, bool(options["force"]))
     if plan_path is None:
         with shown_bars():
             plan = plan_pipeline(folder, devices, request, wanted, swap)

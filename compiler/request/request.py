@@ -23,7 +23,6 @@ OBJECTIVES = ("throughput", "latency")
 DEFAULT_HEADROOM = 1 << 30
 # Default of --row-min. A choice: smaller matrices hold little, and each costs a send and a receive.
 ROW_MIN = 256
-_RANGE = "repeatable, for engines that are built for a range of sizes (TensorRT)."
 
 
 def _read_shares(text: str | None) -> list[float] | None:
@@ -165,17 +164,17 @@ class Request:
     )
     min_shapes: Mapping[str, Shape] | None = _shapes(
         "--min-shapes",
-        help=f"An input's smallest shape, {_RANGE}",
+        help="An input's smallest shape, for TensorRT's engines.",
         planned=lambda file: file.min_shapes or file.shapes,
     )
     opt_shapes: Mapping[str, Shape] | None = _shapes(
         "--opt-shapes",
-        help=f"An input's shape to tune for, {_RANGE}",
+        help="An input's shape that TensorRT tunes for.",
         planned=lambda file: file.opt_shapes or file.shapes,
     )
     max_shapes: Mapping[str, Shape] | None = _shapes(
         "--max-shapes",
-        help=f"An input's largest shape, which is planned for, {_RANGE}",
+        help="An input's largest shape, for TensorRT's engines.",
         planned=lambda file: file.shapes,
     )
     settings: Mapping[str, Any] = request_field(

@@ -25,8 +25,8 @@ TOPICS: dict[str, Sequence[str]] = {
         *("--row-min", "--fallback", "--swap", "--profile", "--explain", "--plan"),
     ),
     "Model and inputs": (
-        *("--module", "--model", "--shapes", "--min-shapes", "--opt-shapes", "--max-shapes", "--set", "--inputs"),
-        *("--state", "--no-state"),
+        *("--export", "--module", "--model", "--shapes", "--min-shapes", "--opt-shapes", "--max-shapes", "--set"),
+        *("--inputs", "--state", "--no-state"),
         *("--seed", "--fill", "--trust-external-data"),
     ),
     "Text": (

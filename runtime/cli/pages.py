@@ -28,7 +28,7 @@ OPTION_PAGES = {
     **dict.fromkeys(("--min-shapes", "--opt-shapes", "--max-shapes"), "shapes#ranges-for-engines-that-are-built"),
     "--set": "shapes#inputs-that-are-settings",
     **dict.fromkeys(("--state", "--no-state"), "shapes#states"),
-    "--module": "pipelines",
+    **dict.fromkeys(("--export", "--module"), "pipelines"),
     **dict.fromkeys(("--lora", "--lora-slots", "--adapter"), "adapters"),
     **dict.fromkeys(("--fill", "--seed"), "checking#made-up-inputs"),
     **dict.fromkeys(("--inputs", "--outputs"), "checking#files-of-arrays"),

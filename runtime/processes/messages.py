@@ -16,6 +16,9 @@ from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.ipc.shared_memory import SharedArrays
 
+# In place of a step's number: a CUDA graph was replayed, or captured and replayed.
+REPLAYED, CAPTURED = -1, -2
+
 
 class Start(Struct, frozen=True, array_like=True, tag=True):
     """What a rank needs to know. With it come descriptors: that of the socket to the session, and then as below.
@@ -94,8 +97,8 @@ class Report(Struct, frozen=True, array_like=True, tag=True):
 class Answer(Struct, frozen=True, array_like=True, tag=True):
     """A rank has finished a request.
 
-    `spans` has, for each step that ran, its number in the rank's program (-1 for a replay) and when it ran. For `grew`
-    see Execution.
+    `spans` has, for each step that ran, its number in the rank's program, or else REPLAYED or CAPTURED, and when it
+    ran. For `grew` see Execution.
     """
 
     number: int

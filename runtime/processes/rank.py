@@ -27,6 +27,8 @@ from splitc.runtime.package.steps import Run, Step
 from splitc.runtime.processes.begin import end_at_once
 from splitc.runtime.processes.control import Control, SocketControl
 from splitc.runtime.processes.messages import (
+    CAPTURED,
+    REPLAYED,
     Answer,
     Ask,
     BringIn,
@@ -41,7 +43,7 @@ from splitc.runtime.processes.messages import (
     unpack,
 )
 from splitc.runtime.ranks.loaded import Setup
-from splitc.runtime.ranks.loop import Span
+from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.ranks.thread import Work, Worker
 from splitc.runtime.threads.failures import Failure, attempt
@@ -143,7 +145,9 @@ class RankProcess:
         )
 
     def _number_of(self, span: Span) -> int:
-        return self._steps.get(id(span.step), -1)
+        if isinstance(span.step, Replay):
+            return CAPTURED if span.step.captured else REPLAYED
+        return self._steps[id(span.step)]
 
     def _report(self) -> None:
         self._control.send(Report(self.worker.device_memory(), tuple(self.worker.notes)))

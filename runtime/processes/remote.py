@@ -14,7 +14,18 @@ from splitc.runtime.errors import EngineError, HandOverError, PackageError
 from splitc.runtime.feeds.on_gpu import on_host
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.processes.awake import AwakeClock
-from splitc.runtime.processes.messages import Answer, Ask, BringIn, Broken, Ended, Forget, Loaded, Order, Report
+from splitc.runtime.processes.messages import (
+    CAPTURED,
+    Answer,
+    Ask,
+    BringIn,
+    Broken,
+    Ended,
+    Forget,
+    Loaded,
+    Order,
+    Report,
+)
 from splitc.runtime.processes.reader import LOOK, Reader
 from splitc.runtime.processes.wire import LOST, Wire
 from splitc.runtime.ranks.deployment import Deployment
@@ -208,7 +219,10 @@ class RemoteRanks(ABC):
         self._due[rank] += 1
         outputs: dict[str, Array] = self._wire.outputs(rank, answer.outputs)
         steps = self._manifest.ranks[rank].program
-        spans = [Span(steps[number] if number >= 0 else Replay(), start, end) for number, start, end in answer.spans]
+        spans = [
+            Span(steps[number] if number >= 0 else Replay(number == CAPTURED), start, end)
+            for number, start, end in answer.spans
+        ]
         request = self._requests[answer.number]
         self._seconds = answer.end - request.submitted
         if answer.error is not None and request.adapters is not None:

@@ -20,7 +20,9 @@ from splitc.runtime.threads.failures import Failure, attempt
 
 @dataclass(frozen=True)
 class Replay:
-    """The replay of a CUDA graph, which has all steps of the rank."""
+    """The replay of a CUDA graph, which has all steps of the rank. It may have been `captured` for this request."""
+
+    captured: bool = False
 
 
 @dataclass(frozen=True)

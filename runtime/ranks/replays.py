@@ -26,6 +26,7 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.ranks.computation import Computation
 from splitc.runtime.ranks.kept_recordings import REMEMBERED, Home, KeptRecordings, Kind, home_of, kind_of
+from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.recording import Played, Recording
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.threads.failures import Failure, attempt, first_failure
@@ -130,10 +131,10 @@ class RankReplays:
         """Replay what was just recorded. Raises EngineError if it gives something else than the eager run."""
         self._gpu.recorded = True
         recording.graph.upload(self._gpu.stream)
-        played = recording.launch(self._computation, self._gpu, request)
-        if difference := find_difference(eager, played[0]):
+        outputs, span = recording.launch(self._computation, self._gpu, request)
+        if difference := find_difference(eager, outputs):
             raise EngineError(difference)
-        return played
+        return outputs, replace(span, step=Replay(captured=True))
 
     def _why_not(self, *done: Any) -> str:
         """Why any of the ranks can't go on: a Failure in what it has done. Nothing if all can.

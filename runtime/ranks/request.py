@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array, Zeros
@@ -54,7 +55,7 @@ class InFlightRequest:
     `replica` says of such a part whose it is; None for whichever is free.
 
     `waiting` is the number of ranks that have not finished, `number` what all ranks know the request by. `outputs` and
-    `executions` are by rank.
+    `executions` are by rank. `trace` is the caller's span, in whatever traces it.
     """
 
     feeds: Mapping[str, Feed]
@@ -77,6 +78,7 @@ class InFlightRequest:
     submitted: float = field(default_factory=time.perf_counter)
     started: bool = False
     cancelled: bool = False
+    trace: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> bool:

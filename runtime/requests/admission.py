@@ -17,6 +17,7 @@ from splitc.runtime.ranks.request import NEVER, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.callbacks import Callbacks
 from splitc.runtime.requests.replicas import Replicas
+from splitc.runtime.requests.telemetry import Telemetry
 from splitc.runtime.requests.turns import CHECK_EVERY, Turn, Turns
 from splitc.runtime.threads.futures import Answer
 from splitc.runtime.threads.interrupts import later_interrupts
@@ -41,9 +42,11 @@ class Admission:
         workers: Workers | RemoteRanks | Replicas,
         manifest: Manifest,
         in_flight: int,
+        telemetry: Telemetry,
         turns: Turns | None = None,
     ) -> None:
         self._workers = workers
+        self._telemetry = telemetry
         self._places = threading.BoundedSemaphore(in_flight)
         self._inputs = manifest.inputs
         self._turn = None if turns is None else Turn(turns, workers.bring_in)
@@ -121,9 +124,11 @@ class Admission:
             try:
                 self.check_usable()
                 self._under_way[request] = future
+                self._telemetry.begin(request)
                 self._workers.put(request)
-            except BaseException:
-                self._under_way.pop(request, None)
+            except BaseException as error:
+                if self._under_way.pop(request, None) is not None:
+                    self._telemetry.end(request, error)
                 self._leave()
                 raise
 
@@ -136,6 +141,7 @@ class Admission:
     def _done(self, request: InFlightRequest) -> None:
         """Give a request its result, once all ranks have finished it."""
         future = self._under_way.pop(request)
+        self._telemetry.end(request, request.error)
         self._leave()
         with self._callbacks.entered(), self._turn.turns.callbacks.entered() if self._turn else nullcontext():
             if request.error is not None:
@@ -160,7 +166,9 @@ class Admission:
 
     def fail(self, error: BaseException) -> None:
         """Break the session: a rank has died, so all waits for it end with an error."""
-        self._failure = self._failure or error
+        if self._failure is None:
+            self._failure = error
+            self._telemetry.broken(error)
         with self._order:
             waiting = list(self._under_way)
         for request in waiting:

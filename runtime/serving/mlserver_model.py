@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ from mlserver import MLModel, types
 from mlserver.codecs import NumpyCodec
 from mlserver.errors import MLServerError
 from mlserver.utils import get_model_uri
+from prometheus_client import Counter, Gauge
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.files.explained import explained
 from splitc.runtime.serving.interface import TYPES
 from splitc.runtime.serving.kept_sequences import SequenceStep
+from splitc.runtime.serving.metrics_page import Family, MetricsPage, Put
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
 from splitc.runtime.threads.executor import Executor
 
@@ -34,6 +38,7 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
             raise MLServerError(str(known), 500) from None
         # One thread submits requests: it waits while too many are in flight, so that the server need not.
         self._submits = Executor(1, "splitc takes requests")
+        self._page = MetricsPage(self._metric)
         return True
 
     async def predict(self, payload: types.InferenceRequest) -> types.InferenceResponse:
@@ -46,10 +51,13 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
         loop = asyncio.get_running_loop()
         try:
             (answer,) = await loop.run_in_executor(self._submits, self._served.submit, [request])
+            self._show_metrics()
             outputs = await asyncio.wrap_future(answer)
         except Exception as error:
             status = 400 if is_clients_fault(error) else 500
             raise MLServerError(str(explained(error) or repr(error)), status) from error
+        finally:
+            self._show_metrics()
         wanted = {output.name for output in payload.outputs or ()} or outputs.keys()
         return types.InferenceResponse(
             id=payload.id,
@@ -58,11 +66,29 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
             outputs=[_write(name, array) for name, array in outputs.items() if name in wanted],
         )
 
+    def _show_metrics(self) -> None:
+        self._page.show(self._served.metrics, self._served.devices)
+
+    def _metric(self, family: Family, labels: Mapping[str, str]) -> Put:
+        """What adds to the server's metric, or sets it."""
+        metric = _find_metric(family).labels(model=self.name, **labels)
+        put: Put = metric.inc if family.counts else metric.set
+        return put
+
     async def unload(self) -> bool:
         """End the session when the requests in flight have been answered."""
         await asyncio.get_running_loop().run_in_executor(None, self._served.close)
         self._submits.shutdown(wait=False)
         return True
+
+
+@cache
+def _find_metric(family: Family) -> Counter | Gauge:
+    """The metrics of one name, for all models of this process. mlserver.register only makes histograms."""
+    names = ("model", *family.labels)
+    if family.counts:
+        return Counter(family.name, family.help, names)
+    return Gauge(family.name, family.help, names, multiprocess_mode="livesum")
 
 
 def _read(given: types.RequestInput) -> Array:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from splitc.runtime.adapters.asked import read_names
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import FeedError, MisuseError, SplitcError
 from splitc.runtime.feeds.on_gpu import is_on_gpu
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.requests.metrics import Metrics
 from splitc.runtime.serving.interface import Interface, find_interface, find_rows
 from splitc.runtime.serving.joined_rows import group_alike, join_rows, part_rows
 from splitc.runtime.serving.kept_sequences import Answer, KeptSequences, SequenceStep
@@ -47,6 +49,7 @@ class ServedPackage:
         self._folder, self._serving = file.parent, read_serving(file)
         self._most = None if counts_sequences else self._serving.most_sequences
         self._opening, self._waits = threading.Lock(), Waits()
+        self._before = Metrics()
         with self._waits.loading():
             self._session, self._sequences = self._open()
         self.interface: Interface = find_interface(self._session.manifest, self._serving.sequences)
@@ -75,6 +78,16 @@ class ServedPackage:
             return session, None
         kept = KeptSequences(session, self._pool, serving.capacity, serving.idle_seconds, self._most)
         return session, kept
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters of all requests, of sessions that broke too."""
+        return self._before + self._session.metrics
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The ranks' devices."""
+        return self._session.devices
 
     @property
     def open_sequences(self) -> int:
@@ -117,8 +130,10 @@ class ServedPackage:
             except SplitcError as error:
                 self._waits.check(str(error))
                 self._end()
+                before = replace(self.metrics, in_flight=0)
                 with self._waits.loading():
                     self._session, self._sequences = self._open()
+                self._before = before
 
     def _submit_alike(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer], adapter: str) -> None:
         """Start requests that have the same adapters, batched if that is possible."""

@@ -7,7 +7,7 @@ flight, and a client needs no streaming protocol.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import triton_python_backend_utils as triton  # of the server, in whose process 
 from splitc.runtime.files.explained import explained
 from splitc.runtime.hardware.gpus import need_cupy
 from splitc.runtime.serving.kept_sequences import Answer, SequenceStep
+from splitc.runtime.serving.metrics_page import FAMILIES, Family, MetricsPage, Put
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
 from splitc.runtime.serving.serving_file import FILE_NAME
 from splitc.runtime.threads.executor import Executor
@@ -39,12 +40,24 @@ class TritonPythonModel:
         self._inputs = [tensor.name for tensor in (*interface.inputs, *interface.optional)]
         self._outputs = [tensor.name for tensor in interface.outputs]
         self._senders = Executor(2, "splitc answers")
+        self._families = {family: _family(family) for family in FAMILIES}
+        self._page = MetricsPage(partial(self._metric, args["model_name"]))
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Start the requests. Their response senders answer them later."""
         answers = self._served.submit([self._read(request) for request in requests])
         for request, answer in zip(requests, answers, strict=True):
             answer.add_done_callback(partial(self._answer_later, request))
+        self._show_metrics()
+
+    def _show_metrics(self) -> None:
+        self._page.show(self._served.metrics, self._served.devices)
+
+    def _metric(self, model: str, family: Family, labels: Mapping[str, str]) -> Put:
+        """What adds to the server's metric, or sets it."""
+        metric = self._families[family].Metric(labels={"model": model, **labels})
+        put: Put = metric.increment if family.counts else metric.set
+        return put
 
     def _read(self, request: Any) -> ServedRequest:
         """The request's arrays, which are views of the server's memory: the host's, or a GPU's."""
@@ -67,6 +80,7 @@ class TritonPythonModel:
             response = self._response(request, answer)
         except Exception as error:  # of the server's library: the client waits for some answer
             response = _failure(error)
+        self._show_metrics()
         request.get_response_sender().send(response, flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def _response(self, request: Any, answer: Answer) -> Any:
@@ -79,6 +93,12 @@ class TritonPythonModel:
         """Unload the package when the requests in flight have been answered."""
         self._served.close()
         self._senders.shutdown()
+
+
+def _family(family: Family) -> Any:
+    """The metrics of one name, as Triton has them."""
+    kind = triton.MetricFamily.COUNTER if family.counts else triton.MetricFamily.GAUGE
+    return triton.MetricFamily(name=family.name, description=family.help, kind=kind)
 
 
 def _array(tensor: Any) -> Any:

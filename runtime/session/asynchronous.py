@@ -1,15 +1,18 @@
-"""Requests for programs of asyncio."""
+"""Requests for programs of asyncio, which is imported with the first of them: not all programs wait for it."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array
+
+if TYPE_CHECKING:
+    import asyncio
 
 Feeds = Mapping[str, npt.ArrayLike]
 # Begins a request, and waits while as many as may be are in flight.
@@ -21,6 +24,8 @@ async def run(submit: Submit, feeds: Feeds) -> dict[str, Array]:
 
     A task that is cancelled cancels the request, if no rank has begun it.
     """
+    import asyncio
+
     begun = asyncio.get_running_loop().run_in_executor(None, submit, feeds)
     try:
         future = await asyncio.shield(begun)
@@ -41,6 +46,8 @@ async def run_each(submit: Submit, feeds: Iterable[Feeds], in_flight: int) -> As
 
     The first that fails ends it with its error; the others are cancelled, if no rank has begun them.
     """
+    import asyncio
+
     tasks: deque[asyncio.Task[dict[str, Array]]] = deque()
     try:
         for one in feeds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,10 +41,12 @@ from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.empty_states import empty_states
+from splitc.runtime.requests.metrics import Metrics
 from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.requests.sequence import StateSequence
+from splitc.runtime.requests.telemetry import Telemetry
 from splitc.runtime.session import asynchronous
 from splitc.runtime.session.shared_ranks import SharedRanks
 from splitc.runtime.threads.futures import in_order, then
@@ -127,8 +130,12 @@ class Session(Requests, Listed):
         if len(made) > 1:
             self._replicas = Replicas(made, manifest, choose_shares(manifest, len(made)))
         self._workers: Workers | RemoteRanks | Replicas = self._replicas or made[0]
-        self._admission = Admission(self._workers, manifest, self.in_flight, shared.turns if shared else None)
+        turns = shared.turns if shared else None
+        self._telemetry = Telemetry(self.package.name, own)
+        self._admission = Admission(self._workers, manifest, self.in_flight, self._telemetry, turns)
+        began = time.perf_counter()
         self._start(verification)
+        self._telemetry.loaded(time.perf_counter() - began)
 
     def _make_ranks(
         self, shared: SharedRanks | None, world: World | None, verify: str, deployment: Deployment
@@ -172,6 +179,11 @@ class Session(Requests, Listed):
     def notes(self) -> list[str]:
         """Messages for the user about adapters, engines and replay."""
         return [*self.adapters.notes, *self._workers.notes]
+
+    @property
+    def metrics(self) -> Metrics:
+        """What the session has done so far: counters of its requests, and seconds by rank."""
+        return self._telemetry.counters.read()
 
     def device_memory(self) -> list[RankMemory]:
         """The memory of the ranks' GPUs since the session began, and the predictions; empty for CPU devices."""

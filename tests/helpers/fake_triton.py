@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -61,6 +61,45 @@ class Tensor:
         array: Array = self.array
         assert self.is_cpu()
         return array
+
+
+@dataclass
+class Metric:
+    """A number on the server's page."""
+
+    labels: Mapping[str, str]
+    value: float = 0.0
+
+    def increment(self, more: float) -> None:
+        """Add to it."""
+        assert more >= 0
+        self.value += more
+
+    def set(self, value: float) -> None:
+        """Set it."""
+        self.value = value
+
+
+@dataclass
+class MetricFamily:
+    """The metrics of one name. `families` are those of all models."""
+
+    COUNTER: ClassVar[str] = "counter"
+    GAUGE: ClassVar[str] = "gauge"
+    families: ClassVar[list[MetricFamily]] = []
+
+    name: str
+    description: str
+    kind: str
+    metrics: list[Metric] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.families.append(self)
+
+    def Metric(self, labels: Mapping[str, str]) -> Metric:
+        """One of them."""
+        self.metrics.append(Metric(labels))
+        return self.metrics[-1]
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pathlib import Path
 ENTRY = re.compile(r"(splitc(?:\.\w+)+):\w+")
 
 
+@cache
 def imports_of(package: Path) -> dict[str, set[str]]:
     """For each module of a package of the checkout the modules of splitc that it imports."""
     modules = {_name(package, path): path for path in package.rglob("*.py")}

@@ -49,6 +49,12 @@ class Server:
             self.process.wait()
 
 
+def counted(server: Server) -> dict[str, float]:
+    """splitc's numbers on a server's page of metrics, by name and labels."""
+    lines = [line for line in server.get(f"{server.metrics}/metrics").splitlines() if line.startswith("splitc_")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens at."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -48,8 +49,20 @@ def analyzed(style: Style, folder: Path, batch: int = 1, new: int = 1, past: int
     return analyze(path, AskedShapes(shapes), 1, gains=ON_CPUS)
 
 
+# Packages that several tests use.
+_made: dict[object, Path] = {}
+
+
 def package(style: Style, folder: Path, mode: str = "layer", devices: str = "cpu0", **options: object) -> Path:
+    """A package of the style's model, which is written to the folder."""
     onnx.save(write(style), folder / "model.onnx")
+    key = (style, mode, devices, *options.items())
+    if key not in _made:
+        _made[key] = _compile(folder, style, mode, devices, options)
+    return _made[key]
+
+
+def _compile(folder: Path, style: Style, mode: str, devices: str, options: Mapping[str, object]) -> Path:
     request = Request(split_mode=mode, spread=True, **options)  # type: ignore[arg-type]
     plan = plan_model(folder / "model.onnx", [devices], request)
     assert [fate.operator for fate in plan.analysis.fates] == ["GroupQueryAttention"] * style.layers

@@ -160,4 +160,4 @@ def test_command_line(decoder: Path, tmp_path: Path) -> None:
     splitc("compile", decoder, "--plan", tmp_path / "plan.json", "-o", package)
     assert "start them with mpirun" in splitc("check", package, "--model", decoder, code=2).stderr
     count = len(json.loads((package / "manifest.json").read_text())["ranks"])
-    splitc("check", package, "--model", decoder, "-d", f"{count}xcpu")
+    splitc("check", package, "--model", decoder, "-d", f"{count}xcpu", "--no-memory")

@@ -31,6 +31,9 @@ def test_known_shapes_are_replayed_by_each_rank(decoder: Path, mode: str, option
             replayed = [any(isinstance(span.step, Replay) for span in each.spans) for each in served.values()]
             assert replayed == [number // 2 > NEW] * 2
         assert session.notes == []
+        metrics = session.metrics
+        assert (metrics.done, metrics.captured, metrics.replayed) == (2 * (NEW + 3), 2, 4)
+        assert all(seconds > 0 for seconds in metrics.busy)
 
 
 def test_rank_that_can_not_replay_ends_the_session(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from splitc.runtime.serving.serving_file import Serving
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.clients import generate, infer
 from tests.helpers.greedy import plain_loop
-from tests.helpers.servers import Server, has_mlserver, ml_server
+from tests.helpers.servers import Server, counted, has_mlserver, ml_server
 
 pytestmark = pytest.mark.skipif(not has_mlserver(), reason="needs mlserver and tritonclient")
 
@@ -82,3 +82,15 @@ def test_server_says_what_it_has(server: Server, decoder: Path) -> None:
         ("attention_mask", [-1, -1]),
     ]
     assert 'model_infer_request_success_total{model="stateless"' in server.get(f"{server.metrics}/metrics")
+
+
+def test_page_of_metrics_has_the_packages_counters(server: Server) -> None:
+    done = 'splitc_requests_done_total{model="stateless"}'
+    before = counted(server).get(done, 0)
+    for _ in range(3):
+        infer(server, "stateless", decoder_feeds(), "json")
+    after = counted(server)
+    assert after[done] == before + 3
+    assert after['splitc_requests_in_flight{model="stateless"}'] == 0
+    busy = [after[name] for name in after if name.startswith("splitc_rank_busy_seconds_total") and "stateless" in name]
+    assert len(busy) == 3 and min(busy) > 0

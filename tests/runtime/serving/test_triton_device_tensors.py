@@ -37,7 +37,7 @@ def load(
         serving = Serving("package", threads=1, devices=devices)
         (folder,) = export_triton(package(decoder, "layer", len(devices)), tmp_path, serving, sequences=False)
         model = TritonPythonModel()
-        model.initialize({"model_repository": str(folder), "model_version": "1"})
+        model.initialize({"model_repository": str(folder), "model_version": "1", "model_name": folder.name})
         loaded.append(model)
         return model, (folder / "config.pbtxt").read_text()
 

@@ -36,7 +36,7 @@ def load(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     def load(sequences: bool, source: Path = package, **serving: Any) -> Any:
         (folder,) = export_triton(source, tmp_path, Serving("package", threads=1, **serving), sequences=sequences)
         model = TritonPythonModel()
-        model.initialize({"model_repository": str(folder), "model_version": "1"})
+        model.initialize({"model_repository": str(folder), "model_version": "1", "model_name": folder.name})
         loaded.append(model)
         return model
 
@@ -79,6 +79,25 @@ def test_requests_run_together_and_are_answered_each(
         whole = run_whole(decoder, feeds)
         assert_close(request.result(), {name: whole[name] for name in ("logits", "present.1.key")})
     assert sorted(runs) == [6, 6], "those of one past are one batch"
+
+
+def test_page_of_metrics_has_the_counters(load: Callable[..., Any], decoder: Path) -> None:
+    fake_triton.MetricFamily.families.clear()
+    model = load(sequences=False)
+    requests = [InferenceRequest(decoder_feeds(1, 1, 2 + number), ["logits"]) for number in range(3)]
+    requests.append(InferenceRequest({"input_ids": np.array([[1]])}, ["logits"]))
+    model.execute(requests)
+    for request in requests:
+        assert request.answered.wait(20)
+    page = {family.name: family.metrics for family in fake_triton.MetricFamily.families}
+    assert {family.kind for family in fake_triton.MetricFamily.families} == {"counter", "gauge"}
+    values = {name: [metric.value for metric in metrics] for name, metrics in page.items()}
+    assert values["splitc_requests_done_total"] == [3]
+    assert values["splitc_requests_failed_total"] == [0], "a request that no rank got is the client's own"
+    assert values["splitc_requests_in_flight"] == [0]
+    assert [metric.labels["device"] for metric in page["splitc_rank_busy_seconds_total"]] == ["cpu0", "cpu1", "cpu2"]
+    assert min(values["splitc_rank_busy_seconds_total"]) > 0
+    assert all(metric.labels["model"] == "decoder" for metrics in page.values() for metric in metrics)
 
 
 def test_sequences_of_a_model_without_them_are_refused(load: Callable[..., Any]) -> None:
@@ -182,7 +201,7 @@ def test_broken_session_is_opened_again(load: Callable[..., Any], decoder: Path)
 def test_wrong_settings_are_named(load: Callable[..., Any], tmp_path: Path) -> None:
     model = load(sequences=True)
     folder = next(tmp_path.glob("*/1"))
-    args = {"model_repository": str(folder.parent), "model_version": "1"}
+    args = {"model_repository": str(folder.parent), "model_version": "1", "model_name": "decoder"}
     write_serving(folder, Serving("nowhere"))
     with pytest.raises(fake_triton.TritonModelException, match="nowhere does not exist"):
         type(model)().initialize(args)

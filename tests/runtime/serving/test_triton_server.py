@@ -19,7 +19,7 @@ from splitc.runtime.serving.triton_repository import export_triton
 from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 from tests.helpers.clients import generate, infer
 from tests.helpers.greedy import plain_loop
-from tests.helpers.servers import Server, has_triton, triton_server
+from tests.helpers.servers import Server, counted, has_triton, triton_server
 
 pytestmark = pytest.mark.skipif(not has_triton(), reason="needs nvidia-pytriton and tritonclient")
 
@@ -147,3 +147,17 @@ def test_metadata_says_what_the_model_takes(server: Server) -> None:
     assert [each["name"] for each in metadata["inputs"]] == ["input_ids", "attention_mask", "position_ids"]
     assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, -1, 96]}]
     assert "nv_inference_request_success" in server.get(f"{server.metrics}/metrics")
+
+
+def test_page_of_metrics_has_the_packages_counters(server: Server) -> None:
+    before = counted(server)
+    for _ in range(3):
+        infer(server, "stateless", decoder_feeds())
+    infer(server, "processes", decoder_feeds())
+    after = counted(server)
+    done = 'splitc_requests_done_total{model="%s"}'
+    assert after[done % "stateless"] == before.get(done % "stateless", 0) + 3
+    assert after[done % "processes"] == before.get(done % "processes", 0) + 1
+    assert after['splitc_requests_in_flight{model="stateless"}'] == 0
+    busy = {name: value for name, value in after.items() if name.startswith("splitc_rank_busy_seconds_total")}
+    assert len([name for name in busy if 'model="stateless"' in name]) == 3 and min(busy.values()) > 0

@@ -1,0 +1,58 @@
+"""Models that are no ONNX files yet: optimum exports them, where it is installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from splitc.compiler.errors import ModelError
+from splitc.runtime.errors import MisuseError
+
+NEEDS = "--export needs optimum's exporter: pip install optimum-onnx transformers torch"
+
+
+@contextmanager
+def exported(model: str, package: Path) -> Iterator[Path]:
+    """The folder of ONNX files that optimum makes of a model: a folder of transformers' or diffusers', or a Hub's id.
+
+    It is beside the package, on the same disk, and is deleted in the end. Raises MisuseError where optimum is not
+    installed, ModelError for a model that it can't export.
+    """
+    try:
+        from optimum.exporters.onnx import main_export
+    except ImportError as error:
+        raise MisuseError(f"{NEEDS} ({error})") from error
+    with TemporaryDirectory(prefix=f".{package.name}-exported-", dir=package.absolute().parent) as folder:
+        try:
+            with redirect_stdout(sys.stderr):  # what is printed there is the command's result
+                main_export(model, output=folder, task=_find_task(Path(model)))
+        except Exception as error:  # of any of its libraries, about a model that it was given
+            raise ModelError(f"optimum can't export {model}: {type(error).__name__}: {error}") from error
+        yield Path(folder)
+
+
+def _find_task(folder: Path) -> str:
+    """optimum's name for what the model of a folder is for, with caches if it has any; it finds a Hub's model's itself.
+
+    The configs name the model's class.
+    """
+    if not folder.is_dir():
+        return "auto"
+    import transformers
+    from optimum.exporters.tasks import TasksManager
+
+    if (index := folder / "model_index.json").is_file():
+        import diffusers
+
+        kind = getattr(diffusers, json.loads(index.read_text(encoding="utf-8"))["_class_name"])
+        return str(TasksManager.infer_task_from_model(kind))
+    config = transformers.AutoConfig.from_pretrained(str(folder))
+    if not config.architectures:
+        raise ModelError(f"the config.json of {folder} has no architectures")
+    task = str(TasksManager.infer_task_from_model(getattr(transformers, config.architectures[0])))
+    known = TasksManager.get_supported_tasks_for_model_type(config.model_type, "onnx", library_name="transformers")
+    return f"{task}-with-past" if f"{task}-with-past" in known else task

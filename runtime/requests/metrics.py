@@ -1,0 +1,95 @@
+"""What a session has done since it began: its requests, and how long its ranks' engines ran."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from splitc.runtime.package.steps import Run
+from splitc.runtime.ranks.loop import Replay, Span
+from splitc.runtime.ranks.request import InFlightRequest
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Counters of a session.
+
+    Requests are `done` or `failed`; `in_flight` are those that have a place and have not ended. Of those that are done
+    some were `replayed` as CUDA graphs, on all ranks, and for some the graph was `captured`. `busy` are the seconds
+    that the engines of each rank ran, or its graphs.
+    """
+
+    done: int = 0
+    failed: int = 0
+    in_flight: int = 0
+    captured: int = 0
+    replayed: int = 0
+    busy: tuple[float, ...] = ()
+
+    def __add__(self, other: Metrics) -> Metrics:
+        """The sums, for sessions of the same ranks that follow each other."""
+        busy = zip(self.busy or (0.0,) * len(other.busy), other.busy or (0.0,) * len(self.busy), strict=True)
+        return Metrics(
+            self.done + other.done,
+            self.failed + other.failed,
+            self.in_flight + other.in_flight,
+            self.captured + other.captured,
+            self.replayed + other.replayed,
+            tuple(one + two for one, two in busy),
+        )
+
+
+def is_captured(request: InFlightRequest) -> bool:
+    """Whether a graph was captured for the request, on any rank."""
+    return any(replay.captured for replay in _replays(request) if replay is not None)
+
+
+def is_replayed(request: InFlightRequest) -> bool:
+    """Whether all ranks that ran the request replayed it."""
+    replays = _replays(request)
+    return bool(replays) and None not in replays
+
+
+def _replays(request: InFlightRequest) -> list[Replay | None]:
+    """The replay of each rank that has run the request, None for one that ran its steps."""
+    first = [ran.spans[0].step for ran in request.executions.values() if ran.spans]
+    return [step if isinstance(step, Replay) else None for step in first]
+
+
+class Counters:
+    """Counts the requests of a session of so many ranks. Any thread may call it."""
+
+    def __init__(self, ranks: int) -> None:
+        self._lock = threading.Lock()
+        self._done = self._failed = self._in_flight = self._captured = self._replayed = 0
+        self._busy = [0.0] * ranks
+
+    def begin(self) -> None:
+        """A request has got a place."""
+        with self._lock:
+            self._in_flight += 1
+
+    def end(self, request: InFlightRequest, *, failed: bool) -> None:
+        """A request that had a place has ended."""
+        busy = {rank: _seconds(ran.spans) for rank, ran in request.executions.items()}
+        captured, replayed = is_captured(request), is_replayed(request)
+        with self._lock:
+            self._in_flight -= 1
+            for rank, seconds in busy.items():
+                self._busy[rank] += seconds
+            if failed:
+                self._failed += 1
+                return
+            self._done += 1
+            self._captured += captured
+            self._replayed += replayed
+
+    def read(self) -> Metrics:
+        """All of them, at one moment."""
+        with self._lock:
+            return Metrics(self._done, self._failed, self._in_flight, self._captured, self._replayed, tuple(self._busy))
+
+
+def _seconds(spans: Sequence[Span]) -> float:
+    return sum(span.end - span.start for span in spans if isinstance(span.step, (Run, Replay)))
