@@ -34,7 +34,7 @@ class StageMemory:
     `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
     all other values, with the engine's scratch and what its allocator wastes. `loading` is the largest weight of a
     product: ONNX Runtime prepacks weights one by one while loading, and then holds one of them twice. `engines` is the
-    memory of the engines' libraries. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`).
+    memory of the engines' libraries. `passed` are inputs and outputs, which are part of both. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`).
     """
 
     weights: int
@@ -43,6 +43,7 @@ class StageMemory:
     loading: int
     engines: int = 0
     in_files: int = 0
+    passed: int = 0
 
     @property
     def total(self) -> int:
@@ -85,6 +86,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
         loading=max((weights.get(weight, 0) for weight in _of_products(costs, stage.nodes)), default=0),
+        passed=fed + given,
         in_files=sum(min(size, costs.in_files.get(weight, 0)) for weight, size in weights.items()),
     )
 

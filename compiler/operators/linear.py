@@ -231,7 +231,7 @@ OPERATORS = (
     Operator("com.microsoft.FusedMatMul", fused_matmul, fused_product_flops, is_product=True, matrix_input=1),
     Operator("Gemm", gemm, gemm_flops, is_product=True, matrix_input=1, scaling_attributes={2: "beta"}),
     Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True, scratch=scratch.einsum),
-    Operator("Conv", convolution, convolution_flops, is_product=True),
+    Operator("Conv", convolution, convolution_flops, is_product=True, scratch=scratch.convolution),
     Operator("ConvInteger", convolution, convolution_flops),
     Operator(
         "ConvTranspose",

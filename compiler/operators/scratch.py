@@ -33,6 +33,11 @@ def einsum(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     return 2 * sum(map(math.prod, inputs)) + math.prod(outputs[0])
 
 
+def convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """On GPUs, copies with the channels last, which tensor cores want, of image, kernel and result."""
+    return sum(map(math.prod, (*inputs[:2], outputs[0]))) if _halves(node) else 0
+
+
 def transposed_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """Columns of one image: each of its positions times the kernel."""
     return math.prod(inputs[0][2:]) * math.prod(inputs[1][1:])

@@ -139,6 +139,7 @@ def rank_entry(
         limit_bytes=rank.limit,
         engine_bytes=rank.memory.engines,
         mapped_bytes=rank.memory.in_files,
+        passed_bytes=rank.memory.passed,
     )
 
 

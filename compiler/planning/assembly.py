@@ -86,7 +86,8 @@ def engine_bytes(device: Device, devices: Sequence[Device], engine: str, session
     if device.kind != "cuda":
         return CPU_ENGINE.library + sessions * CPU_ENGINE.session + nodes * CPU_ENGINE.node
     profile = find_profile(device.kind)
-    return sessions * profile.engine_bytes + has_gpu_each(devices) * profile.communicator_bytes
+    own = profile.library_bytes + sessions * profile.engine_bytes
+    return own + has_gpu_each(devices) * profile.communicator_bytes
 
 
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:

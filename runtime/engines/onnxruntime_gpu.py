@@ -63,7 +63,7 @@ class OnnxRuntimeGpuEngine:
         name: str,
         sessions: Sequence[ort.InferenceSession],
         gpu: GpuDevice,
-        options: ort.RunOptions,
+        options: Sequence[ort.RunOptions],
         sizes_only: Collection[str] = (),
         capture_blocker: str | None = None,
         weights: Mapping[str, ort.OrtValue] = MappingProxyType({}),
@@ -104,11 +104,16 @@ class OnnxRuntimeGpuEngine:
             on_host[name] = np.empty(values[name].shape, number_type(values[name].dtype))
         inputs = {name: values[name] for name in self.inputs if name not in on_host}
         try:
-            given = self._bindings[-1 if seen.runs >= NEW else 0].run(inputs, on_host, into, self._options)
+            given = self._bindings[-1 if seen.runs >= NEW else 0].run(inputs, on_host, into, self._how(seen.runs))
         except ERRORS as error:
             raise failed(f"{self._name} on {self._gpu.name}", str(error), self._limit, values) from error
         self._remember(shapes, seen, given, into)
         return {name: into[name] if name in into else self._own(name, given[name]) for name in self.outputs}
+
+    def _how(self, runs: int) -> ort.RunOptions:
+        """After their last run in the session for new shapes, that gives back its memory: the other one takes as much."""
+        plain, shrinking = self._options
+        return shrinking if len(self._bindings) > 1 and runs == NEW - 1 else plain
 
     def _remember(self, shapes: Any, seen: _Seen, given: Mapping[str, Any], into: Mapping[str, GpuArray]) -> None:
         outputs = seen.outputs if seen.runs else [_shape_of(name, given, into) for name in self.outputs]
@@ -170,10 +175,13 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         self._limit: int | None = None
         # The weights that are only on the GPU while their model is at work.
         self.swapped: SwappedWeights | None = None
-        self._options = ort.RunOptions()
-        # Later work on the stream waits on the GPU, so the host need not wait.
-        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        self._options.add_run_config_entry("gpu_graph_id", "-1")  # the runtime captures graphs itself
+        # Of usual runs, and of those after which a session gives unused memory back.
+        self._options = ort.RunOptions(), ort.RunOptions()
+        for options in self._options:
+            # Later work on the stream waits on the GPU, so the host need not wait.
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+            options.add_run_config_entry("gpu_graph_id", "-1")  # the runtime captures graphs itself
+        self._options[1].add_run_config_entry("memory.enable_memory_arena_shrinkage", f"gpu:{self.index}")
 
     @classmethod
     def create(cls, options: BackendOptions) -> OnnxRuntimeGpuBackend:
@@ -288,7 +296,8 @@ class OnnxRuntimeGpuBackend(GpuDevice):
                 raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error
 
     def stop(self) -> None:
-        self._options.terminate = True
+        for options in self._options:
+            options.terminate = True
         super().stop()
 
 

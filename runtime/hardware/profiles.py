@@ -53,6 +53,7 @@ class DeviceProfile:
     - `kernel`: the time of a kernel with almost no work.
     - `cold_link`: the time of a copy beyond the measured one, if the devices had other work since the last copy.
     - `engine_bytes`: the memory of an ONNX Runtime session beside weights and activations.
+    - `library_bytes`: the same of all sessions of a rank together.
     - `communicator_bytes`: what NCCL takes of each GPU to connect the ranks.
     - `kernel_copy_bytes`: up to this size, a captured copy is faster as a kernel.
     """
@@ -69,6 +70,7 @@ class DeviceProfile:
     kernel: float = 0.0
     cold_link: float = 0.0
     engine_bytes: int = 0
+    library_bytes: int = 0
     communicator_bytes: int = 0
     kernel_copy_bytes: int = 0
 
@@ -90,7 +92,7 @@ CPU = DeviceProfile(
 # Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode; 20 MiB after loading),
 # `communicator_bytes` (0.7 GiB on two GPUs, 0.9 on four, little without access to each other's memory) and
 # `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
-# before and after it), and `more_ranks` (a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and
+# before and after it), `library_bytes` (on an H100: a decoder, FLUX.1-dev and SDXL's U-Net), and `more_ranks` (a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and
 # 9.7).
 HOPPER = DeviceProfile(
     kind="cuda",
@@ -105,6 +107,7 @@ HOPPER = DeviceProfile(
     kernel=2e-6,
     cold_link=5e-6,
     engine_bytes=42 << 20,
+    library_bytes=240 << 20,
     communicator_bytes=700 << 20,
     kernel_copy_bytes=1 << 20,
 )

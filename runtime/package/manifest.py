@@ -217,7 +217,8 @@ class Rank(Struct, frozen=True):
     weights. `keeps` are outputs that it keeps for its states, while another rank gives them to the caller.
     `total_bytes` is the peak, loading included, which may be more than the sum of the others. `limit_bytes` is what its
     engines may take for weights and values where the rank was given a budget. `engine_bytes` are the engines' own
-    memory, and `mapped_bytes` those of the weights of which a few rows are read from a mapped file.
+    memory, and `mapped_bytes` those of the weights of which a few rows are read from a mapped file. `passed_bytes` are
+    those of the activations that its engines take and give.
     """
 
     device: str
@@ -236,6 +237,7 @@ class Rank(Struct, frozen=True):
     limit_bytes: int | None = None
     engine_bytes: int = 0
     mapped_bytes: int = 0
+    passed_bytes: int | None = None
 
     @property
     def loaded_bytes(self) -> int:

@@ -122,4 +122,6 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
 
 def reserve(setup: Setup, backend: Backend) -> None:
     """Reserve the memory that the rank needs besides its engines'."""
-    backend.reserve(setup.rank.activation_bytes + 2 * setup.rank.cache_bytes)
+    rank = setup.rank
+    passed = rank.activation_bytes if rank.passed_bytes is None else rank.passed_bytes
+    backend.reserve(passed + 2 * rank.cache_bytes)
