@@ -33,6 +33,8 @@ def make_plan(
     See `plan_model` for the errors that it raises.
     """
     devices = parse_devices(devices if isinstance(devices, str) else [str(device) for device in devices])
+    if request.split_mode == AUTO and request.places_weights:
+        request = replace(request, split_mode="layer")  # the mode that can
     _check_request(request, devices)
     request.check_engine(choose_engine(request.engine, devices))  # before the model is read
     check_shares(request.tensor_split, len(devices))

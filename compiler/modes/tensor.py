@@ -22,6 +22,7 @@ from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
 from splitc.compiler.lowering.rank_graph import rank_graph
+from splitc.compiler.lowering.transfers import rank_transfers
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, fast_axes, named_axes, small_axes
@@ -113,7 +114,9 @@ class TensorSplit:
         graph = rank_graph(sharded, rank.stage, rank.part)
         wanted = {*outputs, *keeps, *names(rank.stage.sends)}
         segments = engine_segments(graph, wanted, engine, [rank.device for rank in ranks])
-        program = stage_program(ranks, number, segments, outputs)
+        transfers = rank_transfers(ranks, self.analysis.partition.position)
+        group = [place for place, other in enumerate(ranks) if other.group == rank.group]
+        program = stage_program(number, rank.stage, segments, transfers, group, outputs)
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
     def _gives(self, rank: RankPlan, value: ir.Value) -> bool:

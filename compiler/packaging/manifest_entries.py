@@ -13,7 +13,6 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.walks import reached
-from splitc.compiler.lowering.programs import names
 from splitc.compiler.operators.registry import quantizes
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
@@ -53,7 +52,7 @@ def make_manifest(
         batch=dict(plan.replicas.rows) if plan.replicas else find_batch(graph, plan.split.axis_map),
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=list(ranks),
-        cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
+        cuts=plan.named_cuts,
         collectives=plan.split.collectives,
         unsplit=[
             m.UnsplitWeight(weight.name, weight.bytes - weight.split, weight.reason)

@@ -11,6 +11,7 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram, Split
 from splitc.compiler.sharding.report import WeightFate
 from splitc.runtime.files.listing import Listed, Listing
+from splitc.runtime.package.manifest import Cut
 from splitc.runtime.units import block_range, first_few, format_bytes, format_seconds
 
 
@@ -86,6 +87,11 @@ class Plan(Listed):
     def stages(self) -> tuple[Stage, ...]:
         """The stage of each group of ranks, in pipeline order."""
         return tuple(rank.stage for rank in self.written.ranks if rank.part == 0)
+
+    @property
+    def named_cuts(self) -> list[Cut]:
+        """The cuts with the names of their values."""
+        return [Cut([value.name or "" for value in cut.values], cut.bytes, cut.detour) for cut in self.cuts]
 
     def _listing(self) -> Listing:
         devices = first_few([str(rank.device) for rank in self.ranks])

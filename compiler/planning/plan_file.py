@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from splitc.compiler.analysis.blocks import PLACED
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import Rematerialized
@@ -51,7 +52,8 @@ class RankEntry(Struct, frozen=True):
 class WeightEntry(Struct, frozen=True):
     """The ranks that hold a weight, or shards of it. Informative.
 
-    `split` is "whole", with the reason in row and tensor mode; or the units of its axis that each rank of a stage has.
+    `split` is "whole", with the reason in row and tensor mode; or the units of its axis that each rank of a stage has;
+    or "placed" for a weight that lies on another device than its block.
     """
 
     bytes: int
@@ -90,7 +92,8 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     bound to constants. `lora` are adapters that are merged into weights, and `lora_slots` is the rank
     of those that requests may bring. `hosts` is the number of hosts that the ranks'
     devices name, `host0/cuda0` and so on, or 1 if they name none. `islands` are, in tensor mode, what nodes make whose
-    shards are joined where they come out: remove one, and its weights are whole. `batch_groups` is the number of groups
+    shards are joined where they come out: remove one, and its weights are whole. `placed` are
+    weights that lie on other devices than the blocks, with their devices. `batch_groups` is the number of groups
     of ranks that have the whole model each, and divide the rows of a batch.
     """
 
@@ -113,6 +116,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     row_min: int | None = None
     fused: bool = False
     islands: list[str] = []
+    placed: dict[str, str] = {}
     batch_groups: int = 1
     cuts: list[Cut] = []
     warnings: list[str] = []
@@ -127,6 +131,7 @@ def to_file(plan: Plan) -> PlanFile:
     graph = analysis.graph
     weights: dict[str, WeightEntry] = {}
     fates = {weight.name: f"whole: {weight.reason}" if weight.reason else weight.units for weight in plan.weights}
+    fates |= {weight.name or "": "placed" for placed in analysis.partition.placed for weight in placed.weights}
     for number, rank in enumerate(plan.ranks):
         for weight in analysis.costs.weights(rank.stage.nodes):
             size = analysis.costs.value_bytes(weight)
@@ -134,7 +139,6 @@ def to_file(plan: Plan) -> PlanFile:
                 name = weight.name or ""
                 entry = weights.setdefault(name, WeightEntry(size, [], fates.get(name, "whole")))
                 entry.ranks.append(number)
-    stages = plan.stages
     return PlanFile(
         schema=SCHEMA,
         source=graph.source,
@@ -166,9 +170,9 @@ def to_file(plan: Plan) -> PlanFile:
         finest=analysis.partition.finest,
         fused=analysis.fuses,
         hosts=_count_hosts([rank.device for rank in plan.ranks]),
-        blocks={block.name: number for number, stage in enumerate(stages) for block in stage.blocks},
+        blocks=_stage_of_blocks(plan),
         states=list(analysis.states),
-        cuts=[Cut([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts],
+        cuts=plan.named_cuts,
         warnings=list(plan.warnings),
         weights=weights,
         candidates=[
@@ -181,6 +185,12 @@ def to_file(plan: Plan) -> PlanFile:
         batch_groups=plan.groups,
         **plan.split.file_fields(),
     )
+
+
+def _stage_of_blocks(plan: Plan) -> dict[str, int]:
+    """The number of each block's stage."""
+    numbered = ((block, number) for number, stage in enumerate(plan.stages) for block in stage.blocks)
+    return {block.name: number for block, number in numbered if block.kind != PLACED}
 
 
 def _lists(analysis: Analysis, shapes: Mapping[str, Shape]) -> dict[str, list[int]]:

@@ -21,7 +21,7 @@ TOPICS: dict[str, Sequence[str]] = {
     ),
     "Split": (
         *("--split-mode", "--objective", "--spread", "--tensor-split", "--batch-groups", "--pipeline-stages"),
-        "--main-device",
+        *("--main-device", "--place", "--experts"),
         *("--row-min", "--fallback", "--swap", "--profile", "--explain", "--plan"),
     ),
     "Model and inputs": (

@@ -252,10 +252,14 @@ def is_fed(rank: Rank) -> bool:
 
 
 class Cut(Struct, frozen=True):
-    """The values that cross a cut, and their bytes per run for the planned shapes."""
+    """The values that cross a cut, and their bytes per run for the planned shapes.
+
+    With `detour` they cross in both directions between the rank after the cut and all others.
+    """
 
     values: list[str]
     bytes: int
+    detour: bool = False
 
 
 class Source(Struct, frozen=True):
