@@ -25,7 +25,7 @@ from splitc.compiler.modes.detours import (
 from splitc.compiler.modes.mode import Mode, Way, WholeValues
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.placement.asked import asked_places
-from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes
+from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes, search_budget
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_stages
@@ -126,7 +126,13 @@ def _choose(
     devices = resources.devices
     engine = choose_engine(request.engine, devices)
     targets = [
-        Target(str(device), share, budget, engine_bytes(device, devices, engine), host=device.host)
+        Target(
+            str(device),
+            share,
+            search_budget(request, device, budget),
+            engine_bytes(device, devices, engine),
+            host=device.host,
+        )
         for device, share, budget in zip(devices, shares, resources.budgets, strict=True)
     ]
     chosen = choose_stages(analysis, seconds, targets, request, resources)

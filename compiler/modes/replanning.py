@@ -64,6 +64,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         pipeline_stages=1 + max((rank.stage for rank in file.ranks), default=0),
         row_min=ROW_MIN if file.row_min is None else file.row_min,
         settings=file.settings,
+        weights_at=file.weights_at,
         batch_groups=1 if file.split_mode == BATCH else file.batch_groups,
         memory=[f"{rank.device}={rank.budget_bytes}" for rank in file.ranks if rank.limited],
     )

@@ -27,7 +27,7 @@ from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, fast_axes, named_axes, small_axes
 from splitc.compiler.nodes import describe_node
-from splitc.compiler.planning.assembly import assemble, check_memory
+from splitc.compiler.planning.assembly import assemble, check_memory, search_budget
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace, sum_link
 from splitc.compiler.planning.host_groups import group_devices, numbers_to_try, single_groups
 from splitc.compiler.planning.plan import Plan
@@ -44,7 +44,7 @@ from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sh
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.hardware.devices import threads_for
+from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.hardware.profiles import HOST
 from splitc.runtime.package.manifest import Part
 from splitc.runtime.units import format_bytes
@@ -167,7 +167,7 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         Target(
             f"group {number}",
             sum(shares[first : first + count]),
-            _total(resources.budgets[first : first + count]),
+            _total(search_budget(request, *own) for own in _with_budgets(resources)[first : first + count]),
             host=resources.devices[first].host,
         )
         for number, first in enumerate(range(0, len(devices), count))
@@ -282,6 +282,10 @@ def _check_drawn(sharded: ShardedModel) -> None:
                 f"{describe_node(node)} ({node.op_type}) draws random numbers, and gives '{value.name}', which is no "
                 "tensor of numbers: the ranks can't hand it over to each other. Use --split-mode layer."
             )
+
+
+def _with_budgets(resources: Resources) -> list[tuple[Device, Budget]]:
+    return list(zip(resources.devices, resources.budgets, strict=True))
 
 
 def _total(budgets: Iterable[Budget]) -> Budget:

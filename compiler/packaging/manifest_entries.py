@@ -18,6 +18,7 @@ from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
+from splitc.compiler.request.request import DISK
 from splitc.compiler.sharding.batch import find_batch
 from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.kinds import find_kind
@@ -68,6 +69,7 @@ def make_manifest(
         replicas=_replicas(plan),
         row_sources=_row_sources(plan),
         slots=list(analysis.slots),
+        maps_weights=plan.weights_at == DISK,
         merged=[
             m.MergedAdapter(Path(merged.adapter.name).name, merged.strength, len(merged.matches.updates))
             for merged in analysis.merged

@@ -9,6 +9,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram, Split
+from splitc.compiler.request.request import HOST
 from splitc.compiler.sharding.report import WeightFate
 from splitc.runtime.files.listing import Listed, Listing
 from splitc.runtime.package.manifest import Cut
@@ -56,6 +57,8 @@ class Plan(Listed):
     `split` says how the ranks share the model. `weights` say how each weight is split, in row and tensor mode. In auto
     mode `alternatives` are what was compared, and `choice` says which one was chosen and why.
 
+    `weights_at` says where CPU devices have the weights.
+
     With `replicas`, the ranks are those of several copies of the model, one after the other.
     """
 
@@ -72,6 +75,7 @@ class Plan(Listed):
     alternatives: tuple[Alternative, ...] = ()
     choice: str | None = None
     replicas: Replicas | None = None
+    weights_at: str = HOST
 
     @property
     def written(self) -> Plan:

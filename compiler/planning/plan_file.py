@@ -14,7 +14,7 @@ from splitc.compiler.analysis.blocks import PLACED
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import Rematerialized
-from splitc.compiler.request.request import OBJECTIVES
+from splitc.compiler.request.request import DISK, HOST, OBJECTIVES
 from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import indented, parse_json, written_whole
@@ -93,7 +93,8 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     of those that requests may bring. `hosts` is the number of hosts that the ranks'
     devices name, `host0/cuda0` and so on, or 1 if they name none. `islands` are, in tensor mode, what nodes make whose
     shards are joined where they come out: remove one, and its weights are whole. `placed` are
-    weights that lie on other devices than the blocks, with their devices. `batch_groups` is the number of groups
+    weights that lie on other devices than the blocks, with their devices. `weights_at` says
+    where the weights of CPU devices are. `batch_groups` is the number of groups
     of ranks that have the whole model each, and divide the rows of a batch.
     """
 
@@ -117,6 +118,7 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     fused: bool = False
     islands: list[str] = []
     placed: dict[str, str] = {}
+    weights_at: str = HOST
     batch_groups: int = 1
     cuts: list[Cut] = []
     warnings: list[str] = []
@@ -129,16 +131,6 @@ def to_file(plan: Plan) -> PlanFile:
     """The content of plan.json for a plan."""
     analysis = plan.analysis
     graph = analysis.graph
-    weights: dict[str, WeightEntry] = {}
-    fates = {weight.name: f"whole: {weight.reason}" if weight.reason else weight.units for weight in plan.weights}
-    fates |= {weight.name or "": "placed" for placed in analysis.partition.placed for weight in placed.weights}
-    for number, rank in enumerate(plan.ranks):
-        for weight in analysis.costs.weights(rank.stage.nodes):
-            size = analysis.costs.value_bytes(weight)
-            if size >= LISTED:
-                name = weight.name or ""
-                entry = weights.setdefault(name, WeightEntry(size, [], fates.get(name, "whole")))
-                entry.ranks.append(number)
     return PlanFile(
         schema=SCHEMA,
         source=graph.source,
@@ -174,7 +166,7 @@ def to_file(plan: Plan) -> PlanFile:
         states=list(analysis.states),
         cuts=plan.named_cuts,
         warnings=list(plan.warnings),
-        weights=weights,
+        weights=_weight_entries(plan),
         candidates=[
             CandidateEntry(
                 way.name, round(way.latency, 9), round(way.interval, 9), [*way.peaks], way.placement, way.refused
@@ -183,8 +175,25 @@ def to_file(plan: Plan) -> PlanFile:
         ],
         choice=plan.choice,
         batch_groups=plan.groups,
+        weights_at=plan.weights_at,
         **plan.split.file_fields(),
     )
+
+
+def _weight_entries(plan: Plan) -> dict[str, WeightEntry]:
+    """The fate of each weight of LISTED bytes and more."""
+    analysis = plan.analysis
+    weights: dict[str, WeightEntry] = {}
+    fates = {weight.name: f"whole: {weight.reason}" if weight.reason else weight.units for weight in plan.weights}
+    fates |= {weight.name or "": "placed" for placed in analysis.partition.placed for weight in placed.weights}
+    for number, rank in enumerate(plan.ranks):
+        for weight in analysis.costs.weights(rank.stage.nodes):
+            size = analysis.costs.value_bytes(weight)
+            if size >= LISTED:
+                name = weight.name or ""
+                entry = weights.setdefault(name, WeightEntry(size, [], fates.get(name, "whole")))
+                entry.ranks.append(number)
+    return weights
 
 
 def _stage_of_blocks(plan: Plan) -> dict[str, int]:
@@ -271,6 +280,8 @@ def check_entries(file: PlanFile) -> None:
     """Raise MisuseError, which names the line, for what no plan has: it needs no look at the model."""
     if file.objective not in OBJECTIVES:
         raise MisuseError(f'the plan has the line "objective: {file.objective}": there are {", ".join(OBJECTIVES)}')
+    if file.weights_at not in (HOST, DISK):
+        raise MisuseError(f'the plan has the line "weights_at: {file.weights_at}": there are {HOST}, {DISK}')
     if file.row_min is not None and file.row_min < 1:
         raise MisuseError(f'the plan has the line "row_min: {file.row_min}": the least side of a matrix is 1')
     for key in ("shapes", "min_shapes", "opt_shapes"):

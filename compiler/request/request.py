@@ -19,6 +19,8 @@ from splitc.runtime.engines.kinds import PACKAGES, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import parse_bytes
 
+# Where the weights of CPU devices are: packed in memory, or in read-only maps of their files.
+HOST, DISK = "host", "disk"
 OBJECTIVES = ("throughput", "latency")
 # Default of --headroom. A choice: what other programs may take between the plan and the run.
 DEFAULT_HEADROOM = 1 << 30
@@ -51,6 +53,7 @@ class Request:
     With `engine` None, the devices decide. `shapes` are the input shapes to plan for; `min_shapes`, `opt_shapes` and
     `max_shapes` are a range and the shapes to tune for. `tensor_split` has shares on any scale. `memory` has budgets as
     on the command line (`4GiB`, `cpu0=4GiB`); the default budget is a device's free memory less `headroom` bytes.
+    With `weights_at` DISK, weights of CPU devices stay in mapped files, and count for no budget.
     `interconnect` is as on the command line too (`25GB/s,5us`).
     `states` are outputs by the inputs that they replace in the next run, besides those found unless `no_state`.
     `lora` are adapters to merge, each with its scale, and `lora_slots` is the rank of adapters that requests may bring.
@@ -134,7 +137,7 @@ class Request:
         kind=list[str],
         read=parse_places,
         shown=[],
-        help="Weights of such names go there. Repeatable: the first match counts.",
+        help="Weights so named go there; the first match counts.",
         only="layer",
         why=_PLACED,
         planned=_used_up,
@@ -166,6 +169,13 @@ class Request:
         shown="1GiB",
         help="Memory to leave free.",
         planned=_used_up,
+    )
+    weights_at: str = request_field(
+        HOST,
+        "--weights-at",
+        kind=str,
+        help="disk: CPU devices map weights.",
+        planned=lambda file: file.weights_at,
     )
     interconnect: str | None = request_field(
         None,

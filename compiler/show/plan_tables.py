@@ -15,6 +15,7 @@ from splitc.compiler.lowering.gpu_sizes import why_not_replayed
 from splitc.compiler.placement.weights import weight_uses
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget
+from splitc.compiler.request.request import DISK
 from splitc.compiler.sharding.report import AxisFate
 from splitc.compiler.show.fused_section import by_kind, fused_in_words, reasons_not_fused
 from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole, replays_text
@@ -59,6 +60,9 @@ def print_plan(plan: Plan) -> None:
         out.print(f"engines: {describe_engine(plan.engine)}")
         if plan.engine == ONNXRUNTIME:
             out.print(replays_text(_why_not_replayed(plan)))
+    if plan.weights_at == DISK:
+        mapped = [str(rank.device) for rank in plan.ranks if rank.device.kind == "cpu"]
+        out.print(f"weights stay in their files on {first_few(mapped)}, and count for no budget")
     print_cuts(plan.named_cuts, plan.split.is_radial)
     if plan.weights:
         _print_split(plan)

@@ -38,7 +38,16 @@ TOPICS: dict[str, Sequence[str]] = {
     "Runs": ("--runs", "--warmup", "--in-flight", "--baseline", "--baseline-threads", "--measure"),
     "Adapters": ("--lora", "--lora-slots", "--adapter"),
     "Comparison": ("--rtol", "--atol"),
-    "Engines": ("--engine", "--no-fuse", "--cuda-graph", "--host-code", "--verify", "--weights", "--jobs"),
+    "Engines": (
+        "--engine",
+        "--no-fuse",
+        "--cuda-graph",
+        "--host-code",
+        "--verify",
+        "--weights",
+        "--weights-at",
+        "--jobs",
+    ),
     "Output": ("--output", "--outputs", "--force", "--report", "--trace", "--rank", "--json", "--help"),
 }
 EXAMPLES = {

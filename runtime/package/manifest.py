@@ -329,7 +329,8 @@ class Manifest(Struct, frozen=True):
     `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
     first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
     that all outputs follow from: where these have several, another input may have one row for all. `merged` are
-    adapters that the weights have in them, and `slots` places for those that requests bring.
+    adapters that the weights have in them, and `slots` places for those that requests bring. With
+    `maps_weights`, engines on CPU devices take weights from mapped files.
     """
 
     schema: int
@@ -358,6 +359,7 @@ class Manifest(Struct, frozen=True):
     row_sources: list[str] = []
     merged: list[MergedAdapter] = []
     slots: list[Slot] = []
+    maps_weights: bool = False
 
     def __repr__(self) -> str:
         ranks = f"{len(self.devices)} rank{'s' * (len(self.devices) != 1)}"

@@ -13,8 +13,19 @@ from models.writer import save
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.placement.experts import find_experts
 from splitc.compiler.request.shapes import AskedShapes
-from tests.helpers.blocks import Block
-from tests.helpers.mixtures import EXPERTS, FORMS, INNER, ROWS, WIDE, attention, chosen_by, expert, normed, save_mixture
+from tests.helpers.mixtures import (
+    EXPERTS,
+    FORMS,
+    INNER,
+    ROWS,
+    WIDE,
+    Mixture,
+    attention,
+    chosen_by,
+    expert,
+    normed,
+    save_mixture,
+)
 
 
 def experts_of(model: Path) -> list[list[str]]:
@@ -32,8 +43,8 @@ def test_experts_of_each_layer(tmp_path: Path, form: str) -> None:
     ]
 
 
-def save_layer(folder: Path, build: Callable[[Block, ir.Value], ir.Value]) -> Path:
-    b = Block()
+def save_layer(folder: Path, build: Callable[[Mixture, ir.Value], ir.Value]) -> Path:
+    b = Mixture()
     x = b.op("Gather", b.w("table", ROWS, WIDE), b.indices("ids", [[1, 2, 3]], ["n", "t"]))
     h = b.op("Reshape", normed(b, x), b.ints(-1, WIDE))
     b.give(build(b, h), shape=["m", "k"])
@@ -48,7 +59,7 @@ def test_a_decoder_has_none(decoder: Path) -> None:
 def test_tokens_that_are_sampled_choose_no_experts(tmp_path: Path) -> None:
     """A TopK of a product's results, a row for each, and products with weights after it."""
 
-    def best(b: Block, h: ir.Value) -> ir.Value:
+    def best(b: Mixture, h: ir.Value) -> ir.Value:
         shares, numbers = chosen_by(b, h, "sample")
         again = b.op("Gather", b.w("rows", 4, WIDE), numbers)
         weighed = b.op("ReduceSum", b.op("Mul", again, b.op("Unsqueeze", shares, b.ints(-1))), b.ints(1), keepdims=0)
@@ -58,7 +69,7 @@ def test_tokens_that_are_sampled_choose_no_experts(tmp_path: Path) -> None:
 
 
 def test_products_of_one_shape_that_no_router_chooses_are_none(tmp_path: Path) -> None:
-    def plain(b: Block, h: ir.Value) -> ir.Value:
+    def plain(b: Mixture, h: ir.Value) -> ir.Value:
         return b.op("Sum", *(expert(b, h, "plain", number) for number in range(EXPERTS)))
 
     assert experts_of(save_layer(tmp_path, plain)) == []
@@ -67,7 +78,7 @@ def test_products_of_one_shape_that_no_router_chooses_are_none(tmp_path: Path) -
 def test_a_choice_among_groups_comes_before_that_of_experts(tmp_path: Path) -> None:
     """The first one has two scores of groups for a router of four experts, and the shared expert has two matrices."""
 
-    def grouped(b: Block, h: ir.Value) -> ir.Value:
+    def grouped(b: Mixture, h: ir.Value) -> ir.Value:
         scores = b.op("Sigmoid", b.op("MatMul", h, b.w("router", WIDE, EXPERTS)))
         groups = b.op("ReduceMax", b.op("Reshape", scores, b.ints(-1, 2, 2)), axes=[2], keepdims=0)
         best, _ = b.ops("TopK", groups, b.ints(1), outputs=2)
@@ -89,7 +100,7 @@ def test_a_choice_among_groups_comes_before_that_of_experts(tmp_path: Path) -> N
 def test_attention_by_a_chosen_head_is_no_mixture(tmp_path: Path) -> None:
     """Only what the choice leads to counts, not what comes after both have met."""
 
-    def after(b: Block, h: ir.Value) -> ir.Value:
+    def after(b: Mixture, h: ir.Value) -> ir.Value:
         shares, _ = chosen_by(b, h, "gate")
         gated = b.op("Mul", h, b.op("ReduceSum", shares, b.ints(-1)))
         return b.op("Squeeze", attention(b, b.op("Unsqueeze", gated, b.ints(0)), "later"), b.ints(0))

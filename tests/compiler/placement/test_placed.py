@@ -13,6 +13,7 @@ from splitc.compiler.modes.layer import LayerSplit
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import PlanFile, to_file, write_plan
 from splitc.compiler.request.places import ExpertsPlace, Place
+from splitc.compiler.request.request import DISK
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.package.manifest_file import read_manifest
@@ -20,7 +21,7 @@ from splitc.runtime.package.steps import Receive, Run, Send
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.greedy import plain_loop
-from tests.helpers.mixtures import FORMS, ROWS, WIDE, mixture_feeds, save_mixture
+from tests.helpers.mixtures import FORMS, ROWS, WIDE, Sizes, mixture_feeds, save_mixture
 
 SHAPES = {"ids": (1, 5)}
 
@@ -196,6 +197,24 @@ def test_memory_counts_what_passes_once(tmp_path: Path) -> None:
     assert few.ranks[1].memory.activations >= 2 * tokens
 
 
+def test_weights_on_disk_count_for_no_budget(tmp_path: Path) -> None:
+    """Two CPU devices of 18 MiB hold weights of 40: these stay in mapped files, and outputs are the model's."""
+    model = save_mixture(tmp_path, "stacked", 2, Sizes(rows=20000, wide=128, inner=2500))
+    asked = {"devices": "2xcpu", "spread": True, "shapes": {"ids": (1, 3)}, "memory": ["18MiB"]}
+    for mode in ("layer", "tensor"):
+        with pytest.raises(DoesNotFitError):
+            make_plan(model, split_mode=mode, **asked)  # type: ignore[arg-type]
+        plan = make_plan(model, split_mode=mode, weights_at=DISK, **asked)  # type: ignore[arg-type]
+        assert sum(rank.memory.weights for rank in plan.ranks) > 39 << 20
+        write_plan(plan, tmp_path / "plan.json")
+        assert to_file(plan_from_file(model, tmp_path / "plan.json")) == to_file(plan)
+        package = tmp_path / mode
+        compile_model(plan, package, verify=False)
+        assert read_manifest(package).maps_weights
+        with Session(package, threads=1) as session:
+            assert_close(session.run(mixture_feeds(3)), run_whole(model, mixture_feeds(3)), 2e-5)
+
+
 WRONG = [
     (["nothing=cpu1"], {}, "no weight of more than 1 KiB has a name that 'nothing' matches.*\n.*table"),
     (["table=cpu7"], {}, "names the device 'cpu7', and the plan's devices are cpu0, cpu1"),
@@ -203,6 +222,8 @@ WRONG = [
     ([r"mixture.first=cpu1", "mixture.second=cpu2"], {"devices": "3xcpu"}, "reads 'layers.0.mixture.first', which is"),
     ([r"\w=cpu1"], {}, "all of the model would go to cpu1"),
     (["table=cpu1"], {"split_mode": "tensor"}, "--place is for --split-mode layer: in other modes no device"),
+    ([], {"weights_at": "moon"}, "unknown --weights-at 'moon': there are host, disk"),
+    ([], {"weights_at": "disk", "devices": "cuda0", "memory": ["1GB"]}, "--weights-at disk is for CPU devices"),
     (["table=cpu1"], {"batch_groups": 2}, "--place is for one group of devices, and --batch-groups asks for several"),
 ]
 
