@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Placed
+from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import Held, StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.lowering.transfers import Transfer, find_teams
 from splitc.compiler.placement.placed import with_placed
+from splitc.compiler.placement.relief import reliefs
 from splitc.compiler.planning.clock import Clock, Prediction, find_pace
+from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Resources
+from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import Device, threads_for
+from splitc.runtime.units import format_bytes
 
 
 def take_placed(
@@ -31,6 +40,42 @@ def take_placed(
     places = [place for place, name in enumerate(names) if name not in placed.values()] or [0]
     elsewhere = {weight: name for weight, name in placed.items() if names.index(name) not in places}
     return with_placed(analysis, elsewhere), places
+
+
+def relieved(costs: Costs, resources: Resources, make: Callable[[Mapping[ir.Value, str]], Plan]) -> Plan | None:
+    """A plan that `make` makes with experts and tables on one of the devices, as few as fit; None if none fits.
+
+    The device with the largest budget comes first, and of several the last.
+    """
+    groups = reliefs(costs) if len(resources.devices) > 1 else []
+    before = list(accumulate((sum(map(costs.value_bytes, group)) for group in groups), initial=0))
+    roomy = sorted(range(len(resources.devices)), key=lambda place: (resources.budgets[place] or 0, place))
+    for place in reversed(roomy):
+        name, budget = str(resources.devices[place]), resources.budgets[place]
+
+        def attempt(count: int, name: str = name) -> Plan | None:
+            weights = [weight for group in groups[:count] for weight in group]
+            with suppress(DoesNotFitError, CannotSplitError, MisuseError):
+                plan = make(dict.fromkeys(weights, name))
+                size = format_bytes(before[count])
+                said = f"blocks alone do not fit: {len(weights)} weights of experts and tables, {size}, are on {name}"
+                return replace(plan, warnings=(*plan.warnings, said))
+            return None
+
+        most = len(groups) if budget is None else bisect_right(before, budget) - 1
+        if (plan := _least(attempt, most)) is not None:
+            return plan
+    return None
+
+
+def _least(attempt: Callable[[int], Plan | None], most: int) -> Plan | None:
+    """The plan of the least count that succeeds, of those up to about `most`; more succeed where fewer do."""
+    high = next((count for count in (most, most - 1) if count > 0 and attempt(count) is not None), 0)
+    low = 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if attempt(middle) is not None else (middle + 1, high)
+    return attempt(high) if high else None
 
 
 def place_of(placed: Placed, devices: Sequence[Device]) -> int:

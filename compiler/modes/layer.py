@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
+
+import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import divide_blocks
@@ -20,6 +22,7 @@ from splitc.compiler.modes.detours import (
     placed_seconds,
     predict_detours,
     rank_memory,
+    relieved,
     take_placed,
 )
 from splitc.compiler.modes.mode import Mode, Way, WholeValues
@@ -99,11 +102,22 @@ class LayerSplit(WholeValues):
 def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """Decide which blocks each device holds. What the request places is on devices that have no blocks.
 
-    Raises DoesNotFitError if the devices can't hold the model, CannotSplitError if there are more devices than blocks,
-    MisuseError for a place that is not there.
+    Where blocks alone do not fit, experts and tables are placed. Raises DoesNotFitError if the devices can't hold the
+    model so either, CannotSplitError if there are more devices than blocks, MisuseError for a place that is not there.
     """
+    make = partial(_plan_placed, analysis, resources, request)
+    try:
+        return make(asked_places(analysis.costs, resources.devices, request))
+    except DoesNotFitError:
+        if request.places_weights or (plan := relieved(analysis.costs, resources, make)) is None:
+            raise
+        return plan
+
+
+def _plan_placed(analysis: Analysis, resources: Resources, request: Request, placed: Mapping[ir.Value, str]) -> Plan:
+    """The best plan with these weights on their devices. Raises as `plan_layers`."""
     devices = resources.devices
-    analysis, places = take_placed(analysis, devices, asked_places(analysis.costs, devices, request))
+    analysis, places = take_placed(analysis, devices, placed)
     seconds = block_seconds(analysis, resources, range(len(devices)))
     if len(places) == 1 < len(devices):  # its memory is checked later, once it is known what comes and goes
         chosen = [Assignment(places[0], 0, len(analysis.partition.blocks))]

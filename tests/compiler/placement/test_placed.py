@@ -215,6 +215,27 @@ def test_weights_on_disk_count_for_no_budget(tmp_path: Path) -> None:
             assert_close(session.run(mixture_feeds(3)), run_whole(model, mixture_feeds(3)), 2e-5)
 
 
+def test_experts_are_placed_where_blocks_alone_do_not_fit(tmp_path: Path) -> None:
+    """Smaller and smaller devices: before nothing fits, experts of some layers are apart from their blocks."""
+    model = save_mixture(tmp_path, "dense", 4, Sizes(rows=6000, wide=256, inner=256, experts=8))
+    asked = {"devices": "2xcpu", "spread": True, "shapes": {"ids": (1, 3)}}
+    engines = max(rank.memory.engines for rank in make_plan(model, **asked).ranks)  # type: ignore[arg-type]
+    for tenths in range(220, 160, -5):
+        asked["memory"] = [f"{engines + tenths * (1 << 20) // 10}"]
+        plan = make_plan(model, **asked)  # type: ignore[arg-type]
+        if plan.analysis.partition.placed:
+            break
+    (placed,) = plan.analysis.partition.placed
+    assert all(".mixture." in (weight.name or "") for weight in placed.weights)
+    assert any("blocks alone do not fit: " in warning for warning in plan.warnings)
+    assert not any(rank.missing for rank in plan.ranks)
+    auto = make_plan(model, split_mode="auto", **asked)  # type: ignore[arg-type]
+    assert any("layer on 2" in way.name and way.refused is None for way in auto.alternatives)
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package", threads=1) as session:
+        assert_close(session.run(mixture_feeds(3)), run_whole(model, mixture_feeds(3)), 2e-5)
+
+
 WRONG = [
     (["nothing=cpu1"], {}, "no weight of more than 1 KiB has a name that 'nothing' matches.*\n.*table"),
     (["table=cpu7"], {}, "names the device 'cpu7', and the plan's devices are cpu0, cpu1"),
