@@ -252,10 +252,7 @@ def is_fed(rank: Rank) -> bool:
 
 
 class Cut(Struct, frozen=True):
-    """The values that cross a cut, and their bytes per run for the planned shapes.
-
-    With `detour` they cross in both directions between the rank after the cut and all others.
-    """
+    """The values that cross a cut, and their bytes per run. A `detour` is between the rank after it and all others."""
 
     values: list[str]
     bytes: int
@@ -329,8 +326,7 @@ class Manifest(Struct, frozen=True):
     `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
     first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
     that all outputs follow from: where these have several, another input may have one row for all. `merged` are
-    adapters that the weights have in them, and `slots` places for those that requests bring. With
-    `maps_weights`, engines on CPU devices take weights from mapped files.
+    adapters in the weights, `slots` places for those of requests. With `maps_weights`, CPUs take weights from files.
     """
 
     schema: int

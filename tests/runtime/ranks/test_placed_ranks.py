@@ -18,9 +18,10 @@ from tests.helpers.mixtures import ROWS, mixture_feeds, save_mixture
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
 
 
-def make_package(model: Path, table: str, experts: str) -> Path:
+def make_package(model: Path, table: str | None, experts: str) -> Path:
     package = model.with_name("package")
-    asked = Request(split_mode="layer", place=(Place("^table$", table),), experts=ExpertsPlace(experts))
+    places = () if table is None else (Place("^table$", table),)
+    asked = Request(split_mode="layer", place=places, experts=ExpertsPlace(experts), spread=True)
     compile_model(plan_model(model, "3xcpu", asked), package)
     return package
 
@@ -37,9 +38,12 @@ def test_requests_of_a_stream(tmp_path: Path, form: str, ranks: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
-@pytest.mark.parametrize("table", ["cpu1", "cpu2"])
-def test_request_that_fails_fails_alone(tmp_path: Path, table: str, ranks: str) -> None:
-    """The rank with the table is ahead of the others, and meets what is wrong while they run the request before."""
+@pytest.mark.parametrize("table", ["cpu1", "cpu2", None])
+def test_request_that_fails_fails_alone(tmp_path: Path, table: str | None, ranks: str) -> None:
+    """The rank with the table is ahead of the others, and meets what is wrong while they run the request before.
+
+    Without a place of its own, it is in the first of two stages, both of which need the experts.
+    """
     model = save_mixture(tmp_path, "loop", 4)
     package = make_package(model, table, "cpu1")
     groups = [tuple(engine.group) for rank in read_manifest(package).ranks for engine in rank.engines]
