@@ -21,6 +21,7 @@ COMPILER = (
     "fusion",
     "analysis",
     "sharding",
+    "placement",
     "planning",
     "lowering",
     "trials",

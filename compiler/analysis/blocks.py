@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import onnx_ir as ir
 
@@ -50,11 +50,24 @@ MOST_BLOCKS = 128
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes of the main path. `kind` is `prologue`, `block` or `epilogue`."""
+    """Consecutive nodes of the main path. `kind` is `prologue`, `block` or `epilogue`, or PLACED (a part of one)."""
 
     name: str
     kind: str
     nodes: tuple[ir.Node, ...]
+
+
+# The kind of what a block has on another device than the rest of it.
+PLACED = "placed"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The weights that a device holds apart from blocks, and what it runs of each block: the nodes that use them."""
+
+    device: str
+    weights: tuple[ir.Value, ...]
+    blocks: tuple[Block, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,8 @@ class Partition:
 
     `finest` says that every gap bounds a block, since nothing repeats or more blocks were wanted. `shapes` are the
     Shape nodes whose sizes are all sizes of the model's inputs, so that a stage can do without the value that they
-    read. `upstream` maps each node of a block to the rematerializable nodes that it depends on.
+    read. `upstream` maps each node of a block to the rematerializable nodes that it depends on. What is `placed` is in
+    none of the blocks.
     """
 
     blocks: tuple[Block, ...]
@@ -71,6 +85,12 @@ class Partition:
     rematerializable: frozenset[ir.Node]
     shapes: frozenset[ir.Node]
     upstream: Mapping[ir.Node, frozenset[ir.Node]]
+    placed: tuple[Placed, ...] = ()
+
+    @cached_property
+    def position(self) -> Mapping[ir.Node, int]:
+        """The index of each node in the order of the main path, with what is placed."""
+        return {node: index for index, node in enumerate(self.upstream)}
 
     def with_upstream(self, block: Block) -> frozenset[ir.Node]:
         """The block's nodes and the rematerializable ones that they depend on."""

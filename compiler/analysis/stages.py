@@ -45,23 +45,18 @@ class Stage:
 
 
 def divide_blocks(graph: Graph, partition: Partition, ends: Sequence[int]) -> list[Stage]:
-    """Stages of consecutive blocks. `ends` are, for each stage, the number of its last block plus one.
+    """Stages of consecutive blocks, then one for each device that what is placed has.
 
-    The first stage gives outputs that only depend on rematerializable nodes (a mask).
+    `ends` are, for each of the former, the number of its last block plus one. The first stage gives outputs that only
+    depend on rematerializable nodes (a mask).
     """
-    home = {
-        node: number
-        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
-        for block in partition.blocks[start:end]
-        for node in block.nodes
-    }
-    outputs: list[list[ir.Value]] = [[] for _ in ends]
+    runs = [partition.blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    runs += [placed.blocks for placed in partition.placed]
+    home = {node: number for number, blocks in enumerate(runs) for block in blocks for node in block.nodes}
+    outputs: list[list[ir.Value]] = [[] for _ in runs]
     for value in graph.graph.outputs:
         outputs[home.get(producer_of(value), 0)].append(value)
-    stages = [
-        _stage(graph, partition, home, number, partition.blocks[start:end], outputs[number])
-        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
-    ]
+    stages = [_stage(graph, partition, home, number, blocks, outputs[number]) for number, blocks in enumerate(runs)]
     wanted = {value for stage in stages for value in stage.receives}
     return [
         replace(stage, sends=tuple(v for n in stage.nodes if home.get(n) == number for v in n.outputs if v in wanted))
@@ -100,7 +95,9 @@ def _stage(
     present = {*feeds, *receives, *(value for node in nodes for value in node.outputs)}
     absent = dict.fromkeys(n for n in nodes if n in partition.shapes and present.isdisjoint(graph.reads[n]))
     borrowed = [node.outputs[0] for node in absent]
-    fed = {*feeds, *_missing_sizes(graph, borrowed, [*receives, *feeds])}
+    # Where values come and go while a stage runs, one may come too late to read sizes off it.
+    seen = feeds if partition.placed else [*receives, *feeds]
+    fed = {*feeds, *_missing_sizes(graph, borrowed, seen)}
 
     def arrival(value: ir.Value) -> tuple[int, int, int | None]:
         maker = producer_of(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,12 +10,11 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.scopes import modules_of
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.adapters.matching import Layer
 
-# What torch's newer exporter writes at a node: the modules that it is in, from the model's on, as a list in text.
-_SCOPES = "pkg.torch.onnx.name_scopes"
 QUANTIZED = "its weight is quantized: --lora-slots adds adapters beside it"
 
 
@@ -128,10 +126,4 @@ def _names(node: ir.Node, weight: ir.Value) -> Iterator[str]:
         yield re.sub(r"[./](base_layer|MatMul|weight|qweight|weight_\w+)(?=$|[./])", "", name)
     if "/" in (name := node.name or ""):
         yield name.rpartition("/")[0]
-    try:
-        scopes = json.loads(node.metadata_props.get(_SCOPES, "[]").replace("'", '"'))
-    except ValueError:
-        scopes = []
-    modules = [scope for scope in scopes[:-1] if isinstance(scope, str) and scope]
-    if modules:
-        yield modules[-1]
+    yield from modules_of(node)[-1:]

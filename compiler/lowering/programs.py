@@ -7,9 +7,11 @@ from itertools import groupby
 
 import onnx_ir as ir
 
+from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.lowering.communication import RECEIVE, SEND, kind_of
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.segments import Segment
+from splitc.compiler.lowering.transfers import Transfer
 from splitc.compiler.lowering.unfused_weights import keep_weights_unfused
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
@@ -34,29 +36,26 @@ def rank_program(
     taken |= {step.value for step in steps if isinstance(step, Send)}
     inputs = tuple(name for name in names(feeds) if name in taken)
     graphs = tuple(keep_weights_unfused(segment.graph) for segment in segments if segment.graph.outputs)
-    return RankProgram(graphs, steps, inputs, tuple(outputs))
+    return RankProgram(graphs, steps, inputs, tuple(outputs), group=tuple(group))
 
 
 def stage_program(
-    ranks: Sequence[RankPlan], number: int, segments: Sequence[Segment], outputs: Sequence[str]
+    number: int,
+    stage: Stage,
+    segments: Sequence[Segment],
+    transfers: Sequence[Transfer],
+    group: Sequence[int],
+    outputs: Sequence[str],
 ) -> RankProgram:
-    """The program of rank `number` of a pipeline: it receives from earlier stages, runs, and sends to later ones.
+    """The program of rank `number`: it receives from other stages, runs, and sends to others; see `rank_program`.
 
-    A rank exchanges values with the rank of the same `part` in each other group.
+    `transfers` are those of all ranks. What is inside engines is in the segments already.
     """
-    rank = ranks[number]
-    peers = [peer for peer, other in enumerate(ranks) if other.part == rank.part]
-    sender = {value: peer for peer in peers for value in ranks[peer].stage.sends}
-    group = [member for member, other in enumerate(ranks) if other.group == rank.group]
-    receives = [Receive(value.name or "", sender[value]) for value in rank.stage.receives]
-    # Channels are first in, first out: a rank must send in the order in which the other one receives.
-    sends = [
-        Send(value.name or "", peer)
-        for peer in peers
-        for value in ranks[peer].stage.receives
-        if sender[value] == number
-    ]
-    return rank_program(segments, group, rank.stage.feeds, outputs, receives, sends)
+    steps = [transfer for transfer in transfers if not transfer.inside]
+    # Channels are first in, first out: a rank sends in the order in which the other one receives.
+    receives = [Receive(own.value.name or "", own.source) for own in steps if own.target == number]
+    sends = [Send(own.value.name or "", own.target) for own in steps if own.source == number]
+    return rank_program(segments, group, stage.feeds, outputs, receives, sends)
 
 
 def kept_states(states: Iterable[State], rank: RankPlan, outputs: Iterable[str]) -> list[str]:

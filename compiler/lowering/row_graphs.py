@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.origins import origin_of, stand_for
-from splitc.compiler.lowering.communication import AFTER, DOMAIN, HALF, RECEIVE, SEND
+from splitc.compiler.lowering.chained import ChainedGraph, unused_name
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.row_slices import slice_graph
 from splitc.compiler.lowering.stage_graph import stage_graph
@@ -76,30 +75,14 @@ def _helper_graph(sliced: SlicedProducts, number: int) -> ir.Graph:
     return builder.finish()
 
 
-class _Builder:
-    """A rank's graph under construction, and the token of the last of its chained operators."""
+class _Builder(ChainedGraph):
+    """The graph of a rank of row mode, with its columns of products."""
 
     def __init__(self, graph: ir.Graph) -> None:
-        self._graph = graph
-        self._token: ir.Value | None = None
-        values = (value for node in graph for value in node.outputs)
-        self._names = {value.name for value in (*graph.inputs, *graph.initializers.values(), *values)}
+        super().__init__(graph)
         self._node_names = {node.name for node in graph}
         # The inserted copy of each node that computes from weights alone.
         self._folded: dict[ir.Node, ir.Node] = {}
-        self._likes: dict[ir.DataType, ir.Value] = {}
-
-    def send(self, value: ir.Value, peer: int) -> ir.Value:
-        """Send a value to a rank. Returns the value for nodes that must run after that."""
-        assert value.dtype is not None
-        return self._transfer(SEND, value, value.dtype, peer, f"{value.name}/sent{peer}")
-
-    def receive(self, name: str, like: ir.Value, peer: int) -> ir.Value:
-        """Receive a value from a rank. It has the type and the number of axes of `like`."""
-        assert like.dtype is not None
-        value = self._transfer(RECEIVE, self._like(like.dtype), like.dtype, peer, name)
-        value.shape = open_shape(like)
-        return value
 
     def multiply(
         self, sliced: SlicedProducts, rank: int, products: Sequence[Product], takes: Mapping[ir.Value, ir.Value]
@@ -109,31 +92,8 @@ class _Builder:
             return {}
         part = slice_graph(sliced, rank, products)
         columns = self._insert(part, {value.name or "": copy for value, copy in takes.items()}, sliced.graph.constant)
-        inputs = [*([] if self._token is None else [self._token]), *columns]
-        (self._token,) = self._operator(AFTER, inputs, {}, [f"{columns[0].name}/computed"])
+        self.run_before(columns)
         return dict(zip(((product, rank) for product in products), columns, strict=True))
-
-    def finish(self) -> ir.Graph:
-        """The graph, topologically sorted."""
-        self._graph.sort()
-        return self._graph
-
-    def _transfer(self, kind: str, value: ir.Value, dtype: ir.DataType, peer: int, name: str) -> ir.Value:
-        kind += HALF if dtype == ir.DataType.FLOAT16 else ""
-        inputs = [value, *([] if self._token is None else [self._token])]
-        result, self._token = self._operator(kind, inputs, {"peer": peer}, [name, f"{name}/token"])
-        result.type = ir.TensorType(dtype)
-        return result
-
-    def _operator(
-        self, kind: str, inputs: Sequence[ir.Value], attributes: Mapping[str, int], outputs: Sequence[str]
-    ) -> Sequence[ir.Value]:
-        node = ir.node(kind, inputs, attributes, domain=DOMAIN, num_outputs=len(outputs), name=f"{outputs[0]}/{kind}")
-        for value, name in zip(node.outputs, outputs, strict=True):
-            value.name = self._unused(name)
-        node.outputs[-1].type = ir.TensorType(ir.DataType.UINT8)  # the token
-        self._graph.append(node)
-        return node.outputs
 
     def _insert(self, part: ir.Graph, inputs: Mapping[str, ir.Value], constant: Collection[ir.Node]) -> list[ir.Value]:
         """Move the nodes and weights of another graph into this one. Returns its outputs.
@@ -161,29 +121,8 @@ class _Builder:
                 for number in range(len(node.inputs)):
                     node.replace_input_with(number, None)
                 continue
-            node.name = _unused(node.name or "", self._node_names)
+            node.name = unused_name(node.name or "", self._node_names)
             for value in node.outputs:
                 value.name = self._unused(value.name or "")
             self._graph.append(node)
         return outputs
-
-    def _like(self, dtype: ir.DataType) -> ir.Value:
-        """A constant of this type, from which ONNX Runtime infers the type of a received value."""
-        if dtype not in self._likes:
-            tensor = ir.tensor(np.zeros(1, dtype.numpy()), dtype, name=self._unused(f"splitc_{dtype.name}"))
-            value = ir.Value(name=tensor.name, shape=ir.Shape([1]), type=ir.TensorType(dtype), const_value=tensor)
-            self._graph.register_initializer(value)
-            self._likes[dtype] = value
-        return self._likes[dtype]
-
-    def _unused(self, name: str) -> str:
-        """The name, with as many primes (') as make it unique among the graph's values."""
-        return _unused(name, self._names)
-
-
-def _unused(name: str, used: set[str | None]) -> str:
-    """The name, with as many primes (') as make it unique among the used ones. It is added to these."""
-    while name in used:
-        name += "'"
-    used.add(name)
-    return name

@@ -17,7 +17,7 @@ from splitc.compiler.modes.rows import NoRowsError
 from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import BlockTimer, Resources, check_shares, find_budgets
-from splitc.compiler.request.request import OBJECTIVES, Request
+from splitc.compiler.request.request import DISK, HOST, OBJECTIVES, Request
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device, host_numbers, parse_devices
@@ -33,6 +33,8 @@ def make_plan(
     See `plan_model` for the errors that it raises.
     """
     devices = parse_devices(devices if isinstance(devices, str) else [str(device) for device in devices])
+    if request.split_mode == AUTO and request.places_weights:
+        request = replace(request, split_mode="layer")  # the mode that can
     _check_request(request, devices)
     request.check_engine(choose_engine(request.engine, devices))  # before the model is read
     check_shares(request.tensor_split, len(devices))
@@ -98,6 +100,10 @@ def _check_request(request: Request, devices: Sequence[Device]) -> None:
         raise MisuseError(f"unknown split mode '{request.split_mode}': there are {', '.join(modes)}")
     if request.objective not in OBJECTIVES:
         raise MisuseError(f"unknown objective '{request.objective}': there are {', '.join(OBJECTIVES)}")
+    if request.weights_at not in (HOST, DISK):
+        raise MisuseError(f"unknown --weights-at '{request.weights_at}': there are {HOST}, {DISK}")
+    if request.weights_at == DISK and not any(device.kind == "cpu" for device in devices):
+        raise MisuseError("--weights-at disk is for CPU devices, and there are none among the plan's")
     if request.fallback is not None and request.fallback not in FALLBACKS:
         raise MisuseError(f"unknown fallback '{request.fallback}': there is {', '.join(FALLBACKS)}")
     request.check_modes()

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import stage_memory
 from splitc.compiler.analysis.stages import divide_blocks
+from splitc.compiler.lowering.engine_segments import engine_segments, has_operators
 from splitc.compiler.lowering.programs import names, stage_program
 from splitc.compiler.lowering.segments import Segment
 from splitc.compiler.lowering.stage_graph import stage_graph
+from splitc.compiler.lowering.transfers import Transfer, find_teams, find_transfers, with_transfers
+from splitc.compiler.modes.detours import (
+    detour_cuts,
+    place_of,
+    placed_seconds,
+    predict_detours,
+    rank_memory,
+    relieved,
+    take_placed,
+)
 from splitc.compiler.modes.mode import Mode, Way, WholeValues
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
-from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes
+from splitc.compiler.placement.asked import asked_places
+from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes, search_budget
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_stages
@@ -29,17 +44,31 @@ from splitc.runtime.units import format_bytes
 
 @dataclass(frozen=True)
 class LayerSplit(WholeValues):
-    """Each rank runs whole nodes. The model's computation is unchanged."""
+    """Each rank runs whole nodes. The model's computation is unchanged.
 
-    rewrites = False
+    `transfers` are those between all ranks. Those to placed weights and back are inside engines.
+    """
+
+    transfers: tuple[Transfer, ...] = ()
     is_radial = False
-    collectives = 0
+
+    @property
+    def rewrites(self) -> bool:
+        return bool(self._inside)
+
+    @property
+    def collectives(self) -> int:
+        return len(self._inside)
+
+    @cached_property
+    def _inside(self) -> list[Transfer]:
+        return [transfer for transfer in self.transfers if transfer.inside]
 
     def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
-        return 0
+        return sum(self.analysis.costs.value_bytes(transfer.value) for transfer in self._inside)
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
-        return 0
+        return 0 if inside else sum(transfer.has(rank.group) for transfer in self._inside)
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
         def stage_seconds(members: Sequence[RankPlan], at_once: int) -> float:
@@ -47,31 +76,81 @@ class LayerSplit(WholeValues):
             own = rank.seconds if clock.profiled else clock.seconds(rank, rank.stage.nodes, at_once)
             return own * max(1.0, clock.crowd(members)) + clock.feeding(rank) + clock.start(rank)
 
-        return predict_pipeline(ranks, cuts, clock, stage_seconds)
+        if not self.analysis.partition.placed:
+            return predict_pipeline(ranks, cuts, clock, stage_seconds)
+        return predict_detours(ranks, self.transfers, clock, lambda rank: stage_seconds([rank], 1))
 
     def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
-        stage = ranks[number].stage
-        segment = Segment(stage_graph(self.analysis.graph, stage), ())
-        return stage_program(ranks, number, [segment], names(stage.outputs))
+        stage, outputs = ranks[number].stage, names(ranks[number].stage.outputs)
+        graph, devices = stage_graph(self.analysis.graph, stage), [rank.device for rank in ranks]
+        team = find_teams(len(ranks), self._inside)
+        group = [rank for rank in range(len(ranks)) if team[rank] == team[number]]
+        if len(group) == 1:
+            return stage_program(number, stage, [Segment(graph, ())], self.transfers, (), outputs)
+        # Operators number the ranks of their group, steps all ranks.
+        peers = group if has_operators(engine, devices) else list(range(len(ranks)))
+        graph = with_transfers(graph, number, self._inside, {rank: peers.index(rank) for rank in group})
+        sent = [transfer.value for transfer in self.transfers if transfer.source == number and not transfer.inside]
+        segments = engine_segments(graph, {*outputs, *names(sent)}, engine, devices)
+        return stage_program(number, stage, segments, self.transfers, group, outputs)
+
+    def file_fields(self) -> Mapping[str, Any]:
+        placed = self.analysis.partition.placed
+        return {"placed": {weight.name: own.device for own in placed for weight in own.weights}}
 
 
 def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """Decide which blocks each device holds.
+    """Decide which blocks each device holds. What the request places is on devices that have no blocks.
 
-    Raises DoesNotFitError if the devices can't hold the model, CannotSplitError if there are more devices than blocks.
+    Where blocks alone do not fit, experts and tables are placed. Raises DoesNotFitError if the devices can't hold the
+    model so either, CannotSplitError if there are more devices than blocks, MisuseError for a place that is not there.
     """
+    make = partial(_plan_placed, analysis, resources, request)
+    try:
+        return make(asked_places(analysis.costs, resources.devices, request))
+    except DoesNotFitError:
+        if request.places_weights or (plan := relieved(analysis.costs, resources, make)) is None:
+            raise
+        return plan
+
+
+def _plan_placed(analysis: Analysis, resources: Resources, request: Request, placed: Mapping[ir.Value, str]) -> Plan:
+    """The best plan with these weights on their devices. Raises as `plan_layers`."""
     devices = resources.devices
+    analysis, places = take_placed(analysis, devices, placed)
     seconds = block_seconds(analysis, resources, range(len(devices)))
-    shares = request.tensor_split or [1.0] * len(devices)
-    engine = choose_engine(request.engine, devices)
-    targets = [
-        Target(str(device), share, budget, engine_bytes(device, devices, engine), host=device.host)
-        for device, share, budget in zip(devices, shares, resources.budgets, strict=True)
-    ]
-    chosen = choose_stages(analysis, seconds, targets, request, resources)
+    if len(places) == 1 < len(devices):  # its memory is checked later, once it is known what comes and goes
+        chosen = [Assignment(places[0], 0, len(analysis.partition.blocks))]
+    else:
+        chosen = _choose(analysis, resources.take(places), request, [seconds[place] for place in places], places)
     plan = _make_plan(analysis, resources, request, chosen, seconds)
     check_memory(plan)
     return plan
+
+
+def _choose(
+    analysis: Analysis,
+    resources: Resources,
+    request: Request,
+    seconds: Sequence[Sequence[float]],
+    places: Sequence[int],
+) -> list[Assignment]:
+    """The best runs of blocks for the devices that take blocks, which are at these `places` of the plan's."""
+    shares = [request.tensor_split[place] for place in places] if request.tensor_split else [1.0] * len(places)
+    devices = resources.devices
+    engine = choose_engine(request.engine, devices)
+    targets = [
+        Target(
+            str(device),
+            share,
+            search_budget(request, device, budget),
+            engine_bytes(device, devices, engine),
+            host=device.host,
+        )
+        for device, share, budget in zip(devices, shares, resources.budgets, strict=True)
+    ]
+    chosen = choose_stages(analysis, seconds, targets, request, resources)
+    return [replace(run, target=places[run.target]) for run in chosen]
 
 
 def _make_plan(
@@ -81,26 +160,35 @@ def _make_plan(
     chosen: Sequence[Assignment],
     seconds: Sequence[Sequence[float]],
 ) -> Plan:
-    """The plan that puts the chosen runs of blocks on the devices, one run on each.
+    """The plan that puts the chosen runs of blocks on the devices, one run on each, and after these what is placed.
 
     `seconds` are the blocks' on each device.
     """
-    stages = divide_blocks(analysis.graph, analysis.partition, [run.end for run in chosen])
+    partition = analysis.partition
+    stages = divide_blocks(analysis.graph, partition, [run.end for run in chosen])
+    transfers = find_transfers(stages, partition.position)
+    places = [run.target for run in chosen] + [place_of(placed, resources.devices) for placed in partition.placed]
+    times = [sum(seconds[run.target][run.start : run.end]) for run in chosen]
+    apart = zip(places[len(chosen) :], stages[len(chosen) :], strict=True)
+    times += [placed_seconds(analysis, resources, place, stage) for place, stage in apart]
     ranks = [
         RankPlan(
-            resources.devices[run.target],
-            resources.budgets[run.target],
+            resources.devices[place],
+            resources.budgets[place],
             1.0,
             stage,
             number,
             0,
-            stage_memory(analysis.costs, analysis.states, stage),
-            sum(seconds[run.target][run.start : run.end]),
+            rank_memory(analysis, stage, number, transfers),
+            own,
             again,
         )
-        for number, (run, stage, again) in enumerate(zip(chosen, stages, rematerialized(analysis, stages), strict=True))
+        for number, (place, stage, own, again) in enumerate(
+            zip(places, stages, times, rematerialized(analysis, stages), strict=True)
+        )
     ]
-    return assemble(analysis, request, LayerSplit(analysis), ranks, stage_cuts(analysis, stages))
+    cuts = [*stage_cuts(analysis, stages[: len(chosen)]), *detour_cuts(analysis, transfers, len(chosen), len(stages))]
+    return assemble(analysis, request, LayerSplit(analysis, tuple(transfers)), ranks, cuts)
 
 
 def replan_layers(

@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import onnx_ir as ir
+
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.fusion.kernels import gains_of
 from splitc.compiler.modes.replicas import replan_in_groups
 from splitc.compiler.modes.table import BATCH, find_mode
+from splitc.compiler.placement.placed import with_placed
+from splitc.compiler.placement.weights import weight_uses
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import SCHEMA, PlanFile, check_devices, check_entries, read_plan
 from splitc.compiler.planning.resources import Resources
@@ -60,6 +64,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         pipeline_stages=1 + max((rank.stage for rank in file.ranks), default=0),
         row_min=ROW_MIN if file.row_min is None else file.row_min,
         settings=file.settings,
+        weights_at=file.weights_at,
         batch_groups=1 if file.split_mode == BATCH else file.batch_groups,
         memory=[f"{rank.device}={rank.budget_bytes}" for rank in file.ranks if rank.limited],
     )
@@ -82,6 +87,7 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
     _check_shapes(analysis, file)
     if file.states is not None:
         analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))
+    analysis = with_placed(analysis, _check_placed(analysis, file))
     chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
     check_devices(file, devices)
     resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
@@ -101,6 +107,19 @@ def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
                 f'the plan has the line "{name}: {list(shapes[name])}" under "shapes": there is nothing to plan for '
                 "with a size of 0"
             )
+
+
+def _check_placed(analysis: Analysis, file: PlanFile) -> dict[ir.Value, str]:
+    """The placed weights with their devices. Raises MisuseError for a weight or a device that is not there."""
+    weights = {weight.name: weight for weight in weight_uses(analysis.graph)}
+    devices = [rank.device for rank in file.ranks]
+    for name, device in file.placed.items():
+        line = f'the plan has the line "{name}: {device}" under "placed"'
+        if name not in weights:
+            raise MisuseError(f"{line}, and the model has no such weight")
+        if device not in devices[1 + max(file.blocks.values(), default=0) :]:
+            raise MisuseError(f"{line}: placed weights go to ranks without blocks, which come after those with blocks")
+    return {weights[name]: device for name, device in file.placed.items()}
 
 
 def _shapes(lists: Mapping[str, list[int]]) -> dict[str, Shape]:

@@ -108,7 +108,7 @@ class RowSplit(WholeValues):
         graph = row_graph(self.sliced, stage, number)
         outputs = [] if number else names(stage.outputs)
         segments = engine_segments(graph, outputs, engine, [rank.device for rank in ranks])
-        return rank_program(segments, (), () if number else stage.feeds, outputs)
+        return rank_program(segments, range(len(ranks)), () if number else stage.feeds, outputs)
 
     def file_fields(self) -> Mapping[str, Any]:
         return {"row_min": self.row_min}

@@ -22,11 +22,12 @@ from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import kept_states, names, stage_program
 from splitc.compiler.lowering.rank_graph import rank_graph
+from splitc.compiler.lowering.transfers import rank_transfers
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
 from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, fast_axes, named_axes, small_axes
 from splitc.compiler.nodes import describe_node
-from splitc.compiler.planning.assembly import assemble, check_memory
+from splitc.compiler.planning.assembly import assemble, check_memory, search_budget
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace, sum_link
 from splitc.compiler.planning.host_groups import group_devices, numbers_to_try, single_groups
 from splitc.compiler.planning.plan import Plan
@@ -43,7 +44,7 @@ from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sh
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.hardware.devices import threads_for
+from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.hardware.profiles import HOST
 from splitc.runtime.package.manifest import Part
 from splitc.runtime.units import format_bytes
@@ -113,7 +114,9 @@ class TensorSplit:
         graph = rank_graph(sharded, rank.stage, rank.part)
         wanted = {*outputs, *keeps, *names(rank.stage.sends)}
         segments = engine_segments(graph, wanted, engine, [rank.device for rank in ranks])
-        program = stage_program(ranks, number, segments, outputs)
+        transfers = rank_transfers(ranks, self.analysis.partition.position)
+        group = [place for place, other in enumerate(ranks) if other.group == rank.group]
+        program = stage_program(number, rank.stage, segments, transfers, group, outputs)
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
     def _gives(self, rank: RankPlan, value: ir.Value) -> bool:
@@ -164,7 +167,7 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         Target(
             f"group {number}",
             sum(shares[first : first + count]),
-            _total(resources.budgets[first : first + count]),
+            _total(search_budget(request, *own) for own in _with_budgets(resources)[first : first + count]),
             host=resources.devices[first].host,
         )
         for number, first in enumerate(range(0, len(devices), count))
@@ -279,6 +282,10 @@ def _check_drawn(sharded: ShardedModel) -> None:
                 f"{describe_node(node)} ({node.op_type}) draws random numbers, and gives '{value.name}', which is no "
                 "tensor of numbers: the ranks can't hand it over to each other. Use --split-mode layer."
             )
+
+
+def _with_budgets(resources: Resources) -> list[tuple[Device, Budget]]:
+    return list(zip(resources.devices, resources.budgets, strict=True))
 
 
 def _total(budgets: Iterable[Budget]) -> Budget:

@@ -163,6 +163,13 @@ def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     return 2 * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(shape[1:]) for shape in matrices)
 
 
+def quantized_expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """As `expert_flops`: several weights lie in each byte."""
+    matrices = [inputs[number] for number in (2, 5, 8) if number < len(inputs) and len(inputs[number]) == 3]
+    packed = 8 // node.attributes.get_int("expert_weight_bits", 4)
+    return 2 * packed * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(size[1:]) for size in matrices)
+
+
 def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """2 M N K: a multiplication and an addition per element of the result and of the contracted axis."""
     return 2 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
@@ -239,5 +246,6 @@ OPERATORS = (
         transposed_convolution_flops,
         scratch=scratch.transposed_convolution,
     ),
-    Operator("com.microsoft.MoE", experts, expert_flops),
+    Operator("com.microsoft.MoE", experts, expert_flops, experts=(2, 3, 4, 5, 6, 7)),
+    Operator("com.microsoft.QMoE", flops=quantized_expert_flops, experts=tuple(range(2, 14))),
 )

@@ -65,6 +65,7 @@ class Operator:
 
     Splits:
     matrix_input: the input whose columns row mode may slice.
+    experts: inputs that hold the weights of a mixture's experts.
     writes_in_place: it can write a state's new value over the old one.
     example_input: what its inputs may hold where not any data will do: lengths, positions.
     is_addition: one all-reduce serves all its partial inputs.
@@ -98,6 +99,7 @@ class Operator:
     may_make_angles: bool = False
     is_attention: bool = False
     matrix_input: int | None = None
+    experts: tuple[int, ...] = ()
     writes_in_place: bool = False
     example_input: Example | None = None
     is_addition: bool = False

@@ -13,12 +13,12 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.walks import reached
-from splitc.compiler.lowering.programs import names
 from splitc.compiler.operators.registry import quantizes
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
+from splitc.compiler.request.request import DISK
 from splitc.compiler.sharding.batch import find_batch
 from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.kinds import find_kind
@@ -53,7 +53,7 @@ def make_manifest(
         batch=dict(plan.replicas.rows) if plan.replicas else find_batch(graph, plan.split.axis_map),
         blocks=[block.name for block in analysis.partition.blocks],
         ranks=list(ranks),
-        cuts=[m.Cut(names(cut.values), cut.bytes) for cut in plan.cuts],
+        cuts=plan.named_cuts,
         collectives=plan.split.collectives,
         unsplit=[
             m.UnsplitWeight(weight.name, weight.bytes - weight.split, weight.reason)
@@ -69,6 +69,7 @@ def make_manifest(
         replicas=_replicas(plan),
         row_sources=_row_sources(plan),
         slots=list(analysis.slots),
+        maps_weights=plan.weights_at == DISK,
         merged=[
             m.MergedAdapter(Path(merged.adapter.name).name, merged.strength, len(merged.matches.updates))
             for merged in analysis.merged

@@ -214,8 +214,7 @@ def _write_rank(
         m.EngineFile(f"{folder.name}/{path.name}", names(graph.inputs), names(graph.outputs), _sizes_only(graph))
         for path, graph in zip(paths, program.graphs, strict=True)
     ]
-    group = [n for n, other in enumerate(plan.ranks) if other.group == rank.group]
-    groups = [group if any(map(communicates, graph)) else [] for graph in program.graphs]
+    groups = [list(program.group) if any(map(communicates, graph)) else [] for graph in program.graphs]
     uncertain = plan.analysis.costs.bound.uncertain
     entries = [
         msgspec.structs.replace(

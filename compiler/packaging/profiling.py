@@ -48,7 +48,8 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
     user's cache folder.
     """
     count = threads_for(devices, threads)
-    stages = divide_blocks(analysis.graph, analysis.partition, range(1, len(analysis.partition.blocks) + 1))
+    blocks = len(analysis.partition.blocks)
+    stages = divide_blocks(analysis.graph, analysis.partition, range(1, blocks + 1))[:blocks]
     try:
         seconds = msgspec.json.decode(read_cache(FILE), type=dict[str, float])
     except msgspec.DecodeError:

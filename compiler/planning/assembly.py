@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
-from splitc.compiler.planning.resources import is_limited
+from splitc.compiler.planning.resources import Budget, is_limited
 from splitc.compiler.planning.split import Split
-from splitc.compiler.request.request import Request
+from splitc.compiler.request.request import DISK, Request
 from splitc.compiler.sharding.report import WeightFate, warn_if_little_split
 from splitc.runtime.engines.kinds import ONNXRUNTIME, choose_engine, has_collectives, has_gpu_each
 from splitc.runtime.errors import DoesNotFitError
@@ -47,6 +47,8 @@ def assemble(
     """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages."""
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
     ranks = [replace(r, limited=is_limited(r.device, request.memory)) for r in _with_sessions(ranks, engine, split)]
+    if request.weights_at == DISK:
+        ranks = list(map(_with_mapped, ranks))
     warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, whole))
     return Plan(
         analysis,
@@ -59,6 +61,7 @@ def assemble(
         tuple(cuts),
         tuple(weights),
         warnings,
+        weights_at=request.weights_at,
     )
 
 
@@ -73,6 +76,18 @@ def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tupl
     return tuple(
         replace(rank, memory=replace(rank.memory, engines=size)) for rank, size in zip(ranks, sizes, strict=True)
     )
+
+
+def _with_mapped(rank: RankPlan) -> RankPlan:
+    """A rank whose weights stay in their files, if its device is a CPU's: none is packed while loading either."""
+    if rank.device.kind != "cpu":
+        return rank
+    return replace(rank, memory=replace(rank.memory, in_files=rank.memory.weights, loading=0))
+
+
+def search_budget(request: Request, device: Device, budget: Budget) -> Budget:
+    """The budget of a device while cuts are searched: none where weights, which fill it otherwise, take no memory."""
+    return None if request.weights_at == DISK and device.kind == "cpu" else budget
 
 
 def engine_bytes(device: Device, devices: Sequence[Device], engine: str, sessions: int = 1, nodes: int = 0) -> int:

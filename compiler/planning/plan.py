@@ -9,8 +9,10 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram, Split
+from splitc.compiler.request.request import HOST
 from splitc.compiler.sharding.report import WeightFate
 from splitc.runtime.files.listing import Listed, Listing
+from splitc.runtime.package.manifest import Cut
 from splitc.runtime.units import block_range, first_few, format_bytes, format_seconds
 
 
@@ -55,6 +57,8 @@ class Plan(Listed):
     `split` says how the ranks share the model. `weights` say how each weight is split, in row and tensor mode. In auto
     mode `alternatives` are what was compared, and `choice` says which one was chosen and why.
 
+    `weights_at` says where CPU devices have the weights.
+
     With `replicas`, the ranks are those of several copies of the model, one after the other.
     """
 
@@ -71,6 +75,7 @@ class Plan(Listed):
     alternatives: tuple[Alternative, ...] = ()
     choice: str | None = None
     replicas: Replicas | None = None
+    weights_at: str = HOST
 
     @property
     def written(self) -> Plan:
@@ -86,6 +91,11 @@ class Plan(Listed):
     def stages(self) -> tuple[Stage, ...]:
         """The stage of each group of ranks, in pipeline order."""
         return tuple(rank.stage for rank in self.written.ranks if rank.part == 0)
+
+    @property
+    def named_cuts(self) -> list[Cut]:
+        """The cuts with the names of their values."""
+        return [Cut([value.name or "" for value in cut.values], cut.bytes, cut.detour) for cut in self.cuts]
 
     def _listing(self) -> Listing:
         devices = first_few([str(rank.device) for rank in self.ranks])

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from splitc.compiler.analysis.blocks import PLACED
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import Rematerialized
-from splitc.compiler.request.request import OBJECTIVES
+from splitc.compiler.request.request import DISK, HOST, OBJECTIVES
 from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import indented, parse_json, written_whole
@@ -51,7 +52,8 @@ class RankEntry(Struct, frozen=True):
 class WeightEntry(Struct, frozen=True):
     """The ranks that hold a weight, or shards of it. Informative.
 
-    `split` is "whole", with the reason in row and tensor mode; or the units of its axis that each rank of a stage has.
+    `split` is "whole", with the reason in row and tensor mode; or the units of its axis that each rank of a stage has;
+    or "placed" for a weight that lies on another device than its block.
     """
 
     bytes: int
@@ -90,7 +92,9 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     bound to constants. `lora` are adapters that are merged into weights, and `lora_slots` is the rank
     of those that requests may bring. `hosts` is the number of hosts that the ranks'
     devices name, `host0/cuda0` and so on, or 1 if they name none. `islands` are, in tensor mode, what nodes make whose
-    shards are joined where they come out: remove one, and its weights are whole. `batch_groups` is the number of groups
+    shards are joined where they come out: remove one, and its weights are whole. `placed` are
+    weights that lie on other devices than the blocks, with their devices. `weights_at` says
+    where the weights of CPU devices are. `batch_groups` is the number of groups
     of ranks that have the whole model each, and divide the rows of a batch.
     """
 
@@ -113,6 +117,8 @@ class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
     row_min: int | None = None
     fused: bool = False
     islands: list[str] = []
+    placed: dict[str, str] = {}
+    weights_at: str = HOST
     batch_groups: int = 1
     cuts: list[Cut] = []
     warnings: list[str] = []
@@ -125,16 +131,6 @@ def to_file(plan: Plan) -> PlanFile:
     """The content of plan.json for a plan."""
     analysis = plan.analysis
     graph = analysis.graph
-    weights: dict[str, WeightEntry] = {}
-    fates = {weight.name: f"whole: {weight.reason}" if weight.reason else weight.units for weight in plan.weights}
-    for number, rank in enumerate(plan.ranks):
-        for weight in analysis.costs.weights(rank.stage.nodes):
-            size = analysis.costs.value_bytes(weight)
-            if size >= LISTED:
-                name = weight.name or ""
-                entry = weights.setdefault(name, WeightEntry(size, [], fates.get(name, "whole")))
-                entry.ranks.append(number)
-    stages = plan.stages
     return PlanFile(
         schema=SCHEMA,
         source=graph.source,
@@ -166,11 +162,11 @@ def to_file(plan: Plan) -> PlanFile:
         finest=analysis.partition.finest,
         fused=analysis.fuses,
         hosts=_count_hosts([rank.device for rank in plan.ranks]),
-        blocks={block.name: number for number, stage in enumerate(stages) for block in stage.blocks},
+        blocks=_stage_of_blocks(plan),
         states=list(analysis.states),
-        cuts=[Cut([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts],
+        cuts=plan.named_cuts,
         warnings=list(plan.warnings),
-        weights=weights,
+        weights=_weight_entries(plan),
         candidates=[
             CandidateEntry(
                 way.name, round(way.latency, 9), round(way.interval, 9), [*way.peaks], way.placement, way.refused
@@ -179,8 +175,31 @@ def to_file(plan: Plan) -> PlanFile:
         ],
         choice=plan.choice,
         batch_groups=plan.groups,
+        weights_at=plan.weights_at,
         **plan.split.file_fields(),
     )
+
+
+def _weight_entries(plan: Plan) -> dict[str, WeightEntry]:
+    """The fate of each weight of LISTED bytes and more."""
+    analysis = plan.analysis
+    weights: dict[str, WeightEntry] = {}
+    fates = {weight.name: f"whole: {weight.reason}" if weight.reason else weight.units for weight in plan.weights}
+    fates |= {weight.name or "": "placed" for placed in analysis.partition.placed for weight in placed.weights}
+    for number, rank in enumerate(plan.ranks):
+        for weight in analysis.costs.weights(rank.stage.nodes):
+            size = analysis.costs.value_bytes(weight)
+            if size >= LISTED:
+                name = weight.name or ""
+                entry = weights.setdefault(name, WeightEntry(size, [], fates.get(name, "whole")))
+                entry.ranks.append(number)
+    return weights
+
+
+def _stage_of_blocks(plan: Plan) -> dict[str, int]:
+    """The number of each block's stage."""
+    numbered = ((block, number) for number, stage in enumerate(plan.stages) for block in stage.blocks)
+    return {block.name: number for block, number in numbered if block.kind != PLACED}
 
 
 def _lists(analysis: Analysis, shapes: Mapping[str, Shape]) -> dict[str, list[int]]:
@@ -261,6 +280,8 @@ def check_entries(file: PlanFile) -> None:
     """Raise MisuseError, which names the line, for what no plan has: it needs no look at the model."""
     if file.objective not in OBJECTIVES:
         raise MisuseError(f'the plan has the line "objective: {file.objective}": there are {", ".join(OBJECTIVES)}')
+    if file.weights_at not in (HOST, DISK):
+        raise MisuseError(f'the plan has the line "weights_at: {file.weights_at}": there are {HOST}, {DISK}')
     if file.row_min is not None and file.row_min < 1:
         raise MisuseError(f'the plan has the line "row_min: {file.row_min}": the least side of a matrix is 1')
     for key in ("shapes", "min_shapes", "opt_shapes"):

@@ -72,7 +72,9 @@ class CutPlan:
     """The values that cross from the stages before a cut to those after it, and their bytes.
 
     In row mode there is one for each rank but the main one: the values that cross between the two, in both directions.
+    With `detour` they cross in both directions between the rank after the cut and all others.
     """
 
     values: tuple[ir.Value, ...]
     bytes: int
+    detour: bool = False

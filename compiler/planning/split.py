@@ -25,7 +25,8 @@ class RankProgram:
 
     It takes `inputs` from the caller and gives `outputs` to it. `parts` describe those of which it has only a shard.
     `keeps` are outputs that it keeps for its states, while another rank gives them. `sizes` are, for each graph, the
-    ranges of its input sizes, for engines that are built for them.
+    ranges of its input sizes, for engines that are built for them. Engines that exchange values while they run do so
+    with the ranks of the `group`.
     """
 
     graphs: tuple[ir.Graph, ...]
@@ -35,6 +36,7 @@ class RankProgram:
     parts: tuple[Part, ...] = ()
     keeps: tuple[str, ...] = ()
     sizes: tuple[dict[str, Sizes], ...] = ()
+    group: tuple[int, ...] = ()
 
 
 class Split(Protocol):

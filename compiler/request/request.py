@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from splitc.compiler.request.option import KEY, Option, request_field
+from splitc.compiler.request.places import ExpertsPlace, Place, parse_experts, parse_places
 from splitc.compiler.request.shapes import AskedShapes, Shape, parse_shapes
 from splitc.compiler.request.states import AskedStates, parse_states
 from splitc.runtime.adapters.asked import parse_adapters
@@ -18,11 +19,14 @@ from splitc.runtime.engines.kinds import PACKAGES, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import parse_bytes
 
+# Where the weights of CPU devices are: packed in memory, or in read-only maps of their files.
+HOST, DISK = "host", "disk"
 OBJECTIVES = ("throughput", "latency")
 # Default of --headroom. A choice: what other programs may take between the plan and the run.
 DEFAULT_HEADROOM = 1 << 30
 # Default of --row-min. A choice: smaller matrices hold little, and each costs a send and a receive.
 ROW_MIN = 256
+_PLACED = ": in other modes no device holds some weights apart from the rest"
 
 
 def _read_shares(text: str | None) -> list[float] | None:
@@ -49,9 +53,11 @@ class Request:
     With `engine` None, the devices decide. `shapes` are the input shapes to plan for; `min_shapes`, `opt_shapes` and
     `max_shapes` are a range and the shapes to tune for. `tensor_split` has shares on any scale. `memory` has budgets as
     on the command line (`4GiB`, `cpu0=4GiB`); the default budget is a device's free memory less `headroom` bytes.
+    With `weights_at` DISK, weights of CPU devices stay in mapped files, and count for no budget.
     `interconnect` is as on the command line too (`25GB/s,5us`).
     `states` are outputs by the inputs that they replace in the next run, besides those found unless `no_state`.
     `lora` are adapters to merge, each with its scale, and `lora_slots` is the rank of adapters that requests may bring.
+    `place` and `experts` say which weights lie apart from the blocks, on which devices.
     `settings` binds inputs to constants: one number or truth value for all elements, or nested lists of them.
     """
 
@@ -66,7 +72,7 @@ class Request:
         "throughput",
         "--objective",
         kind=str,
-        help="throughput: minimize the time of the slowest stage. latency: minimize the sum of all stages.",
+        help="throughput: minimize the slowest stage's time. latency: the sum of all stages.",
         planned=lambda file: file.objective,
     )
     spread: bool = request_field(
@@ -94,7 +100,7 @@ class Request:
         None,
         "--main-device",
         kind=str | None,
-        help="In row mode: the device that runs the model. Default: the first.",
+        help="In row mode: it runs the model. Default: the first.",
         only="row",
         why="; in other modes no device is the main one",
         planned=lambda file: file.ranks[0].device if file.split_mode == "row" and file.ranks else None,
@@ -124,6 +130,29 @@ class Request:
         "tensor mode, in proportion to the budgets. In batch mode: of the rows; default: by the devices' speed.",
         planned=lambda file: None if file.split_mode == "layer" else [rank.share for rank in file.ranks],
     )
+    place: Sequence[Place] = request_field(
+        (),
+        "--place",
+        metavar="REGEX=DEVICE",
+        kind=list[str],
+        read=parse_places,
+        shown=[],
+        help="Weights so named go there; the first match counts.",
+        only="layer",
+        why=_PLACED,
+        planned=_used_up,
+    )
+    experts: ExpertsPlace | None = request_field(
+        None,
+        "--experts",
+        metavar="DEVICE[:LAYERS]",
+        kind=str | None,
+        read=parse_experts,
+        help="The experts of all, or of so many, layers go there.",
+        only="layer",
+        why=_PLACED,
+        planned=_used_up,
+    )
     memory: Sequence[str] = request_field(
         (),
         "--memory",
@@ -140,6 +169,13 @@ class Request:
         shown="1GiB",
         help="Memory to leave free.",
         planned=_used_up,
+    )
+    weights_at: str = request_field(
+        HOST,
+        "--weights-at",
+        kind=str,
+        help="disk: CPU devices map weights.",
+        planned=lambda file: file.weights_at,
     )
     interconnect: str | None = request_field(
         None,
@@ -244,7 +280,7 @@ class Request:
         planned=_used_up,
     )
     threads: int | None = request_field(
-        None, "--threads", minimum=1, kind=int | None, help="Threads of each CPU device. Default: the cores divided."
+        None, "--threads", minimum=1, kind=int | None, help="Threads of each CPU device. Default: cores divided."
     )
 
     # No options: see AskedShapes, and whether auto mode may give several devices the whole model.
@@ -263,10 +299,18 @@ class Request:
         """The states that are asked for."""
         return AskedStates(self.states, self.no_state)
 
+    @property
+    def places_weights(self) -> bool:
+        """Whether it puts weights on other devices than the blocks."""
+        return bool(self.place) or self.experts is not None
+
     def check_modes(self) -> None:
         """Raise MisuseError if an option of another split mode is given."""
         for option in self.foreign_options(self.split_mode).values():
             raise MisuseError(f"{option.flag} is for --split-mode {option.only}{option.why}")
+        if self.places_weights and self.batch_groups > 1:
+            flag = "--place" if self.place else "--experts"
+            raise MisuseError(f"{flag} is for one group of devices, and --batch-groups asks for several")
 
     def foreign_options(self, mode: str) -> dict[str, Option]:
         """The options that are given and belong to another split mode than `mode`, by field."""

@@ -11,7 +11,7 @@ from splitc.compiler.show.plan_tables import how_timed
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.reports.contents import Chapter, Page, Section
 from splitc.runtime.reports.memory_chart import memory_section
-from splitc.runtime.reports.strips import ShownCut, ShownRank, strip_section
+from splitc.runtime.reports.strips import ShownRank, strip_section
 from splitc.runtime.reports.whole_table import whole_section
 from splitc.runtime.units import format_bytes
 
@@ -40,12 +40,11 @@ def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
         )
         for rank in plan.ranks
     ]
-    cuts = [ShownCut([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts]
     words = words_of(plan.split_mode)
     whole = [(weight.name, weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]
     labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
     sections: list[Section | None] = [
-        strip_section(ranks, cuts, plan.split.is_radial, plan.groups),
+        strip_section(ranks, plan.named_cuts, plan.split.is_radial, plan.groups),
         memory_section(labels, ranks, BUDGET),
         whole_section(whole, words.whole),
         fused_section(plan.analysis.fates),

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from rich.bar import Bar
 from rich.text import Text
 
+from splitc.compiler.analysis.blocks import Placed
 from splitc.compiler.analysis.memory import StageMemory
 from splitc.compiler.frontend.merged_weights import Merged
 from splitc.compiler.fusion.fuse import Fate
 from splitc.compiler.lowering.gpu_sizes import why_not_replayed
+from splitc.compiler.placement.weights import weight_uses
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget
+from splitc.compiler.request.request import DISK
 from splitc.compiler.sharding.report import AxisFate
 from splitc.compiler.show.fused_section import by_kind, fused_in_words, reasons_not_fused
 from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole, replays_text
@@ -21,7 +24,7 @@ from splitc.runtime.engines.kinds import ONNXRUNTIME, describe_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.machine import known_machine, link_end
 from splitc.runtime.package.mode_words import words_of
-from splitc.runtime.units import block_range, format_bytes, format_seconds
+from splitc.runtime.units import block_range, first_few, format_bytes, format_seconds
 
 
 def print_plan(plan: Plan) -> None:
@@ -57,9 +60,14 @@ def print_plan(plan: Plan) -> None:
         out.print(f"engines: {describe_engine(plan.engine)}")
         if plan.engine == ONNXRUNTIME:
             out.print(replays_text(_why_not_replayed(plan)))
-    print_cuts([([value.name or "" for value in cut.values], cut.bytes) for cut in plan.cuts], plan.split.is_radial)
+    if plan.weights_at == DISK:
+        mapped = [str(rank.device) for rank in plan.ranks if rank.device.kind == "cpu"]
+        out.print(f"weights stay in their files on {first_few(mapped)}, and count for no budget")
+    print_cuts(plan.named_cuts, plan.split.is_radial)
     if plan.weights:
         _print_split(plan)
+    for placed in plan.analysis.partition.placed:
+        out.print(_placed_in_words(plan, placed))
     again = [rank.rematerialized for rank in plan.written.ranks[1:] if rank.rematerialized.nodes]
     if again:
         nodes = sum(work.nodes for work in again)
@@ -74,6 +82,13 @@ def print_plan(plan: Plan) -> None:
         _print_alternatives(plan)
     for warning in plan.warnings:
         print_warning(warning)
+
+
+def _placed_in_words(plan: Plan, placed: Placed) -> str:
+    """What a device has of blocks that are on others: `placed on cpu1: 24 weights, 4.50 MiB, with 249 nodes`."""
+    size = sum(map(plan.analysis.costs.value_bytes, placed.weights))
+    nodes = sum(len(block.nodes) for block in placed.blocks)
+    return f"placed on {placed.device}: {len(placed.weights)} weights, {format_bytes(size)}, with {nodes} nodes"
 
 
 def merged_in_words(merged: Merged) -> str:
@@ -163,10 +178,10 @@ def _print_split(plan: Plan) -> None:
 
 def check_explained(plan: Plan) -> None:
     """Raise MisuseError if there is nothing to explain."""
-    if plan.split.axis_fates() is None and not plan.analysis.fates:
+    if plan.split.axis_fates() is None and not plan.analysis.fates and not plan.analysis.partition.placed:
         raise MisuseError(
-            "--explain lists what was fused, and the axes of --split-mode tensor: nothing was, and this plan's mode is "
-            f"{plan.split_mode}"
+            "--explain lists what was fused, what was placed, and the axes of --split-mode tensor: nothing was, and "
+            f"this plan's mode is {plan.split_mode}"
         )
 
 
@@ -174,6 +189,8 @@ def print_explained(plan: Plan) -> None:
     """Print each place that looks like attention or a norm, and the axes that were found."""
     if plan.analysis.fates:
         _print_places(plan.analysis.fates)
+    if plan.analysis.partition.placed:
+        _print_placed(plan)
     axes = plan.split.axis_fates()
     if axes is not None:
         _print_axes(axes)
@@ -185,6 +202,19 @@ def _print_places(fates: Sequence[Fate]) -> None:
     for fate in fates:
         operator = Text(fate.operator, "green") if fate.operator is not None else fate.why or ""
         rows.add_row(fate.kind, fitted(fate.place, out.width // 2), operator)
+    out.print(rows)
+
+
+def _print_placed(plan: Plan) -> None:
+    """Print each weight that lies on another device than its block, with the nodes that go with it."""
+    rows = table("placed weight", "bytes", "on", "read by", right=("bytes",))
+    uses = weight_uses(plan.analysis.graph)
+    for placed in plan.analysis.partition.placed:
+        for weight in placed.weights:
+            readers = first_few([node.name or node.op_type for node in uses[weight].readers])
+            size = format_bytes(plan.analysis.costs.value_bytes(weight))
+            name, readers = (fitted(text, out.width // 3) for text in (weight.name or "", readers))
+            rows.add_row(name, size, placed.device, readers)
     out.print(rows)
 
 

@@ -21,7 +21,7 @@ TOPICS: dict[str, Sequence[str]] = {
     ),
     "Split": (
         *("--split-mode", "--objective", "--spread", "--tensor-split", "--batch-groups", "--pipeline-stages"),
-        "--main-device",
+        *("--main-device", "--place", "--experts"),
         *("--row-min", "--fallback", "--swap", "--profile", "--explain", "--plan"),
     ),
     "Model and inputs": (
@@ -38,7 +38,16 @@ TOPICS: dict[str, Sequence[str]] = {
     "Runs": ("--runs", "--warmup", "--in-flight", "--baseline", "--baseline-threads", "--measure"),
     "Adapters": ("--lora", "--lora-slots", "--adapter"),
     "Comparison": ("--rtol", "--atol"),
-    "Engines": ("--engine", "--no-fuse", "--cuda-graph", "--host-code", "--verify", "--weights", "--jobs"),
+    "Engines": (
+        "--engine",
+        "--no-fuse",
+        "--cuda-graph",
+        "--host-code",
+        "--verify",
+        "--weights",
+        "--weights-at",
+        "--jobs",
+    ),
     "Output": ("--output", "--outputs", "--force", "--report", "--trace", "--rank", "--json", "--help"),
 }
 EXAMPLES = {

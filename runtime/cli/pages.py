@@ -21,6 +21,7 @@ OPTION_PAGES = {
         ("--split-mode", "--batch-groups", "--pipeline-stages", "--main-device", "--row-min", "--fallback"),
         "split-modes",
     ),
+    **dict.fromkeys(("--place", "--experts", "--weights-at"), "placement"),
     "--explain": "split-modes#tensor-mode",
     "--no-fuse": "fusion",
     "--plan": "planning#editing-the-plan",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.terminal import fitted, out, table
 from splitc.runtime.engines.kinds import ONNXRUNTIME
-from splitc.runtime.package.manifest import Build, Built, FixedInput, Manifest, Tensor, why_not_replayed
+from splitc.runtime.package.manifest import Build, Built, Cut, FixedInput, Manifest, Tensor, why_not_replayed
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.package.pipeline_file import PipelineFile
 from splitc.runtime.package.unfolded import count_groups
@@ -34,7 +34,7 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         blocks = block_range([fitted(block, out.width // 5) for block in rank.blocks])
         rows.add_row(f"{number} {rank.device}", blocks, *sizes)
     out.print(rows)
-    print_cuts([(cut.values, cut.bytes) for cut in manifest.cuts], words.is_radial)
+    print_cuts(manifest.cuts, words.is_radial)
     if manifest.collectives:
         out.print(f"{manifest.collectives} {words.exchanges} a run")
     if (text := describe_collectives(manifest)) is not None:
@@ -141,11 +141,13 @@ def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> Non
         out.print(f"  {fitted(name, out.width // 2)} {format_bytes(size)}: {reason}")
 
 
-def print_cuts(cuts: Sequence[tuple[Sequence[str], int]], from_main: bool) -> None:
+def print_cuts(cuts: Sequence[Cut], from_main: bool) -> None:
     """Print what crosses each cut: between consecutive ranks, or between the main rank and each other rank."""
-    for number, (names, size) in enumerate(cuts):
+    for number, cut in enumerate(cuts):
+        names = cut.values
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        start = f"cut {0 if from_main else number}-{number + 1}: {format_bytes(size)} a run ("
+        place = f"detour to rank {number + 1}" if cut.detour else f"cut {0 if from_main else number}-{number + 1}"
+        start = f"{place}: {format_bytes(cut.bytes)} a run ("
         width = out.width - len(start) - len(more) - 1
         listed = ", ".join(fitted(name, width // min(3, len(names)) - 2) for name in names[:3]) + more
         out.print(f"{start}{listed or 'nothing'})")

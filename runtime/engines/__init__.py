@@ -158,6 +158,9 @@ class Backend(Protocol):
     def limit(self, size: int | None) -> None:
         """Limit the bytes that engines loaded from now on take for weights and values; None for no limit."""
 
+    def map_weights(self) -> None:
+        """Let engines on a CPU that are loaded from now on take weights from their mapped files, as they are."""
+
     def swap_weights(self, buffer: SwapBuffer) -> None:
         """Let weights of engines that are loaded from now on have this buffer, in turn with those of other models."""
 

@@ -216,9 +216,12 @@ class OnnxRuntimeBackend:
     def limit(self, size: int | None) -> None:
         self._limit = host_limit(size)
 
+    def map_weights(self) -> None:
+        self._stays_mapped = True
+
     def swap_weights(self, buffer: SwapBuffer) -> None:
         """See Backend. Weights in mapped files need no moving: the system drops and reads their pages as it must."""
-        self._stays_mapped = True
+        self.map_weights()
 
     def bring_in(self) -> None:
         pass

@@ -269,6 +269,9 @@ class GpuDevice:
     def limit(self, size: int | None) -> None:
         """See Backend. Engines that are built for a GPU have what they need when they are loaded."""
 
+    def map_weights(self) -> None:
+        pass
+
     def swap_weights(self, buffer: SwapBuffer) -> None:
         """See Backend. Here no engine's weights can be moved."""
         self.notes.append(f"weights stay on {self.name} while other modules work: these engines hold them inside")

@@ -254,10 +254,11 @@ def is_fed(rank: Rank) -> bool:
 
 
 class Cut(Struct, frozen=True):
-    """The values that cross a cut, and their bytes per run for the planned shapes."""
+    """The values that cross a cut, and their bytes per run. A `detour` is between the rank after it and all others."""
 
     values: list[str]
     bytes: int
+    detour: bool = False
 
 
 class Source(Struct, frozen=True):
@@ -327,7 +328,7 @@ class Manifest(Struct, frozen=True):
     `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
     first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
     that all outputs follow from: where these have several, another input may have one row for all. `merged` are
-    adapters that the weights have in them, and `slots` places for those that requests bring.
+    adapters in the weights, `slots` places for those of requests. With `maps_weights`, CPUs take weights from files.
     """
 
     schema: int
@@ -356,6 +357,7 @@ class Manifest(Struct, frozen=True):
     row_sources: list[str] = []
     merged: list[MergedAdapter] = []
     slots: list[Slot] = []
+    maps_weights: bool = False
 
     def __repr__(self) -> str:
         ranks = f"{len(self.devices)} rank{'s' * (len(self.devices) != 1)}"

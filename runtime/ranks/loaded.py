@@ -86,6 +86,8 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     rank = setup.rank
     backend.attach()
     backend.limit(rank.limit_bytes)
+    if setup.manifest.maps_weights:
+        backend.map_weights()
     if setup.swap is not None:
         backend.swap_weights(setup.swap)
     before = backend.used_bytes()

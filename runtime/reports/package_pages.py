@@ -13,7 +13,7 @@ from splitc.runtime.package.unfolded import count_groups
 from splitc.runtime.reports.contents import Chapter, Page, Section, Table
 from splitc.runtime.reports.errors_chart import errors_section
 from splitc.runtime.reports.memory_chart import memory_section
-from splitc.runtime.reports.strips import ShownCut, ShownRank, strip_section
+from splitc.runtime.reports.strips import ShownRank, strip_section
 from splitc.runtime.reports.timeline_chart import timeline_sections
 from splitc.runtime.reports.times_chart import latencies_table, times_section
 from splitc.runtime.reports.whole_table import whole_section
@@ -108,11 +108,10 @@ def _body(manifest: Manifest, measured: Sequence[RankMemory], whole: bool = Fals
         for rank, budget, memory in zip_longest(manifest.ranks, budgets, measured)
     ]
     words = words_of(manifest.split_mode)
-    cuts = [ShownCut(cut.values, cut.bytes) for cut in manifest.cuts]
     weights = [(weight.name, weight.bytes, weight.reason) for weight in manifest.unsplit] if whole else []
     labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
     return [
-        strip_section(ranks, cuts, words.is_radial, count_groups(manifest, len(ranks))),
+        strip_section(ranks, manifest.cuts, words.is_radial, count_groups(manifest, len(ranks))),
         *_some(memory_section(labels, ranks, BUDGET)),
         *_some(whole_section(weights, words.whole)),
     ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.hardware.memory_use import RankMemory
+from splitc.runtime.package.manifest import Cut
 from splitc.runtime.reports.contents import Section, StripRank, StripStage, Table
 from splitc.runtime.units import first_few, format_bytes
 
@@ -28,15 +29,7 @@ class ShownRank:
     measured: RankMemory | None = None
 
 
-@dataclass(frozen=True)
-class ShownCut:
-    """The names of the values that cross a cut, and their bytes in a run."""
-
-    values: Sequence[str]
-    bytes: int
-
-
-def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[ShownCut], is_radial: bool, copies: int = 1) -> Section:
+def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[Cut], is_radial: bool, copies: int = 1) -> Section:
     """Which rank has which blocks. With `is_radial`, values cross between rank 0 and each other rank.
 
     Ranks of several `copies` of the model come one copy after the other, and each is shown below that of the first one.
@@ -55,8 +48,8 @@ def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[ShownCut], is_radia
         stages.append(StripStage(blocks, shown, None if is_last else _bytes(cuts, number)))
     rows = []
     for number, cut in enumerate(cuts):
-        first = 0 if is_radial else number
-        rows.append((f"{first}-{number + 1}", format_bytes(cut.bytes), first_few(cut.values) or "nothing"))
+        place = f"to {number + 1} and back" if cut.detour else f"{0 if is_radial else number}-{number + 1}"
+        rows.append((place, format_bytes(cut.bytes), first_few(cut.values) or "nothing"))
     tables = [Table("What crosses the cuts", ("cut", "a run", "values"), rows, right=("a run",))] if rows else []
     note = _say(is_radial, any(len(group) > 1 for group in firsts), len(groups) > 1)
     if copies > 1:
@@ -68,7 +61,7 @@ def _say(is_radial: bool, shares: bool, cuts: bool) -> str:
     weights = "The bytes below a rank are its weights"
     if is_radial:
         return f"Rank 0 runs the model, and the others have slices of it. {weights}, and ⇄ what it exchanges in a run."
-    shards = "Ranks one below the other have shards of the same blocks. " if shares else ""
+    shards = "Ranks one below the other have shards or parts of the same blocks. " if shares else ""
     return f"{shards}{weights}{'; those on an arrow cross in a run' if cuts else ''}."
 
 
@@ -94,9 +87,9 @@ def _held(blocks: Sequence[str], rank: ShownRank) -> tuple[list[bool]]:
     return ([block in own for block in blocks],)
 
 
-def _bytes(cuts: Sequence[ShownCut], number: int) -> int:
+def _bytes(cuts: Sequence[Cut], number: int) -> int:
     return cuts[number].bytes if number < len(cuts) else 0
 
 
-def _radial_bytes(cuts: Sequence[ShownCut], rank: int, is_radial: bool) -> int | None:
+def _radial_bytes(cuts: Sequence[Cut], rank: int, is_radial: bool) -> int | None:
     return _bytes(cuts, rank - 1) if is_radial and rank else None

@@ -196,10 +196,17 @@ class Alone:
         return parts
 
 
-def _measure_rank(rank: Rank, end: MeetingEnd, package: Path, threads: int, inputs: Path, outputs: Path) -> RankMemory:
-    """Measure a rank, in its own process. `end` is its end of the meeting of its group's engines."""
+def _measure_rank(
+    rank: Rank, maps: bool, end: MeetingEnd, package: Path, threads: int, inputs: Path, outputs: Path
+) -> RankMemory:
+    """Measure a rank, in its own process. `end` is its end of the meeting of its group's engines.
+
+    With `maps`, weights are in mapped files, and count as far as they are read: the system may drop them again.
+    """
     arrays = _read_arrays(inputs)
     backend = OnnxRuntimeBackend(threads)
+    if maps:
+        backend.map_weights()
     before = _resident()
     engines = _load(backend, package, rank, lambda _: end)
     loaded = _resident()
@@ -213,12 +220,13 @@ def _measure_rank(rank: Rank, end: MeetingEnd, package: Path, threads: int, inpu
 
 def main() -> None:
     package, number, threads, inputs, outputs, memory = sys.argv[1:]
-    rank = read_manifest(Path(package)).ranks[int(number)]
+    manifest = read_manifest(Path(package))
+    rank, maps = manifest.ranks[int(number)], manifest.maps_weights
     group = _group(rank) or [int(number)]
     meeting = Meeting(len(group), map_memory(int(memory)) if int(memory) >= 0 else None)
     end = meeting.join(group.index(int(number)))
     try:
-        measured = _measure_rank(rank, end, Path(package), int(threads), Path(inputs), Path(outputs))
+        measured = _measure_rank(rank, maps, end, Path(package), int(threads), Path(inputs), Path(outputs))
     except BaseException:
         meeting.abort()  # the others wait for this rank
         raise

@@ -19,6 +19,7 @@ from tests.helpers import encoder_decoders
 from tests.helpers.adapters import random_pairs, write_kohya, write_peft
 from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.folders import diffusers_folder, text_encoder, write_decoders, write_json
+from tests.helpers.mixtures import mixture
 
 WORDS, WIDTH, LAYERS = 40, 256, 8
 DECODER = Size(layers=8, hidden=256, heads=4, kv_heads=2, feed_forward=256, vocabulary=WORDS)
@@ -118,6 +119,7 @@ IDS = np.arange(6).reshape(1, 6) % WORDS
 MAKERS: Mapping[str, Maker] = {
     "model.onnx": writes(language_model),
     "llama.onnx": writes(lambda path: save(build(DECODER), path)),
+    "mixture.onnx": writes(lambda path: save(mixture("loop").model(), path)),
     "recurrent.onnx": writes(recurrent),
     "decoder_model_merged.onnx": writes(
         partial(switched, declared="bool use_cache_branch", condition="c = Identity (use_cache_branch)")

@@ -107,6 +107,9 @@ class FakeBackend(GpuDevice):
     _swap_buffer: SwapBuffer | None = None
     _swapped: SwappedWeights | None = None
 
+    def map_weights(self) -> None:
+        pass
+
     def swap_weights(self, buffer: SwapBuffer) -> None:
         self._swap_buffer = buffer
 

@@ -32,6 +32,9 @@ typedef struct Post {
     void (*fail)(uint64_t run);
 } Post;
 
+/* Ranks may be in runs that are up to so many apart: an earlier one is taken to have failed where this one has. */
+#define FAILURES 64
+
 /* To be made of zeroed memory, before any rank uses it. */
 typedef struct Meeting {
     int ranks;
@@ -40,6 +43,7 @@ typedef struct Meeting {
     size_t staging;
     const Post* post; /* how ranks that share no memory reach each other; NULL where they share it */
     alignas(LINE) _Atomic uint64_t failed; /* the last run that failed */
+    _Atomic uint64_t failures[FAILURES];   /* the last one of each remainder */
     Bell bell;
     alignas(LINE) char memory[]; /* that of transfers, then that of all-reduces; none with a post */
 } Meeting;
@@ -56,6 +60,8 @@ typedef struct Member {
 void meeting_begin(Member* member, uint64_t run);
 /* The run may be an earlier one than the member's: a device ends its work after the next run has begun. */
 void meeting_fail(Member* member, uint64_t run);
+/* Whether a rank failed in the run. Ranks that are ahead may have failed in later ones, of which it knows nothing. */
+int meeting_has_failed(Meeting* meeting, uint64_t run);
 /* No rank may wait any more, now or later. */
 void meeting_abort(Meeting* meeting);
 

@@ -34,7 +34,7 @@ static int await_slot(Member* member, Queue* queue) {
     Wait wait = wait_for(&meeting->bell, meeting->ranks, member->patience);
     for (;;) {
         uint32_t seen = changes_of(&meeting->bell);
-        if (atomic_load(&meeting->failed) >= member->run) return MEETING_FAILED;
+        if (meeting_has_failed(meeting, member->run)) return MEETING_FAILED;
         if (atomic_load(&queue->written) - atomic_load(&queue->taken) < PACKETS) return MEETING_OK;
         if (!wait_on(&wait, seen)) {
             meeting_fail(member, member->run);
@@ -54,12 +54,12 @@ static int await_packet(Member* member, Queue* queue, Packet** packet) {
         if (atomic_load(&queue->written) > taken) {
             *packet = &queue->packets[taken % PACKETS];
             if ((*packet)->run == member->run) return MEETING_OK;
-            uint64_t failed = atomic_load(&meeting->failed), run = (*packet)->run;
-            if (run > member->run) return failed >= member->run ? MEETING_FAILED : MEETING_APART;
-            if (run > failed) return MEETING_APART;
+            uint64_t run = (*packet)->run;
+            if (run > member->run) return meeting_has_failed(meeting, member->run) ? MEETING_FAILED : MEETING_APART;
+            if (!meeting_has_failed(meeting, run)) return MEETING_APART;
             atomic_store(&queue->taken, taken + 1);
             ring(&meeting->bell);
-        } else if (atomic_load(&meeting->failed) >= member->run) {
+        } else if (meeting_has_failed(meeting, member->run)) {
             return MEETING_FAILED;
         } else if (!wait_on(&wait, seen)) {
             meeting_fail(member, member->run);

@@ -152,6 +152,21 @@ def experts() -> Block:
     return b
 
 
+def quantized_experts(b: Block, v: ir.Value) -> ir.Value:
+    """Of 4 bits, two in a byte. Which rows are whose is not known."""
+    tokens = b.op("Reshape", v, b.ints(-1, INNER))
+    router = b.op("Softmax", b.op("MatMul", tokens, b.w("R", INNER, 4)))
+    weights = [
+        b.weight(name, ir.tensor(np.abs(b.random(name, 4, *shape) * 100).astype(np.uint8)))
+        for name, shape in (("E", (16, INNER // 2)), ("F", (INNER, 8)))
+    ]
+    rows = ("e", 16), ("f", INNER)
+    scales = [b.weight(name, ir.tensor(np.full((4, count), 0.01, np.float32))) for name, count in rows]
+    ends = weights[0], scales[0], None, weights[1], scales[1]
+    made = b.op("com.microsoft.QMoE", tokens, router, *ends, k=2, expert_weight_bits=4, activation_type="relu")
+    return b.op("Reshape", made, b.op("Shape", v))
+
+
 GRAPHS: dict[str, Tiny] = {
     "MatMul": Tiny(weight_on_the_left_transposed_or_batched, "ABCD", sums=2, shares=SHARES),
     "MatMulInteger": Tiny(integer_products, "AB", sums=1, shares=SHARES),
@@ -167,6 +182,7 @@ GRAPHS: dict[str, Tiny] = {
     "Conv": Tiny(convolutions, "AaGB", "b", sums=1, shares=SHARES),
     "ConvTranspose": Tiny(transposed_convolutions, "CcGD", "d", sums=1, shares=SHARES),
     "com.microsoft.MoE": Tiny(experts, "AaBCcD", "bd", sums=2, shares=SHARES),
+    "com.microsoft.QMoE": sandwich(through("Identity"), needs=quantized_experts),
     "ConvInteger": Tiny(integer_convolutions, "AB", sums=1),
 }
 

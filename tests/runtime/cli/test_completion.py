@@ -72,7 +72,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["bench", "--ranks", ""], ["threads", "processes", "mpi"]),
         (["generate", "--task", ""], ["transcribe", "translate"]),
         (["export", "t"], ["triton"]),
-        (["help", "pla"], ["plan", "planning"]),
+        (["help", "pla"], ["plan", "placement", "planning"]),
         (["help", "planning#b"], ["planning#budgets"]),
         (["help", "nothing#"], []),
     ],

@@ -1,0 +1,82 @@
+"""A rank's graph under construction, with transfers that tokens chain: all ranks run them in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.lowering.communication import AFTER, DOMAIN, HALF, RECEIVE, SEND
+from splitc.compiler.lowering.open_shapes import open_shape
+
+
+class ChainedGraph:
+    """A graph, and the token of the last of its chained operators."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._graph = graph
+        self._token: ir.Value | None = None
+        values = (value for node in graph for value in node.outputs)
+        self._names = {value.name for value in (*graph.inputs, *graph.initializers.values(), *values)}
+        self._likes: dict[ir.DataType, ir.Value] = {}
+
+    def send(self, value: ir.Value, peer: int) -> ir.Value:
+        """Send a value to a rank. Returns the value for nodes that must run after that."""
+        assert value.dtype is not None
+        return self._transfer(SEND, value, value.dtype, peer, f"{value.name}/sent{peer}")
+
+    def receive(self, name: str, like: ir.Value, peer: int) -> ir.Value:
+        """Receive a value from a rank. It has the type and the number of axes of `like`."""
+        assert like.dtype is not None
+        value = self._transfer(RECEIVE, self._like(like.dtype), like.dtype, peer, name)
+        value.shape = open_shape(like)
+        return value
+
+    def run_before(self, values: Sequence[ir.Value]) -> None:
+        """Let operators that are chained later run after the nodes that make these values."""
+        inputs = [*([] if self._token is None else [self._token]), *values]
+        (self._token,) = self._operator(AFTER, inputs, {}, [f"{values[0].name}/computed"])
+
+    def finish(self) -> ir.Graph:
+        """The graph, topologically sorted."""
+        self._graph.sort()
+        return self._graph
+
+    def _transfer(self, kind: str, value: ir.Value, dtype: ir.DataType, peer: int, name: str) -> ir.Value:
+        kind += HALF if dtype == ir.DataType.FLOAT16 else ""
+        inputs = [value, *([] if self._token is None else [self._token])]
+        result, self._token = self._operator(kind, inputs, {"peer": peer}, [name, f"{name}/token"])
+        result.type = ir.TensorType(dtype)
+        return result
+
+    def _operator(
+        self, kind: str, inputs: Sequence[ir.Value], attributes: Mapping[str, int], outputs: Sequence[str]
+    ) -> Sequence[ir.Value]:
+        node = ir.node(kind, inputs, attributes, domain=DOMAIN, num_outputs=len(outputs), name=f"{outputs[0]}/{kind}")
+        for value, name in zip(node.outputs, outputs, strict=True):
+            value.name = self._unused(name)
+        node.outputs[-1].type = ir.TensorType(ir.DataType.UINT8)  # the token
+        self._graph.append(node)
+        return node.outputs
+
+    def _like(self, dtype: ir.DataType) -> ir.Value:
+        """A constant of this type, from which ONNX Runtime infers the type of a received value."""
+        if dtype not in self._likes:
+            tensor = ir.tensor(np.zeros(1, dtype.numpy()), dtype, name=self._unused(f"splitc_{dtype.name}"))
+            value = ir.Value(name=tensor.name, shape=ir.Shape([1]), type=ir.TensorType(dtype), const_value=tensor)
+            self._graph.register_initializer(value)
+            self._likes[dtype] = value
+        return self._likes[dtype]
+
+    def _unused(self, name: str) -> str:
+        """The name, with as many primes (') as make it unique among the graph's values."""
+        return unused_name(name, self._names)
+
+
+def unused_name(name: str, used: set[str | None]) -> str:
+    """The name, with as many primes (') as make it unique among the used ones. It is added to these."""
+    while name in used:
+        name += "'"
+    used.add(name)
+    return name

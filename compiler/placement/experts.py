@@ -1,0 +1,167 @@
+"""The experts of mixtures, found by structure: what a router chooses from, token by token.
+
+A router is a product whose results a TopK (or an ArgMax) over the experts follows. Between it and the node where all
+paths from its choice meet again lies the mixture: what is computed there from what the router reads, or from its
+choice. The experts' weights are those of products there that come in as many copies of a shape as there are experts,
+or that have an axis of that size. Operators that are a whole mixture say by themselves which inputs these are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.shapes import shape_of
+from splitc.compiler.frontend.walks import ancestors, producers, reached
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.placement.weights import WeightUse, placeable
+
+# A router chooses from at least so many experts.
+FEWEST = 2
+
+
+def find_experts(costs: Costs) -> list[list[ir.Value]]:
+    """The experts' weights of each layer that has some, in the model's order."""
+    uses = placeable(costs)
+    by_reader: dict[ir.Node, list[ir.Value]] = defaultdict(list)
+    for weight, use in uses.items():
+        for node in use.readers:
+            by_reader[node].append(weight)
+    readers = _readers(costs.graph)
+    layers = []
+    known: set[ir.Value] = set()
+    for node in costs.graph.nodes:
+        weights = _of_operator(node, by_reader.get(node, ()), uses)
+        if not weights and node.op_type in ("TopK", "ArgMax") and not node.domain:
+            weights = _of_router(costs, node, by_reader, readers)
+        if new := [weight for weight in weights if weight not in known]:
+            layers.append(new)
+            known.update(new)
+    return layers
+
+
+def _readers(graph: Graph) -> Mapping[ir.Node, Sequence[ir.Node]]:
+    """The nodes that read what each node makes."""
+    readers: dict[ir.Node, list[ir.Node]] = defaultdict(list)
+    for node, reads in graph.reads.items():
+        for maker in dict.fromkeys(producers(reads)):
+            readers[maker].append(node)
+    return readers
+
+
+def _of_operator(node: ir.Node, weights: Sequence[ir.Value], uses: Mapping[ir.Value, WeightUse]) -> list[ir.Value]:
+    """The experts' weights of an operator that is a mixture by itself."""
+    numbers = operator_of(node).experts
+    if not numbers:
+        return []
+    own = {value for number, value in enumerate(node.inputs) if number in numbers and value is not None}
+    above = ancestors(producers(own), lambda maker: maker.inputs)  # type: ignore[arg-type, return-value]
+    own |= {value for maker in above for value in maker.inputs if value is not None}
+    return [weight for weight in weights if weight in own]
+
+
+def _of_router(
+    costs: Costs,
+    choice: ir.Node,
+    by_reader: Mapping[ir.Node, Sequence[ir.Value]],
+    readers: Mapping[ir.Node, Sequence[ir.Node]],
+) -> list[ir.Value]:
+    """The experts' weights that a router's choice leads to; none if it chooses something else."""
+    scores = choice.inputs[0]
+    shape = () if scores is None else shape_of(scores, costs.shapes)
+    axis = choice.attributes.get_int("axis", -1 if choice.op_type == "TopK" else 0)
+    if not shape or not -len(shape) <= axis < len(shape) or shape[axis] < FEWEST:
+        return []
+    count = shape[axis]
+    router = _router_of(costs, choice, count)
+    if router is None:
+        return []
+    for inside in _mixtures(costs.graph, choice, router, readers):
+        weights = dict.fromkeys(weight for node in inside for weight in by_reader.get(node, ()))
+        if experts := _of_so_many(costs, list(weights), count):
+            return experts
+    return []
+
+
+def _of_so_many(costs: Costs, weights: Sequence[ir.Value], count: int) -> list[ir.Value]:
+    """The weights that so many experts may have: as many alike for each, or with an axis of them.
+
+    None unless there are matrices among them, one for each expert.
+    """
+    alike: dict[tuple[tuple[int, ...], ir.DataType | None], list[ir.Value]] = defaultdict(list)
+    for weight in weights:
+        alike[shape_of(weight, costs.shapes), weight.dtype].append(weight)
+    own, matrices = [], False
+    for (shape, _), same in alike.items():
+        axes = len(shape) - 1 if shape and shape[0] == count and len(shape) > 1 else 0
+        if not axes and len(same) >= count and len(same) % count == 0:
+            axes = len(shape)
+        own += same if axes else []
+        matrices = matrices or axes > 1
+    return own if matrices else []
+
+
+def _router_of(costs: Costs, choice: ir.Node, count: int) -> ir.Node | None:
+    """The product with a weight that gives a router's scores, one for each expert: the nearest one above its choice."""
+    graph = costs.graph
+    above = reached([choice], lambda node: producers(graph.reads[node]))
+    products = (node for node in above if costs.is_product(node) and any(map(graph.is_constant, graph.reads[node])))
+    nearest = next(products, None)
+    # A choice among groups of experts has fewer scores than its router gives.
+    return nearest if nearest is not None and shape_of(nearest.outputs[0], costs.shapes)[-1:] == (count,) else None
+
+
+def _mixtures(
+    graph: Graph, choice: ir.Node, router: ir.Node, readers: Mapping[ir.Node, Sequence[ir.Node]]
+) -> Iterator[list[ir.Node]]:
+    """What may be the mixture of a choice: the nodes up to each node where all paths from it meet, the nearest first.
+
+    Without those that make the choice. The last is where all paths from what the router reads meet too.
+    """
+    deciding = ancestors([choice], graph.reads.__getitem__)
+    source = _source(graph, router)
+    starts = [choice, *(node for node in graph.nodes if source is not None and source in graph.reads[node])]
+    last = _meeting(graph, starts, readers)
+    end = _meeting(graph, [choice], readers)
+    while end is not None:
+        below = set(reached(starts, lambda node, end=end: () if node is end else readers.get(node, ())))  # type: ignore[misc]
+        above = ancestors([end], lambda node: () if node in deciding else graph.reads[node])
+        yield [node for node in graph.nodes if node in below and node in above and node not in deciding]
+        if end is last or last is None:
+            return
+        end = _meeting(graph, [end], readers)
+
+
+def _meeting(graph: Graph, starts: Sequence[ir.Node], readers: Mapping[ir.Node, Sequence[ir.Node]]) -> ir.Node | None:
+    """The first node that all paths from some nodes to the model's outputs go through; None if there is none."""
+    after = sorted(reached(starts, lambda node: readers.get(node, ())), key=graph.position.__getitem__)
+    begun: set[ir.Node] = set()
+    pending: dict[ir.Node, int] = {}  # by how many nodes each is read yet
+    for node in after:
+        for maker in dict.fromkeys(producers(graph.reads[node])):
+            if maker in pending:
+                pending[maker] -= 1
+                if not pending[maker]:
+                    del pending[maker]
+        if node in starts:
+            begun.add(node)
+        elif not pending and len(begun) == len(set(starts)):
+            return node
+        if any(value.is_graph_output() for value in node.outputs):
+            return None
+        pending[node] = len(readers.get(node, ()))
+    return None
+
+
+def _source(graph: Graph, router: ir.Node) -> ir.Value | None:
+    """The computed value that a router reads, before it was cast or given another shape."""
+    value = next((value for value in router.inputs if value is not None and not graph.is_constant(value)), None)
+    while value is not None and (maker := value.producer()) is not None:
+        if not operator_of(maker).is_view and maker.op_type != "Cast":
+            break
+        value = maker.inputs[0]
+    return value

@@ -1,0 +1,215 @@
+"""The nodes that go with placed weights, and the blocks without them.
+
+The nodes that read placed weights go to their device. Products and lookups of other weights stay with the blocks. What
+lies between goes to whichever side makes fewer bytes cross, which is a least cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.blocks import PLACED, Block, Partition, Placed
+from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.analysis.rematerialization import find_upstream
+from splitc.compiler.frontend.walks import producers
+from splitc.compiler.nodes import describe_node
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.placement.least_cut import Network
+from splitc.compiler.placement.weights import placeable, weight_uses
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.package.manifest import State
+
+# What a value that goes to another device costs beside its bytes, in bytes that take as long. A choice: the latency of
+# a transfer, so that of two places with about the same bytes the one with fewer values is cut.
+TRANSFER = 64 << 10
+# What is more than all that could cross: an edge that is cut only where nothing else separates two devices.
+NEVER = float(1 << 60)
+
+
+def with_placed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> Analysis:
+    """The analysis with these weights, and the nodes that go with them, out of the blocks and on their devices.
+
+    Raises MisuseError if a node reads weights of two devices, and if no block is left.
+    """
+    if not devices:
+        return analysis
+    graph, partition = analysis.graph, analysis.partition
+    fixed = _fixed(analysis, devices)
+    released = _released(analysis, fixed)
+    blocks = _with_released(analysis, released)
+    movable = [node for block in blocks for node in block.nodes]
+    staying = _staying(analysis.costs, movable, devices)
+    gone: dict[ir.Node, str] = {}
+    names = list(dict.fromkeys(devices.values()))
+    for name in names:
+        own = {node for node, device in fixed.items() if device == name}
+        others = (staying | fixed.keys()) - own
+        left = [node for node in movable if node not in gone]
+        gone.update(dict.fromkeys(_going(analysis, left, own, others), name))
+    rematerializable = partition.rematerializable - released
+    placed = tuple(
+        Placed(
+            name,
+            tuple(weight for weight, device in devices.items() if device == name),
+            tuple(_parts(blocks, [node for node in movable if gone.get(node) == name], PLACED)),
+        )
+        for name in names
+    )
+    rest = tuple(_parts(blocks, [node for node in movable if node not in gone]))
+    if not rest:
+        raise MisuseError(
+            f"all of the model would go to {', '.join(names)}, with the weights that are placed there: place fewer, or "
+            "leave the blocks to the planner (-d)"
+        )
+    upstream = find_upstream(graph, rematerializable, partition.shapes, movable)
+    return replace(
+        analysis, partition=Partition(rest, partition.finest, rematerializable, partition.shapes, upstream, placed)
+    )
+
+
+def _fixed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> dict[ir.Node, str]:
+    """The nodes that read placed weights, and their devices."""
+    uses = weight_uses(analysis.graph)
+    because: dict[ir.Node, ir.Value] = {}
+    for weight, device in devices.items():
+        for node in uses[weight].readers:
+            first = because.setdefault(node, weight)
+            if devices[first] != device:
+                raise MisuseError(
+                    f"{describe_node(node)} ({node.op_type}) reads '{first.name}', which is placed on "
+                    f"{devices[first]}, and '{weight.name}', which is placed on {device}: place both on one device"
+                )
+    return {node: devices[weight] for node, weight in because.items()}
+
+
+def _released(analysis: Analysis, fixed: Collection[ir.Node]) -> frozenset[ir.Node]:
+    """The nodes that ranks can't compute by themselves any more: they read placed weights, or what is made of these."""
+    cheap, graph = analysis.partition.rematerializable, analysis.graph
+    released: set[ir.Node] = set()
+    for node in graph.nodes:
+        reads_size = node in analysis.partition.shapes
+        above = not reads_size and any(maker in released for maker in producers(graph.reads[node]))
+        if node in cheap and (above or node in fixed):
+            released.add(node)
+    return frozenset(released)
+
+
+def _with_released(analysis: Analysis, released: Collection[ir.Node]) -> list[Block]:
+    """The blocks with the released nodes before the others: each is in the first block that needs it."""
+    graph, blocks = analysis.graph, analysis.partition.blocks
+    home = {node: number for number, block in enumerate(blocks) for node in block.nodes}
+    needed: dict[ir.Node, int] = {}
+    for node in reversed(graph.nodes):
+        own = home.get(node) if node in home else needed.get(node, 0)
+        for maker in producers(graph.reads[node]):
+            if maker in released and own is not None:
+                needed[maker] = min(needed.get(maker, own), own)
+    added: dict[int, list[ir.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node in released:
+            added[needed.get(node, 0)].append(node)
+    return [replace(block, nodes=(*added[number], *block.nodes)) for number, block in enumerate(blocks)]
+
+
+def _staying(costs: Costs, nodes: Iterable[ir.Node], devices: Collection[ir.Value]) -> set[ir.Node]:
+    """The products and lookups of weights that are not placed."""
+    uses = placeable(costs)
+    others = {node for weight, use in uses.items() if weight not in devices for node in use.readers}
+    return {node for node in nodes if node in others and (costs.is_product(node) or operator_of(node).reads_part)}
+
+
+def _parts(blocks: Sequence[Block], nodes: Collection[ir.Node], kind: str | None = None) -> Iterable[Block]:
+    """What the blocks have of some nodes, without those that have nothing."""
+    wanted = set(nodes)
+    for block in blocks:
+        if own := tuple(node for node in block.nodes if node in wanted):
+            yield Block(block.name, kind or block.kind, own)
+
+
+def _going(
+    analysis: Analysis, nodes: Sequence[ir.Node], fixed: Collection[ir.Node], staying: Collection[ir.Node]
+) -> set[ir.Node]:
+    """The nodes that go to a device with those that are `fixed` there, so that the fewest bytes cross."""
+    number = {node: index for index, node in enumerate(nodes)}
+    network = Network(len(nodes))
+    sizes = _Sizes(analysis.costs, {})
+    tied = list(_tied(analysis.states, nodes, analysis.graph.reads))
+    for value, (maker, readers) in _values(nodes, analysis.graph.reads).items():
+        start, ends = number[maker], [number[reader] for reader in readers]
+        cost = sizes.of(value) + TRANSFER if value.dtype is not None else NEVER
+        _connect(network, start, ends, cost)
+        _connect(network, start, ends, cost, backwards=True)
+    for one, other in tied:
+        network.add(number[one], number[other], NEVER)
+        network.add(number[other], number[one], NEVER)
+    cut = network.cut((number[node] for node in nodes if node in fixed), (number[n] for n in nodes if n in staying))
+    for one, other in tied:
+        if (number[one] in cut) != (number[other] in cut):
+            raise MisuseError(
+                f"{describe_node(one)} ({one.op_type}) and {describe_node(other)} ({other.op_type}) keep a state on "
+                "one device, and the weights of one of them are placed on another: place those of both, or of neither"
+            )
+    return {node for node in nodes if number[node] in cut}
+
+
+def _connect(network: Network, start: int, ends: Sequence[int], cost: float, backwards: bool = False) -> None:
+    """Edges that are cut once, however many of a value's readers are on the other side than its maker."""
+    if len(ends) == 1:
+        network.add(*((ends[0], start) if backwards else (start, ends[0])), cost)
+        return
+    middle = network.add_vertex()
+    network.add(*((middle, start) if backwards else (start, middle)), cost)
+    for end in ends:
+        network.add(*((end, middle) if backwards else (middle, end)), NEVER)
+
+
+def _values(
+    nodes: Sequence[ir.Node], reads: Mapping[ir.Node, tuple[ir.Value, ...]]
+) -> dict[ir.Value, tuple[ir.Node, list[ir.Node]]]:
+    """The values that nodes make and others of them read, each with its maker and its readers."""
+    inside = set(nodes)
+    values: dict[ir.Value, tuple[ir.Node, list[ir.Node]]] = {}
+    for node in nodes:
+        for value in dict.fromkeys(reads[node]):
+            maker = value.producer()
+            if maker is not None and maker in inside:
+                values.setdefault(value, (maker, []))[1].append(node)
+    return values
+
+
+def _tied(
+    states: Iterable[State], nodes: Sequence[ir.Node], reads: Mapping[ir.Node, tuple[ir.Value, ...]]
+) -> Iterable[tuple[ir.Node, ir.Node]]:
+    """Nodes that stay together: a state's readers and the maker of its next value, which a device keeps."""
+    readers: dict[str, list[ir.Node]] = defaultdict(list)
+    makers: dict[str, ir.Node] = {}
+    for node in nodes:
+        makers.update({value.name or "": node for value in node.outputs})
+        for value in reads[node]:
+            readers[value.name or ""].append(node)
+    for state in states:
+        together = [*readers[state.input], *([makers[state.output]] if state.output in makers else [])]
+        yield from itertools.pairwise(together)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of values. One whose size depends on data is taken to be as large as what it is made of."""
+
+    costs: Costs
+    known: dict[ir.Value, int]
+
+    def of(self, value: ir.Value) -> int:
+        if value not in self.known:
+            size, maker = self.costs.value_bytes(value), value.producer()
+            if value.name in self.costs.bound.uncertain and maker is not None:
+                computed = (read for read in maker.inputs if read is not None and not read.is_initializer())
+                size = max(size, *(self.known.get(read, 0) or self.costs.value_bytes(read) for read in computed), 0)
+            self.known[value] = size
+        return self.known[value]

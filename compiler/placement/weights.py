@@ -1,0 +1,52 @@
+"""The weights of a model as a user knows them: by which nodes they are read, and under which names they go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.analysis.rematerialization import NEGLIGIBLE_WEIGHT_BYTES
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.scopes import modules_of
+from splitc.compiler.frontend.walks import producers
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """The nodes that read a weight, or what is computed from it alone, and the names that it goes by."""
+
+    readers: tuple[ir.Node, ...]
+    names: tuple[str, ...]
+
+
+def weight_uses(graph: Graph) -> Mapping[ir.Value, WeightUse]:
+    """How each weight is used, in the order in which they are read."""
+    behind: dict[ir.Node, tuple[ir.Value, ...]] = {}  # the weights that constant nodes compute from
+    readers: dict[ir.Value, list[ir.Node]] = {}
+    on_the_way: dict[ir.Value, list[ir.Node]] = {}
+    for node, reads in graph.reads.items():
+        above = (behind[maker] for maker in producers(reads) if maker in behind)
+        weights = tuple(dict.fromkeys([*graph.weights(node), *(weight for own in above for weight in own)]))
+        for weight in weights:
+            on_the_way.setdefault(weight, []).append(node)
+        if node in graph.constant:
+            behind[node] = weights
+            continue
+        for weight in weights:
+            readers.setdefault(weight, []).append(node)
+    return {weight: WeightUse(tuple(own), _names(weight, on_the_way[weight])) for weight, own in readers.items()}
+
+
+def _names(weight: ir.Value, nodes: list[ir.Node]) -> tuple[str, ...]:
+    modules = (module for node in nodes for module in reversed(modules_of(node)))
+    names = (weight.name or "", *modules, *(node.name or "" for node in nodes))
+    return tuple(dict.fromkeys(filter(None, names)))
+
+
+def placeable(costs: Costs) -> dict[ir.Value, WeightUse]:
+    """The weights that are worth a place of their own: smaller ones go wherever they are read."""
+    uses = weight_uses(costs.graph)
+    return {weight: use for weight, use in uses.items() if costs.value_bytes(weight) > NEGLIGIBLE_WEIGHT_BYTES}

@@ -1,0 +1,55 @@
+"""Placed weights beside GPUs that are not there: values go to the other device and come back within a request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.request.places import Place
+from splitc.runtime import Session
+from splitc.runtime.engines.operator_library import is_built
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.steps import Receive, Run, Send
+from tests.conftest import assert_close, decoder_feeds, run_whole
+
+pytestmark = pytest.mark.usefixtures("gpus")
+
+DEVICES = [["cuda0", "cpu0"], ["cuda0", "cuda1"], ["cuda0", "cuda1", "cpu0"]]
+
+
+def make_package(model: Path, package: Path, devices: list[str]) -> Manifest:
+    """The feed-forward parts' weights are on the last device."""
+    memory = [f"{device}=1GiB" for device in devices]
+    request = Request(split_mode="layer", place=[Place("mlp", devices[-1])], memory=memory, spread=True)
+    plan = plan_model(model, devices, request)
+    assert [str(rank.device) for rank in plan.ranks] == devices
+    compile_model(plan, package, verify=False)
+    return read_manifest(package)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_feed_forward_parts_on_another_device(
+    decoder: Path, tmp_path: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transfers are between engines, which fake GPUs can do."""
+    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
+    placed = make_package(decoder, tmp_path / "package", devices).ranks[-1]
+    assert [type(step) for step in placed.program] == [Receive, Run, Send] * 4
+    with Session(tmp_path / "package", verify="never") as session:
+        for length in (3, 1, 4, 3, 3, 3, 3, 3):
+            feeds = decoder_feeds(2, length, 5)
+            assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+@pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
+@pytest.mark.parametrize("devices", DEVICES)
+def test_gpus_exchange_inside_engines_and_a_gpu_with_a_cpu_between_them(
+    decoder: Path, tmp_path: Path, devices: list[str]
+) -> None:
+    ranks = make_package(decoder, tmp_path / "package", devices).ranks
+    inside = devices == ["cuda0", "cuda1"]
+    assert [len(rank.engines) == 1 for rank in ranks] == [inside] * len(ranks)
+    assert {tuple(engine.group) for rank in ranks for engine in rank.engines} == {(0, 1) if inside else ()}

@@ -1,0 +1,59 @@
+"""Ranks with placed weights, as a session runs them: threads and processes, streams, requests that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.request.places import ExpertsPlace, Place
+from splitc.runtime import Session
+from splitc.runtime.engines.operator_library import is_built
+from splitc.runtime.errors import EngineError
+from splitc.runtime.package.manifest_file import read_manifest
+from tests.conftest import assert_close, run_whole
+from tests.helpers.mixtures import ROWS, mixture_feeds, save_mixture
+
+pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
+
+
+def make_package(model: Path, table: str | None, experts: str) -> Path:
+    package = model.with_name("package")
+    places = () if table is None else (Place("^table$", table),)
+    asked = Request(split_mode="layer", place=places, experts=ExpertsPlace(experts), spread=True)
+    compile_model(plan_model(model, "3xcpu", asked), package)
+    return package
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("form", ["fused", "loop"])
+def test_requests_of_a_stream(tmp_path: Path, form: str, ranks: str) -> None:
+    """Of all lengths: 5000 tokens are more than what a channel has room for."""
+    model = save_mixture(tmp_path, form)
+    with Session(make_package(model, "cpu2", "cpu1"), threads=1, in_flight=3, ranks=ranks) as session:
+        given = [mixture_feeds(length) for length in (1, 5, 5000, 1, 2, 900, 4)]
+        for feeds, outputs in zip(given, session.map(given), strict=True):
+            assert_close(outputs, run_whole(model, feeds), 2e-5)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("table", ["cpu1", "cpu2", None])
+def test_request_that_fails_fails_alone(tmp_path: Path, table: str | None, ranks: str) -> None:
+    """The rank with the table is ahead of the others, and meets what is wrong while they run the request before.
+
+    Without a place of its own, it is in the first of two stages, both of which need the experts.
+    """
+    model = save_mixture(tmp_path, "loop", 4)
+    package = make_package(model, table, "cpu1")
+    groups = [tuple(engine.group) for rank in read_manifest(package).ranks for engine in rank.engines]
+    assert groups == ([(0, 2), (), (0, 2)] if table == "cpu2" else [(0, 1, 2)] * 3)
+    with Session(package, threads=1, in_flight=4, ranks=ranks) as session:
+        given = [mixture_feeds(200 + length, last=ROWS if length % 3 == 2 else 1) for length in range(1, 25)]
+        futures = [session.submit(feeds) for feeds in given]
+        for length, (feeds, future) in enumerate(zip(given, futures, strict=True), 1):
+            if length % 3 == 2:
+                with pytest.raises(EngineError, match="Gather"):
+                    future.result(20)
+            else:
+                assert_close(future.result(20), run_whole(model, feeds), 2e-5)
