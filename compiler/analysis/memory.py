@@ -34,7 +34,8 @@ class StageMemory:
     `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
     all other values, with the engine's scratch and what its allocator wastes. `loading` is the largest weight of a
     product: ONNX Runtime prepacks weights one by one while loading, and then holds one of them twice. `engines` is the
-    memory of the engines' libraries. `passed` are inputs and outputs, which are part of both. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`).
+    memory of the engines' libraries. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`),
+    and `passed` the inputs and outputs among the activations.
     """
 
     weights: int

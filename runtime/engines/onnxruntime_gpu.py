@@ -111,7 +111,7 @@ class OnnxRuntimeGpuEngine:
         return {name: into[name] if name in into else self._own(name, given[name]) for name in self.outputs}
 
     def _how(self, runs: int) -> ort.RunOptions:
-        """After their last run in the session for new shapes, that gives back its memory: the other one takes as much."""
+        """After their last run in the session for new shapes, that gives its memory back for the other one."""
         plain, shrinking = self._options
         return shrinking if len(self._bindings) > 1 and runs == NEW - 1 else plain
 

@@ -92,8 +92,8 @@ CPU = DeviceProfile(
 # Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode; 20 MiB after loading),
 # `communicator_bytes` (0.7 GiB on two GPUs, 0.9 on four, little without access to each other's memory) and
 # `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
-# before and after it), `library_bytes` (on an H100: a decoder, FLUX.1-dev and SDXL's U-Net), and `more_ranks` (a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and
-# 9.7).
+# before and after it), and `more_ranks` (a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and
+# 9.7). Measured on an H100: `library_bytes` (a decoder, FLUX.1-dev's shape and that of SDXL's U-Net).
 HOPPER = DeviceProfile(
     kind="cuda",
     names=("H100", "H200", "GH200"),
