@@ -246,10 +246,7 @@ class Rank(Struct, frozen=True):
 
 
 def is_fed(rank: Rank) -> bool:
-    """Whether a rank takes inputs, or values from other ranks between its engines' runs.
-
-    Otherwise it only takes what the first rank of its group sends it inside their engines.
-    """
+    """Whether a rank takes inputs, or values between its engines' runs. Else others of its group send it all inside."""
     return bool(rank.inputs) or any(not isinstance(step, Run) for step in rank.program)
 
 
