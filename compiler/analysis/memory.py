@@ -12,6 +12,7 @@ from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
+from splitc.compiler.operators.registry import INT8_ACCURACY, operator_of
 from splitc.runtime.package.manifest import State
 
 
@@ -82,7 +83,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     given = sum(size(value) for value in ends if is_own(value))
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     return StageMemory(
-        weights=sum(weights.values()),
+        weights=sum(weights.values()) + sum(weights.get(scales, 0) for scales in _packed_scales(costs, running)) * 2,
         activations=fed + max(inside, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
@@ -95,6 +96,17 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
 def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
     """Bytes of the largest weight that a product or convolution among the nodes reads."""
     return max(_of_products(costs, nodes).values(), default=0)
+
+
+def _packed_scales(costs: Costs, nodes: Iterable[ir.Node]) -> set[ir.Value]:
+    """Scales of quantized weights that kernels on CPUs hold two more times; see `Operator.packed_scales`."""
+    scales = {
+        node.inputs[place]
+        for node in nodes
+        if costs.maps_weights and (place := operator_of(node).packed_scales) is not None
+        if node.attributes.get_int("accuracy_level", 0) == INT8_ACCURACY and place < len(node.inputs)
+    }
+    return {value for value in scales if value is not None}
 
 
 def _of_products(costs: Costs, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:

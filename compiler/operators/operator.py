@@ -39,6 +39,8 @@ class Operator:
     dequantizes: it makes a weight larger. Engines keep the packed weight and dequantize it in each run.
     quantizes: it quantizes computed values, or computes with such. A sum in another order may then be rounded
         differently.
+    packed_scales: the input of a quantized weight's scales, which the kernel for int8 on CPUs holds two more times: in
+        the packed weight, and as the sums of its blocks.
     scratch: what its kernel allocates while it runs. Without one, nothing.
     reads_part: it reads only as many bytes of its input as it writes.
     is_view: its output shares the memory of its first input.
@@ -81,6 +83,7 @@ class Operator:
     random_if: int | None = None
     dequantizes: bool = False
     quantizes: bool = False
+    packed_scales: int | None = None
     scratch: Scratch | None = None
     reads_part: bool = False
     is_view: bool = False

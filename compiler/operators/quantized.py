@@ -129,5 +129,7 @@ OPERATORS = (
     Operator("QuantizeLinear", linear_quantization, quantizes=True),
     Operator("com.microsoft.QuantizeLinear", linear_quantization, shapes=quantized_shape, quantizes=True),
     Operator("DynamicQuantizeLinear", dynamic_quantization, quantizes=True),
-    Operator("com.microsoft.MatMulNBits", matmul_blocks, blocks_flops, is_product=True, matrix_input=1),
+    Operator(
+        "com.microsoft.MatMulNBits", matmul_blocks, blocks_flops, is_product=True, matrix_input=1, packed_scales=2
+    ),
 )
