@@ -83,7 +83,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     given = sum(size(value) for value in ends if is_own(value))
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     return StageMemory(
-        weights=sum(weights.values()) + sum(weights.get(scales, 0) for scales in _packed_scales(costs, running)) * 2,
+        weights=sum(weights.values()) + _copies(costs, running, weights),
         activations=fed + max(inside, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
@@ -98,12 +98,27 @@ def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
     return max(_of_products(costs, nodes).values(), default=0)
 
 
-def _packed_scales(costs: Costs, nodes: Iterable[ir.Node]) -> set[ir.Value]:
-    """Scales of quantized weights that kernels on CPUs hold two more times; see `Operator.packed_scales`."""
+def _copies(costs: Costs, nodes: Iterable[ir.Node], weights: Mapping[ir.Value, int]) -> int:
+    """What engines on CPUs hold of weights beyond their own bytes.
+
+    Halves become single precision, in which their kernels compute, and packed scales are held two more times.
+    """
+    if not costs.maps_weights:
+        return 0
+    halves = (size for value, size in weights.items() if value.dtype == ir.DataType.FLOAT16)
+    tables = (
+        costs.in_files[value] for value in weights if value.dtype == ir.DataType.FLOAT16 and value in costs.in_files
+    )
+    scales = 2 * sum(weights.get(value, 0) for value in _packed_scales(nodes))
+    return sum(halves) - sum(tables) + scales
+
+
+def _packed_scales(nodes: Iterable[ir.Node]) -> set[ir.Value]:
+    """Scales of quantized weights that kernels on CPUs pack; see `Operator.packed_scales`."""
     scales = {
         node.inputs[place]
         for node in nodes
-        if costs.maps_weights and (place := operator_of(node).packed_scales) is not None
+        if (place := operator_of(node).packed_scales) is not None
         if node.attributes.get_int("accuracy_level", 0) == INT8_ACCURACY and place < len(node.inputs)
     }
     return {value for value in scales if value is not None}
