@@ -54,16 +54,23 @@ def check_size(size: int) -> bool:
     return 0 <= size <= LARGEST
 
 
+# A name with its shape, up to a comma or the end. Names may have commas and colons in them.
+_SHAPE = re.compile(r"(.+?:(?:\[[^\]]*\]|\d+(?:x\d+)*)),")
+
+
 def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
     """Shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`.
+
+    Several in one text have commas between them, as trtexec takes them: `name:1x16,other:1x16`.
 
     Raises MisuseError for any other text, and for a name that comes twice.
     """
     shapes = {}
-    for text in texts:
+    for text in (part for joined in texts for part in [p for p in _SHAPE.split(joined) if p] or [joined]):
         name, _, sizes = text.rpartition(":")
         numbers = re.split(r"[x,]", sizes.strip().strip("[]").replace(" ", ""))
-        if not name or not all(number.isascii() and number.isdigit() for number in numbers if number):
+        is_scalar = sizes.replace(" ", "") == "[]"
+        if not name or not (is_scalar or all(number.isascii() and number.isdigit() for number in numbers)):
             raise MisuseError(f"can't read the shape '{text}': write NAME:1x16 or NAME:[1,16]")
         if large := [number for number in numbers if len(number) > 15 or int(number or 0) > LARGEST]:
             raise MisuseError(f"--shapes gives '{name}' the size {shortened(large[0])}, and the largest is {LARGEST:,}")

@@ -26,6 +26,8 @@ def shapes_of(graph: Graph, given: Mapping[str, tuple[int, ...]], past: frozense
 
 def test_shapes_are_read_in_both_spellings() -> None:
     assert parse_shapes(["ids:1x16", "a:b:[2, 3]", "scalar:[]"]) == {"ids": (1, 16), "a:b": (2, 3), "scalar": ()}
+    joined = "ids:1x16,mask:[2,3],odd,name:4,scalar:[]"
+    assert parse_shapes([joined]) == {"ids": (1, 16), "mask": (2, 3), "odd,name": (4,), "scalar": ()}
 
 
 @pytest.mark.parametrize("text", ["ids", "ids:axb", ":1x2", "ids:1x-1", "ids:²x4"])

@@ -70,10 +70,11 @@ def test_a_new_container_reads_nothing(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """The folder is mounted somewhere else. A copy has times of its own, even if it has taken over all that it can."""
-    package = tmp_path.rename(tmp_path.with_name("package"))
+    places = tmp_path_factory.mktemp("places")
+    package = tmp_path.rename(places / "package")
     verify_files(package, files, ONCE)
     another_home(monkeypatch, tmp_path_factory)
-    elsewhere = package.rename(tmp_path.with_name("elsewhere"))
+    elsewhere = package.rename(places / "elsewhere")
     verify_files(elsewhere, files, ONCE)
     assert len(read) == 2
     verify_files(shutil.copytree(elsewhere, package), files, ONCE)
