@@ -32,7 +32,7 @@ def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
         ShownRank(
             str(rank.device),
             [block.name for block in rank.stage.blocks],
-            rank.memory.weights,
+            rank.memory.weights - rank.memory.in_files,
             rank.memory.activations,
             rank.memory.cache,
             rank.memory.total,

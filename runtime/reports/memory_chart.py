@@ -14,7 +14,7 @@ PREDICTED = {
     "weights": "var(--weights)",
     "caches": "var(--caches)",
     "activations": "var(--activations)",
-    "libraries and loading": "var(--other)",
+    "the engine itself, and loading": "var(--other)",
 }
 MEASURED = {"loaded, measured": "var(--loaded)", "more at the peak, measured": "var(--peak)"}
 # A budget that is more than so many times as large as what is held is cut off there.

@@ -98,7 +98,7 @@ def _body(manifest: Manifest, measured: Sequence[RankMemory], whole: bool = Fals
         ShownRank(
             rank.device,
             rank.blocks,
-            rank.weights_bytes,
+            rank.weights_bytes - rank.mapped_bytes,
             rank.activation_bytes,
             rank.cache_bytes,
             rank.total_bytes,
