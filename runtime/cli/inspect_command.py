@@ -129,6 +129,9 @@ def describe(manifest: Manifest) -> dict[str, object]:
                 "weights_bytes": rank.weights_bytes,
                 "activation_bytes": rank.activation_bytes,
                 "cache_bytes": rank.cache_bytes,
+                "engine_bytes": rank.engine_bytes,
+                "mapped_bytes": rank.mapped_bytes,
+                "limit_bytes": rank.limit_bytes,
                 "total_bytes": rank.total_bytes,
                 "engines": rank.engines,
             }
