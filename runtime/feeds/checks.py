@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array, number_type
+from splitc.runtime.arrays.torch_tensors import is_tensor, read_tensor
 from splitc.runtime.errors import EngineError, FeedError, SizesError
 from splitc.runtime.feeds.on_gpu import Feed, is_on_gpu, on_host, read_gpu_feed
 from splitc.runtime.package.manifest import FixedInput, Manifest, Tensor
@@ -70,7 +71,7 @@ def _read(feed: npt.ArrayLike, tensor: Tensor, on_gpu: bool) -> Feed:
         if is_on_gpu(feed):
             on_its_gpu = read_gpu_feed(feed)
             return on_its_gpu if on_gpu else on_its_gpu.on_host()
-        array = np.asarray(feed)
+        array = read_tensor(feed) if is_tensor(feed) else np.asarray(feed)
     except Exception as error:  # whatever the object's own conversion raises
         raise FeedError(f"the feed of '{tensor.name}' can't be converted to an array: {error}") from error
     if array.dtype.type is np.void and array.dtype.itemsize == number_type(tensor.dtype).itemsize:

@@ -57,7 +57,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         session = InferenceSession("package")
         (logits,) = session.run(["logits"], {"input_ids": ids})
 
-    `session` is the Session below, which has what a package can do beside: sequences and streams.
+    `session` is the Session below, which has what a package can do beside: sequences and streams. One that is open
+    already may be given in place of the path.
     Of `sess_options` the number of threads is taken. `providers` must have the one of the package's devices, if they
     are given: `devices`, one of the further options, which are Session's, changes devices.
 
@@ -67,7 +68,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
     def __init__(
         self,
-        path_or_bytes: str | os.PathLike[str],
+        path_or_bytes: str | os.PathLike[str] | Session,
         sess_options: Any = None,
         providers: Sequence[Any] | None = None,
         provider_options: Sequence[Mapping[Any, Any]] | None = None,
@@ -78,8 +79,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         threads = getattr(sess_options, "intra_op_num_threads", 0)
         if threads:
             options.setdefault("threads", threads)
-        self.session = Session(Path(path_or_bytes), **options)
-        self._model_path = os.fspath(path_or_bytes)
+        if isinstance(path_or_bytes, Session):
+            self.session, self._model_path = path_or_bytes, str(path_or_bytes.package)
+        else:
+            self.session = Session(Path(path_or_bytes), **options)
+            self._model_path = os.fspath(path_or_bytes)
         self._sess_options = sess_options
         try:
             self._check_providers(providers)

@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.wiring import find_wiring
 from splitc.runtime.integrations.inference_session import InferenceSession
+from splitc.runtime.package.pipeline_file import read_pipeline
+from splitc.runtime.session.pipeline import Pipeline
 
 NEEDS = "transformers' models need transformers, torch and optimum: pip install splitc[transformers]"
 # What transformers calls the head of a model, and optimum the class.
 HEADS = {"LMHeadModel": "CausalLM", "Model": "FeatureExtraction"}
+# optimum's classes of an encoder and a decoder.
+PAIRS = ("Seq2SeqLM", "SpeechSeq2Seq", "Vision2Seq")
 
 
 def load(package: str | Path, *, config: str | Path | None = None, **options: Any) -> Any:
@@ -19,14 +24,15 @@ def load(package: str | Path, *, config: str | Path | None = None, **options: An
         model = load("package")
         tokens = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), num_beams=4)
 
-    `config` is a folder with the model's config.json, and generation_config.json if it has one; by default the package,
-    where they are if the folder of a model was compiled. `options` are Session's. The session ends with the model; it
-    is `model.session.session`.
+    A package of several models is an encoder and its decoder, as of T5 or Whisper. `config` is a folder with the
+    model's config.json, and generation_config.json if it has one; by default the package, where they are if the folder
+    of a model was compiled. `options` are Session's. The session ends with the model; it is `model.session.session`, or
+    that of each of `model.parts`.
 
     Caches go to the ranks and come back with every token, as beams need it: `Session.generate` leaves them there.
 
-    Raises as Session does, and MisuseError where optimum is not installed, where there is no config, and for a model of
-    several parts.
+    Raises as Session does, and MisuseError where optimum is not installed, where there is no config, and for a model
+    that optimum has no class for.
     """
     try:
         import optimum.onnxruntime as ort_models
@@ -39,14 +45,42 @@ def load(package: str | Path, *, config: str | Path | None = None, **options: An
             f"{folder} has no config.json: compile the model's folder instead of the file, or name the folder by config"
         )
     known = AutoConfig.from_pretrained(str(folder))
+    generates = (folder / "generation_config.json").is_file()
+    extra = {"generation_config": GenerationConfig.from_pretrained(str(folder))} if generates else {}
+    pipeline = read_pipeline(Path(package))
+    if pipeline is not None and len(pipeline.modules) > 1:
+        extra.setdefault("generation_config", GenerationConfig.from_model_config(known))
+        return _load_pair(_find_pair(ort_models, known), known, Path(package), options, extra)
     kind = _find_class(ort_models, getattr(known, "architectures", None) or [])
     session = InferenceSession(package, **options)
     try:
-        generates = (folder / "generation_config.json").is_file()
-        extra = {"generation_config": GenerationConfig.from_pretrained(str(folder))} if generates else {}
-        return kind(config=known, session=session, **extra)
+        return kind(config=known, session=session, use_io_binding=False, **extra)
     except BaseException:
         session.session.close()
+        raise
+
+
+def _load_pair(kind: Any, config: Any, package: Path, options: dict[str, Any], extra: dict[str, Any]) -> Any:
+    """The model of an encoder and its decoder in one use or two. What is set in the configs is what optimum sets."""
+    pipeline = Pipeline(package, **options)
+    try:
+        wiring = find_wiring({name: session.manifest for name, session in pipeline.items()})
+        if wiring.encoder is None or wiring.first is None:
+            lacking = "an encoder" if wiring.encoder is None else "the decoder's use without caches"
+            raise MisuseError(f"{package} has not {lacking}: compile the model's folder without --module")
+        config.use_cache = extra["generation_config"].use_cache = wiring.step is not None
+        config.is_decoder, config.is_encoder_decoder = False, True
+        return kind(
+            config=config,
+            encoder_session=InferenceSession(pipeline[wiring.encoder]),
+            decoder_session=InferenceSession(pipeline[wiring.first]),
+            decoder_with_past_session=None if wiring.step is None else InferenceSession(pipeline[wiring.step]),
+            use_io_binding=False,
+            model_save_dir=package,
+            **extra,
+        )
+    except BaseException:
+        pipeline.close()
         raise
 
 
@@ -59,5 +93,20 @@ def _find_class(ort_models: Any, architectures: list[str]) -> Any:
             return kind
     raise MisuseError(
         f"optimum has no model of one part for {', '.join(architectures) or 'a config without architectures'}: open "
-        "the package as a Session or an InferenceSession. An encoder with its decoder is EncoderDecoder's"
+        "the package as a Session or an InferenceSession. An encoder and its decoder are compiled as a folder"
     )
+
+
+def _find_pair(ort_models: Any, config: Any) -> Any:
+    """optimum's class for an encoder and a decoder: one for just this architecture, or else for its kind."""
+    architectures = getattr(config, "architectures", None) or []
+    kinds = [getattr(ort_models, f"ORTModelFor{name}") for name in PAIRS]
+    for kind in kinds:
+        for own in kind.__subclasses__():
+            if own.auto_model_class.__name__ in architectures:
+                return own
+    for kind in kinds:
+        if type(config) in kind.auto_model_class._model_mapping:
+            return kind
+    named = ", ".join(architectures) or type(config).__name__
+    raise MisuseError(f"optimum has no model of an encoder and a decoder for {named}: open the package as a Pipeline")

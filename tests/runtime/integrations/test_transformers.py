@@ -36,6 +36,21 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     configs: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Llama": ("CausalLM", "LlamaForCausalLM", {**sizes, **llama, "intermediate_size": 128}),
         "GPT2": ("CausalLM", "GPT2LMHeadModel", {**sizes, "n_embd": 64, "n_layer": 4, "n_head": 4}),
+        "T5": (
+            "Seq2SeqLM",
+            "T5ForConditionalGeneration",
+            {**sizes, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4}
+            | {"decoder_start_token_id": 0, "initializer_factor": 4.0},
+        ),
+        "Whisper": (
+            "SpeechSeq2Seq",
+            "WhisperForConditionalGeneration",
+            {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "init_std": 0.2}
+            | {"decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "num_mel_bins": 16}
+            | {"max_source_positions": 1500, "max_target_positions": 40, "vocab_size": 200, "pad_token_id": 0}
+            | {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3, "suppress_tokens": []}
+            | {"begin_suppress_tokens": []},
+        ),
         "Bert": ("FeatureExtraction", "BertModel", {**llama, "vocab_size": 200, "intermediate_size": 128}),
     }
     folders: dict[str, Path] = {}
@@ -79,6 +94,48 @@ def test_tokens_are_those_of_the_unsplit_model(
     own.session.session.close()
 
 
+PAIR_WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3}, "sampled": {"do_sample": True}}
+
+
+@pytest.mark.parametrize(("name", "mode", "count"), [("T5", "tensor", 2), ("T5", "layer", 3), ("Whisper", "tensor", 2)])
+def test_tokens_of_an_encoder_and_its_decoder(
+    exported: Callable[[str], Path], tmp_path: Path, name: str, mode: str, count: int
+) -> None:
+    import torch
+    from optimum import onnxruntime
+
+    folder = exported(name)
+    parts = ("encoder_model", "decoder_model", "decoder_with_past_model")
+    devices = ",".join(f"{part}={'&'.join(f'cpu{number}' for number in range(count))}" for part in parts)
+    compile_pipeline(plan_pipeline(folder, devices, Request(split_mode=mode)), tmp_path / "package")
+    kind = onnxruntime.ORTModelForSeq2SeqLM if name == "T5" else onnxruntime.ORTModelForSpeechSeq2Seq
+    own, whole = load(tmp_path / "package"), kind.from_pretrained(folder)
+    assert type(own) is type(whole) and own.use_cache
+    assert [len(part.session.session.devices) for part in own.parts] == [count] * 3
+    if name == "T5":
+        ids = torch.tensor([row[::-1] for row in ROWS])  # padded behind
+        feeds = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    else:
+        feeds = {"input_features": torch.randn(2, 16, 3000, generator=torch.Generator().manual_seed(1))}
+    for way, options in PAIR_WAYS.items():
+        tokens = []
+        for model in (own, whole):
+            torch.manual_seed(5)
+            tokens.append(model.generate(**feeds, max_new_tokens=20, **options))
+        assert torch.equal(*tokens), way
+        assert len(set(tokens[0].flatten().tolist())) > 3
+    for part in own.parts:
+        part.session.session.close()
+
+
+def test_pair_that_lacks_a_part_says_so(exported: Callable[[str], Path], tmp_path: Path) -> None:
+    wanted = ["encoder_model", "decoder_with_past_model"]
+    plan = plan_pipeline(exported("T5"), "2xcpu", Request(split_mode="layer"), wanted)
+    compile_pipeline(plan, tmp_path / "package")
+    with pytest.raises(MisuseError, match=r"has not the decoder's use without caches|none computes"):
+        load(tmp_path / "package")
+
+
 def test_other_heads_and_where_configs_are(exported: Callable[[str], Path], tmp_path: Path) -> None:
     import torch
     from optimum.onnxruntime import ORTModelForFeatureExtraction
@@ -97,7 +154,7 @@ def test_other_heads_and_where_configs_are(exported: Callable[[str], Path], tmp_
     write_json(
         tmp_path / "package" / "config.json", {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
     )
-    with pytest.raises(MisuseError, match=r"no model of one part for T5ForConditionalGeneration.* EncoderDecoder"):
+    with pytest.raises(MisuseError, match=r"no model of one part for T5ForConditionalGeneration.* as a folder"):
         load(tmp_path / "package")
 
 
