@@ -13,7 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
-from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.operators.registry import INT8_ACCURACY, operator_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.hardware.profiles import find_profile
 
@@ -118,6 +118,25 @@ class Costs:
             for value, rows in lookups.items()
             if len(rows) == readers[value]
         }
+
+    def in_singles(self, weight: ir.Value, size: int) -> int:
+        """What engines on CPUs hold of a weight, or a shard of it, of `size` bytes beyond these: halves twice.
+
+        Their kernels compute in single precision.
+        """
+        if not self.maps_weights or weight.dtype != ir.DataType.FLOAT16:
+            return 0
+        return max(0, size - self.in_files.get(weight, 0))
+
+    def packed_scales(self, nodes: Iterable[ir.Node]) -> frozenset[ir.Value]:
+        """Scales of quantized weights that the nodes' kernels on CPUs pack; see `Operator.packed_scales`."""
+        scales = {
+            node.inputs[place]
+            for node in nodes
+            if self.maps_weights and (place := operator_of(node).packed_scales) is not None
+            if node.attributes.get_int("accuracy_level", 0) == INT8_ACCURACY and place < len(node.inputs)
+        }
+        return frozenset(value for value in scales if value is not None)
 
     def _constant_bytes(self, value: ir.Value) -> int:
         tensor = value.const_value

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.analysis.arena import Arena, Place
-from splitc.compiler.operators.registry import operator_of
-
-Reads = Callable[[ir.Node], Iterable[ir.Value]]
-Size = Callable[[ir.Value], int]
+from splitc.compiler.analysis.liveness import Reads, Size, is_view
 
 
 def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
@@ -124,7 +121,5 @@ def _last_uses(order: Sequence[ir.Node], reads: Reads, root: Callable[[ir.Value]
 
 def _viewed(node: ir.Node, size: Size) -> ir.Value | None:
     """The value of which the node's result is a view; None if the result has memory of its own."""
-    if not operator_of(node).is_view or not node.inputs or node.inputs[0] is None:
-        return None
-    first = node.inputs[0]
-    return first if size(first) == size(node.outputs[0]) and first.producer() is not None else None
+    first = node.inputs[0] if is_view(node, size) else None
+    return first if first is not None and first.producer() is not None else None

@@ -45,7 +45,7 @@ def peak_bytes(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> int:
     peak = 0
     for index, (node, alive) in enumerate(zip(nodes, itertools.accumulate(change), strict=False)):
         is_last = any(value is not None and death.get(value) == index for value in node.inputs[:1])
-        peak = max(peak, alive + (0 if is_last and _is_in_place(node, size) else sum(map(size, node.outputs))))
+        peak = max(peak, alive + (0 if is_last and is_view(node, size) else sum(map(size, node.outputs))))
     return peak
 
 
@@ -60,10 +60,10 @@ def _lives(nodes: Sequence[ir.Node], reads: Reads) -> tuple[dict[ir.Node, int], 
     return position, death
 
 
-def _is_in_place(node: ir.Node, size: Size) -> bool:
-    """Whether the node's result reuses the memory of its input, if that is not read later.
+def is_view(node: ir.Node, size: Size) -> bool:
+    """Whether the node's result is its first input's memory.
 
-    Only views do. (ONNX Runtime runs elementwise operators in place only if both shapes are static, which is rare.)
+    (ONNX Runtime runs elementwise operators in place only if both shapes are static, which is rare.)
     """
-    source, result = node.inputs[0], node.outputs[0]
-    return operator_of(node).is_view and source is not None and size(source) == size(result)
+    source = node.inputs[0] if operator_of(node).is_view and node.inputs else None
+    return source is not None and size(source) == size(node.outputs[0])

@@ -12,7 +12,6 @@ from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
-from splitc.compiler.operators.registry import INT8_ACCURACY, operator_of
 from splitc.runtime.package.manifest import State
 
 
@@ -83,7 +82,8 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     given = sum(size(value) for value in ends if is_own(value))
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     return StageMemory(
-        weights=sum(weights.values()) + _copies(costs, running, weights),
+        weights=sum(size + costs.in_singles(weight, size) for weight, size in weights.items())
+        + 2 * sum(weights.get(scales, 0) for scales in costs.packed_scales(running)),
         activations=fed + max(inside, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
@@ -96,32 +96,6 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
 def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
     """Bytes of the largest weight that a product or convolution among the nodes reads."""
     return max(_of_products(costs, nodes).values(), default=0)
-
-
-def _copies(costs: Costs, nodes: Iterable[ir.Node], weights: Mapping[ir.Value, int]) -> int:
-    """What engines on CPUs hold of weights beyond their own bytes.
-
-    Halves become single precision, in which their kernels compute, and packed scales are held two more times.
-    """
-    if not costs.maps_weights:
-        return 0
-    halves = (size for value, size in weights.items() if value.dtype == ir.DataType.FLOAT16)
-    tables = (
-        costs.in_files[value] for value in weights if value.dtype == ir.DataType.FLOAT16 and value in costs.in_files
-    )
-    scales = 2 * sum(weights.get(value, 0) for value in _packed_scales(nodes))
-    return sum(halves) - sum(tables) + scales
-
-
-def _packed_scales(nodes: Iterable[ir.Node]) -> set[ir.Value]:
-    """Scales of quantized weights that kernels on CPUs pack; see `Operator.packed_scales`."""
-    scales = {
-        node.inputs[place]
-        for node in nodes
-        if (place := operator_of(node).packed_scales) is not None
-        if node.attributes.get_int("accuracy_level", 0) == INT8_ACCURACY and place < len(node.inputs)
-    }
-    return {value for value in scales if value is not None}
 
 
 def _of_products(costs: Costs, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:

@@ -37,7 +37,10 @@ class RangeMemory:
             {value for value in read if value.is_graph_input() and value.name not in over} | (given & outputs)
             for read, given in zip(reads, made, strict=True)
         ]
-        weights = list(map(costs.held, needed))
+        weights = [
+            {weight: size + costs.in_singles(weight, size) for weight, size in costs.held(nodes).items()}
+            for nodes in needed
+        ]
         self._weights = _Held(weights)
         self._in_files = _Held({v: costs.in_files[v] for v in own.keys() & costs.in_files.keys()} for own in weights)
         self._cache = _Held({value: size(value) for value in own if value.name in names} for own in ends)
