@@ -16,6 +16,8 @@ from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.cache import Held, concatenated, find_caches, left_out
+from splitc.compiler.fusion.divided import OPERATOR as PRODUCT
+from splitc.compiler.fusion.divided import find_divided, write_divided
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
 from splitc.compiler.fusion.kernels import ON_GPUS, Gains, Types
@@ -38,6 +40,8 @@ from splitc.runtime.package.manifest import Length, State
 @dataclass(frozen=True)
 class Fate:
     """What became of what looks like attention, a cache, a norm or a rotary embedding: its operator, or why not one.
+
+    So also of a product whose columns are taken apart.
 
     The place is called after its Softmax, its mean, its norm or its last node.
     """
@@ -134,6 +138,7 @@ class _Work:
             ("norm", NORM, self._norm),
             ("modulation", MODULATED, self._modulation),
             ("rotary", ROTARY, self._rotary),
+            ("product", PRODUCT, self._divided),
         ):
             try:
                 if attempt(node):
@@ -167,6 +172,18 @@ class _Work:
             return False
         _check_type(rotary.data, self.gains.parts)
         write_rotary(rotary, self.editor, self._sizes, self._tables)
+        return True
+
+    def _divided(self, product: ir.Node) -> bool:
+        """Divide a product whose columns are taken apart. Returns whether it is one."""
+        divided = find_divided(product) if self.gains.divided else None
+        if divided is None:
+            return False
+        _check_type(divided.whole, self.gains.divided)
+        shape = self._shape_of(divided.whole)
+        if shape is None or math.prod(shape[:-1]) < self.gains.least_rows:
+            raise NotFusedError("it has too few rows to be faster as several")
+        write_divided(divided, self.editor, self._sizes)
         return True
 
     def attention(self, node: ir.Node) -> Iterator[Fate]:

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.cut_tensor import CutTensor, Indices, as_slice, take
 from splitc.compiler.packaging.writer import PackageWriter
-from splitc.compiler.sharding.cut_tensor import CutTensor, Indices, as_slice, take
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.futures import first_error
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.cut_tensor import CutTensor, as_slice, part_of_file
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes
-from splitc.compiler.sharding.cut_tensor import CutTensor, as_slice, part_of_file
 from splitc.compiler.sharding.shares import Range
 from splitc.runtime.package.manifest import AxisPart, Part
 

@@ -13,6 +13,7 @@ TITLES = {
     "cache": "caches in place",
     "norm": "norms fused",
     "modulation": "modulated norms fused",
+    "product": "products divided",
     "rotary": "rotary embeddings fused",
 }
 

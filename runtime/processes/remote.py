@@ -102,8 +102,8 @@ class RemoteRanks(ABC):
             self._wire.send(None)
             self._reader.wake()
             return
-        if not request.begin():
-            return
+        began = request.begin()
+        assert began, "requests are given and cancelled one at a time, and this one is new"
         number = self._count
         zeros = {name: value for name, value in request.initial.items() if isinstance(value, Zeros)}
         loaded = [(name, value) for name, value in request.initial.items() if not isinstance(value, Zeros)]

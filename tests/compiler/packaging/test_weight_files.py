@@ -15,7 +15,7 @@ from splitc.compiler.packaging import weight_files
 from splitc.compiler.packaging import writer as package_writer
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
-from splitc.compiler.sharding.cut_tensor import CutTensor
+from splitc.compiler.frontend.cut_tensor import CutTensor
 
 FLOAT, HALF, INT4 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT4
 

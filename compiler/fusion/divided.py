@@ -1,0 +1,114 @@
+"""A product whose columns are taken apart at once becomes a product for each part, by its part of the weight.
+
+Exporters write a gated layer's two projections, or those for queries, keys and values, as one product and a Split. The
+parts are then copied, and what follows (a bias, an activation) can't be one operator with any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.cut_tensor import CutTensor
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.norm import only_user
+from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
+from splitc.compiler.fusion.writing import Writer
+
+OPERATOR = "MatMul"
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A product of `data` and `weight`, plus `bias` if there is one. `parts` have its columns, one after the other."""
+
+    product: ir.Node
+    data: ir.Value
+    weight: ir.Value
+    bias: ir.Value | None
+    whole: ir.Value
+    parts: tuple[ir.Value, ...]
+
+
+def find_divided(product: ir.Node) -> Divided | None:
+    """The product with its parts; None if it is read in another way."""
+    if product.op_type != OPERATOR or product.domain or len(product.inputs) != 2:
+        return None
+    data, weight = product.inputs
+    if data is None or weight is None or not _is_own(weight, 2) or weight.is_graph_output():
+        return None
+    whole, bias = product.outputs[0], None
+    total = only_user(whole, "Add")
+    if total is not None:
+        bias = total.inputs[1] if total.inputs[0] is whole else total.inputs[0]
+        if bias is None or bias is whole or not _is_own(bias, 1):
+            return None
+        whole = total.outputs[0]
+    split = only_user(whole, "Split")
+    if split is None or len(split.outputs) < 2:
+        return None
+    return Divided(product, data, weight, bias, whole, tuple(split.outputs))
+
+
+def _is_own(value: ir.Value, rank: int) -> bool:
+    """Whether a value is a weight of so many axes that nothing else reads and no request overrides."""
+    constant = value.const_value
+    return (
+        value.is_initializer()
+        and constant is not None
+        and len(constant.shape) == rank
+        and len(value.uses()) == 1
+        and source_of(value) is None
+    )
+
+
+def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
+    """Write a product for each part in place of the Split.
+
+    Raises NotFusedError if the parts are not of its columns; then nothing is changed.
+    """
+    axes, split = sizes.axes(divided.whole), divided.parts[0].producer()
+    columns = [sizes.axes(part) for part in divided.parts]
+    if axes is None or split is None or any(own is None for own in columns):
+        raise NotFusedError("its parts have no known sizes")
+    if split.attributes.get_int("axis", 0) not in (-1, len(axes) - 1):
+        raise NotFusedError("its result is divided along another axis")
+    if any(part.is_graph_output() for part in divided.parts):
+        raise NotFusedError("one of its parts is an output of the model")
+    counts = [own[-1].fixed for own in columns if own is not None]
+    if None in counts:
+        raise NotFusedError("its parts may change from request to request")
+    start = 0
+    for number, (part, count) in enumerate(zip(divided.parts, counts, strict=True)):
+        assert count is not None
+        work = Writer(split, part.name or f"{divided.whole.name}/{number}", (), editor, sizes)
+        made = _write_part(divided, slice(start, start + count), [*axes[:-1], fixed_axis(count)], work)
+        part.replace_all_uses_with(made)
+        hand_over(part, made, "undivided")
+        sizes.put(made, [*axes[:-1], fixed_axis(count)])
+        start += count
+
+
+def _write_part(divided: Divided, columns: slice, axes: Sequence[Axis], work: Writer) -> ir.Value:
+    """A product by these columns of the weight."""
+    weight = _columns(divided.weight, columns, work.editor)
+    made = work.add("product", OPERATOR, [divided.data, weight], divided.whole, axes)
+    if divided.bias is None:
+        return made
+    bias = _columns(divided.bias, columns, work.editor)
+    return work.add("biased", "Add", [made, bias], divided.whole, axes)
+
+
+def _columns(weight: ir.Value, columns: slice, editor: Editor) -> ir.Value:
+    """The columns of a weight, as one that is read when it is written."""
+    tensor = weight.const_value
+    assert tensor is not None
+    shape = ir.Shape([*tensor.shape.numpy()[:-1], columns.stop - columns.start])
+    name = editor.unused_name(f"{weight.name}[{columns.start}:{columns.stop}]")
+    cut = CutTensor(tensor, {len(shape) - 1: columns}, shape, name)
+    return editor.add((name, b""), cut)
