@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.origins import origin_of, stand_for
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 
@@ -66,5 +67,6 @@ def _replace(graph: ir.Graph, node: ir.Node, token: ir.Value | None) -> ir.Node:
     operator = ir.node(kind, inputs, {"operation": operation}, domain=DOMAIN, num_outputs=2, name=node.name)
     whole, token = operator.outputs
     token.name, token.type = f"{node.outputs[0].name}/token", ir.TensorType(ir.DataType.UINT8)
+    stand_for(whole, origin_of(node.outputs[0]))
     ir.convenience.replace_nodes_and_values(graph, node, [node], [operator], node.outputs, [whole])
     return operator

@@ -20,6 +20,7 @@ from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.compiler.lowering.programs import names
+from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
@@ -208,6 +209,8 @@ def _write_rank(
     if on_gpu:
         for graph in program.graphs:
             keep_on_gpu(graph, plan.analysis.graph.model.opset_imports.get("", 1), plan.analysis.costs.bound.shapes)
+            if plan.analysis.fuses:
+                fuse_skips(graph)
     paths = _graph_paths(folder, stem or f"stage{rank.group}", len(program.graphs))
     # Entries come first, since writing a graph changes its weights.
     entries = [
