@@ -23,10 +23,12 @@ from splitc.compiler.frontend.slots import find_slots, graft_slots
 from splitc.compiler.frontend.states import find_states, growing_symbols, written_in_place
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
+from splitc.compiler.fusion.prologue import Prologue
 from splitc.compiler.request.shapes import AskedShapes, Shape, check_order
 from splitc.compiler.request.states import AskedStates
 from splitc.runtime.adapters.adapter import Adapter
-from splitc.runtime.package.manifest import Length, Slot, State
+from splitc.runtime.package.manifest import Slot
+from splitc.runtime.package.states import Length, State
 from splitc.runtime.threads.progress import counting
 
 # The steps of an analysis that progress bars count: reading, opening, shapes, costs, blocks.
@@ -57,6 +59,12 @@ class Analysis:
     merged: tuple[Merged, ...] = ()
     slots: tuple[Slot, ...] = ()
     slot_rank: int | None = None
+    prologue: Prologue | None = None
+
+    @property
+    def added(self) -> frozenset[str]:
+        """The inputs that the model does not have: the runtime gives them."""
+        return frozenset(added_inputs(self.lengths, self.prologue))
 
 
 def analyze(
@@ -121,7 +129,7 @@ def _analyze(
     fused = Fused(graph, fitted.bound, ()) if gains is None else fuse(graph, largest, fitted.bound, gains, states)
     graph, costs = fused.graph, Costs(fused.graph, fused.bound)
     states = written_in_place(graph, states)
-    smallest, typical, largest = (_with_lengths(fused.lengths, shapes) for shapes in (smallest, typical, largest))
+    smallest, typical, largest = (_with_added(fused, shapes) for shapes in (smallest, typical, largest))
     reconcile(graph.model, costs.bound)
     done(1)
     blocks = find_blocks(graph, costs, wanted_blocks)
@@ -137,12 +145,20 @@ def _analyze(
         gains is not None,
         fused.fates,
         fused.lengths,
+        prologue=fused.prologue,
     )
 
 
-def _with_lengths(lengths: Sequence[Length], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The inputs' shapes with those of inputs for lengths."""
-    return {**shapes, **{length.input: (shapes[length.states[0]][length.axis], 0) for length in lengths}}
+def _with_added(fused: Fused, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The inputs' shapes with those of inputs that the model does not have, which are only planned in one size."""
+    added = added_inputs(fused.lengths, fused.prologue)
+    return {**shapes, **{name: fused.bound.shapes[name] for name in added if name in fused.bound.shapes}}
+
+
+def added_inputs(lengths: Sequence[Length], prologue: Prologue | None) -> list[str]:
+    """The inputs of the ranks' graphs that the model does not have, and those of the prologue's for lengths."""
+    own = [name for length in lengths for name in length.names]
+    return [*own, *([] if prologue is None else prologue.outputs)]
 
 
 def _is_small(graph: Graph, bound: BoundShapes) -> bool:

@@ -12,7 +12,7 @@ from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
-from splitc.runtime.package.manifest import State
+from splitc.runtime.package.states import State
 
 
 @dataclass(frozen=True)

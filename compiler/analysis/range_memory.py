@@ -15,7 +15,7 @@ from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.memory import largest_product_weight, overwritten, stage_memory, state_names
 from splitc.compiler.analysis.stages import divide_blocks
-from splitc.runtime.package.manifest import State
+from splitc.runtime.package.states import State
 
 
 class RangeMemory:

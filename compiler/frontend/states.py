@@ -13,7 +13,7 @@ from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.states import AskedStates
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.package.manifest import State
+from splitc.runtime.package.states import State
 from splitc.runtime.units import format_shape
 
 # The most nodes between a past and its present: a concatenation, a scatter, an attention operator, and some reshapes.

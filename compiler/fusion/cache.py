@@ -16,7 +16,7 @@ from splitc.compiler.fusion.operand import VIEWS, Operand, factor_of
 from splitc.compiler.fusion.sizes import ONE, Size, Sizes, product_of
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
-from splitc.runtime.package.manifest import State
+from splitc.runtime.package.states import State
 
 # The axis of rows.
 ROWS = 2

@@ -13,6 +13,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.graph import Graph, complete
 from splitc.compiler.frontend.probe_sizes import bind_other_sizes
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
+from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.cache import Held, concatenated, find_caches, left_out
@@ -27,6 +28,7 @@ from splitc.compiler.fusion.modulation import find_modulation, write_modulation
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import find_norm, write_norm
+from splitc.compiler.fusion.prologue import Prologue, cut_prologue
 from splitc.compiler.fusion.rotary import find_rotary, looks_rotary
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
 from splitc.compiler.fusion.rotary_embedding import write_rotary
@@ -34,7 +36,8 @@ from splitc.compiler.fusion.sizes import Sizes, known_shapes
 from splitc.compiler.fusion.softmax import Softmax, find_softmax
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.request.shapes import Shape
-from splitc.runtime.package.manifest import Length, State
+from splitc.runtime.package.manifest import Role
+from splitc.runtime.package.states import Length, State
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,15 @@ class Fate:
 class Fused:
     """A graph whose attentions, norms and rotary embeddings are one operator each where that can be.
 
-    `bound` are the shapes of all its values, `lengths` its inputs that the model does not have.
+    `bound` are the shapes of all its values, `lengths` its inputs that the model does not have. A `prologue` makes
+    further ones.
     """
 
     graph: Graph
     bound: BoundShapes
     fates: tuple[Fate, ...]
     lengths: tuple[Length, ...] = ()
+    prologue: Prologue | None = None
 
 
 def fuse(
@@ -76,6 +81,7 @@ def fuse(
 
     `bound` are the shapes of the graph's values with the inputs' `shapes`.
     """
+    roles = {value.name or "": role for value, role in find_roles(graph).items()} if gains.has_room else {}
     work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
     # Attention comes last: its queries and keys may be what became one operator.
     parts = {node: fate for node in graph.nodes if gains.parts and (fate := work.part(node)) is not None}
@@ -86,8 +92,15 @@ def fuse(
         return Fused(graph, bound, tuple(fates))
     if any(fate.operator in (OPERATOR, GROUPED, ROTARY) for fate in fates):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
-    made = replace(graph, reads=complete(graph.model))
-    return Fused(made, replace(bound, shapes={**bound.shapes, **work.planned}), tuple(fates), lengths)
+    reads, prologue = complete(graph.model), None
+    if lengths and gains.has_room:
+        try:
+            prologue = work.prologue(roles)
+            reads = complete(graph.model)
+        except NotFusedError as error:
+            fates.append(Fate(lengths[0].input, None, str(error), "prologue"))
+    bound = replace(bound, shapes={**bound.shapes, **work.planned})
+    return Fused(replace(graph, reads=reads), bound, tuple(fates), lengths, prologue)
 
 
 @dataclass(frozen=True)
@@ -129,7 +142,13 @@ class _Work:
     def lengths(self) -> Lengths:
         """Inputs that say how long caches are."""
         pasts = [past for past, _ in self.held.values()]
-        return Lengths(self.editor, self._sizes, pasts, [state.input for state in self.states])
+        states = [state.input for state in self.states]
+        return Lengths(self.editor, self._sizes, pasts, states, self.gains.has_room)
+
+    def prologue(self, roles: Mapping[str, Role]) -> Prologue:
+        """What is computed before the ranks. Raises NotFusedError if nothing can be."""
+        states = [state.input for state in self.states]
+        return cut_prologue(self.graph.model, self.lengths.filled, states, self._sizes, roles)
 
     def part(self, node: ir.Node) -> Fate | None:
         """The fate of a norm around its mean, of a modulated norm, or of a rotary embedding that a node ends."""

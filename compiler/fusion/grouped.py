@@ -113,7 +113,7 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
     attention, frame, work, again = cached.attention, writing.frame, writing.work, filled.again
     query, factor = writing.merged_query()
     keys, values = (_merged(one, work, role, again) for one, role in ((cached.keys, "keys"), (cached.values, "values")))
-    bias = write_bias(attention, frame, work) if attention.biases else None
+    bias = filled.with_room(write_bias(attention, frame, work), work) if attention.biases else None
     if again is not None:
         query = _picked(query, again.queries, 1, work, "query_again")
         # Once for each layer: one that all of them read would make the first layer unlike the others.

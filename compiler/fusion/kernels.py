@@ -21,8 +21,8 @@ class Gains:
 
     MultiHeadAttention from so many scores a head on, and so many keys, with the planned sizes, up to heads of
     `largest_head`, and, unless `biased`, only where nothing is added to the scores. Norms and rotary embeddings are the
-    `parts`. `modulations` are those of norms, and `caches` those in place. Products whose columns are taken apart are
-    `divided` from so many rows on.
+    `parts`. `modulations` are those of norms, and `caches` those in place, whose room is a size of its own where it
+    `has_room`. Products whose columns are taken apart are `divided` from so many rows on.
     """
 
     attention: Types = NONE
@@ -33,6 +33,7 @@ class Gains:
     parts: Types = NONE
     modulations: Types = NONE
     caches: Types = NONE
+    has_room: bool = False
     divided: Types = NONE
     least_rows: int = 0
 
@@ -45,7 +46,17 @@ HALVES, SINGLES = frozenset({ir.DataType.FLOAT16}), frozenset({ir.DataType.FLOAT
 # are 257 x 257; in models with some 77 x 77 the added layout changes took as long as the kernel saved, or longer.
 # RMSNorm is 4 to 4.7 times as fast, and a rotary embedding 2.0 to 4. Three products in place of one and a Split are
 # 1.2 to 1.6 times as fast with 2048 rows or more, and a gated layer by two 1.5 times; fewer rows were not measured.
-ON_GPUS = Gains(HALVES, 1 << 16, largest_head=256, parts=HALVES, modulations=HALVES, divided=HALVES, least_rows=1 << 11)
+ON_GPUS = Gains(
+    HALVES,
+    1 << 16,
+    largest_head=256,
+    parts=HALVES,
+    modulations=HALVES,
+    caches=HALVES,
+    has_room=True,
+    divided=HALVES,
+    least_rows=1 << 11,
+)
 
 
 # Measured by tests/benchmarks/fused_attention.py on a core. Without a bias, the operator does not write the scores to

@@ -2,6 +2,10 @@
 
 It is the size of an input of its own, [rows, 0], which the runtime feeds and a caller does not see. So it is a size as
 any other: what follows from it is known wherever sizes are.
+
+On GPUs, another such input says how much room there is, [rows, 0], and what is added to the scores is as long. All that
+follows from the rows filled is then computed before the ranks (prologue.py), so that these see the same sizes in each
+request, and replay it.
 """
 
 from __future__ import annotations
@@ -19,10 +23,14 @@ from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS, Cache
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis, size_readers
 from splitc.compiler.fusion.writing import Writer
-from splitc.runtime.package.manifest import Length
+from splitc.runtime.package.states import Length
 
 # What the input is called. A model's own names that begin so get another end.
 NAME = "splitc.past"
+# What the input for the room is called.
+ROOM = "splitc.room"
+# What sets the probe of the room apart from other sizes.
+APART = 1009
 # Max takes whole numbers from this opset on.
 OPSET = 12
 
@@ -48,7 +56,9 @@ class Filled:
 
     `before` and `after` are lists of one size: the rows before the request, and with those that it adds. `total` is the
     latter as the operator takes it, and `lasts` the last of them for each row of the batch. `step` is how many it adds:
-    a number, or the axis of an input that has as many. `again` is None where no request needs it.
+    a number, or the axis of an input that has as many. `again` is None where no request needs it. With a `room`, of
+    which `rows` is a list, `total` is as large: the operator's bias has that length. The operator then reads `one_row`
+    of the batch, unless for one token.
     """
 
     input: ir.Value
@@ -61,6 +71,9 @@ class Filled:
     work: Writer
     step: int | tuple[str, int]
     again: Again | None
+    room: ir.Value | None = None
+    rows: ir.Value | None = None
+    one_row: bool = False
 
     @property
     def known(self) -> Mapping[Size, ir.Value]:
@@ -76,19 +89,42 @@ class Filled:
             adds=self.step if isinstance(self.step, int) else 0,
             reads=None if isinstance(self.step, int) else self.step,
             room_for_batches=self.again is not None,
+            room=None if self.room is None else self.room.name,
+            one_row=self.one_row,
         )
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        """The inputs that the model does not have."""
+        return [self.input, *([] if self.room is None else [self.room])]
+
+    def with_room(self, bias: ir.Value, work: Writer) -> ir.Value:
+        """What is added to scores [batch, heads, length, all], with zeros behind it, as long as the room."""
+        if self.room is None or self.rows is None:
+            return bias
+        zeros = work.editor.constant(np.zeros(7, np.int64))
+        lacking = work.integers("lacking", "Sub", [self.rows, self.after], 1)
+        pads = work.integers("pads", "Concat", [zeros, lacking], 8, axis=0)
+        return work.add("bias_room", "Pad", [bias, pads], bias, [*work.axes(bias)[:-1], work.axes(self.room)[0]])
 
 
 class Lengths:
     """The inputs for the lengths of a graph's caches: one for all that are as long."""
 
-    def __init__(self, editor: Editor, sizes: Sizes, pasts: Collection[ir.Value], states: Collection[str]) -> None:
-        self._editor, self._sizes, self._kept = editor, sizes, states
+    def __init__(
+        self, editor: Editor, sizes: Sizes, pasts: Collection[ir.Value], states: Collection[str], has_room: bool
+    ) -> None:
+        self._editor, self._sizes, self._kept, self._has_room = editor, sizes, states, has_room
         self._filled: dict[Size, Filled] = {}
         self._states: dict[str, list[str]] = {}
         # Pasts may have room behind their rows, and so say no size.
         known = (value for value in editor.graph.inputs if sizes.of(value) is not None and value not in pasts)
         self.read: tuple[ir.Value, ...] = tuple(known)
+
+    @property
+    def filled(self) -> list[Filled]:
+        """The filled rows of all caches that are in place."""
+        return [filled for filled in self._filled.values() if self._states.get(filled.input.name or "")]
 
     def of(self, cache: Cache) -> Filled:
         """The filled rows of a cache. Raises NotFusedError if no input says how many a request adds."""
@@ -119,17 +155,34 @@ class Lengths:
         # A symbol that is a number may have any size, and is taken for the number where sizes are planned.
         second = Axis((0, 0), ir.SymbolicDim("0"), 0) if several else fixed_axis(0)
         self._sizes.put(value, [past, second])
-        work = Writer(graph[0], name, (value, *self.read), self._editor, self._sizes)
+        room = self._add_room(total) if self._has_room else None
+        own = (value, *self.read) if room is None else (value, room, *self.read)
+        work = Writer(graph[0], name, own, self._editor, self._sizes)
         try:
             before = work.list_of([past], "before")
             after = work.integers("after", "Add", [before, work.list_of([tokens], "added")], 1)
-            filled, lasts = _add_int32(work, after, new[0])
-            again = _add_again(work, value, before, tokens) if several else None
+            counted = after if room is None else work.list_of([work.axes(room)[0]], "room")
+            filled, lasts = _add_int32(work, after, counted, new[0])
+            again = _add_again(work, value, before, tokens) if several and room is None else None
         except NotFusedError:
             work.undo()
-            graph.inputs.remove(value)
+            for made in own[: 1 + (room is not None)]:
+                graph.inputs.remove(made)
             raise
-        return Filled(value, past, total, before, after, filled, lasts, work, step, again)
+        one_row = several and room is not None
+        rows = None if room is None else counted
+        return Filled(value, past, total, before, after, filled, lasts, work, step, again, room, rows, one_row)
+
+    def _add_room(self, total: Axis) -> ir.Value:
+        """The input for the room, which is as large as what is filled where sizes are planned."""
+        name = ROOM
+        while name in self._sizes.shapes:
+            name += "'"
+        room = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
+        self._editor.graph.inputs.append(room)
+        planned, probe = total.size
+        self._sizes.put(room, [Axis((planned, probe + APART), ir.SymbolicDim(name)), fixed_axis(0)])
+        return room
 
     def _place_of(self, axis: Axis) -> tuple[str, int] | None:
         """The first axis that has this size, of an input that each request gives."""
@@ -174,19 +227,17 @@ class Lengths:
         for filled in self._filled.values():
             if not self._states.get(filled.input.name or ""):
                 filled.work.undo()
-        remove_unused_inputs(self._editor.graph, [filled.input for filled in self._filled.values()])
-        return tuple(
-            filled.entry(names)
-            for filled in self._filled.values()
-            if (names := self._states.get(filled.input.name or ""))
-        )
+        remove_unused_inputs(self._editor.graph, [own for filled in self._filled.values() for own in filled.inputs])
+        return tuple(filled.entry(self._states[filled.input.name or ""]) for filled in self.filled)
 
 
-def _add_int32(work: Writer, after: ir.Value, batch: Axis) -> tuple[ir.Value, ir.Value]:
-    """A number of rows as the operator takes it, and the last of them for each row of the batch."""
-    total = work.integers("total", "Cast", [after], 1, to=ir.DataType.INT32)
-    total.type = ir.TensorType(ir.DataType.INT32)
-    last = work.add("last", "Sub", [total, work.editor.constant(np.array([1], np.int32))], total, [fixed_axis(1)])
+def _add_int32(work: Writer, after: ir.Value, counted: ir.Value, batch: Axis) -> tuple[ir.Value, ir.Value]:
+    """A number of rows as the operator takes it, and the last one filled for each row of the batch."""
+    total = work.integers("total", "Cast", [counted], 1, to=ir.DataType.INT32)
+    filled = total if counted is after else work.integers("filled", "Cast", [after], 1, to=ir.DataType.INT32)
+    for value in (total, filled):
+        value.type = ir.TensorType(ir.DataType.INT32)
+    last = work.add("last", "Sub", [filled, work.editor.constant(np.array([1], np.int32))], filled, [fixed_axis(1)])
     return total, work.expanded(last, [batch], "lasts")
 
 

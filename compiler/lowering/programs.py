@@ -15,7 +15,7 @@ from splitc.compiler.lowering.transfers import Transfer
 from splitc.compiler.lowering.unfused_weights import keep_weights_unfused
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
-from splitc.runtime.package.manifest import State
+from splitc.runtime.package.states import State
 from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
 
 

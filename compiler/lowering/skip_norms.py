@@ -54,7 +54,9 @@ def _find_addition(norm: ir.Node) -> _Addition | None:
     weights = [_shape(value) for value in norm.inputs[1:] if value is not None]
     if node is None or node.op_type != "Add" or node.domain or shape is None or not weights:
         return None
-    if described(total).dtype != ir.DataType.FLOAT16 or len(shape) not in (2, 3) or not 0 < shape[-1] <= LONGEST:
+    if described(total).dtype != ir.DataType.FLOAT16 or len(shape) not in (2, 3):
+        return None
+    if not isinstance(shape[-1], int) or not 0 < shape[-1] <= LONGEST:
         return None
     if norm.attributes.get_int("axis", -1) not in (-1, len(shape) - 1) or any(own != shape[-1:] for own in weights):
         return None
@@ -81,10 +83,11 @@ def _with_bias(addition: _Addition) -> _Addition:
         node = one.producer()
         if node is None or node.op_type != "Add" or node.domain or len(one.uses()) > 1 or one.is_graph_output():
             continue
+        shape = _shape(one) or ()
         for data, bias in (node.inputs, node.inputs[::-1]):
-            if data is not None and bias is not None and bias.is_initializer() and _shape(data) == _shape(one):
-                if _shape(bias) == (_shape(one) or ())[-1:]:
-                    return _Addition(addition.node, data, other, bias)
+            is_bias = bias is not None and bias.is_initializer() and _shape(bias) == shape[-1:]
+            if data is not None and is_bias and _shape(data) == shape:
+                return _Addition(addition.node, data, other, bias)
     return addition
 
 

@@ -25,7 +25,7 @@ from splitc.runtime.engines.kinds import maps_weights
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.files import hash_file
-from splitc.runtime.package.manifest import State
+from splitc.runtime.package.states import State
 
 # More blocks than any model has: asks for the finest ones.
 ALL = 1 << 30
@@ -97,10 +97,9 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
 def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
     """Raise MisuseError for an input without a line, and for a size of 0: only states are empty before a sequence."""
     shapes, states = file.shapes, {state.input for state in (*analysis.states, *(file.states or ()))}
-    added = {length.input for length in analysis.lengths}
     for value in analysis.graph.graph.inputs:
         name = value.name or ""
-        if name not in shapes and name not in added:
+        if name not in shapes and name not in analysis.added:
             raise MisuseError(f'the plan leaves out the input {name}: add a line for it under "shapes"')
         if 0 in shapes.get(name, ()) and name not in states:
             raise MisuseError(

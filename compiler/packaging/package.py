@@ -12,6 +12,7 @@ from types import MappingProxyType
 import msgspec
 import onnx_ir as ir
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.origins import described
@@ -24,8 +25,8 @@ from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
-from splitc.compiler.packaging.manifest_entries import check_types, make_manifest, rank_entry
-from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
+from splitc.compiler.packaging.manifest_entries import PROLOGUE, check_types, make_manifest, rank_entry
+from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs, write_model_files
 from splitc.compiler.packaging.planned_sizes import check_sizes_tried
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
 from splitc.compiler.packaging.shared_weights import is_left_alone
@@ -92,6 +93,9 @@ def compile_model(
             _write_rank(plan.written, number, program, writer, weights == "link")
             for number, program in enumerate(_programs(plan.written))
         ]
+        if plan.analysis.prologue is not None:
+            prologue = plan.analysis.prologue.model
+            write_model_files({folder / PROLOGUE: prologue.graph}, prologue, writer)
         _write_weights(written, writer, target, jobs, progress, warn)
         manifest = make_manifest(plan, [rank.entry for rank in written], writer.files, threads, build.options, fills)
         (folder / FILE_NAME).write_bytes(encode(manifest))
@@ -194,6 +198,14 @@ def _files(ranks: Sequence[_Written]) -> list[WeightFile]:
     return [rank.weights.file for rank in ranks if rank.weights.file is not None]
 
 
+def _suit_gpu(graphs: Sequence[ir.Graph], analysis: Analysis) -> None:
+    """Let engines of ONNX Runtime be captured, and have fewer operators, in place."""
+    for graph in graphs:
+        keep_on_gpu(graph, analysis.graph.model.opset_imports.get("", 1), analysis.costs.bound.shapes)
+        if analysis.fuses:
+            fuse_skips(graph)
+
+
 def _write_rank(
     plan: Plan,
     number: int,
@@ -207,10 +219,7 @@ def _write_rank(
     rank, folder = plan.ranks[number], writer.folder / f"rank{number}"
     on_gpu = plan.engine == ONNXRUNTIME and rank.device.kind == "cuda"
     if on_gpu:
-        for graph in program.graphs:
-            keep_on_gpu(graph, plan.analysis.graph.model.opset_imports.get("", 1), plan.analysis.costs.bound.shapes)
-            if plan.analysis.fuses:
-                fuse_skips(graph)
+        _suit_gpu(program.graphs, plan.analysis)
     paths = _graph_paths(folder, stem or f"stage{rank.group}", len(program.graphs))
     # Entries come first, since writing a graph changes its weights.
     entries = [

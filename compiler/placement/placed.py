@@ -23,7 +23,7 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.placement.least_cut import Network
 from splitc.compiler.placement.weights import placeable, weight_uses
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.package.manifest import State
+from splitc.runtime.package.states import State
 
 # What a value that goes to another device costs beside its bytes, in bytes that take as long. A choice: the latency of
 # a transfer, so that of two places with about the same bytes the one with fewer values is cut.

@@ -19,7 +19,8 @@ from splitc.compiler.request.shapes import LARGEST, Shape, check_size
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import indented, parse_json, written_whole
 from splitc.runtime.hardware.devices import Device, host_numbers
-from splitc.runtime.package.manifest import Cut, Source, State
+from splitc.runtime.package.manifest import Cut, Source
+from splitc.runtime.package.states import State
 
 SCHEMA = 2
 # The least bytes of a weight that is listed, and compared with those of other modules. A choice: it keeps biases and
@@ -204,8 +205,7 @@ def _stage_of_blocks(plan: Plan) -> dict[str, int]:
 
 def _lists(analysis: Analysis, shapes: Mapping[str, Shape]) -> dict[str, list[int]]:
     """The shapes of the model's own inputs."""
-    added = {length.input for length in analysis.lengths}
-    return {name: list(shape) for name, shape in shapes.items() if name not in added}
+    return {name: list(shape) for name, shape in shapes.items() if name not in analysis.added}
 
 
 def write_plan(plan: Plan, path: Path) -> None:

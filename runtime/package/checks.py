@@ -23,7 +23,7 @@ from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
 
 def find_contradiction(manifest: Manifest) -> str | None:
     """What is wrong with the manifest; None if nothing is."""
-    checks = (_threads, _files, _weights, _names, _groups, _programs, _exchanges, _parts, _replicas)
+    checks = (_threads, _files, _weights, _names, _groups, _programs, _exchanges, _parts, _replicas, _prologue)
     return next(chain.from_iterable(check(manifest) for check in checks), None)
 
 
@@ -50,6 +50,18 @@ def _files(manifest: Manifest) -> Iterator[str]:
         for path in [*wanted, *(path for path in (engine.source, engine.adapted) if path is not None)]:
             if path not in listed:
                 yield f"the engine's file '{path}' is not among its files"
+
+
+def _prologue(manifest: Manifest) -> Iterator[str]:
+    """It is among the files that are verified, and takes what there is."""
+    if (prologue := manifest.prologue) is None:
+        return
+    if not is_inside(prologue.file) or prologue.file not in {file.path for file in manifest.files}:
+        yield f"the prologue '{prologue.file}' is not among its files"
+    there = {tensor.name for tensor in manifest.inputs} | {name for own in manifest.lengths for name in own.names}
+    for name in (*prologue.inputs, *prologue.consumed):
+        if name not in there:
+            yield f"the prologue takes '{name}', which is no input"
 
 
 def _weights(manifest: Manifest) -> Iterator[str]:
@@ -80,14 +92,14 @@ def _names(manifest: Manifest) -> Iterator[str]:
         yield "it has no ranks"
     inputs = [tensor.name for tensor in (*manifest.inputs, *manifest.overridable)]
     outputs = [tensor.name for tensor in manifest.outputs]
-    lengths = {length.input for length in manifest.lengths}
+    added = set(manifest.added)
     for kind, names in (("input", inputs), ("output", outputs)):
         for name, count in Counter(names).items():
             if count > 1:
                 yield f"the {kind} '{name}' is there {count} times"
     for number, rank in enumerate(manifest.ranks):
         for name in (*rank.inputs, *(override.input for override in rank.overrides)):
-            if name not in inputs and name not in lengths:
+            if name not in inputs and name not in added:
                 yield f"rank {number} takes '{name}', which is no input"
         for name in rank.outputs:
             if name not in outputs:
@@ -109,7 +121,7 @@ def _names(manifest: Manifest) -> Iterator[str]:
             yield f"the state '{state.input}' grows along axis {state.grows}, and it has {len(shape)} axes"
     yield from _lengths(manifest, inputs)
     for name in manifest.batch or {}:
-        if name not in (*inputs, *outputs):
+        if name not in (*inputs, *outputs, *added):
             yield f"'{name}', which has a batch, is neither an input nor an output"
 
 

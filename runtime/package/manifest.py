@@ -10,6 +10,7 @@ from msgspec import Struct
 from splitc.runtime.package.build import Build as Build
 from splitc.runtime.package.build import BuildOptions as BuildOptions
 from splitc.runtime.package.build import Built as Built
+from splitc.runtime.package.states import Length, Prologue, State
 from splitc.runtime.package.steps import Run, Step
 
 SCHEMA = 4
@@ -93,35 +94,6 @@ class FixedInput(Struct, frozen=True):
     dtype: str
     shape: Shape
     value: Any = None
-
-
-class State(Struct, frozen=True):
-    """An input that is fed with an output of the run before (a past and its present).
-
-    A sequence begins with zeros. A state that grows has length 0 along the axis `grows` then. With `in_place` the
-    engine can write the output over the input, which may have the capacity for later tokens.
-    """
-
-    input: str
-    output: str
-    grows: int | None = None
-    in_place: bool = False
-
-
-class Length(Struct, frozen=True):
-    """How many rows of the states `states` are filled along the axis `axis`, where engines write them in place.
-
-    Ranks take it as the size of the input `input`, which requests do not give. Each request adds `adds` rows, or, where
-    `reads` is set, as many as that input has along that axis. With `room_for_batches`, several rows of the batch read
-    several tokens after others only in states that have room for them.
-    """
-
-    input: str
-    states: list[str]
-    axis: int
-    adds: int = 0
-    reads: tuple[str, int] | None = None
-    room_for_batches: bool = False
 
 
 class AxisPart(Struct, frozen=True):
@@ -326,6 +298,7 @@ class Manifest(Struct, frozen=True):
     first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
     that all outputs follow from: where these have several, another input may have one row for all. `merged` are
     adapters in the weights, `slots` places for those of requests. With `maps_weights`, CPUs take weights from files.
+    The `prologue` is run before the ranks.
     """
 
     schema: int
@@ -355,6 +328,7 @@ class Manifest(Struct, frozen=True):
     merged: list[MergedAdapter] = []
     slots: list[Slot] = []
     maps_weights: bool = False
+    prologue: Prologue | None = None
 
     def __repr__(self) -> str:
         ranks = f"{len(self.devices)} rank{'s' * (len(self.devices) != 1)}"
@@ -366,6 +340,12 @@ class Manifest(Struct, frozen=True):
         if not self.replicas:
             return [rank.device for rank in self.ranks]
         return [device for replica in self.replicas for device in replica.devices]
+
+    @property
+    def added(self) -> list[str]:
+        """The inputs of ranks that are no inputs of the model: those for lengths, and what the prologue makes."""
+        own = [name for length in self.lengths for name in length.names]
+        return [*own, *([] if self.prologue is None else self.prologue.outputs)]
 
     @property
     def overridable(self) -> list[Tensor]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from splitc.runtime.arrays.array import Zeros
 from splitc.runtime.feeds.on_gpu import Feed
-from splitc.runtime.package.manifest import Manifest, State, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.states import State
 
 
 def empty_states(

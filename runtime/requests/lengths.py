@@ -9,7 +9,7 @@ import numpy as np
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import FeedError
 from splitc.runtime.feeds.on_gpu import Feed, on_host
-from splitc.runtime.package.manifest import Length
+from splitc.runtime.package.states import Length
 
 
 def with_lengths(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> dict[str, Feed]:
@@ -28,16 +28,38 @@ def with_lengths(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> dict[s
 
 
 def length_feeds(
-    lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]
+    lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed], room: int = 0
 ) -> dict[str, Array]:
-    """The ranks' inputs for lengths: arrays with an axis of the rows that are filled, of no bytes.
+    """The ranks' inputs for lengths: arrays with an axis of the rows that are filled, or have `room`, of no bytes.
 
-    A second axis of 1 says that the engines are to read the filled rows again.
+    A second axis of 1 says that the engines are to read the filled rows again. Raises FeedError for a request that
+    these can't run.
     """
-    return {
-        length.input: np.zeros((filled[length.input], int(_reads_again(length, batch, filled, feeds))), np.bool_)
+    made = {}
+    for length in lengths:
+        before, more = filled[length.input], added(length, feeds)
+        if _is_for_one_row(length, batch, more, before):
+            raise FeedError(
+                f"{more} tokens after {before} others in {batch} rows of the batch: here this package takes several "
+                "tokens after others for one row only. Give them one at a time, or compile it with --no-fuse"
+            )
+        made[length.input] = np.zeros((before, int(_reads_again(length, batch, filled, feeds))), np.bool_)
+        if length.room is not None:
+            # For a single token all of it, so that the next one has the same sizes. More are read faster without.
+            made[length.room] = np.zeros((max(room, before + more) if more == 1 else before + more, 0), np.bool_)
+    return made
+
+
+def needs_one_row(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> bool:
+    """Whether the engines take a request with these pasts row by row only."""
+    return any(
+        _is_for_one_row(length, feeds[length.states[0]].shape[0], added(length, feeds), filled_rows(length, feeds))
         for length in lengths
-    }
+    )
+
+
+def _is_for_one_row(length: Length, batch: int, more: int, before: int) -> bool:
+    return length.one_row and batch > 1 and more > 1 and before > 0
 
 
 def room_needed(

@@ -109,7 +109,9 @@ class StateSequence:
             {
                 **arrays,
                 **self._carried,
-                **length_feeds(self._session.manifest.lengths, count_batch(arrays), self._filled, arrays),
+                **length_feeds(
+                    self._session.manifest.lengths, count_batch(arrays), self._filled, arrays, self._capacity or 0
+                ),
             },
             sequence=self._numbers[-1],
             initial=initial,

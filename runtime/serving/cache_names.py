@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.package.manifest import Manifest, State, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.states import State
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.empty_states import empty_states
+from splitc.runtime.requests.lengths import needs_one_row
 from splitc.runtime.requests.metrics import Metrics
+from splitc.runtime.requests.prologue import PrologueEngine
 from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.requests import Requests
@@ -162,6 +164,8 @@ class Session(Requests, Listed):
                 started = True
             self._workers.wait_loaded()
             verification.finish()
+            if self.manifest.prologue is not None:
+                self._prologue = PrologueEngine(self.package, self.manifest.prologue)
         except BaseException as error:
             with later_interrupts():  # another one
                 verification.stop()
@@ -223,6 +227,8 @@ class Session(Requests, Listed):
         times: their sum. Raises FeedError for feeds that do not fit the model, MisuseError if its
         batch can't be cut, or outputs can't be on GPUs, EngineError if an engine fails.
         """
+        if micro_batch is None and any(length.one_row for length in self.manifest.lengths):
+            micro_batch = 1 if needs_one_row(self.manifest.lengths, self._take(feeds)) else None
         if micro_batch is None:
             return self.run_timed(feeds, on_device, adapters)[0]
         if on_device:

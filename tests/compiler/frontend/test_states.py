@@ -13,7 +13,7 @@ from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import write_plan
 from splitc.compiler.request.states import AskedStates, parse_states
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.package.manifest import State
+from splitc.runtime.package.states import State
 from tests.helpers.graphs import read_graph
 
 

@@ -260,7 +260,8 @@ def test_no_fuse_and_other_devices_leave_it(tmp_path: Path, monkeypatch: pytest.
     assert plan.analysis.fates == () and plan.analysis.lengths == ()
     shapes = {name: array.shape for name, array in feeds(OPTIMUM, 1, 1, 5).items()}
     made = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1, gains=ON_GPUS)
-    assert made.lengths == () and {fate.kind for fate in made.fates} == {"attention"}
+    assert made.lengths == () and {fate.kind for fate in made.fates} == {"attention", "cache"}
+    assert not any(fate.operator for fate in made.fates)
     types = frozenset({ir.DataType.FLOAT})
     made = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1, gains=Gains(caches=types))
     assert made.fates == tuple(Fate(fate.place, "GroupQueryAttention", None, "cache") for fate in made.fates)

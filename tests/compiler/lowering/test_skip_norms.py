@@ -17,11 +17,14 @@ from tests.conftest import run_whole
 from tests.helpers.written_attention import operators
 
 SIZE = 8
-BLOCK = """e{n} = MatMul (x{n}, u)  p{n} = MatMul (e{n}, d)  q{n} = Add (p{n}, b)  s{n} = Add (q{n}, x{n})
-    l{n} = LayerNormalization <axis = -1> (s{n}, scale, shift)  h{n} = MatMul (l{n}, u)  m{n} = MatMul (h{n}, d)  x{next} = Add (s{n}, m{n})
+BLOCK = """e{n} = MatMul (x{n}, u)  p{n} = MatMul (e{n}, d)
+    q{n} = Add (p{n}, b)  s{n} = Add (q{n}, x{n})
+    l{n} = LayerNormalization <axis = -1> (s{n}, scale, shift)  h{n} = MatMul (l{n}, u)
+    m{n} = MatMul (h{n}, d)  x{next} = Add (s{n}, m{n})
 """
 ROOT = """e{n} = MatMul (x{n}, u)  p{n} = MatMul (e{n}, d)  s{n} = Add (x{n}, p{n})
-    l{n} = SimplifiedLayerNormalization <axis = -1> (s{n}, scale)  h{n} = MatMul (l{n}, u)  m{n} = MatMul (h{n}, d)  x{next} = Add (s{n}, m{n})
+    l{n} = SimplifiedLayerNormalization <axis = -1> (s{n}, scale)  h{n} = MatMul (l{n}, u)
+    m{n} = MatMul (h{n}, d)  x{next} = Add (s{n}, m{n})
 """
 
 
@@ -32,7 +35,13 @@ def written(block: str, count: int = 3, other: str = "batch, length", dtype: str
         f'<ir_version: 8, opset_import: ["" : 18]> {head} {{ {body} y = Add (x{count}, z) }}'
     )
     random = np.random.default_rng(0)
-    for name, shape in {"u": (SIZE, 4 * SIZE), "d": (4 * SIZE, SIZE), "b": (SIZE,), "scale": (SIZE,), "shift": (SIZE,)}.items():
+    for name, shape in {
+        "u": (SIZE, 4 * SIZE),
+        "d": (4 * SIZE, SIZE),
+        "b": (SIZE,),
+        "scale": (SIZE,),
+        "shift": (SIZE,),
+    }.items():
         array = random.standard_normal(shape).astype(np.float16 if dtype == "float16" else np.float32) / 8
         model.graph.initializer.append(numpy_helper.from_array(array, name))
     return model

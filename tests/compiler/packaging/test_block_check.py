@@ -9,10 +9,10 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.modes.tensor import TensorSplit
 from splitc.compiler.packaging import self_check
 from splitc.compiler.sharding import shards
-from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.runtime.errors import OutputsDifferError
 
 

@@ -11,11 +11,11 @@ import onnx_ir as ir
 import pytest
 from blake3 import blake3
 
+from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.packaging import weight_files
 from splitc.compiler.packaging import writer as package_writer
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
-from splitc.compiler.frontend.cut_tensor import CutTensor
 
 FLOAT, HALF, INT4 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT4
 

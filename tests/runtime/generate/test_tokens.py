@@ -26,7 +26,8 @@ from splitc.runtime.generate.capacity import find_capacity
 from splitc.runtime.generate.conversation import round_capacity
 from splitc.runtime.generate.signature import LanguageSignature
 from splitc.runtime.generate.tokens import Timings, generate
-from splitc.runtime.package.manifest import Manifest, Role, State, Tensor
+from splitc.runtime.package.manifest import Manifest, Role, Tensor
+from splitc.runtime.package.states import State
 from splitc.runtime.requests import sequence as sequences
 from splitc.runtime.requests.empty_states import empty_states
 from tests.conftest import DECODER, LAYER, until

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime.errors import FeedError
-from splitc.runtime.package.manifest import Length
+from splitc.runtime.package.states import Length
 from splitc.runtime.requests.lengths import room_needed, with_lengths
 
 LENGTH = Length("n", ["key", "value"], axis=2, reads=("ids", 1), room_for_batches=True)

@@ -11,8 +11,8 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.package.manifest import State
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.states import State
 from splitc.runtime.serving.cache_names import CacheNames, _group, find_caches
 from tests.helpers.command import splitc
 from tests.helpers.folders import write_json

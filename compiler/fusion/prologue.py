@@ -1,0 +1,171 @@
+"""What follows from the rows that caches have filled is computed before the ranks, by a graph of its own.
+
+Masks, positions and lengths follow from inputs alone, and are small. Exporters compute them from sizes, of which some
+grow with each token. In a graph without them a request has the same sizes as the one before, so GPUs replay it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.walks import ancestors
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.lengths import Filled
+from splitc.compiler.fusion.sizes import Sizes
+from splitc.compiler.operators.registry import draws, operator_of
+from splitc.runtime.package.manifest import Role
+
+# The bytes of the largest constant that the graph may have. A choice: a table of positions is larger, and looked up on
+# the device.
+LARGEST = 1 << 16
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """The graph, as a model: of some inputs of the model and those for lengths, it makes inputs of the ranks' graphs.
+
+    What the ranks read does not show all of the model's inputs: `roles` are those by name, and `batch` the numbers of
+    the axes that are as long as the batch.
+    """
+
+    model: ir.Model
+    roles: Mapping[str, Role]
+    batch: Mapping[str, int]
+
+    @property
+    def outputs(self) -> list[str]:
+        """The names of what it makes."""
+        return [value.name or "" for value in self.model.graph.outputs]
+
+
+def cut_prologue(
+    model: ir.Model, filled: Sequence[Filled], states: Collection[str], sizes: Sizes, roles: Mapping[str, Role]
+) -> Prologue:
+    """Cut off what follows from the filled rows. What it makes becomes inputs of the graph that is left, in place.
+
+    Raises NotFusedError if what is left would see sizes that change with each token; then nothing is changed.
+    """
+    graph = model.graph
+    early = _find_early(graph, [value for value in graph.inputs if value.name not in states])
+    growing = {size for one in filled for size in (one.past.size, one.all.size)}
+    following = {value for value in early if value.is_graph_input() and _has(value, growing, sizes)}
+    following |= {one.input for one in filled}
+    for node in graph:
+        if not following.isdisjoint(node.inputs):
+            following.update(value for value in node.outputs if value in early)
+    _merge_equal(graph, following)
+    made = [value for value in following if _is_read_later(value, early)]
+    _check(made, following, graph, sizes)
+    cut = _copy(model, made)
+    batch = _find_batch(cut.graph.inputs, filled, sizes)
+    for value in made:
+        _replace(graph, value)
+    return Prologue(cut, roles, batch)
+
+
+def _find_batch(inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, int]:
+    """The numbers of the inputs' axes that are as long as the batch of the caches."""
+    batches = {axes[0].size for one in filled if (axes := sizes.axes(one.lasts)) and axes[0].fixed is None}
+    return {
+        value.name or "": place
+        for value in inputs
+        for place, size in enumerate(sizes.of(value) or ())
+        if size in batches
+    }
+
+
+def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:
+    """The values that follow from these inputs alone, by nodes without work worth a device."""
+    early = set(inputs)
+    for node in graph:
+        read = [value for value in node.inputs if value is not None]
+        light = all(value in early or _is_small(value) for value in read)
+        if light and not operator_of(node).is_product and not draws(node) and not any(subgraphs(node)):
+            early.update(node.outputs)
+    return early
+
+
+def _merge_equal(graph: ir.Graph, among: Collection[ir.Value]) -> None:
+    """Let one node stand for those that compute the same: a model's layers have a mask each."""
+    kept: dict[Any, ir.Node] = {}
+    for node in list(graph):
+        if not all(value in among for value in node.outputs):
+            continue
+        attributes = sorted((name, _content(attribute.value)) for name, attribute in node.attributes.items())
+        key = (node.domain, node.op_type, *attributes, *map(_content, node.inputs), len(node.outputs))
+        one = kept.setdefault(key, node)
+        if one is not node:
+            for old, new in zip(node.outputs, one.outputs, strict=True):
+                old.replace_all_uses_with(new)
+
+
+def _content(value: Any) -> Any:
+    """What tells an attribute or an input from others: numbers by themselves, and computed values by what they are."""
+    tensor = value.const_value if isinstance(value, ir.Value) else value
+    if isinstance(tensor, ir.TensorProtocol):
+        return str(tensor.dtype), tuple(tensor.shape.numpy()), tensor.tobytes()
+    return ("value", id(value)) if isinstance(value, ir.Value) else str(value)
+
+
+def _is_small(value: ir.Value) -> bool:
+    return value.is_initializer() and value.const_value is not None and value.const_value.nbytes <= LARGEST
+
+
+def _has(value: ir.Value, growing: Collection[tuple[int, int]], sizes: Sizes) -> bool:
+    """Whether an axis of a value has one of these sizes."""
+    return not set(sizes.of(value) or ()).isdisjoint(growing)
+
+
+def _is_read_later(value: ir.Value, early: Collection[ir.Value]) -> bool:
+    """Whether a value is an output, or read by a node that is none of the early ones."""
+    return value.is_graph_output() or any(
+        early_output not in early for node, _ in value.uses() for early_output in node.outputs
+    )
+
+
+def _check(made: Sequence[ir.Value], following: Collection[ir.Value], graph: ir.Graph, sizes: Sizes) -> None:
+    """Raise NotFusedError unless what is made has sizes that requests keep."""
+    kept = {axis.size for value in graph.inputs if value not in following for axis in sizes.axes(value) or ()}
+    for value in made:
+        axes = sizes.axes(value)
+        if value.is_graph_input() or value.is_graph_output() or axes is None:
+            raise NotFusedError(
+                f"'{value.name}', which grows with each token, is used by more than masks and positions"
+            )
+        if any(axis.fixed is None and axis.size not in kept for axis in axes):
+            raise NotFusedError(f"'{value.name}' grows with each token, and is no mask of an attention")
+
+
+def _copy(model: ir.Model, made: Sequence[ir.Value]) -> ir.Model:
+    """The nodes that make some values, as a model of its own."""
+    graph = model.graph
+    wanted = ancestors([node for value in made if (node := value.producer()) is not None], _reads)
+    nodes = [node for node in graph if node in wanted]
+    read = {value for node in nodes for value in _reads(node)}
+    view = ir.GraphView(
+        [value for value in graph.inputs if value in read],
+        made,
+        nodes=nodes,
+        initializers=tuple(value for value in graph.initializers.values() if value in read),
+        opset_imports=graph.opset_imports,
+        name=f"{graph.name}/prologue",
+    )
+    return ir.Model(view.clone(), ir_version=model.ir_version)
+
+
+def _reads(node: ir.Node) -> list[ir.Value]:
+    return [value for value in node.inputs if value is not None]
+
+
+def _replace(graph: ir.Graph, value: ir.Value) -> None:
+    """Put an input in the place of a value."""
+    new = ir.Value(type=value.type, shape=value.shape)
+    value.replace_all_uses_with(new)
+    hand_over(value, new, "before")
+    graph.inputs.append(new)

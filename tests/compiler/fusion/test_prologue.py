@@ -1,0 +1,93 @@
+"""On GPUs what grows with each token is computed before the ranks, which see the same sizes and replay each token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.errors import FeedError
+from splitc.runtime.package.manifest_file import read_manifest
+from tests.compiler.fusion.test_caches import OPTIMUM, STYLES
+from tests.conftest import assert_close, run_whole
+from tests.helpers.written_decoder import Style, feeds, following, without_states, write
+
+HALF = TensorProto.FLOAT16
+# Results in halves.
+CLOSE = 2e-2
+
+
+def compiled(style: Style, folder: Path, mode: str, devices: list[str]) -> Path:
+    onnx.save(write(style), folder / "model.onnx")
+    plan = plan_model(folder / "model.onnx", devices, Request(split_mode=mode, spread=True))
+    assert [fate.operator for fate in plan.analysis.fates if fate.kind == "cache"] == [
+        "GroupQueryAttention"
+    ] * style.layers, plan.analysis.fates
+    assert plan.analysis.prologue is not None, plan.analysis.fates
+    compile_model(plan, folder / "package")
+    return folder / "package"
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_packages_for_gpus_give_what_the_model_gives(tmp_path: Path, name: str, mode: str) -> None:
+    """Whoever feeds the pasts, and in sequences with room and without."""
+    style = replace(STYLES[name], dtype=HALF)
+    path = compiled(style, tmp_path, mode, ["cuda0", "cuda1"])
+    with Session(path, devices=["cpu0", "cpu1"]) as session:
+        assert [tensor.name for tensor in session.inputs] == [*feeds(style, 1, 1, 1)]
+        for number, (batch, new, past, padded) in enumerate([(1, 1, 5, 0), (2, 1, 9, 4), (3, 7, 0, 2), (1, 3, 8, 2)]):
+            request = feeds(style, batch, 1 if style.one else new, past, padded, number)
+            assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)
+        for batch, steps, capacity in ((1, (5, 1, 1, 3, 1), 24), (3, (6, 1, 1, 1), 24), (2, (4, 1, 1), None)):
+            with session.start(capacity) as sequence:
+                request = feeds(style, batch, 1 if style.one else steps[0], 0, padded=2)
+                for new in (*steps[1:], 1):
+                    expected = run_whole(tmp_path / "model.onnx", request)
+                    actual = sequence.run(without_states(request))
+                    assert_close(actual, {"logits": expected["logits"]}, CLOSE)
+                    request = following(style, expected, batch, 1 if style.one else new, padded=2)
+
+
+def test_engines_see_no_size_that_grows(tmp_path: Path) -> None:
+    """With room, each token is fed in the same shapes, and nothing prevents a capture."""
+    style = replace(OPTIMUM, dtype=HALF)
+    path = compiled(style, tmp_path, "layer", ["cuda0"])
+    manifest = read_manifest(path)
+    assert manifest.prologue is not None and "attention_mask" in manifest.prologue.consumed
+    names = {value.name for value in ir.load(path / manifest.ranks[0].engines[0].path).graph.inputs}
+    assert names.isdisjoint({"attention_mask", "splitc.past"}) and names >= set(manifest.prologue.outputs)
+    shapes = []
+    with Session(path, devices=["cpu0"]) as session, session.start(24) as sequence:
+        submit = session._admission.submit
+
+        def watched(request, here):  # type: ignore[no-untyped-def]
+            taken = {name: request.feeds[name].shape for name in manifest.ranks[0].inputs if name in request.feeds}
+            shapes.append(taken)
+            return submit(request, here)
+
+        session._admission.submit = watched  # type: ignore[method-assign]
+        request = feeds(style, 1, 4, 0)
+        for _ in range(4):
+            expected = run_whole(tmp_path / "model.onnx", request)
+            sequence.run(without_states(request))
+            request = following(style, expected, 1, 1)
+    assert all(before == after for before, after in pairwise(shapes[1:]))
+    assert any(24 in shape for shape in shapes[1].values())
+
+
+def test_several_tokens_after_others_are_run_row_by_row(tmp_path: Path) -> None:
+    style = replace(OPTIMUM, dtype=HALF)
+    path = compiled(style, tmp_path, "layer", ["cuda0"])
+    with Session(path, devices=["cpu0"]) as session:
+        request = feeds(style, 2, 3, 6)
+        with pytest.raises(FeedError, match=r"3 tokens after 6 others in 2 rows .* --no-fuse"):
+            session.submit(request)
+        assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)
