@@ -24,6 +24,18 @@ def lift(model: ir.Model) -> None:
     if has_subgraphs(model.graph):
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
         passes.NameFixPass()(model)  # what was lifted may have the name of a value of another branch
+    bypass_lone(model.graph)
+
+
+def bypass_lone(graph: ir.Graph) -> None:
+    """Let readers of what concatenates one value read that, in place.
+
+    Exporters write this where the rest was empty: transformers' first cache begins as no rows.
+    """
+    for node in all_nodes(graph):
+        if node.op_type == "Concat" and not node.domain and len(node.inputs) == 1 and node.inputs[0] is not None:
+            if not node.outputs[0].is_graph_output():
+                node.outputs[0].replace_all_uses_with(node.inputs[0])
 
 
 class NameInitializerOutputs(ir.passes.InPlacePass):

@@ -65,3 +65,24 @@ def test_captured_values_are_read(write_model: WriteModel) -> None:
     )
     graph = read_graph(path)
     assert {value.name for value in graph.reads[graph.nodes[-1]]} == {"a", "w", "c"}
+
+
+def test_what_concatenates_one_value_is_passed_by(write_model: WriteModel) -> None:
+    """Also inside an If; an output keeps its node, and so its name."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[2] x, bool c) => (float[2] y, float[2] z) {
+          a = Concat <axis = 0> (x)
+          b = Concat <axis = 0> (a)
+          s = Add (b, b)
+          y = If (c) <
+            then_branch = t () => (float[2] p) { q = Concat <axis = 0> (s)  p = Neg (q) },
+            else_branch = e () => (float[2] p) { p = Abs (b) }
+          >
+          z = Concat <axis = 0> (s)
+        }"""
+    )
+    graph = read_graph(path)
+    assert [node.op_type for node in graph.nodes] == ["Add", "If", "Concat"]
+    assert [value.name for value in graph.nodes[0].inputs] == ["x", "x"]
+    assert [value.name for value in graph.outputs] == ["y", "z"]
