@@ -23,7 +23,8 @@ class Editor:
     def constant(self, array: npt.NDArray[Any]) -> ir.Value:
         """A small constant as an initializer."""
         key = (f"{array.dtype}{array.shape}", array.tobytes())
-        if key not in self._added:
+        known = self._added.get(key)
+        if known is None or self.graph.initializers.get(known.name or "") is not known:  # or it was removed as unused
             name = self.unused_name(f"splitc_constant_{len(self._added)}")
             self._added[key] = self._register(ir.Tensor(array, name=name))
         return self._added[key]

@@ -148,7 +148,7 @@ class _Work:
     def prologue(self, roles: Mapping[str, Role]) -> Prologue:
         """What is computed before the ranks. Raises NotFusedError if nothing can be."""
         states = [state.input for state in self.states]
-        return cut_prologue(self.graph.model, self.lengths.filled, states, self._sizes, roles)
+        return cut_prologue(self.graph.model, self.lengths, states, self._sizes, roles)
 
     def part(self, node: ir.Node) -> Fate | None:
         """The fate of a norm around its mean, of a modulated norm, or of a rotary embedding that a node ends."""

@@ -192,9 +192,10 @@ class Lengths:
                     return value.name or "", place
         return None
 
-    def writer(self, at: ir.Node, filled: Filled) -> Writer:
+    def writer(self, at: ir.Node, *filled: Filled) -> Writer:
         """Writes sizes at a node that only inputs are known to come before."""
-        return Writer(at, at.outputs[0].name or "", self.read, self._editor, self._sizes, known=filled.known)
+        known = {size: value for one in filled for size, value in one.known.items()}
+        return Writer(at, at.outputs[0].name or "", self.read, self._editor, self._sizes, known=known)
 
     def rewrite_sizes(self, values: Iterable[ir.Value], filled: Filled) -> None:
         """Nodes that read sizes of these values get them from elsewhere."""

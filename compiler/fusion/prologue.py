@@ -16,7 +16,7 @@ from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.lengths import Filled
+from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.operators.registry import draws, operator_of
 from splitc.runtime.package.manifest import Role
@@ -45,14 +45,14 @@ class Prologue:
 
 
 def cut_prologue(
-    model: ir.Model, filled: Sequence[Filled], states: Collection[str], sizes: Sizes, roles: Mapping[str, Role]
+    model: ir.Model, lengths: Lengths, states: Collection[str], sizes: Sizes, roles: Mapping[str, Role]
 ) -> Prologue:
     """Cut off what follows from the filled rows. What it makes becomes inputs of the graph that is left, in place.
 
     Raises NotFusedError if what is left would see sizes that change with each token; then nothing is changed.
     """
-    graph = model.graph
-    early = _find_early(graph, [value for value in graph.inputs if value.name not in states])
+    graph, filled = model.graph, lengths.filled
+    early = _read_sizes_off_inputs(graph, [value for value in graph.inputs if value.name not in states], lengths, sizes)
     growing = {size for one in filled for size in (one.past.size, one.all.size)}
     following = {value for value in early if value.is_graph_input() and _has(value, growing, sizes)}
     following |= {one.input for one in filled}
@@ -78,6 +78,19 @@ def _find_batch(inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Siz
         for place, size in enumerate(sizes.of(value) or ())
         if size in batches
     }
+
+
+def _read_sizes_off_inputs(
+    graph: ir.Graph, inputs: Sequence[ir.Value], lengths: Lengths, sizes: Sizes
+) -> set[ir.Value]:
+    """The early values, once sizes of others are read off inputs: exporters take the batch's from hidden states."""
+    early = _find_early(graph, inputs)
+    for node in list(graph):
+        if node.op_type == "Shape" and not node.domain and node.inputs[0] not in early:
+            axes, writer = sizes_read(node, sizes), lengths.writer(node, *lengths.filled)
+            if axes and all(map(writer.has, axes)) and not node.outputs[0].is_graph_output():
+                node.outputs[0].replace_all_uses_with(writer.list_of(axes, "sizes"))
+    return _find_early(graph, inputs)
 
 
 def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:

@@ -21,7 +21,7 @@ class Style:
     lengths. `one`: it reads one token at a time. `groups`: query heads for each of the keys'. `mask`: truths that a
     Where hides by, whose rows of NaN become zeros, or that are a low number as a Cast; `scale`: a constant after the
     product, constants on both factors, or computed from the size of heads on both. `turned`: keys are transposed as a
-    batch of matrices. `reads`: which shape has the number of earlier tokens.
+    batch of matrices. `reads`: which shape has the number of earlier tokens, or of new ones (`hidden`).
     """
 
     masked: bool = True
@@ -94,7 +94,7 @@ class _Writer:
         style = self.style
         rows = self.add("Gather", self.normal(style.vocabulary, style.width), "input_ids")
         value = self.add("Add", rows, self.add("Gather", self.normal(64, style.width), "position_ids"))
-        mask = self._mask()
+        mask = self._mask("input_ids" if style.reads != "hidden" else rows)
         for number in range(style.layers):
             value = self.add("Add", value, self._attention(number, value, mask))
         self.add("MatMul", value, self.normal(style.width, style.vocabulary), name="logits")
@@ -128,15 +128,15 @@ class _Writer:
         ]
         return self.add("Concat", *parts, axis=0)
 
-    def _mask(self) -> str:
+    def _mask(self, tokens: str) -> str:
         """The truths of what a query may see, [batch or 1, 1, sequence, all]."""
         one, zero = self.number(1), self.number(0)
         if self.style.reads == "mask":
             self._all = self.size_of("attention_mask", 1)
-            self._before = self.add("Sub", self._all, self.size_of("input_ids", 1))
+            self._before = self.add("Sub", self._all, self.size_of(tokens, 1))
         else:
             self._before = self.size_of("past_value.0", 2)
-            self._all = self.add("Add", self._before, self.size_of("input_ids", 1))
+            self._all = self.add("Add", self._before, self.size_of(tokens, 1))
         keys = self.add("Unsqueeze", self.add("Range", zero, self._all, one), self.number([0]))
         queries = self.add("Unsqueeze", self.add("Range", self._before, self._all, one), self.number([1]))
         causal = self.add("Unsqueeze", self.add("LessOrEqual", keys, queries), self.number([0, 1]))

@@ -15,11 +15,14 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.compiler.fusion.test_caches import OPTIMUM, STYLES
+from tests.compiler.fusion.test_caches import OPTIMUM
+from tests.compiler.fusion.test_caches import STYLES as CACHED
 from tests.conftest import assert_close, run_whole
 from tests.helpers.written_decoder import Style, feeds, following, without_states, write
 
 HALF = TensorProto.FLOAT16
+# With a table of tokens that is no small constant.
+STYLES = {**CACHED, "sizes of hidden states": replace(OPTIMUM, reads="hidden", vocabulary=2000)}
 # Results in halves.
 CLOSE = 2e-2
 
@@ -56,14 +59,17 @@ def test_packages_for_gpus_give_what_the_model_gives(tmp_path: Path, name: str, 
                     request = following(style, expected, batch, 1 if style.one else new, padded=2)
 
 
-def test_engines_see_no_size_that_grows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["optimum", "sizes of hidden states"])
+def test_engines_see_no_size_that_grows(tmp_path: Path, name: str) -> None:
     """With room, each token is fed in the same shapes, and nothing prevents a capture."""
-    style = replace(OPTIMUM, dtype=HALF)
+    style = replace(STYLES[name], dtype=HALF)
     path = compiled(style, tmp_path, "layer", ["cuda0"])
     manifest = read_manifest(path)
     assert manifest.prologue is not None and "attention_mask" in manifest.prologue.consumed
     names = {value.name for value in ir.load(path / manifest.ranks[0].engines[0].path).graph.inputs}
     assert names.isdisjoint({"attention_mask", "splitc.past"}) and names >= set(manifest.prologue.outputs)
+    made = {name.rpartition("/")[2] for name in manifest.prologue.outputs}
+    assert made == {"bias_room", "lasts"}, "all layers have one mask"
     shapes = []
     with Session(path, devices=["cpu0"]) as session, session.start(24) as sequence:
         submit = session._admission.submit
