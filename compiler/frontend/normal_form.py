@@ -33,9 +33,9 @@ def bypass_lone(graph: ir.Graph) -> None:
     Exporters write this where the rest was empty: transformers' first cache begins as no rows.
     """
     for node in all_nodes(graph):
-        if node.op_type == "Concat" and not node.domain and len(node.inputs) == 1 and node.inputs[0] is not None:
-            if not node.outputs[0].is_graph_output():
-                node.outputs[0].replace_all_uses_with(node.inputs[0])
+        is_lone = node.op_type == "Concat" and not node.domain and len(node.inputs) == 1
+        if is_lone and node.inputs[0] is not None and not node.outputs[0].is_graph_output():
+            node.outputs[0].replace_all_uses_with(node.inputs[0])
 
 
 class NameInitializerOutputs(ir.passes.InPlacePass):

@@ -181,7 +181,9 @@ class Lengths:
         room = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         self._editor.graph.inputs.append(room)
         planned, probe = total.size
-        self._sizes.put(room, [Axis((planned, probe + APART), ir.SymbolicDim(name)), fixed_axis(0)])
+        # A symbol is an expression, in which a prime can't be.
+        symbol = ir.SymbolicDim(name.replace("'", "_"))
+        self._sizes.put(room, [Axis((planned, probe + APART * (1 + len(self._filled))), symbol), fixed_axis(0)])
         return room
 
     def _place_of(self, axis: Axis) -> tuple[str, int] | None:
