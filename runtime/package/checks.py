@@ -264,7 +264,7 @@ def _parts(manifest: Manifest) -> Iterator[str]:
             if len({axis.axis for axis in part.axes}) != len(part.axes):
                 yield f"rank {number} has a shard of '{part.name}' that is cut twice along an axis"
             for axis in part.axes:
-                if not _is_cut(axis, tensors[part.name]):
+                if not _is_cut(axis, tensors.get(part.name)):
                     yield f"rank {number} has no possible shard of '{part.name}', axis {axis.axis}"
     for tensor in manifest.outputs:
         givers = [rank for rank in manifest.ranks if tensor.name in rank.outputs]
@@ -287,9 +287,9 @@ def _replicas(manifest: Manifest) -> Iterator[str]:
         yield "its first replica has other devices than its ranks"
 
 
-def _is_cut(axis: AxisPart, tensor: Tensor) -> bool:
-    """Whether there is such a shard of an array of the planned shape."""
-    if tensor.sample_shape is not None:
+def _is_cut(axis: AxisPart, tensor: Tensor | None) -> bool:
+    """Whether there is such a shard of an array of the planned shape, which is not known of what a prologue makes."""
+    if tensor is not None and tensor.sample_shape is not None:
         if not 0 <= axis.axis < len(tensor.sample_shape):
             return False
         known = math.prod(size for size in axis.sizes if size != -1)

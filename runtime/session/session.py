@@ -227,7 +227,8 @@ class Session(Requests, Listed):
         times: their sum. Raises FeedError for feeds that do not fit the model, MisuseError if its
         batch can't be cut, or outputs can't be on GPUs, EngineError if an engine fails.
         """
-        if micro_batch is None and any(length.one_row for length in self.manifest.lengths):
+        alone = self.manifest.batch is not None and any(length.one_row for length in self.manifest.lengths)
+        if micro_batch is None and alone:
             micro_batch = 1 if needs_one_row(self.manifest.lengths, self._take(feeds)) else None
         if micro_batch is None:
             return self.run_timed(feeds, on_device, adapters)[0]

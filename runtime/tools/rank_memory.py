@@ -38,6 +38,7 @@ from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.ranks.loaded import measured_memory
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.requests.lengths import with_lengths
+from splitc.runtime.requests.prologue import PrologueEngine
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.failures import Failure
 from splitc.runtime.threads.progress import counted
@@ -50,7 +51,10 @@ def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[
     run once together before, to record these values.
     """
     manifest = read_manifest(package)
-    values = {name: on_host(feed) for name, feed in with_lengths(manifest.lengths, feeds).items()}
+    taken = with_lengths(manifest.lengths, feeds)
+    if manifest.prologue is not None:
+        taken = PrologueEngine(package, manifest.prologue).apply(taken)
+    values = {name: on_host(feed) for name, feed in taken.items()}
     steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
     if any(isinstance(step, Receive) and step.source > number for number, step in steps):
         values.update(_run_together(package, manifest.ranks, threads, values))

@@ -15,6 +15,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.tools.rank_memory import measure_memory
 from tests.compiler.fusion.test_caches import OPTIMUM
 from tests.compiler.fusion.test_caches import STYLES as CACHED
 from tests.conftest import assert_close, run_whole
@@ -87,6 +88,17 @@ def test_engines_see_no_size_that_grows(tmp_path: Path, name: str) -> None:
             request = following(style, expected, 1, 1)
     assert all(before == after for before, after in pairwise(shapes[1:]))
     assert any(24 in shape for shape in shapes[1].values())
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_memory_is_measured_and_processes_are_fed(tmp_path: Path, kind: str) -> None:
+    style = replace(OPTIMUM, dtype=HALF)
+    path = compiled(style, tmp_path, "layer", ["cuda0", "cuda1"])
+    request = feeds(style, 1, 1, 6)
+    with Session(path, devices=["cpu0", "cpu1"], ranks=kind) as session:
+        assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)
+    if kind == "processes":
+        assert [memory.peak > 0 for memory in measure_memory(path, 1, request)] == [True, True]
 
 
 def test_several_tokens_after_others_are_run_row_by_row(tmp_path: Path) -> None:
