@@ -42,8 +42,8 @@ test-serving: $(VENV)/serving/done
 # genai without what it depends on: ONNX Runtime is here already, in its other package.
 $(VENV)/serving/done: pyproject.toml $(VENV)/test.done
 	$(PYTHON) -m venv $(VENV)/serving
-	$(VENV)/serving/bin/python -m pip install --quiet --editable '.[adapters]' pytest psutil 'numpy<2' \
-		'nvidia-pytriton==0.7.0' 'tritonclient[http,grpc]' 'mlserver==1.7.1'
+	$(VENV)/serving/bin/python -m pip install --quiet --editable '.[adapters,openai]' pytest psutil 'numpy<2' \
+		'nvidia-pytriton==0.7.0' 'tritonclient[http,grpc]' 'mlserver==1.7.1' openai
 	$(VENV)/serving/bin/python -m pip install --quiet --no-deps onnxruntime-genai
 	touch $@
 

@@ -101,7 +101,18 @@ def _check_pip(words: Sequence[str]) -> str:
     return ""
 
 
-RUNNERS: Mapping[str, Callable[[Sequence[str]], str]] = {"splitc": _run_splitc, "make": _check_make, "pip": _check_pip}
+def _check_mlserver(words: Sequence[str]) -> str:
+    """What it would start is there."""
+    assert words[1] == "start" and (Path(words[2]) / "settings.json").is_file()
+    return ""
+
+
+RUNNERS: Mapping[str, Callable[[Sequence[str]], str]] = {
+    "splitc": _run_splitc,
+    "make": _check_make,
+    "pip": _check_pip,
+    "mlserver": _check_mlserver,
+}
 
 
 def _edit(file: Path, old: str, new: str) -> None:
