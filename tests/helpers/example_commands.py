@@ -93,11 +93,24 @@ def _check_make(words: Sequence[str]) -> str:
     return ""
 
 
+def extras() -> set[str]:
+    """What may stand in brackets behind splitc's name."""
+    return set(metadata("splitc").get_all("Provides-Extra") or ())
+
+
 def _check_pip(words: Sequence[str]) -> str:
     """Extras of splitc are there."""
-    extras = set(metadata("splitc").get_all("Provides-Extra") or ())
     for named in re.findall(r"splitc\[([\w,]+)\]", " ".join(words)):
-        assert set(named.split(",")) <= extras
+        assert set(named.split(",")) <= extras()
+    return ""
+
+
+def _check_docker(words: Sequence[str]) -> str:
+    """The stage that is built is there. What a container runs is splitc's, and read by `test_docs`."""
+    if words[1] == "build":
+        file, stage = (words[words.index(option) + 1] for option in ("-f", "--target"))
+        stages = re.findall(r"^FROM .* AS (\w+)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+        assert stage in stages, f"{file} has no stage {stage}"
     return ""
 
 
@@ -112,6 +125,7 @@ RUNNERS: Mapping[str, Callable[[Sequence[str]], str]] = {
     "make": _check_make,
     "pip": _check_pip,
     "mlserver": _check_mlserver,
+    "docker": _check_docker,
 }
 
 
