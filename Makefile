@@ -7,7 +7,7 @@ WORKERS = $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Tests start Python some 400 times. numpy's BLAS would start a thread a core in each, which costs 50 ms.
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: demo quick test tests test-diffusers test-serving fuzz lint pictures wheel clean
+.PHONY: demo quick test tests test-diffusers test-serving fuzz lint pictures docs wheel clean
 
 # The demo: a trained model, split over two CPU devices, run on real text and checked.
 demo: $(VENV)/demo.done
@@ -42,8 +42,8 @@ test-serving: $(VENV)/serving/done
 # genai without what it depends on: ONNX Runtime is here already, in its other package.
 $(VENV)/serving/done: pyproject.toml $(VENV)/test.done
 	$(PYTHON) -m venv $(VENV)/serving
-	$(VENV)/serving/bin/python -m pip install --quiet --editable '.[adapters]' pytest psutil 'numpy<2' \
-		'nvidia-pytriton==0.7.0' 'tritonclient[http,grpc]' 'mlserver==1.7.1'
+	$(VENV)/serving/bin/python -m pip install --quiet --editable '.[adapters,openai]' pytest psutil 'numpy<2' \
+		'nvidia-pytriton==0.7.0' 'tritonclient[http,grpc]' 'mlserver==1.7.1' openai
 	$(VENV)/serving/bin/python -m pip install --quiet --no-deps onnxruntime-genai
 	touch $@
 
@@ -66,6 +66,18 @@ endif
 # The README's pictures, in docs/pictures. Needs Chromium and its driver: apt-get install chromium chromium-driver.
 pictures: $(VENV)/test.done $(VENV)/pictures.done
 	$(BIN)/python -m tests.pictures
+
+# The documentation as a site, in build/site. A link that leads nowhere is an error.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: export DISABLE_MKDOCS_2_WARNING = true
+docs: $(VENV)/docs/done
+	$(VENV)/docs/bin/mkdocs build --strict
+	@echo 'wrote build/site/index.html'
+
+$(VENV)/docs/done: Makefile
+	$(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/python -m pip install --quiet 'mkdocs<2' 'mkdocs-material<10' 'mkdocs-same-dir>=0.1.5'
+	touch $@
 
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .

@@ -25,7 +25,7 @@ _PATH = re.compile(r"(?:compiler|runtime|tests|models)/[\w/]*(?:\.py|/)")
 OF_OTHERS = (
     *("--extra-index-url", "--help", "--install-completion", "--bind-to", "--hostfile", "--mpi", "--distribution"),
     *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--no-deps"),
-    *("--cpus", "--shm-size", "--init"),
+    *("--cpus", "--shm-size", "--init", "--target", "--gpus", "--volume", "--user"),
 )
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -52,7 +52,7 @@ def command_lines(page: Path) -> list[list[str]]:
     """The words of each line of code that runs splitc."""
     blocks = (text.replace("\\\n", " ") for language, text in code(page) if language in ("sh", "console"))
     lines = (line.strip() for text in blocks for line in text.split("\n"))
-    found = (re.search(r"^(?:\$ |mpirun .*|srun .*)?(splitc .*)", line) for line in lines)
+    found = (re.search(r"^(?:\$ |mpirun .*|srun .*|docker run .*)?(splitc .*)", line) for line in lines)
     return [shlex.split(match[1], comments=True) for match in found if match]
 
 
@@ -142,3 +142,9 @@ def test_each_term_is_defined_once() -> None:
     )
     assert len(terms) > 40
     assert len(terms) == len(set(terms))
+
+
+def test_site_has_every_page() -> None:
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    others = ("CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md", "examples/README.md")
+    assert sorted(listed) == sorted([*others, *(page.relative_to(ROOT).as_posix() for page in PAGES)])

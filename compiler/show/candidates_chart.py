@@ -11,10 +11,12 @@ from splitc.runtime.reports.theme import BYTES, SECONDS, altair, finished, unit_
 from splitc.runtime.units import format_bytes, format_seconds
 
 # Modes have the colours of devices.
-PAINT = {"layer": "var(--d0)", "row": "var(--d1)", "tensor": "var(--d2)"}
+PAINT = {"layer": "var(--d0)", "row": "var(--d1)", "tensor": "var(--d2)", "batch": "var(--d4)"}
 REST = "var(--d7)"
 # Times are on a scale of powers of ten if the slowest takes more times as long as the fastest.
 SPREAD = 20
+# Points of which the numbers would cover each other: as a share of the chart's width, and of its height.
+NEAR = (0.03, 0.06)
 # What is left at both sides of the chart, as a share of it.
 ROOM = 0.2
 
@@ -60,12 +62,14 @@ def _chart(plan: Plan, possible: list[Alternative], best: list[Alternative]) -> 
     seconds = [_seconds(plan, candidate) for candidate in possible]
     peaks = [max(candidate.peaks) for candidate in possible]
     (time, second), (size, byte) = unit_for(max(seconds), SECONDS), unit_for(max(peaks), BYTES)
+    numbers_at = _numbers(plan, best, max(seconds) - min(seconds), max(peaks))
     rows: list[dict[str, Any]] = [
         {
             "candidate": candidate.name,
             "mode": _mode(candidate),
             "chosen": _is_chosen(plan, candidate),
-            "number": f"{best.index(candidate) + 1}" if candidate in best else "",
+            "number": numbers_at.get(candidate.name, ""),
+            "best": candidate in best,
             "time": took / second,
             "peak": peak / byte,
             "request": format_seconds(candidate.latency),
@@ -92,11 +96,26 @@ def _chart(plan: Plan, possible: list[Alternative], best: list[Alternative]) -> 
     colour = alt.Color(
         "mode:N", scale=alt.Scale(domain=modes, range=[PAINT.get(mode, REST) for mode in modes]), legend=None
     )
-    clear = alt.condition("datum.number || datum.chosen", alt.value(1), alt.value(0.45))
+    clear = alt.condition("datum.best || datum.chosen", alt.value(1), alt.value(0.45))
     points = base.mark_point(filled=True, size=110).encode(color=colour, opacity=clear)
     ring = base.transform_filter("datum.chosen").mark_point(size=420, strokeWidth=2.5, stroke="var(--ink)")
     numbers = base.mark_text(dy=-18, fontWeight="bold").encode(text="number:N")
     return finished(alt.layer(points, ring, numbers), height=320)
+
+
+def _numbers(plan: Plan, best: list[Alternative], time: float, peak: float) -> dict[str, str]:
+    """The number beside each point; the first of several that are near each other has all of theirs."""
+    labels: dict[str, str] = {}
+    first: Alternative | None = None
+    for number, candidate in enumerate(best, 1):
+        if first is not None:
+            apart = abs(_seconds(plan, candidate) - _seconds(plan, first)), abs(max(candidate.peaks) - max(first.peaks))
+            if apart[0] <= NEAR[0] * time and apart[1] <= NEAR[1] * peak:
+                labels[first.name] += f", {number}"
+                continue
+        first = candidate
+        labels[candidate.name] = f"{number}"
+    return labels
 
 
 def _is_beaten(one: tuple[float, int], both: list[tuple[float, int]]) -> bool:

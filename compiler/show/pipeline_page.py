@@ -23,7 +23,7 @@ def pipeline_page(plan: PipelinePlan) -> Page:
     notes += [f"{left.path}, {format_bytes(left.bytes)}, is left out: {left.why}" for left in plan.folder.left_out]
     if plan.folder.files:
         notes.append(f"Beside the modules: {', '.join(path.as_posix() for path in plan.folder.files)}")
-    together = Chapter("All modules", (), notes, [] if memory is None else [memory])
+    together = Chapter("All modules", (), (), notes, [] if memory is None else [memory])
     chapters = [together, *(plan_chapter(module.name, module.plan, [module.why]) for module in plan.modules)]
     names = [module.name for module in plan.modules]
     warnings = dict.fromkeys(warning for module in plan.modules for warning in module.plan.warnings)

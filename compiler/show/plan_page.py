@@ -8,6 +8,8 @@ from splitc.compiler.planning.plan import Plan
 from splitc.compiler.show.candidates_chart import candidates_section
 from splitc.compiler.show.fused_section import fused_section
 from splitc.compiler.show.plan_tables import how_timed
+from splitc.compiler.show.plan_verdict import plan_verdict
+from splitc.compiler.show.times_section import times_sections
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.reports.contents import Chapter, Page, Section
 from splitc.runtime.reports.memory_chart import memory_section
@@ -43,14 +45,19 @@ def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
     words = words_of(plan.split_mode)
     whole = [(weight.name, weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]
     labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
+    times, find = times_sections(plan) or (None, None)
     sections: list[Section | None] = [
         strip_section(ranks, plan.named_cuts, plan.split.is_radial, plan.groups),
         memory_section(labels, ranks, BUDGET),
+        times,
         whole_section(whole, words.whole),
         fused_section(plan.analysis.fates),
         candidates_section(plan),
+        find,
     ]
-    return Chapter(title, _facts(plan), why, [section for section in sections if section is not None])
+    return Chapter(
+        title, _facts(plan), plan_verdict(plan), why, [section for section in sections if section is not None]
+    )
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.pipeline_file import read_pipeline
 from splitc.runtime.serving.genai_folder import export_genai
 from splitc.runtime.serving.mlserver_folder import export_mlserver
+from splitc.runtime.serving.openai_folder import export_openai
 from splitc.runtime.serving.serving_file import Serving
 from splitc.runtime.serving.triton_ensemble import export_ensemble
 from splitc.runtime.serving.triton_plans import export_plans
@@ -27,6 +28,7 @@ _SESSION = {"name", "sequences", "capacity", "idle", "device", "threads", "ranks
 SERVERS = {
     "triton": {*_SESSION, "batch"},
     "mlserver": _SESSION,
+    "openai": {"name", "device", "threads", "ranks", "in_flight", "tokenizer", "context_length"},
     "genai": {"tokenizer", "context_length", "stop"},
 }
 # What Triton runs without splitc, and the options that say something to it.
@@ -34,14 +36,14 @@ NATIVE = {"ensemble": {"name", "ensemble"}, "plans": {"name", "plans"}}
 
 
 @dataclass(frozen=True)
-class GenaiOptions:
-    """What onnxruntime-genai is told: options of the command."""
+class TextOptions:
+    """What servers of texts are told: options of the command."""
 
     tokenizer: Path | None = typer.Option(
-        None, "--tokenizer", help="For genai: the folder of tokenizer.json, which goes with the model."
+        None, "--tokenizer", help="For openai, genai: the folder of tokenizer.json, which goes with the model."
     )
     context_length: int | None = typer.Option(
-        None, "--context", min=1, help="For genai: the most tokens in a sequence. Default: what the package knows."
+        None, "--context", min=1, help="For openai, genai: most tokens in a sequence. Default: what the package knows."
     )
     stop: list[int] = typer.Option(
         [], "--stop", help="For genai: a token id that ends a text, repeatable. Default: the tokenizer's."
@@ -82,11 +84,11 @@ def _serving(
 
 
 @with_options("serving", _serving)
-@with_options("genai", GenaiOptions)
+@with_options("texts", TextOptions)
 def export(
     context: typer.Context,
     serving: Serving,
-    genai: GenaiOptions,
+    texts: TextOptions,
     server: str = typer.Argument(
         help=f"What it is for: {', '.join(SERVERS)}.", metavar="SERVER", autocompletion=one_of(SERVERS.keys())
     ),
@@ -121,20 +123,21 @@ def export(
     _check_options(context, server)
     if serving.adapters and module is None and read_pipeline(package) is not None:
         raise MisuseError("--adapter is for one model: name it by --module")
-    own: dict[str, Any] = {"module": module, "name": name, "sequences": sequences}
+    named: dict[str, Any] = {"module": module, "name": name}
+    text: dict[str, Any] = {"tokenizer": texts.tokenizer, "context": texts.context_length}
     with shown_bars():
         if ensemble:
-            folders = export_ensemble(package, output, module=module, name=name)
+            folders = export_ensemble(package, output, **named)
         elif plans:
-            folders = export_plans(package, output, module=module, name=name)
+            folders = export_plans(package, output, **named)
         elif server == "triton":
-            folders = export_triton(package, output, serving, batch=batch, **own)
+            folders = export_triton(package, output, serving, batch=batch, sequences=sequences, **named)
+        elif server == "openai":
+            folders = export_openai(package, output, serving, **named, **text)
         elif server == "genai":
-            folders = export_genai(
-                package, output, module=module, tokenizer=genai.tokenizer, context=genai.context_length, stop=genai.stop
-            )
+            folders = export_genai(package, output, module=module, stop=texts.stop, **text)
         else:
-            folders = export_mlserver(package, output, serving, **own)
+            folders = export_mlserver(package, output, serving, sequences=sequences, **named)
     if as_json:
         print_json({"server": server, "folders": [str(folder) for folder in folders]})
         return

@@ -35,7 +35,7 @@ OPTION_PAGES = {
     **dict.fromkeys(("--inputs", "--outputs"), "checking#files-of-arrays"),
     "--reference": "checking#the-reference",
     "--trust-external-data": "errors#what-is-trusted",
-    **dict.fromkeys(("--baseline", "--baseline-threads", "--in-flight", "--runs"), "measuring#bench"),
+    **dict.fromkeys(("--baseline", "--baseline-threads", "--in-flight", "--runs", "--before"), "measuring#bench"),
     "--trace": "measuring#trace",
     "--report": "reports",
     "--measure": "measuring#devices---measure",

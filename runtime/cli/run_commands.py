@@ -28,6 +28,7 @@ from splitc.runtime.cli.terminal import out, print_json, table
 from splitc.runtime.files.written import check_output
 from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.tools.bench import bench
+from splitc.runtime.tools.earlier_bench import read_bench
 from splitc.runtime.tools.trace import write_trace
 from splitc.runtime.units import format_shape
 
@@ -78,6 +79,7 @@ def bench_command(
     inputs: Path | None = INPUTS,
     in_flight: int = typer.Option(1, "--in-flight", min=1, metavar="N", help="Requests in flight at the same time."),
     report: Path | None = REPORT,
+    before: Path | None = typer.Option(None, "--before", help="An earlier bench's --json, to compare with."),
     trace: Path | None = typer.Option(None, "--trace", help="Write a timeline here, for Perfetto or Chrome."),
     runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
     warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before the timed ones."),
@@ -91,6 +93,7 @@ def bench_command(
     check_report(report, reads)
     if trace:
         check_output(trace, reads)
+    earlier = None if before is None else read_bench(before)
     with shown_bars(), load(package, in_flight=in_flight) as session, open_feeds(session, inputs, seed, fill) as feeds:
         result = bench(
             session,
@@ -108,10 +111,10 @@ def bench_command(
     if report:
         from splitc.runtime.reports.package_pages import bench_page
 
-        write_page(report, bench_page(package.name, manifest, result, measured))
+        write_page(report, bench_page(package.name, manifest, result, measured, earlier))
     if as_json:
         print_json({"time": replace(result, timeline=[], alone={}), "memory": measured})
         return
-    print_bench(result, manifest)
+    print_bench(result, manifest, earlier)
     if measured:
         print_memory(measured)

@@ -14,6 +14,7 @@ from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.caveats import time_caveats
 from splitc.runtime.tools.compare import Difference
+from splitc.runtime.tools.earlier_bench import EarlierBench
 from splitc.runtime.tools.trace import draw_timeline
 from splitc.runtime.units import format_bytes, format_seconds
 
@@ -75,8 +76,8 @@ def print_memory(ranks: Sequence[RankMemory]) -> None:
     )
 
 
-def print_bench(result: BenchResult, manifest: Manifest) -> None:
-    """Print a package's times, and a timeline of its ranks."""
+def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | None = None) -> None:
+    """Print a package's times, a timeline of its ranks, and an earlier bench beside this one."""
     numbers = ("latency", "90 %", "rate", "package / unsplit")
     rows = table("", "threads", *numbers, right=numbers)
     own = result.latency
@@ -103,3 +104,15 @@ def print_bench(result: BenchResult, manifest: Manifest) -> None:
         out.print(text)
     for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
         out.print(Text.assemble(f"rank {number} ", (line, "cyan")))
+    if before is not None:
+        _print_compared(result, before)
+
+
+def _print_compared(result: BenchResult, before: EarlierBench) -> None:
+    columns = ("then", "now", "now / then")
+    rows = table(before.name, *columns, right=columns)
+    for row in before.rows(result):
+        rows.add_row(*row)
+    out.print(rows)
+    for text in before.unlike(result):
+        out.print(text)

@@ -68,8 +68,14 @@ class Text:
             number: int | None = self.tokenizer.token_to_id(token)
         return number
 
-    def encode(self, text: str) -> list[int]:
-        """A text's token ids, including special ones that the tokenizer adds.
+    def again(self) -> Text:
+        """The same tokenizer, for another text."""
+        from tokenizers.decoders import DecodeStream
+
+        return Text(self.tokenizer, self.file, DecodeStream(skip_special_tokens=True))
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """A text's token ids, including special ones that the tokenizer adds if `special`.
 
         Raises MisuseError for a text with bytes that are no UTF-8, and for one that the tokenizer can't read.
         """
@@ -80,7 +86,7 @@ class Text:
                 f"the prompt is no UTF-8: see {text[error.start]!a}, its character {error.start + 1}"
             ) from None
         with _library(f"{self.file} can't read the prompt"):
-            return list(self.tokenizer.encode(text).ids)
+            return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""

@@ -24,6 +24,16 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Search:
+    """Rows of which a reader sees those that have what was typed. `title` says what is looked for."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class StripRank:
     """A rank in a strip: its number, device, weights in bytes, and which of its stage's blocks it holds.
 
@@ -60,14 +70,19 @@ class Section:
     chart: Chart | None = None
     overview: Chart | None = None
     tables: Sequence[Table] = ()
+    search: Search | None = None
 
 
 @dataclass(frozen=True)
 class Chapter:
-    """The sections of one module, or of all together. `title` is empty on the page of a single model."""
+    """The sections of one module, or of all together. `title` is empty on the page of a single model.
+
+    `verdict` says what to change and what it would gain, the most important first.
+    """
 
     title: str
     facts: Facts = ()
+    verdict: Sequence[str] = ()
     notes: Sequence[str] = ()
     sections: Sequence[Section] = ()
 

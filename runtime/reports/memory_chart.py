@@ -18,7 +18,7 @@ PREDICTED = {
 }
 MEASURED = {"loaded, measured": "var(--loaded)", "more at the peak, measured": "var(--peak)"}
 # A budget that is more than so many times as large as what is held is cut off there.
-SHOWN = 4
+SHOWN = 2
 
 
 def memory_section(labels: Sequence[str], ranks: Sequence[ShownRank], budget: str) -> Section | None:

@@ -10,16 +10,19 @@ from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.package.unfolded import count_groups
+from splitc.runtime.reports.bench_verdict import bench_verdict
 from splitc.runtime.reports.contents import Chapter, Page, Section, Table
 from splitc.runtime.reports.errors_chart import errors_section
+from splitc.runtime.reports.latency_chart import compared_section, latency_section
 from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownRank, strip_section
 from splitc.runtime.reports.timeline_chart import timeline_sections
-from splitc.runtime.reports.times_chart import latencies_table, times_section
+from splitc.runtime.reports.times_chart import times_section
 from splitc.runtime.reports.whole_table import whole_section
 from splitc.runtime.tools.bench import BenchResult
 from splitc.runtime.tools.caveats import time_caveats
 from splitc.runtime.tools.compare import Difference
+from splitc.runtime.tools.earlier_bench import EarlierBench
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from splitc.runtime.units import format_shape
 
@@ -40,24 +43,32 @@ def inspect_page(name: str, manifests: Mapping[str, Manifest], files: Sequence[s
         ]
         notes = [IN_TURN] if swap else []
         notes += [f"Beside the modules: {', '.join(files)}"] if files else []
-        chapters.insert(0, Chapter("All modules", (), notes, _some(memory_section(list(sums), ranks, BUDGET))))
+        chapters.insert(0, Chapter("All modules", (), (), notes, _some(memory_section(list(sums), ranks, BUDGET))))
     return Page(f"Package {name}", _describe(manifests), chapters)
 
 
-def bench_page(name: str, manifest: Manifest, result: BenchResult, measured: Sequence[RankMemory]) -> Page:
-    """A package's times, with its timelines and memory."""
+def bench_page(
+    name: str,
+    manifest: Manifest,
+    result: BenchResult,
+    measured: Sequence[RankMemory],
+    before: EarlierBench | None = None,
+) -> Page:
+    """A package's times, with its timelines and memory, and beside an earlier bench."""
     at_work = words_of(manifest.split_mode).at_work
     streamed = result.timeline[-STREAMED * result.in_flight :] if result.in_flight > 1 else []
     facts = [("rate", f"{result.rate:.1f} requests/s"), ("in flight", str(result.in_flight))]
     if result.in_flight > 1:
         facts.append(("rate beside one at a time", f"{result.against_one:.2f} times"))
+    verdict = bench_verdict(manifest, result, before)
     sections = [
-        Section("Latency", tables=[latencies_table(result)]),
+        latency_section(result, before),
+        *([] if before is None else [compared_section(result, before)]),
         times_section(result, at_work, time_caveats(manifest.ranks, result.timeline)),
         *timeline_sections(manifest.ranks, [result.alone], streamed),
         *_body(manifest, measured),
     ]
-    return Page(f"Times of {name}", _describe({"": manifest}), [Chapter("", facts, (), sections)])
+    return Page(f"Times of {name}", _describe({"": manifest}), [Chapter("", facts, verdict, (), sections)])
 
 
 def check_page(
@@ -68,7 +79,7 @@ def check_page(
     for title, (manifest, differences, compared, measured) in checked.items():
         agree = sum(difference.passed for difference in differences)
         facts = [("agree", f"{agree} of {len(differences)} outputs"), ("reference", compared)]
-        chapters.append(Chapter(title, facts, (), [errors_section(differences), *_body(manifest, measured)]))
+        chapters.append(Chapter(title, facts, (), (), [errors_section(differences), *_body(manifest, measured)]))
     differ = sum(not difference.passed for _, differences, _, _ in checked.values() for difference in differences)
     verdict = f"{differ} outputs differ" if differ else "all outputs agree"
     manifests = {title: check[0] for title, check in checked.items()}
@@ -88,7 +99,7 @@ def _holds(title: str, manifest: Manifest) -> Chapter:
         for tensor in tensors
     ]
     tensors = Section("Inputs and outputs", tables=[Table("All of them", ("", "name", "type", "shape"), rows)])
-    return Chapter(title, facts, (), [*_body(manifest, (), whole=True), tensors])
+    return Chapter(title, facts, (), (), [*_body(manifest, (), whole=True), tensors])
 
 
 def _body(manifest: Manifest, measured: Sequence[RankMemory], whole: bool = False) -> list[Section]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,6 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.visible_text import visible
 from splitc.runtime.files.written import check_output, written_whole
 from splitc.runtime.units import block_range, format_bytes
-from splitc.runtime.version import VERSION
 
 if TYPE_CHECKING:
     from splitc.runtime.reports.contents import Chart, Page
@@ -38,7 +37,8 @@ def check_report(path: Path | None, reads: Iterable[Path]) -> None:
 
 def write_page(path: Path, page: Page) -> None:
     """Write a page of about 1 MB, most of it the script that draws. Raises MisuseError if it can't be written."""
-    from splitc.runtime.reports.strips import colour_of  # few commands write a page
+    from splitc.runtime.reports.machine_facts import machine_facts  # few commands write a page
+    from splitc.runtime.reports.strips import colour_of
 
     jinja2: Any = importlib.import_module("jinja2")
     folder = Path(__file__).parent
@@ -46,8 +46,10 @@ def write_page(path: Path, page: Page) -> None:
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # as text is, for `visible`
     environment.filters["bytes"] = format_bytes
     environment.filters["range"] = block_range
-    environment.globals.update(colour=colour_of, version=VERSION, most=CELLS)
-    text = visible(environment.get_template("page.html").render(page=page, charts=_charts(page)))
+    environment.globals.update(colour=colour_of, machine=machine_facts(), most=CELLS)
+    text = visible(
+        environment.get_template("page.html").render(page=page, charts=_charts(page), searches=_searches(page))
+    )
     script = _script().replace("</script", "<\\/script")
     style, own = ((folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     with written_whole(path) as file:
@@ -59,6 +61,12 @@ def _charts(page: Page) -> list[Chart]:
     """All charts in the order of the page: of each section first the chart, then its overview."""
     sections = [section for chapter in page.chapters for section in chapter.sections]
     return [chart for section in sections for chart in (section.chart, section.overview) if chart is not None]
+
+
+def _searches(page: Page) -> list[list[Sequence[str]]]:
+    """The rows of all searches in the order of the page."""
+    sections = [section for chapter in page.chapters for section in chapter.sections]
+    return [list(section.search.rows) for section in sections if section.search is not None]
 
 
 @cache

@@ -36,17 +36,23 @@ def export_mlserver(
     packages = find_packages(package, module, name)
     with new_models(folder, packages) as folders:
         for own, (known, (source, manifest)) in zip(folders, packages.items(), strict=True):
-            _write_model(own, known, source, manifest, serving.of(manifest, sequences))
-    if not (folder / "settings.json").exists():
-        _write_json(folder / "settings.json", SETTINGS)
+            write_model(own, known, source, manifest, serving.of(manifest, sequences), MODEL)
+    write_settings(folder)
     return [folder / known for known in packages]
 
 
-def _write_model(folder: Path, name: str, package: Path, manifest: Manifest, serving: Serving) -> None:
+def write_settings(folder: Path) -> None:
+    """Write the server's settings, if there are none."""
+    if not (folder / "settings.json").exists():
+        _write_json(folder / "settings.json", SETTINGS)
+
+
+def write_model(folder: Path, name: str, package: Path, manifest: Manifest, serving: Serving, kind: str) -> None:
+    """Write a model into its folder. `kind` is the class that MLServer makes of it."""
     interface = find_interface(manifest, serving.sequences)
     settings = {
         "name": name,
-        "implementation": MODEL,
+        "implementation": kind,
         "inputs": list(_describe([*interface.inputs, *interface.optional])),
         "outputs": list(_describe(interface.outputs)),
         "parameters": {"uri": f"./{FILE_NAME}"},

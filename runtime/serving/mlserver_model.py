@@ -1,10 +1,12 @@
-"""The model that MLServer loads. Its `model-settings.json` names the class."""
+"""The model that MLServer loads. Its `model-settings.json` names the class.
+
+MLServer runs this module again for each model that it loads: what all of them share is kept elsewhere.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ from mlserver import MLModel, types
 from mlserver.codecs import NumpyCodec
 from mlserver.errors import MLServerError
 from mlserver.utils import get_model_uri
-from prometheus_client import Counter, Gauge
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.files.explained import explained
 from splitc.runtime.serving.interface import TYPES
 from splitc.runtime.serving.kept_sequences import SequenceStep
 from splitc.runtime.serving.metrics_page import Family, MetricsPage, Put
+from splitc.runtime.serving.prometheus_metrics import find_metric
 from splitc.runtime.serving.served_package import ServedPackage, ServedRequest, is_clients_fault
 from splitc.runtime.threads.executor import Executor
 
@@ -31,7 +33,7 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
         file = Path(await get_model_uri(self._settings))
         loop = asyncio.get_running_loop()
         try:
-            self._served = await loop.run_in_executor(None, ServedPackage, file)
+            self._served = await loop.run_in_executor(None, self._open, file)
         except Exception as error:
             if (known := explained(error)) is None:
                 raise
@@ -40,6 +42,9 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
         self._submits = Executor(1, "splitc takes requests")
         self._page = MetricsPage(self._metric)
         return True
+
+    def _open(self, file: Path) -> ServedPackage:
+        return ServedPackage(file)
 
     async def predict(self, payload: types.InferenceRequest) -> types.InferenceResponse:
         """Answer a request."""
@@ -71,24 +76,17 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
 
     def _metric(self, family: Family, labels: Mapping[str, str]) -> Put:
         """What adds to the server's metric, or sets it."""
-        metric = _find_metric(family).labels(model=self.name, **labels)
+        metric = find_metric(family).labels(model=self.name, **labels)
         put: Put = metric.inc if family.counts else metric.set
         return put
 
     async def unload(self) -> bool:
-        """End the session when the requests in flight have been answered."""
+        """End the session when the requests in flight have been answered. MLServer also unloads what did not load."""
+        if not hasattr(self, "_served"):
+            return True
         await asyncio.get_running_loop().run_in_executor(None, self._served.close)
         self._submits.shutdown(wait=False)
         return True
-
-
-@cache
-def _find_metric(family: Family) -> Counter | Gauge:
-    """The metrics of one name, for all models of this process. mlserver.register only makes histograms."""
-    names = ("model", *family.labels)
-    if family.counts:
-        return Counter(family.name, family.help, names)
-    return Gauge(family.name, family.help, names, multiprocess_mode="livesum")
 
 
 def _read(given: types.RequestInput) -> Array:

@@ -46,19 +46,20 @@ class ServedPackage:
     """
 
     def __init__(self, file: Path, *, counts_sequences: bool = False) -> None:
-        self._folder, self._serving = file.parent, read_serving(file)
-        self._most = None if counts_sequences else self._serving.most_sequences
+        self._folder = file.parent
+        self.serving: Serving = read_serving(file)
+        self._most = None if counts_sequences else self.serving.most_sequences
         self._opening, self._waits = threading.Lock(), Waits()
         self._before = Metrics()
         with self._waits.loading():
             self._session, self._sequences = self._open()
-        self.interface: Interface = find_interface(self._session.manifest, self._serving.sequences)
-        self._joins = find_rows(self._session.manifest, self.interface) is not None and not self._serving.sequences
+        self.interface: Interface = find_interface(self._session.manifest, self.serving.sequences)
+        self._joins = find_rows(self._session.manifest, self.interface) is not None and not self.serving.sequences
         fed = (*self.interface.inputs, *self.interface.optional)
         self._scalars = {tensor.name for tensor in fed if tensor.shape == []}
 
     def _open(self) -> tuple[Session, KeptSequences | None]:
-        serving: Serving = self._serving
+        serving = self.serving
         session = Session(
             self._folder / serving.package,
             devices=serving.devices or None,
@@ -102,7 +103,7 @@ class ServedPackage:
         """
         answers: list[Answer] = [Future() for _ in requests]
         try:
-            self._need_session()
+            self.need_session()
         except Exception as error:  # whoever waits for an answer gets it
             for answer in answers:
                 answer.set_exception(error)
@@ -122,8 +123,8 @@ class ServedPackage:
             self._submit_alike([self._shaped(requests[n].feeds) for n in own], [answers[n] for n in own], adapter)
         return answers
 
-    def _need_session(self) -> None:
-        """Open a broken session again. Raises EngineError while it is too early to try."""
+    def need_session(self) -> Session:
+        """The session, opened again if it is broken. Raises EngineError while it is too early to try."""
         with self._opening:
             try:
                 self._session.check_usable()
@@ -134,6 +135,7 @@ class ServedPackage:
                 with self._waits.loading():
                     self._session, self._sequences = self._open()
                 self._before = before
+            return self._session
 
     def _submit_alike(self, feeds: Sequence[Mapping[str, Array]], answers: Sequence[Answer], adapter: str) -> None:
         """Start requests that have the same adapters, batched if that is possible."""

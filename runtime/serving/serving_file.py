@@ -21,7 +21,8 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True):
     `package` is the folder, relative to the file. With `sequences` states stay on the ranks: they are neither fed nor
     given. A sequence ends when it was idle for `idle_seconds`; where the server does not count them, at most
     `most_sequences` are open. `capacity` is that of `Session.start`. `adapters` are files that requests may ask for, by
-    name, relative to the file too. The others are those of `Session`.
+    name, relative to the file too. A server of texts has a `tokenizer`, a folder relative to the file, and takes at
+    most `context` tokens of a prompt with its answer. The others are those of `Session`.
     """
 
     package: str
@@ -37,6 +38,8 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True):
     cuda_graphs: bool = True
     host_code: bool = False
     adapters: dict[str, str] = {}
+    tokenizer: str | None = None
+    context: int | None = None
 
     def of(self, manifest: Manifest, sequences: bool | None) -> Serving:
         """The same for a package. Its requests are sequences as asked, or by default (None) if it has caches.

@@ -64,7 +64,8 @@ class BenchResult:
 
     `latency` is from a request's submission to its outputs, shards joined; `rate` is requests per second. `against_one`
     is the rate with several requests in flight divided by the rate with one at a time, as the median of neighbouring
-    runs. `timeline` has the last requests, and `alone` the last one that ran with no other.
+    runs. `seconds` has the latency of each request. `timeline` has the last requests, and `alone` the last one that ran
+    with no other.
     """
 
     latency: Latency
@@ -74,6 +75,7 @@ class BenchResult:
     threads: int
     ranks: list[RankTimes]
     baselines: list[Baseline]
+    seconds: list[float]
     timeline: list[dict[int, Execution]]
     alone: dict[int, Execution]
 
@@ -119,8 +121,9 @@ def bench(
         for number, run in others.items():
             times[number].append(_repeat(run, count))
     own = np.array([stream.seconds for stream in streams])
+    latencies = [latency for stream in streams for latency in stream.latencies]
     return BenchResult(
-        _latency([latency for stream in streams for latency in stream.latencies]),
+        _latency(latencies),
         runs / float(own.sum()),
         in_flight,
         float(np.median(np.array([stream.seconds for stream in single]) / own)),
@@ -130,6 +133,7 @@ def bench(
             Baseline(n, _latency(list(np.array(took) / counts)), float(np.median(own / took)))
             for n, took in times.items()
         ],
+        latencies,
         [served for stream in streams[-TRACED:] for served in stream.timeline],
         single[-1].timeline[-1],
     )

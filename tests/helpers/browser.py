@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,12 +67,12 @@ def show(driver: Any, page: Path, look: Look = LOOKS["light"]) -> None:
     assert driver.get_log("browser") == []
 
 
-def picture(driver: Any, path: Path, selector: str = "html") -> None:
-    """Keep a picture of the first element that a CSS selector finds, be it longer than the window."""
+def picture(driver: Any, path: Path, selector: str = "html", most: float = math.inf) -> None:
+    """Keep a picture of the first element that a CSS selector finds, at `most` so many pixels of its height."""
     script = "const r = document.querySelector(arguments[0]).getBoundingClientRect();"
     script += "return [r.x + scrollX, r.y + scrollY, r.width, r.height]"
     x, y, width, height = driver.execute_script(script, selector)
-    clip = {"x": x, "y": y, "width": width, "height": height, "scale": 1}
+    clip = {"x": x, "y": y, "width": width, "height": min(height, most), "scale": 1}
     how = {"captureBeyondViewport": True, "format": "png", "clip": clip}
     found = driver.execute_cdp_cmd("Page.captureScreenshot", how)
     path.parent.mkdir(parents=True, exist_ok=True)

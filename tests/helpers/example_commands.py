@@ -93,15 +93,40 @@ def _check_make(words: Sequence[str]) -> str:
     return ""
 
 
+def extras() -> set[str]:
+    """What may stand in brackets behind splitc's name."""
+    return set(metadata("splitc").get_all("Provides-Extra") or ())
+
+
 def _check_pip(words: Sequence[str]) -> str:
     """Extras of splitc are there."""
-    extras = set(metadata("splitc").get_all("Provides-Extra") or ())
     for named in re.findall(r"splitc\[([\w,]+)\]", " ".join(words)):
-        assert set(named.split(",")) <= extras
+        assert set(named.split(",")) <= extras()
     return ""
 
 
-RUNNERS: Mapping[str, Callable[[Sequence[str]], str]] = {"splitc": _run_splitc, "make": _check_make, "pip": _check_pip}
+def _check_docker(words: Sequence[str]) -> str:
+    """The stage that is built is there. What a container runs is splitc's, and read by `test_docs`."""
+    if words[1] == "build":
+        file, stage = (words[words.index(option) + 1] for option in ("-f", "--target"))
+        stages = re.findall(r"^FROM .* AS (\w+)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+        assert stage in stages, f"{file} has no stage {stage}"
+    return ""
+
+
+def _check_mlserver(words: Sequence[str]) -> str:
+    """What it would start is there."""
+    assert words[1] == "start" and (Path(words[2]) / "settings.json").is_file()
+    return ""
+
+
+RUNNERS: Mapping[str, Callable[[Sequence[str]], str]] = {
+    "splitc": _run_splitc,
+    "make": _check_make,
+    "pip": _check_pip,
+    "mlserver": _check_mlserver,
+    "docker": _check_docker,
+}
 
 
 def _edit(file: Path, old: str, new: str) -> None:

@@ -39,6 +39,11 @@ class Server:
         with urllib.request.urlopen(f"http://{address}", timeout=20) as answer:
             return str(answer.read().decode())
 
+    def post(self, address: str) -> None:
+        """Post to an address. Raises HTTPError if the server refuses."""
+        with urllib.request.urlopen(f"http://{address}", data=b"", timeout=60):
+            pass
+
     def stop(self) -> None:
         """Ask the server to end."""
         self.process.terminate()

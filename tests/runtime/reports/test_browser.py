@@ -27,7 +27,7 @@ def pages(browser: Any, decoder: Path, package: Path, tmp_path_factory: pytest.T
     """A page of each command."""
     folder = tmp_path_factory.mktemp("pages")
     found = {name: folder / f"{name}.html" for name in ("plan", "inspect", "bench", "check")}
-    splitc("plan", decoder, "-d", "3xcpu", "--memory", "4MiB", "--spread", "--report", found["plan"])
+    splitc("plan", decoder, "-d", "3xcpu", "--memory", "40MiB", "--spread", "--report", found["plan"])
     splitc("inspect", package, "--report", found["inspect"])
     splitc("bench", package, "--in-flight", 2, "--runs", 16, "--report", found["bench"])
     splitc("check", package, "--model", decoder, "--no-memory", "--report", found["check"])
@@ -87,6 +87,17 @@ def test_a_part_of_a_timeline_is_enlarged(browser: Any, pages: dict[str, Path]) 
     chains(browser).move_to_element_with_offset(small, 200, 0).click().perform()
     browser.execute_async_script("setTimeout(arguments[0], 300)")
     assert browser.execute_script(labels) == before
+
+
+def test_node_is_found_by_parts_of_its_name(browser: Any, pages: dict[str, Path]) -> None:
+    show(browser, pages["plan"])
+    box = browser.find_element("css selector", ".search input")
+    box.send_keys("MatMul_5 layers.1/")
+    lines = browser.find_elements("css selector", ".search tbody tr")
+    assert [line.text.split()[:3] for line in lines] == [["/model/layers.1/self_attn/MatMul_5", "MatMul", "layers.1"]]
+    box.send_keys(" nowhere")
+    assert not browser.find_elements("css selector", ".search tbody tr")
+    assert browser.find_element("css selector", ".search .note").text.startswith("0 of")
 
 
 def test_numbers_are_unfolded_in_print(browser: Any, pages: dict[str, Path]) -> None:

@@ -22,6 +22,7 @@ from splitc.runtime.reports.strips import ShownRank
 from splitc.runtime.reports.timeline_chart import FINISHES, LAUNCHES, REPLAYS
 from splitc.runtime.tools.caveats import INSIDE, LAUNCHED, REPLAYED
 from splitc.runtime.tools.compare import compare
+from splitc.runtime.units import format_seconds
 from tests.helpers import fake_gpu_sessions
 from tests.helpers.command import splitc
 from tests.helpers.folders import diffusers_folder
@@ -41,9 +42,17 @@ def content(page: Path) -> str:
 
 
 def charts(page: Path) -> list[dict[str, Any]]:
-    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', content(page), re.DOTALL)
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', content(page), re.DOTALL)
     assert found
-    return list(json.loads(found[1]))
+    return list(json.loads(found[1])["charts"])
+
+
+def searched(page: Path) -> list[list[str]]:
+    """The rows that can be searched for."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', content(page), re.DOTALL)
+    assert found
+    (nodes,) = json.loads(found[1])["searches"]
+    return list(nodes)
 
 
 def rows(chart: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -67,15 +76,18 @@ def test_page_of_a_plan_has_what_json_has(decoder: Path, tmp_path: Path) -> None
     assert plan["choice"] in said
     for number, rank in enumerate(plan["ranks"]):
         assert f"{number} {rank['device']}" in said
-    memory, compared = charts(page)
+    memory, times, compared = charts(page)
+    took = {row["rank"]: row["said"] for row in rows(times)}
+    assert took == {f"{n} {rank['device']}": format_seconds(rank["seconds"]) for n, rank in enumerate(plan["ranks"])}
     limit = {row["said"] for row in rows(memory) if "budget" in row}
     assert limit == {"586 KiB"}
     shown = [row for row in rows(compared) if "candidate" in row]
     assert {row["candidate"] for row in shown} == {each["name"] for each in plan["candidates"] if not each["refused"]}
     assert [row["candidate"] for row in shown if row["chosen"]] == [plan["choice"].partition(":")[0]]
-    numbers = sorted(row["number"] for row in shown if row["number"])
-    assert numbers == [f"{number}" for number in range(1, len(numbers) + 1)] != []
-    assert all(f"{row['number']} {row['candidate']}" in said for row in shown if row["number"])
+    numbers = [number for row in shown for number in row["number"].split(", ") if number]
+    assert sorted(map(int, numbers)) == list(range(1, sum(row["best"] for row in shown) + 1)) != []
+    labels = [(row["number"].split(", ")[0], row["candidate"]) for row in shown if row["number"]]
+    assert all(f"{number} {candidate}" in said for number, candidate in labels)
     for each in plan["candidates"]:
         assert each["name"] in said
         assert (each["refused"] or "") in said
@@ -104,7 +116,8 @@ def test_page_of_a_bench_has_both_timelines(package: Path, tmp_path: Path) -> No
     page = tmp_path / "bench.html"
     timed = json.loads(splitc("bench", package, "--in-flight", 2, "--runs", 16, "--report", page, "--json").stdout)
     assert timed["time"]["alone"] == {}, "the page has it"
-    _, request, overview, stream, _, memory = charts(page)
+    latency, _, request, overview, stream, _, memory = charts(page)
+    assert sum(row.get("count", 0) for row in rows(latency)) == len(timed["time"]["seconds"]) == 16
     for chart, requests in ((request, {"0"}), (stream, {f"{each}" for each in range(8)})):
         bars = list(rows(chart))
         assert {bar["rank"] for bar in bars} == {"0 cpu0", "1 cpu1", "2 cpu2"}
@@ -132,7 +145,7 @@ def test_page_of_gpus_says_what_was_measured(
     package = fake_gpu_sessions.package(decoder, "tensor", 2)
     ran = ("-d", "2xcuda", "--runs", 8, "--report", page, "--trace", trace)
     shown = splitc("bench", package, *ran, *options).stdout
-    bars = list(rows(charts(page)[1]))
+    bars = list(rows(charts(page)[2]))
     assert {bar["kind"] for bar in bars} == kinds
     assert {bar["rank"] for bar in bars} == {"0 cuda0", "1 cuda1"}, "those that ran, not those that were planned"
     assert all(0 <= bar["from"] <= bar["to"] for bar in bars)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,3 +95,12 @@ def test_page_of_metrics_has_the_packages_counters(server: Server) -> None:
     assert after['splitc_requests_in_flight{model="stateless"}'] == 0
     busy = [after[name] for name in after if name.startswith("splitc_rank_busy_seconds_total") and "stateless" in name]
     assert len(busy) == 3 and min(busy) > 0
+
+
+def test_model_can_be_loaded_again(server: Server, decoder: Path) -> None:
+    feeds = decoder_feeds(1, 2, 3)
+    for action in ("unload", "load"):
+        server.post(f"{server.http}/v2/repository/models/stateless/{action}")
+        while action == "load" and not server.is_ready():
+            time.sleep(0.1)
+    assert_close(infer(server, "stateless", feeds, "json"), run_whole(decoder, feeds))

@@ -62,7 +62,7 @@ def test_model_that_is_there_is_not_written_over(package: Path, tmp_path: Path) 
 def test_servers_and_options_without_effect_are_refused(package: Path, tmp_path: Path) -> None:
     for server in ("tritn", "triton --ensemble"):
         found = splitc("export", server, package, "-o", tmp_path, code=2)
-        assert f"can't export for '{server}': there are triton, mlserver, genai" in found.stderr
+        assert f"can't export for '{server}': there are triton, mlserver, openai, genai" in found.stderr
     found = splitc("export", "mlserver", package, "-o", tmp_path, "--ensemble", code=2)
     assert "--ensemble has no effect with 'mlserver'" in found.stderr
     assert not list(tmp_path.iterdir())

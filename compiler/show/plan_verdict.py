@@ -1,0 +1,115 @@
+"""What a plan says to change, and what that would gain, from its own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from splitc.compiler.planning.plan import Alternative, Plan
+from splitc.compiler.show.plan_tables import how_timed
+from splitc.runtime.package.mode_words import words_of
+from splitc.runtime.units import format_bytes, format_seconds
+
+# What is worth saying: times are predicted no better than that.
+WORTH = 0.1
+# A device that is fuller has little room for longer inputs than planned for.
+FULL = 0.9
+
+
+def plan_verdict(plan: Plan) -> list[str]:
+    """Sentences, the most important first."""
+    return [*_room(plan), *_stages(plan), *_others(plan), *_whole(plan), *_estimates(plan)]
+
+
+def _room(plan: Plan) -> Iterator[str]:
+    known = [(rank.memory.total / rank.budget, rank) for rank in plan.ranks if rank.budget]
+    if not known:
+        return
+    share, rank = max(known, key=lambda pair: pair[0])
+    assert rank.budget is not None
+    left = rank.budget - rank.memory.total
+    if left < 0:
+        yield f"{rank.device} lacks {format_bytes(-left)}: another device, a larger budget, or shorter --shapes."
+    elif share > FULL:
+        yield (
+            f"{rank.device} is {share:.0%} full, and has {format_bytes(left)} left: longer inputs than planned for may "
+            "not run. More devices, or --weights-at disk, make room."
+        )
+    else:
+        yield f"{rank.device} is the fullest device, {share:.0%} of its budget, and has {format_bytes(left)} left."
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    """In a stream, the slowest stage sets the pace."""
+    ranks = plan.written.ranks
+    groups = {rank.group: max(own.seconds for own in ranks if own.group == rank.group) for rank in ranks}
+    if len(groups) < 2 or plan.split.is_radial or not sum(groups.values()):
+        return
+    slowest, mean = max(groups.values()), sum(groups.values()) / len(groups)
+    number = next(place for place, rank in enumerate(ranks) if groups[rank.group] == slowest)
+    gain = slowest / mean - 1
+    if gain < WORTH:
+        yield f"Stages take equal times, to {gain:.0%}: moving blocks gains little."
+        return
+    yield (
+        f"Rank {number} ({ranks[number].device}) takes {format_seconds(slowest)} of a request, the mean stage "
+        f"{format_seconds(mean)}: stages of equal time would give up to {gain:.0%} more requests a second. Move blocks "
+        "in plan.json, as far as budgets and single blocks allow."
+    )
+
+
+def _others(plan: Plan) -> Iterator[str]:
+    """What auto mode compared, and would be better for something else."""
+    possible = [candidate for candidate in plan.alternatives if candidate.refused is None]
+    chosen = next((one for one in possible if (plan.choice or "").startswith(f"{one.name}: ")), None)
+    if chosen is None:
+        if plan.choice is None and len(plan.ranks) > 1:
+            yield "Only this mode was planned: without --split-mode all are compared."
+        return
+    said = False
+    other, what = ("throughput", "in a stream") if plan.objective == "latency" else ("latency", "for a request")
+
+    def seconds(candidate: Alternative) -> float:
+        return candidate.interval if other == "throughput" else candidate.latency
+
+    faster = min(possible, key=seconds)
+    if seconds(faster) * (1 + WORTH) < seconds(chosen):
+        said = True
+        yield (
+            f"{faster.name} would take {format_seconds(seconds(faster))} {what} rather than "
+            f"{format_seconds(seconds(chosen))}: --objective {other}."
+        )
+    smaller = min(possible, key=lambda candidate: max(candidate.peaks))
+    if max(smaller.peaks) * (1 + WORTH) < max(chosen.peaks):
+        said = True
+        yield (
+            f"{smaller.name} would need {format_bytes(max(smaller.peaks))} on the fullest device rather than "
+            f"{format_bytes(max(chosen.peaks))}: --split-mode {smaller.mode}."
+        )
+    if not said and len(possible) > 1:
+        yield f"None of the {len(possible) - 1} others that were compared is better by {WORTH:.0%} in time or memory."
+
+
+def _whole(plan: Plan) -> Iterator[str]:
+    """Weights that are not split though they could save memory."""
+    held = sum(weight.bytes for weight in plan.weights)
+    whole = [(weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]
+    size = sum(own for own, _ in whole)
+    if len(plan.ranks) < 2 or not held or size < WORTH * held:
+        return
+    why: dict[str, int] = {}
+    for own, reason in whole:
+        why[reason] = why.get(reason, 0) + own
+    reason, most = max(why.items(), key=lambda item: item[1])
+    saved = size - size // len(plan.ranks)
+    yield (
+        f"{format_bytes(size)} of {format_bytes(held)} of weights are whole on {words_of(plan.split_mode).whole}. "
+        f"Split, they would save up to {format_bytes(saved)} a device. Of {format_bytes(most)} the reason is: {reason}."
+    )
+
+
+def _estimates(plan: Plan) -> Iterator[str]:
+    if "typical" in how_timed(plan):
+        yield (
+            "Times are predicted by typical speeds. 'splitc devices --measure' measures this machine's once, --profile "
+            "this model's blocks."
+        )

@@ -1,0 +1,108 @@
+"""Where a plan's time goes: by rank, by block and by operator; and a search for one node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from splitc.compiler.planning.plan import Plan
+from splitc.compiler.show.node_costs import NodeCost, find_costs
+from splitc.runtime.reports.contents import Chart, Search, Section, Table
+from splitc.runtime.reports.strips import colour_of
+from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
+from splitc.runtime.units import format_bytes, format_seconds
+
+# The most rows of a table that are seen at once, and nodes that can be searched for: with their names in it a page
+# grows by half a megabyte.
+FEW, MOST_NODES = 6, 5000
+
+
+def times_sections(plan: Plan) -> tuple[Section, Section] | None:
+    """The predicted times, and the search; None for a model that takes no time."""
+    costs = find_costs(plan)
+    whole = sum(cost.seconds for cost in costs)
+    if not whole:
+        return None
+    columns = ("time", "share", "weights", "makes")
+    blocks = _table("Slowest blocks", ("block", *columns), _summed(costs, lambda cost: (cost.block,)), whole)
+    operators = _table("Slowest operators", ("operator", "nodes", *columns), _summed(costs, _operator, True), whole)
+    notes = ["Predicted for a request. Blocks and operators share a rank's time by their operations and bytes."]
+    times = Section("Time of each rank", notes, chart=_chart(plan), tables=[*blocks, *operators])
+    return times, _search(costs)
+
+
+def _operator(cost: NodeCost) -> tuple[str]:
+    return (cost.operator,)
+
+
+def _summed(
+    costs: Sequence[NodeCost], key: Callable[[NodeCost], tuple[str]], counted: bool = False
+) -> list[tuple[list[str], float, int, int]]:
+    """Names, seconds, bytes of weights and bytes made of nodes alike, the slowest first."""
+    alike: dict[tuple[str], list[NodeCost]] = {}
+    for cost in costs:
+        alike.setdefault(key(cost), []).append(cost)
+    sums = [
+        (
+            [*names, *([str(len(own))] if counted else [])],
+            sum(cost.seconds for cost in own),
+            sum(cost.weights for cost in own),
+            sum(cost.made for cost in own),
+        )
+        for names, own in alike.items()
+    ]
+    return sorted(sums, key=lambda row: -row[1])
+
+
+def _table(
+    title: str, columns: Sequence[str], sums: Sequence[tuple[list[str], float, int, int]], whole: float
+) -> list[Table]:
+    """The first rows, and all of them if there are more."""
+    rows = [
+        (*names, format_seconds(seconds), f"{seconds / whole:.0%}", format_bytes(weights), format_bytes(made))
+        for names, seconds, weights, made in sums
+    ]
+    shown = Table(title, columns, rows[:FEW], columns[1:], folded=False)
+    return [shown, *([Table(f"All {len(rows)}", columns, rows, columns[1:])] if len(rows) > FEW else [])]
+
+
+def _chart(plan: Plan) -> Chart:
+    alt = altair()
+    unit, worth = unit_for(max(rank.seconds for rank in plan.ranks), SECONDS)
+    labels = [f"{number} {rank.device}" for number, rank in enumerate(plan.ranks)]
+    rows = [
+        {"rank": label, "time": rank.seconds / worth, "said": format_seconds(rank.seconds)}
+        for label, rank in zip(labels, plan.ranks, strict=True)
+    ]
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        y=alt.Y("rank:N", sort=labels, title=None, scale=alt.Scale(paddingInner=0.3)),
+        x=alt.X("time:Q", title=unit),
+    )
+    paint = alt.Scale(domain=labels, range=[f"var(--d{colour_of(str(rank.device))})" for rank in plan.ranks])
+    bars = base.mark_bar().encode(
+        color=alt.Color("rank:N", scale=paint, legend=None),
+        tooltip=[alt.Tooltip("rank:N"), alt.Tooltip("said:N", title="for")],
+    )
+    return finished(bars, height=30 * len(labels))
+
+
+def _search(costs: Sequence[NodeCost]) -> Section:
+    """A box in which a node's name finds where it runs."""
+    listed = sorted(costs, key=lambda cost: -cost.seconds)[:MOST_NODES]
+    rows = [
+        (
+            cost.name,
+            cost.operator,
+            cost.block,
+            cost.ranks,
+            format_seconds(cost.seconds),
+            format_bytes(cost.weights),
+            format_bytes(cost.made),
+        )
+        for cost in listed
+    ]
+    numbers = ("time", "weights", "makes")
+    search = Search("a node, an operator or a block", ("node", "operator", "block", "rank", *numbers), rows, numbers)
+    notes = (
+        [] if len(listed) == len(costs) else [f"The {len(listed)} slowest of {len(costs)} nodes, the slowest first."]
+    )
+    return Section("Find a node", notes, search=search)

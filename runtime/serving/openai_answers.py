@@ -1,0 +1,174 @@
+"""Answers to OpenAI's requests: which model is asked, what it writes, and what a client gets that goes away or errs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Generator
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.explained import explained
+from splitc.runtime.serving.openai_replies import Reply, card, failure, failure_event
+from splitc.runtime.serving.openai_requests import Asked, read_asked
+from splitc.runtime.serving.served_package import ServedPackage, is_clients_fault
+from splitc.runtime.serving.texts import Question, Texts, TooLongError
+from splitc.runtime.threads.executor import Executor
+
+
+class UnknownModelError(MisuseError):
+    """A request names a model that the server does not have."""
+
+
+class BusyError(Exception):
+    """As many answers are being written as the model takes."""
+
+
+class Writer:
+    """A loaded package that writes answers. `progressed` is called with each token, and when an answer ends."""
+
+    def __init__(self, name: str, served: ServedPackage, texts: Texts, progressed: Callable[[], None]) -> None:
+        self._name, self._served, self._texts, self._progressed = name, served, texts, progressed
+        # Each thread makes a token of an answer, and then perhaps one of another.
+        self._threads = Executor(served.need_session().in_flight, "splitc writes")
+        self._answers = 0
+
+    def close(self) -> None:
+        """Take no more requests. Answers that are being written end with their session."""
+        self._threads.shutdown(wait=False)
+
+    async def answer(self, asked: Asked, chat: bool, request: Request) -> Response:
+        """The answer to a request, whole or as a stream. Raises SplitcError for what can't be answered."""
+        prompt = await self._in_thread(self._read_prompt, asked, chat)
+        reply = Reply(self._name, chat, len(prompt))
+        pieces = self._write(asked, prompt, reply)
+        # What can't be answered fails here, before the answer begins.
+        text = await anext(pieces, "")
+        if asked.stream:
+            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+            return StreamingResponse(_stream(text, pieces, reply, with_usage), media_type="text/event-stream")
+        async for piece in pieces:
+            text += piece
+            if await request.is_disconnected():
+                await pieces.aclose()
+        return JSONResponse(reply.whole(text))
+
+    def _read_prompt(self, asked: Asked, chat: bool) -> list[int]:
+        if chat:
+            return self._texts.read_chat(asked.conversation())
+        return self._texts.read_text(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+
+    async def _write(self, asked: Asked, prompt: list[int], reply: Reply) -> AsyncGenerator[str, None]:
+        """Yield the answer in pieces. If nobody wants more, its sequence ends after the token that is being made."""
+        most = self._served.serving.most_sequences
+        if self._answers >= most:
+            raise BusyError(f"{most} answers are being written, the limit (most_sequences): ask again later")
+        self._answers += 1
+        step = None
+        try:
+            stream = await self._in_thread(self._begin, asked, prompt, reply)
+            while True:
+                step = self._threads.submit(next, stream, None)
+                piece = await asyncio.wrap_future(step)
+                self._progressed()
+                if piece is None:
+                    return
+                yield piece
+        finally:
+            self._answers -= 1
+            if step is not None:
+                # Nothing can be awaited here: the client may be gone, and this task be cancelled.
+                step.add_done_callback(lambda _: self._end(stream))
+
+    def _begin(self, asked: Asked, prompt: list[int], reply: Reply) -> Generator[str, None, None]:
+        session = self._served.need_session()
+        sampling = self._texts.sampling(asked.temperature, asked.top_p, asked.top_k, asked.seed)
+        most = self._texts.count(session, len(prompt), asked.most)
+        return self._texts.write(session, Question(prompt, most, sampling, asked.stops), reply.written)
+
+    def _end(self, stream: Generator[str, None, None]) -> None:
+        stream.close()
+        self._progressed()
+
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *arguments))
+
+
+class Writers:
+    """The models of a server that write answers, by name: a request names one of them."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Writer] = {}
+
+    def add(self, name: str, writer: Writer) -> None:
+        """A model can be asked from now on, in place of another one of its name."""
+        self._loaded[name] = writer
+
+    def remove(self, name: str, writer: Writer) -> None:
+        """A model can't be asked any more."""
+        if self._loaded.get(name) is writer:
+            del self._loaded[name]
+
+    def list_models(self) -> Response:
+        """The models that can be asked."""
+        return JSONResponse({"object": "list", "data": [card(name) for name in self._loaded]})
+
+    def show_model(self, name: str) -> Response:
+        """One of them."""
+        try:
+            self._find(name)
+        except UnknownModelError as error:
+            return _refusal(error)
+        return JSONResponse(card(name))
+
+    async def respond(self, request: Request, wanted: str) -> Response:
+        """Answer a request, which has the field `wanted`."""
+        try:
+            asked = read_asked(await request.body(), wanted)
+            return await self._find(asked.model).answer(asked, wanted == "messages", request)
+        except Exception as error:
+            return _refusal(error)
+
+    def _find(self, name: str) -> Writer:
+        if name not in self._loaded:
+            raise UnknownModelError(f"there is no model '{name}': there are {', '.join(sorted(self._loaded))}")
+        return self._loaded[name]
+
+
+WRITERS = Writers()
+
+
+async def _stream(
+    text: str, pieces: AsyncGenerator[str, None], reply: Reply, with_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The events of an answer that has begun with a text."""
+    try:
+        yield reply.piece(text, first=True)
+        async for piece in pieces:
+            if piece:
+                yield reply.piece(piece, first=False)
+        for event in reply.ends(with_usage):
+            yield event
+    except Exception as error:
+        yield failure_event(_say(error))
+    finally:
+        await pieces.aclose()
+
+
+def _refusal(error: Exception) -> Response:
+    """The answer to a request that failed."""
+    if isinstance(error, UnknownModelError):
+        return JSONResponse(failure(str(error), "invalid_request_error", "model_not_found"), 404)
+    if isinstance(error, BusyError):
+        return JSONResponse(failure(str(error), "rate_limit_error"), 429)
+    if is_clients_fault(error):
+        code = "context_length_exceeded" if isinstance(error, TooLongError) else None
+        return JSONResponse(failure(_say(error), "invalid_request_error", code), 400)
+    return JSONResponse(failure(_say(error), "server_error"), 500)
+
+
+def _say(error: Exception) -> str:
+    return str(explained(error) or repr(error))

@@ -1,0 +1,76 @@
+"""An earlier bench, as `bench --json` printed it, beside the one that was made now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.written import check_regular
+from splitc.runtime.tools.bench import BenchResult, Latency, RankTimes
+from splitc.runtime.units import format_seconds
+
+
+@dataclass(frozen=True)
+class EarlierTimes:
+    """What is compared of a bench; see BenchResult."""
+
+    latency: Latency
+    rate: float
+    in_flight: int
+    threads: int
+    ranks: list[RankTimes]
+    seconds: list[float]
+
+
+@dataclass(frozen=True)
+class EarlierBench:
+    """A bench from the file `name`."""
+
+    name: str
+    time: EarlierTimes
+
+    def rows(self, now: BenchResult) -> list[tuple[str, str, str, str]]:
+        """What is compared: then, now, and now divided by then."""
+        then = self.time
+        rows = [
+            _compared("latency", then.latency.median, now.latency.median),
+            _compared("90 %", then.latency.p90, now.latency.p90),
+            ("rate", f"{then.rate:.1f}/s", f"{now.rate:.1f}/s", f"{now.rate / then.rate:.2f}"),
+        ]
+        for number, (before, after) in enumerate(zip(then.ranks, now.ranks, strict=False)):
+            label = f"rank {number}" if before.device == after.device else f"rank {number}, then on {before.device}"
+            rows.append(_compared(f"{label}: busy", before.busy, after.busy))
+            rows.append(_compared(f"{label}: waiting", before.waiting, after.waiting))
+        return rows
+
+    def unlike(self, now: BenchResult) -> Sequence[str]:
+        """What differs between the two beyond the package: their times say less for it."""
+        then = self.time
+        differs = []
+        if then.in_flight != now.in_flight:
+            differs.append(f"{then.in_flight} requests were in flight then, and {now.in_flight} now")
+        if then.threads != now.threads:
+            differs.append(f"each rank had {then.threads} threads then, and {now.threads} now")
+        if len(then.ranks) != len(now.ranks):
+            differs.append(f"there were {len(then.ranks)} ranks then, and {len(now.ranks)} now")
+        return differs
+
+
+def read_bench(path: Path) -> EarlierBench:
+    """Read what `bench --json` printed. Raises MisuseError for another file."""
+    check_regular(path)
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        return EarlierBench(path.name, msgspec.json.decode(content["time"], type=EarlierTimes))
+    except (msgspec.MsgspecError, KeyError) as error:
+        raise MisuseError(
+            f"{path} is not what 'splitc bench --json' prints: {error}. Make it with 'splitc bench ... --json > {path}'"
+        ) from error
+
+
+def _compared(what: str, then: float, now: float) -> tuple[str, str, str, str]:
+    return (what, format_seconds(then), format_seconds(now), f"{now / then:.2f}" if then else "")

@@ -1,0 +1,168 @@
+"""OpenAI's own client talks to a package in MLServer. `make test-serving` runs this."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitc.runtime.serving.openai_folder import export_openai
+from splitc.runtime.serving.serving_file import Serving
+from tests.helpers.greedy import plain_loop
+from tests.helpers.servers import Server, counted, ml_server
+from tests.helpers.texts import ANSWER, END, USER, words, write_chat_tokenizer
+
+NEEDED = ("mlserver", "openai", "transformers", "jinja2")
+pytestmark = pytest.mark.skipif(not all(map(find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}")
+
+QUESTION = [{"role": "user", "content": "w5 w17 w33"}]
+PROMPT = [USER, 5, 17, 33, ANSWER]
+CONTEXT = 3000
+DONE = 'splitc_requests_done_total{model="chat"}'
+
+
+@pytest.fixture(scope="module")
+def server(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("openai")
+    tokenizer = write_chat_tokenizer(folder / "tokenizer")
+    for name in ("chat", "other"):
+        serving = Serving("package", threads=1, most_sequences=2 if name == "other" else 64)
+        export_openai(package, folder / "models", serving, name=name, tokenizer=tokenizer, context=CONTEXT)
+    with ml_server(folder / "models", folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"http://{server.http}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def ask(client: Any, **options: Any) -> Any:
+    given = {"model": "chat", "messages": QUESTION, "temperature": 0, "max_completion_tokens": 12, **options}
+    return client.chat.completions.create(**given)
+
+
+def test_answers_are_those_of_the_unsplit_model(client: Any, decoder: Path) -> None:
+    expected = plain_loop(decoder, PROMPT, 12)
+    assert END not in expected
+    answer = ask(client)
+    assert answer.choices[0].message.content == words(expected)
+    assert (answer.choices[0].message.role, answer.choices[0].finish_reason) == ("assistant", "length")
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 12, 17)
+    texts = client.completions.create(model="other", prompt=words(PROMPT), temperature=0, max_tokens=12)
+    ids = client.completions.create(model="other", prompt=PROMPT, temperature=0, max_tokens=12)
+    assert texts.choices[0].text == ids.choices[0].text == words(expected)
+
+
+def test_streams_are_the_answers_in_pieces(client: Any, decoder: Path) -> None:
+    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks[:-1]]
+    assert "".join(pieces) == words(plain_loop(decoder, PROMPT, 12))
+    assert len(pieces) == 13 and chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-3:-1]] == [None, "length"]
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 12)
+
+
+def test_stop_texts_end_an_answer(client: Any, decoder: Path) -> None:
+    expected = plain_loop(decoder, PROMPT, 12)
+    stop = words(expected[5:7])
+    wanted = words(expected).partition(stop)[0]
+    answer = ask(client, stop=["never", stop])
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (wanted, "stop")
+    chunks = list(ask(client, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_seeds_decide_what_is_drawn(client: Any) -> None:
+    drawn = [ask(client, temperature=2, seed=seed).choices[0].message.content for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    free = {ask(client, temperature=2).choices[0].message.content for _ in range(3)}
+    assert len(free) == 3
+
+
+def test_errors_are_openais(client: Any) -> None:
+    from openai import BadRequestError, NotFoundError
+
+    with pytest.raises(BadRequestError, match=f"room for {CONTEXT} tokens, and the prompt has 5: ask for") as caught:
+        ask(client, max_completion_tokens=CONTEXT)
+    assert caught.value.code == "context_length_exceeded"
+    long = [{"role": "user", "content": words([5] * CONTEXT)}]
+    for stream in (False, True):
+        with pytest.raises(BadRequestError, match="shorten it"):
+            ask(client, messages=long, stream=stream)
+    with pytest.raises(BadRequestError, match="'n' is 2"):
+        ask(client, n=2)
+    with pytest.raises(BadRequestError, match="no tools"):
+        ask(client, messages=[{"role": "tool", "content": "w1", "tool_call_id": "1"}])
+    with pytest.raises(BadRequestError, match="the model has a vocabulary of 96"):
+        client.completions.create(model="chat", prompt=[5, 400])
+    with pytest.raises(NotFoundError, match="there are chat, other"):
+        ask(client, model="none")
+    with pytest.raises(NotFoundError):
+        client.models.retrieve("none")
+    assert ask(client).choices[0].message.content
+
+
+def test_models_are_listed(client: Any) -> None:
+    assert {model.id for model in client.models.list()} == {"chat", "other"}
+    assert client.models.retrieve("chat").owned_by == "splitc"
+
+
+def test_clients_are_answered_at_the_same_time(client: Any, decoder: Path) -> None:
+    questions = [[USER, 5 + n, 17, ANSWER] for n in range(6)]
+
+    def answer(number: int) -> str:
+        message = {"role": "user", "content": words(questions[number][1:-1])}
+        chunks = ask(client, messages=[message], stream=number % 2 == 0, max_completion_tokens=40)
+        if number % 2:
+            return str(chunks.choices[0].message.content)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    with ThreadPoolExecutor(6) as clients:
+        answers = list(clients.map(answer, range(6)))
+    assert answers == [words(plain_loop(decoder, question, 40)) for question in questions]
+
+
+def test_more_answers_than_the_limit_are_refused(client: Any) -> None:
+    from openai import RateLimitError
+
+    streams = [ask(client, model="other", stream=True, max_completion_tokens=2900) for _ in range(2)]
+    with pytest.raises(RateLimitError, match="2 answers are being written, the limit"):
+        ask(client, model="other")
+    for stream in streams:
+        stream.close()
+
+
+def count_until_still(server: Server) -> float:
+    """The requests that were done, once no more are made."""
+    before = -1.0
+    while (now := counted(server)[DONE]) != before:
+        before = now
+        time.sleep(0.5)
+    return now
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_answer_ends_when_its_client_goes_away(server: Server, client: Any, decoder: Path, stream: bool) -> None:
+    from openai import APITimeoutError
+
+    before = count_until_still(server)
+    if stream:
+        chunks = ask(client, stream=True, max_completion_tokens=2900)
+        next(chunks), next(chunks)
+        chunks.close()
+    else:
+        with pytest.raises(APITimeoutError):
+            ask(client.with_options(timeout=0.3), max_completion_tokens=2900)
+    assert count_until_still(server) - before < 2000
+    assert counted(server)['splitc_requests_in_flight{model="chat"}'] == 0
+    assert ask(client).choices[0].message.content == words(plain_loop(decoder, PROMPT, 12))

@@ -1,0 +1,94 @@
+"""Folders of models that answer OpenAI's requests, as they are written, and such requests as they are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.serving.openai_requests import REFUSED, read_asked
+from splitc.runtime.serving.serving_file import read_serving
+from tests.helpers.command import splitc
+from tests.helpers.texts import write_chat_tokenizer
+
+
+def test_package_becomes_a_model_with_its_tokenizer(package: Path, tmp_path: Path) -> None:
+    tokenizer = write_chat_tokenizer(tmp_path / "tokenizer")
+    (tokenizer / "model.safetensors").write_bytes(b"weights")
+    splitc("export", "openai", package, "-o", tmp_path / "models", "--tokenizer", tokenizer, "--context", 64)
+    folder = tmp_path / "models" / package.name
+    assert json.loads((tmp_path / "models" / "settings.json").read_text()) == {"parallel_workers": 0}
+    settings = json.loads((folder / "model-settings.json").read_text())
+    assert settings["implementation"] == "splitc.runtime.serving.openai_model.OpenAIModel"
+    serving = read_serving(folder / "serving.json")
+    assert (serving.sequences, serving.tokenizer, serving.context) == (False, "tokenizer", 64)
+    copied = {path.name for path in (folder / "tokenizer").iterdir()}
+    assert copied == {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+
+
+def test_tokenizer_that_travels_is_taken(decoder: Path, tmp_path: Path) -> None:
+    source = write_chat_tokenizer(tmp_path / "source")
+    for file in decoder.parent.glob(f"{decoder.name}*"):
+        shutil.copy(file, source)
+    splitc("compile", source, "-o", tmp_path / "package", "-d", "cpu0")
+    splitc("export", "openai", tmp_path / "package", "-o", tmp_path / "models")
+    (folder,) = (path for path in (tmp_path / "models").iterdir() if path.is_dir())
+    assert {path.name for path in (folder / "tokenizer").iterdir()} >= {"tokenizer.json", "generation_config.json"}
+
+
+def test_what_writes_no_texts_is_refused(package: Path, tmp_path: Path) -> None:
+    export = ("export", "openai", package, "-o", tmp_path / "models")
+    assert "no tokenizer.json travels with" in splitc(*export, code=2).stderr
+    assert "has no tokenizer.json" in splitc(*export, "--tokenizer", tmp_path, code=2).stderr
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "is no tokenizer.json" in splitc(*export, "--tokenizer", tmp_path, code=2).stderr
+    assert "--batch has no effect with 'openai'" in splitc(*export, "--batch", 2, code=2).stderr
+    assert not list((tmp_path / "models").glob("*"))
+
+
+def read(wanted: str = "messages", **fields: Any) -> Any:
+    message = {"role": "user", "content": "w1"}
+    return read_asked(json.dumps({"model": "chat", "messages": [message], **fields}).encode(), wanted)
+
+
+def test_requests_are_read() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    asked = read(messages=[{"role": "user", "content": parts}], max_tokens=3, stop="x", user="me", n=1, tools=[])
+    assert asked.conversation() == [{"role": "user", "content": "one two"}]
+    assert (asked.most, asked.stops, asked.temperature) == (3, ["x"], None)
+    assert read(max_tokens=3, max_completion_tokens=5, stop=None).most == 5
+    assert read("prompt", prompt=[1, 2]).prompt == [1, 2]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_lacking_is_refused_by_name(name: str) -> None:
+    with pytest.raises(MisuseError, match=f"'{name}' is .*lacks"):
+        read("messages", **{name: [{"a": 2}]})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": []}, "no 'messages'"),
+        ({"messages": [{"content": "w1"}]}, "role"),
+        ({"stop": 3}, "stop"),
+        ({"model": None}, "model"),
+        ({"temperature": "hot"}, "temperature"),
+    ],
+)
+def test_wrong_requests_name_the_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisuseError, match=message):
+        read(**fields)
+    with pytest.raises(MisuseError, match="can't read the request"):
+        read_asked(b"{", "messages")
+
+
+def test_parts_that_are_no_text_are_refused() -> None:
+    with pytest.raises(MisuseError, match="'image_url'"):
+        read(messages=[{"role": "user", "content": [{"type": "image_url"}]}]).conversation()
+    with pytest.raises(MisuseError, match="max_tokens 0"):
+        assert read(max_tokens=0).most
