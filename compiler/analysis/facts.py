@@ -19,7 +19,7 @@ from splitc.compiler.frontend.merged_weights import Merged, merge
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
-from splitc.compiler.frontend.slots import find_slots, graft_slots
+from splitc.compiler.frontend.slots import find_slots, graft_slots, planned_rank
 from splitc.compiler.frontend.states import find_states, growing_symbols, written_in_place
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
@@ -94,9 +94,10 @@ def analyze(
     done(1)
     with refusals_first(path, trusts_data):
         graph = open_graph(path, proto, files, settings, trusts_data)
-        merged, slots = merge(graph, adapters), find_slots(graph)
+        rank = planned_rank(slot_rank)
+        merged, slots = merge(graph, adapters), find_slots(graph, rank)
         if slot_rank is not None:
-            graph, grafted = graft_slots(graph, slot_rank)
+            graph, grafted = graft_slots(graph, rank)
             slots = (*slots, *grafted)
         done(1)
         read_symbols(graph.model)

@@ -6,7 +6,7 @@ Engines are made twice, with their slots and without: what is not used costs not
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +19,23 @@ from splitc.compiler.frontend.optional import add_optional, optional_inputs, sou
 from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.runtime.adapters.loaded import padded_rank
 from splitc.runtime.adapters.matching import Layer
 from splitc.runtime.package.manifest import Slot, Tensor
 
 _SLOT, _INSIDE = "splitc.slot", "splitc.slot.inside"
 # The symbol of adapters' ranks.
 RANK = "lora_rank"
+# The rank that memory is planned for where a model has slots and nothing was asked for. A choice: most files have 4 to
+# 32.
+USUAL_RANK = 16
 # What says where a convolution looks. B's looks at each place that A's gives.
 _PLACES = ("strides", "pads", "dilations", "auto_pad")
+
+
+def planned_rank(asked: int | None) -> int:
+    """The rank that memory is planned for: that of the ranks' arrays for adapters of the rank that was asked for."""
+    return padded_rank(USUAL_RANK if asked is None else asked)
 
 
 def graft_slots(graph: Graph, rank: int) -> tuple[Graph, tuple[Slot, ...]]:
@@ -53,12 +62,17 @@ def _has_place(node: ir.Node) -> bool:
 
 
 def _add_inputs(graph: ir.Graph, layer: LinearLayer, rank: int, name: str) -> tuple[ir.Value, ir.Value]:
-    dtype, values = layer.dtype, []
+    values = []
     for which, shape in zip("AB", _shapes(layer.layer), strict=True):
-        zeros = np.zeros([rank if size == RANK else size for size in shape], dtype.numpy())
-        tensor = ir.Tensor(zeros, dtype, name=f"{name}.{which}")
+        tensor = _zeros(f"{name}.{which}", shape, layer.dtype, rank)
         values.append(add_optional(graph, tensor, ir.Shape(shape)))
     return values[0], values[1]
+
+
+def _zeros(name: str, shape: Sequence[Any], dtype: ir.DataType, rank: int) -> ir.TensorProtocol:
+    """A slot's A or B of the rank that memory is planned for."""
+    sizes = [size if isinstance(size, int) else rank for size in shape]
+    return ir.Tensor(np.zeros(sizes, dtype.numpy()), dtype, name=name)
 
 
 def _shapes(layer: Layer) -> tuple[list[Any], list[Any]]:
@@ -91,22 +105,24 @@ def _graft(graph: ir.Graph, node: ir.Node, a: ir.Value, b: ir.Value) -> None:
 
 
 def _described(layer: Layer, a: ir.Value, b: ir.Value, factor: float = 1.0) -> Slot:
+    a.meta[_INSIDE] = b.meta[_INSIDE] = True
     kind = str((a.dtype or ir.DataType.FLOAT).numpy())
     first, second = _shapes(layer)
     tensors = Tensor(a.name or "", kind, first), Tensor(b.name or "", kind, second)
     return Slot(list(layer.names), layer.inputs, layer.outputs, *tensors, factor, list(layer.kernel))
 
 
-def find_slots(graph: Graph) -> tuple[Slot, ...]:
+def find_slots(graph: Graph, rank: int) -> tuple[Slot, ...]:
     """The slots that a model has itself: a product with two optional inputs, which is added to something else.
 
-    Olive and others write them, with empty defaults. Their sums are marked, in place.
+    Olive and others write them, with empty defaults. Their sums are marked, in place, and memory is planned for
+    adapters of this rank.
     """
-    slots = (_own_slot(node) for node in graph.nodes if node.op_type == "MatMul" and not node.domain)
+    slots = (_own_slot(node, rank) for node in graph.nodes if node.op_type == "MatMul" and not node.domain)
     return tuple(slot for slot in slots if slot is not None)
 
 
-def _own_slot(down: ir.Node) -> Slot | None:
+def _own_slot(down: ir.Node, rank: int) -> Slot | None:
     """The slot whose first product is this node; None if it is of none."""
     up = _only_reader(down.outputs[0])
     if up is None or up.op_type != "MatMul" or up.domain or up.inputs[0] is not down.outputs[0]:
@@ -134,6 +150,9 @@ def _own_slot(down: ir.Node) -> Slot | None:
         node.meta[_INSIDE] = True
     name = re.sub(r"[./_]?lora[._]?A.*$", "", a.name or "")
     (inputs, _), (_, outputs) = shape_of(a), shape_of(b)
+    for value, shape in ((a, (inputs, RANK)), (b, (RANK, outputs))):
+        value.const_value = _zeros(value.name or "", shape, value.dtype or ir.DataType.FLOAT, rank)
+        value.shape = ir.Shape(value.const_value.shape.numpy())
     return _described(Layer((name,), inputs, outputs), a, b, factor)
 
 
@@ -152,6 +171,11 @@ def _kept(node: ir.Node) -> int | None:
 def is_inside_slot(node: ir.Node | None) -> bool:
     """Whether a node is one of a slot's products."""
     return node is not None and _INSIDE in node.meta
+
+
+def is_slot_input(value: ir.Value) -> bool:
+    """Whether a value is a slot's A or B."""
+    return _INSIDE in value.meta
 
 
 def is_slot_sum(node: ir.Node) -> bool:

@@ -111,6 +111,8 @@ def print_beside(memories: Sequence[StageMemory]) -> None:
     engines, mapped = max(memory.engines for memory in memories), sum(memory.in_files for memory in memories)
     if engines:
         out.print(f"of the budget, up to {format_bytes(engines)} are the engine's own")
+    if adapters := max(memory.adapters for memory in memories):
+        out.print(f"of the budget, up to {format_bytes(adapters)} are for requests with adapters")
     if mapped:
         out.print(f"not of the budget: {format_bytes(mapped)} of embedding tables, read from their mapped files")
 

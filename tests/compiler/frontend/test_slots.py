@@ -15,6 +15,7 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.planning.assembly import slotted_bytes
 from splitc.runtime import Session
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close
@@ -177,11 +178,20 @@ def test_convolutions_have_slots(tmp_path: Path) -> None:
 
 
 def test_slots_are_counted(decoder: Path) -> None:
-    """Their memory is in the plan. All layers have one, the head too."""
-    plain, slotted = (plan_model(decoder, ["cpu0"], Request(lora_slots=rank)) for rank in (None, 16))
-    assert len(slotted.analysis.slots) == 29
-    held = 4 * 16 * sum(slot.inputs + slot.outputs for slot in slotted.analysis.slots)
-    assert slotted.ranks[0].memory.weights - plain.ranks[0].memory.weights == held
+    """Their memory is a term of the plan: A and B, and a second engine. All layers have one, the head too."""
+    for device in ("cpu0", "cuda0"):
+        plain, slotted = (
+            plan_model(decoder, [device], Request(lora_slots=rank, memory=["1GiB"])) for rank in (None, 12)
+        )
+        assert len(slotted.analysis.slots) == 29
+        memory, without = slotted.ranks[0].memory, plain.ranks[0].memory
+        assert memory.sums == 4 * 16 * sum(slot.inputs + slot.outputs for slot in slotted.analysis.slots)
+        assert memory.weights == without.weights and without.adapters == 0
+        engines = slotted_bytes(slotted.ranks[0].device, "onnxruntime", 0, len(slotted.ranks[0].stage.nodes))
+        packed = memory.weights - memory.in_files if device == "cpu0" else 0
+        rest = memory.adapters - memory.sums - engines - packed
+        assert 0 < rest == max(memory.activations - memory.passed, memory.loading)
+        assert memory.total - without.total >= memory.adapters
     assert any("lm_head" in slot.names[0] for slot in slotted.analysis.slots)
 
 

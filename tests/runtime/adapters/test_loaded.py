@@ -13,6 +13,7 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import MisuseError, Pipeline, Session
+from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.package.manifest import Slot, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
@@ -138,7 +139,7 @@ def test_sums_lie_side_by_side(kernel: tuple[int, ...], tmp_path: Path) -> None:
     for number in range(2):
         a, b = (Tensor(f"{which}{number}", "float32", shape) for which, shape in zip("ab", shapes, strict=True))
         slots.append(Slot([f"layers.{number}.up"], 5, 7, a, b, 2.0, list(kernel)))
-    adapters = Adapters(slots, itertools.count(), deque())
+    adapters = Adapters(slots, KeptSums(itertools.count(), deque(), None))
     expected: Any = 0
     for seed, (rank, times) in enumerate(((3, 0.5), (7, -1.0))):
         pairs = random_pairs({"layers.0.up": (5, 7, *kernel)}, rank, seed)
