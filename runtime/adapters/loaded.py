@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from splitc.runtime.adapters.adapter import Adapter, LowRank
+from splitc.runtime.adapters.adapter_files import adapter_of
 from splitc.runtime.adapters.asked import open_adapter
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.kept import KeptSums
@@ -75,10 +77,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def __len__(self) -> int:
         return len(self._loaded)
 
-    def load(self, name: str, file: str | Path, scale: float = 1.0) -> LoadedAdapter:
-        """Load an adapter's file or folder under a name. See `add`."""
+    def load(self, name: str, file: str | Path | Mapping[str, Any], scale: float = 1.0) -> LoadedAdapter:
+        """Load an adapter under a name: a file, a folder, or arrays by their names in files. See `add`."""
         self._need_slots()
-        return self.add(name, open_adapter(str(file)), scale)
+        adapter = adapter_of(file) if isinstance(file, Mapping) else open_adapter(str(file))
+        return self.add(name, adapter, scale)
 
     def add(self, name: str, adapter: Adapter, scale: float = 1.0) -> LoadedAdapter:
         """Load an adapter that was read, under a name. One of this name is replaced.

@@ -20,6 +20,7 @@ import onnxruntime as ort
 
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES, read_type
+from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines import NEW, Communicator
 from splitc.runtime.engines.attention_kernels import attention_for
 from splitc.runtime.engines.kept_binding import KeptBinding
@@ -28,8 +29,6 @@ from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.onnxruntime_cpu import (
     ERRORS,
     failed,
-    host_array,
-    host_value,
     register_operators,
     run_overridden,
 )
