@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from splitc.runtime.adapters.adapter import MOST_RANK, Adapter, LowRank
 from splitc.runtime.adapters.peft_config import Scaling, read_config, scaling_of
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.onnx_types import read_type
-from splitc.runtime.arrays.ort_values import host_array
 from splitc.runtime.arrays.torch_tensors import is_tensor, read_tensor
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import parse_json
@@ -198,7 +197,7 @@ def _update(path: str, module: str, a: _Stored, b: _Stored, scaling: Scaling) ->
         )
     rank = a.shape[0]
     scale = scaling.scale(module, rank)
-    if not abs(scale) <= np.finfo(np.float32).max:
+    if not abs(scale) <= float(np.finfo(np.float32).max):
         raise MisuseError(f"{path}: '{module}' is scaled by {scale}, as its alpha and rank {rank} say")
     return LowRank(module, a.shape[1], b.shape[0], rank, kernel, scale, a.read, b.read)
 
@@ -216,10 +215,13 @@ def _of_onnx(path: Path) -> Adapter:
         of_weight = name if name.endswith(".weight") else f"{name}.weight"
         shape = tuple(value.shape())[::-1]
         stored[of_weight] = _Stored(read_type(value.data_type()), shape, partial(_transposed, value))
-    return Adapter(str(path), _pair(str(path), stored, lambda module: Scaling()))
+    updates = _pair(str(path), stored, lambda module: Scaling())
+    return Adapter(str(path), {module: replace(update, for_slots=True) for module, update in updates.items()})
 
 
 def _transposed(value: Any) -> Array:
+    from splitc.runtime.arrays.ort_values import host_array
+
     array: Array = host_array(value).T
     return array
 

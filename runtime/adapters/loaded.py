@@ -188,7 +188,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
 def _arrays(update: LowRank, slot: Slot) -> tuple[Array, Array]:
     """A and B, a row for each of the rank, with the update's scale, in single precision."""
     a, b = update.read_a().astype(np.float32), update.read_b().astype(np.float32)
-    scale = np.float32(update.scale / slot.factor)
+    scale = np.float32(update.scale if update.for_slots else update.scale / slot.factor)
     return a.reshape(len(a), -1), np.ascontiguousarray(b.reshape(len(b), -1).T * scale)
 
 
