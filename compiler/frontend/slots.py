@@ -6,14 +6,15 @@ Engines are made twice, with their slots and without: what is not used costs not
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph, complete
+from splitc.compiler.frontend.layer_places import Place, place_of
 from splitc.compiler.frontend.linear_layers import LinearLayer, find_linear_layers
 from splitc.compiler.frontend.optional import add_optional, optional_inputs, source_of
 from splitc.compiler.frontend.origins import origin_of
@@ -38,27 +39,32 @@ def planned_rank(asked: int | None) -> int:
     return padded_rank(USUAL_RANK if asked is None else asked)
 
 
-def graft_slots(graph: Graph, rank: int) -> tuple[Graph, tuple[Slot, ...]]:
+@dataclass(frozen=True)
+class Grafted:
+    """The slots that layers were given, and why the other layers have none, by their weights' names."""
+
+    slots: tuple[Slot, ...] = ()
+    without: Mapping[str, str] = field(default_factory=dict)
+
+
+def graft_slots(graph: Graph, rank: int) -> tuple[Graph, Grafted]:
     """The graph with a slot at each linear layer with a name, in place. Memory is planned for adapters of this rank."""
-    layers = [layer for layer in find_linear_layers(graph) if layer.layer.names and all(map(_has_place, layer.nodes))]
     slots: list[Slot] = []
-    optional = list(graph.optional)
-    for layer in layers:
-        data = layer.nodes[0].inputs[0]
-        if data is not None:
-            a, b = _add_inputs(graph.graph, layer, rank, f"splitc.slot{len(slots)}")
-            for node in layer.nodes:
-                _graft(graph.graph, node, a, b)
-            optional += [a, b]
-            slots.append(_described(layer.layer, a, b))
+    optional, without = list(graph.optional), dict[str, str]()
+    for layer in find_linear_layers(graph):
+        places = [place_of(node) for node in layer.nodes]
+        reasons = [place for place in places if isinstance(place, str)]
+        if why := next(iter(reasons), "" if layer.layer.names else "it has no name"):
+            without[layer.weight.name or ""] = why
+            continue
+        a, b = _add_inputs(graph.graph, layer, rank, f"splitc.slot{len(slots)}")
+        for place in places:
+            if isinstance(place, Place):
+                _graft(graph.graph, place, a, b)
+        optional += [a, b]
+        slots.append(_described(layer.layer, a, b))
     made = replace(graph, reads=complete(graph.model), optional=tuple(optional))
-    return made, tuple(slots)
-
-
-def _has_place(node: ir.Node) -> bool:
-    """Whether a slot can lie beside a node: it multiplies its input as it is, in one group, and gives the product."""
-    changes = node.attributes.get_int("transA", 0) or "activation" in node.attributes
-    return node.attributes.get_int("group", 1) == 1 and not changes
+    return made, Grafted(tuple(slots), without)
 
 
 def _add_inputs(graph: ir.Graph, layer: LinearLayer, rank: int, name: str) -> tuple[ir.Value, ir.Value]:
@@ -82,18 +88,18 @@ def _shapes(layer: Layer) -> tuple[list[Any], list[Any]]:
     return [RANK, layer.inputs, *layer.kernel], [layer.outputs, RANK, *(1 for _ in layer.kernel)]
 
 
-def _graft(graph: ir.Graph, node: ir.Node, a: ir.Value, b: ir.Value) -> None:
-    """Add the product of a node's input with both to its output, which the sum takes the place of."""
-    made = node.outputs[0]
+def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
+    """Add the product of a layer's input with both to its result, which the sum takes the place of."""
+    made, attributes = place.last.outputs[0], place.node.attributes
     name, uses = made.name or "", list(made.uses())
-    operator = "Conv" if node.op_type == "Conv" else "MatMul"
-    places = [node.attributes[key] for key in _PLACES if operator == "Conv" and key in node.attributes]
-    down = ir.Node("", operator, [node.inputs[0], a], places, name=f"{name}/slot_down")
+    operator = "Conv" if "Conv" in place.node.op_type else "MatMul"
+    where = [attributes[key] for key in _PLACES if operator == "Conv" and key in attributes]
+    down = ir.Node("", operator, [place.data, a], where, name=f"{name}/slot_down")
     up = ir.node(operator, [down.outputs[0], b], name=f"{name}/slot_up")
     total = ir.node("Add", [made, up.outputs[0]], name=f"{name}/slot_sum")
     total.meta[_SLOT] = 0
     down.meta[_INSIDE] = up.meta[_INSIDE] = True
-    graph.insert_after(node, [down, up, total])
+    graph.insert_after(place.last, [down, up, total])
     new = total.outputs[0]
     made.name, new.name, new.type, new.shape = f"{name}/slot_without", name, made.type, made.shape
     down.outputs[0].name, up.outputs[0].name = f"{name}/slot_down", f"{name}/slot_up"

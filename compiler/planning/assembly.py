@@ -142,6 +142,9 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
                 f"{len(left_out)} of {len(merged.adapter.updates)} updates of the adapter {merged.adapter.name} are "
                 f"left out, such as '{module}': {why}"
             )
+    if analysis.slot_rank is not None and not analysis.slots:
+        why = next(iter(analysis.slotless.values()), "it has no products with weights")
+        warnings.append(f"no layer of the model takes adapters, in spite of --lora-slots: {why}")
     if unknown := [str(rank.device) for rank in ranks if rank.budget is None]:
         warnings.append(
             f"memory was not checked for {first_few(list(dict.fromkeys(unknown)))}, which this machine does not have: "
