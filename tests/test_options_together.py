@@ -121,7 +121,7 @@ def test_all_commands_look_at_the_rules() -> None:
         (["generate", "PACKAGE", "--prefill", "PACKAGE", "--prompt-chunk", "3"], "--prompt-chunk and --prefill"),
         (
             ["plan", "MODEL", "-d", "2xcpu", "--split-mode", "layer", "--explain", "--no-fuse"],
-            "--explain lists what was fused, what was placed, and the axes of --split-mode tensor",
+            "--explain lists what was fused or placed, layers without slots, and the axes of --split-mode tensor",
         ),
         (["plan", "MODEL", "-d", "2xcpu", "--explain", "--json"], "--explain and --json together"),
         (["plan", "MODEL", "-d", "2xcpu", "--hosts", "2x1xcpu"], "--hosts and --device together"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,7 @@ from splitc.compiler.frontend.merged_weights import Merged, merge
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
-from splitc.compiler.frontend.slots import find_slots, graft_slots
+from splitc.compiler.frontend.slots import Grafted, find_slots, graft_slots, planned_rank
 from splitc.compiler.frontend.states import find_states, growing_symbols, written_in_place
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
@@ -42,7 +42,8 @@ class Analysis:
     """A model's graph, its bound input shapes, its costs with these, its states and its blocks.
 
     `shapes` are the largest input shapes, which are planned for. Engines with a range of sizes also take the `smallest`
-    ones and are tuned for the `typical` ones. `fitted` says how the largest were determined and tried.
+    ones and are tuned for the `typical` ones. `fitted` says how the largest were determined and tried. `slotless` are
+    weights of layers that have no slot for adapters, with the reason.
     """
 
     graph: Graph
@@ -59,6 +60,7 @@ class Analysis:
     merged: tuple[Merged, ...] = ()
     slots: tuple[Slot, ...] = ()
     slot_rank: int | None = None
+    slotless: Mapping[str, str] = field(default_factory=dict)
     prologue: Prologue | None = None
 
     @property
@@ -94,10 +96,11 @@ def analyze(
     done(1)
     with refusals_first(path, trusts_data):
         graph = open_graph(path, proto, files, settings, trusts_data)
-        merged, slots = merge(graph, adapters), find_slots(graph)
+        rank = planned_rank(slot_rank)
+        merged, slots, grafted = merge(graph, adapters), find_slots(graph, rank), Grafted()
         if slot_rank is not None:
-            graph, grafted = graft_slots(graph, slot_rank)
-            slots = (*slots, *grafted)
+            graph, grafted = graft_slots(graph, rank)
+            slots = (*slots, *grafted.slots)
         done(1)
         read_symbols(graph.model)
         with defaults_hidden(graph.graph):
@@ -107,7 +110,7 @@ def analyze(
         analysis = _analyze(graph, asked, states, wanted_blocks, gains, done)
     done(1)
     costs = replace(analysis.costs, maps_weights=maps_weights)
-    return replace(analysis, costs=costs, merged=merged, slots=slots, slot_rank=slot_rank)
+    return replace(analysis, costs=costs, merged=merged, slots=slots, slot_rank=slot_rank, slotless=grafted.without)
 
 
 def _analyze(

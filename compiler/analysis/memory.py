@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -12,6 +12,7 @@ from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
+from splitc.compiler.frontend.slots import is_slot_input
 from splitc.runtime.package.states import State
 
 
@@ -36,6 +37,9 @@ class StageMemory:
     product: ONNX Runtime prepacks weights one by one while loading, and then holds one of them twice. `engines` is the
     memory of the engines' libraries. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`),
     and `passed` the inputs and outputs among the activations.
+
+    `adapters` is what requests with adapters take beside all that: A and B of a sum of the planned rank, which are
+    `sums`, and the engines with slots, with values and, on CPUs, weights of their own.
     """
 
     weights: int
@@ -45,11 +49,18 @@ class StageMemory:
     engines: int = 0
     in_files: int = 0
     passed: int = 0
+    sums: int = 0
+    adapters: int = 0
+
+    @property
+    def values(self) -> int:
+        """The peak bytes of weights and values, while loading or while running, without adapters."""
+        return self.weights - self.in_files + max(self.activations + self.cache, self.loading)
 
     @property
     def total(self) -> int:
         """The peak bytes, while loading or while running."""
-        return self.weights - self.in_files + self.engines + max(self.activations + self.cache, self.loading)
+        return self.values + self.engines + self.adapters
 
 
 def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None = None) -> StageMemory:
@@ -81,7 +92,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     alive = peak_bytes(stage.nodes, reads, lambda value: 0 if value in ends else size(value))
     given = sum(size(value) for value in ends if is_own(value))
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
-    return StageMemory(
+    memory = StageMemory(
         weights=sum(size + costs.in_singles(weight, size) for weight, size in weights.items())
         + 2 * sum(weights.get(scales, 0) for scales in costs.packed_scales(running)),
         activations=fed + max(inside, given + alive),
@@ -91,6 +102,25 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         passed=fed + given,
         in_files=sum(min(size, costs.in_files.get(weight, 0)) for weight, size in weights.items()),
     )
+    return with_adapters(memory, costs, weights)
+
+
+def with_adapters(memory: StageMemory, costs: Costs, weights: Mapping[ir.Value, int]) -> StageMemory:
+    """The memory of a stage whose `weights` have A and B among them, with what adapters take as a term of its own."""
+    sums = sum(size for weight, size in weights.items() if is_slot_input(weight))
+    own = replace(memory, weights=memory.weights - sums, sums=sums)
+    return replace(own, adapters=adapter_bytes(own, costs.maps_weights))
+
+
+def adapter_bytes(memory: StageMemory, packs: bool) -> int:
+    """What requests with adapters take beside others: a sum, and an engine with slots, loaded beside the other one.
+
+    It has values of its own. If it `packs` weights, as on CPUs, it has these too; on GPUs both engines share them.
+    """
+    if not memory.sums:
+        return 0
+    packed = memory.weights - memory.in_files if packs else 0
+    return memory.sums + packed + max(memory.activations - memory.passed, memory.loading)
 
 
 def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -47,10 +47,11 @@ def find_linear_layers(graph: Graph) -> list[LinearLayer]:
 
 def _layer_of(node: ir.Node) -> LinearLayer | None:
     """The linear layer that a node is; None if it is none."""
-    reader = _READERS.get((node.domain, node.op_type))
-    if reader is None or len(node.inputs) < 2 or node.inputs[1] is None:
+    reader, at, quantized = _READERS.get((node.domain, node.op_type), (None, 0, False))
+    if reader is None or len(node.inputs) <= at or node.inputs[at] is None:
         return None
-    weight, turned, quantized, dtype = node.inputs[1], False, False, None
+    weight, turned, dtype = node.inputs[at], False, None
+    assert weight is not None
     while (maker := weight.producer()) is not None and maker.inputs and maker.inputs[0] is not None:
         if _turns(maker):
             turned = not turned
@@ -66,8 +67,12 @@ def _layer_of(node: ir.Node) -> LinearLayer | None:
     layer = None if len(shape) < 2 else reader(node, weight, shape, turned)
     if layer is None:
         return None
-    why_not = QUANTIZED if quantized else layer.why_not
-    return replace(layer, why_not=why_not, dtype=dtype or layer.dtype)
+    dtype = dtype or layer.dtype
+    if not dtype.is_floating_point():
+        if not quantized:
+            return None
+        dtype = ir.DataType.FLOAT  # what is quantized as it comes is always that
+    return replace(layer, why_not=QUANTIZED if quantized else layer.why_not, dtype=dtype)
 
 
 def _turns(node: ir.Node) -> bool:
@@ -97,14 +102,22 @@ def _packed(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], turned: boo
     return _made(node, weight, Layer((), inputs, outputs), False, 1.0, QUANTIZED)
 
 
-_READERS = {
-    ("", "MatMul"): _product,
-    ("", "Gemm"): _product,
-    ("com.microsoft", "FusedMatMul"): _product,
-    ("com.microsoft", "FusedGemm"): _product,
-    ("", "Conv"): _convolution,
-    ("com.microsoft", "FusedConv"): _convolution,
-    ("com.microsoft", "MatMulNBits"): _packed,
+_Reader = Callable[[ir.Node, ir.Value, tuple[int, ...], bool], LinearLayer | None]
+# How an operator's weight is read, which of its inputs it is, and whether it is quantized.
+_READERS: dict[tuple[str, str], tuple[_Reader, int, bool]] = {
+    ("", "MatMul"): (_product, 1, False),
+    ("", "Gemm"): (_product, 1, False),
+    ("com.microsoft", "FusedMatMul"): (_product, 1, False),
+    ("com.microsoft", "FusedGemm"): (_product, 1, False),
+    ("", "Conv"): (_convolution, 1, False),
+    ("com.microsoft", "FusedConv"): (_convolution, 1, False),
+    ("com.microsoft", "MatMulNBits"): (_packed, 1, True),
+    ("", "MatMulInteger"): (_product, 1, True),
+    ("com.microsoft", "MatMulIntegerToFloat"): (_product, 1, True),
+    ("com.microsoft", "DynamicQuantizeMatMul"): (_product, 1, True),
+    ("", "ConvInteger"): (_convolution, 1, True),
+    ("", "QLinearMatMul"): (_product, 3, True),
+    ("", "QLinearConv"): (_convolution, 3, True),
 }
 
 

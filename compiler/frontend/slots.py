@@ -6,59 +6,79 @@ Engines are made twice, with their slots and without: what is not used costs not
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph, complete
+from splitc.compiler.frontend.layer_places import Place, place_of
 from splitc.compiler.frontend.linear_layers import LinearLayer, find_linear_layers
 from splitc.compiler.frontend.optional import add_optional, optional_inputs, source_of
 from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.runtime.adapters.loaded import padded_rank
 from splitc.runtime.adapters.matching import Layer
 from splitc.runtime.package.manifest import Slot, Tensor
 
 _SLOT, _INSIDE = "splitc.slot", "splitc.slot.inside"
 # The symbol of adapters' ranks.
 RANK = "lora_rank"
+# The rank that memory is planned for where a model has slots and nothing was asked for. A choice: most files have 4 to
+# 32.
+USUAL_RANK = 16
 # What says where a convolution looks. B's looks at each place that A's gives.
 _PLACES = ("strides", "pads", "dilations", "auto_pad")
 
 
-def graft_slots(graph: Graph, rank: int) -> tuple[Graph, tuple[Slot, ...]]:
+def planned_rank(asked: int | None) -> int:
+    """The rank that memory is planned for: that of the ranks' arrays for adapters of the rank that was asked for."""
+    return padded_rank(USUAL_RANK if asked is None else asked)
+
+
+@dataclass(frozen=True)
+class Grafted:
+    """The slots that layers were given, and why the other layers have none, by their weights' names."""
+
+    slots: tuple[Slot, ...] = ()
+    without: Mapping[str, str] = field(default_factory=dict)
+
+
+def graft_slots(graph: Graph, rank: int) -> tuple[Graph, Grafted]:
     """The graph with a slot at each linear layer with a name, in place. Memory is planned for adapters of this rank."""
-    layers = [layer for layer in find_linear_layers(graph) if layer.layer.names and all(map(_has_place, layer.nodes))]
     slots: list[Slot] = []
-    optional = list(graph.optional)
-    for layer in layers:
-        data = layer.nodes[0].inputs[0]
-        if data is not None:
-            a, b = _add_inputs(graph.graph, layer, rank, f"splitc.slot{len(slots)}")
-            for node in layer.nodes:
-                _graft(graph.graph, node, a, b)
-            optional += [a, b]
-            slots.append(_described(layer.layer, a, b))
+    optional, without = list(graph.optional), dict[str, str]()
+    for layer in find_linear_layers(graph):
+        places = [place_of(node) for node in layer.nodes]
+        reasons = [place for place in places if isinstance(place, str)]
+        if why := next(iter(reasons), "" if layer.layer.names else "it has no name"):
+            without[layer.weight.name or ""] = why
+            continue
+        a, b = _add_inputs(graph.graph, layer, rank, f"splitc.slot{len(slots)}")
+        for place in places:
+            if isinstance(place, Place):
+                _graft(graph.graph, place, a, b)
+        optional += [a, b]
+        slots.append(_described(layer.layer, a, b))
     made = replace(graph, reads=complete(graph.model), optional=tuple(optional))
-    return made, tuple(slots)
-
-
-def _has_place(node: ir.Node) -> bool:
-    """Whether a slot can lie beside a node: it multiplies its input as it is, in one group, and gives the product."""
-    changes = node.attributes.get_int("transA", 0) or "activation" in node.attributes
-    return node.attributes.get_int("group", 1) == 1 and not changes
+    return made, Grafted(tuple(slots), without)
 
 
 def _add_inputs(graph: ir.Graph, layer: LinearLayer, rank: int, name: str) -> tuple[ir.Value, ir.Value]:
-    dtype, values = layer.dtype, []
+    values = []
     for which, shape in zip("AB", _shapes(layer.layer), strict=True):
-        zeros = np.zeros([rank if size == RANK else size for size in shape], dtype.numpy())
-        tensor = ir.Tensor(zeros, dtype, name=f"{name}.{which}")
+        tensor = _zeros(f"{name}.{which}", shape, layer.dtype, rank)
         values.append(add_optional(graph, tensor, ir.Shape(shape)))
     return values[0], values[1]
+
+
+def _zeros(name: str, shape: Sequence[Any], dtype: ir.DataType, rank: int) -> ir.TensorProtocol:
+    """A slot's A or B of the rank that memory is planned for."""
+    sizes = [size if isinstance(size, int) else rank for size in shape]
+    return ir.Tensor(np.zeros(sizes, dtype.numpy()), dtype, name=name)
 
 
 def _shapes(layer: Layer) -> tuple[list[Any], list[Any]]:
@@ -68,18 +88,18 @@ def _shapes(layer: Layer) -> tuple[list[Any], list[Any]]:
     return [RANK, layer.inputs, *layer.kernel], [layer.outputs, RANK, *(1 for _ in layer.kernel)]
 
 
-def _graft(graph: ir.Graph, node: ir.Node, a: ir.Value, b: ir.Value) -> None:
-    """Add the product of a node's input with both to its output, which the sum takes the place of."""
-    made = node.outputs[0]
+def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
+    """Add the product of a layer's input with both to its result, which the sum takes the place of."""
+    made, attributes = place.last.outputs[0], place.node.attributes
     name, uses = made.name or "", list(made.uses())
-    operator = "Conv" if node.op_type == "Conv" else "MatMul"
-    places = [node.attributes[key] for key in _PLACES if operator == "Conv" and key in node.attributes]
-    down = ir.Node("", operator, [node.inputs[0], a], places, name=f"{name}/slot_down")
+    operator = "Conv" if "Conv" in place.node.op_type else "MatMul"
+    where = [attributes[key] for key in _PLACES if operator == "Conv" and key in attributes]
+    down = ir.Node("", operator, [place.data, a], where, name=f"{name}/slot_down")
     up = ir.node(operator, [down.outputs[0], b], name=f"{name}/slot_up")
     total = ir.node("Add", [made, up.outputs[0]], name=f"{name}/slot_sum")
     total.meta[_SLOT] = 0
     down.meta[_INSIDE] = up.meta[_INSIDE] = True
-    graph.insert_after(node, [down, up, total])
+    graph.insert_after(place.last, [down, up, total])
     new = total.outputs[0]
     made.name, new.name, new.type, new.shape = f"{name}/slot_without", name, made.type, made.shape
     down.outputs[0].name, up.outputs[0].name = f"{name}/slot_down", f"{name}/slot_up"
@@ -91,22 +111,24 @@ def _graft(graph: ir.Graph, node: ir.Node, a: ir.Value, b: ir.Value) -> None:
 
 
 def _described(layer: Layer, a: ir.Value, b: ir.Value, factor: float = 1.0) -> Slot:
+    a.meta[_INSIDE] = b.meta[_INSIDE] = True
     kind = str((a.dtype or ir.DataType.FLOAT).numpy())
     first, second = _shapes(layer)
     tensors = Tensor(a.name or "", kind, first), Tensor(b.name or "", kind, second)
     return Slot(list(layer.names), layer.inputs, layer.outputs, *tensors, factor, list(layer.kernel))
 
 
-def find_slots(graph: Graph) -> tuple[Slot, ...]:
+def find_slots(graph: Graph, rank: int) -> tuple[Slot, ...]:
     """The slots that a model has itself: a product with two optional inputs, which is added to something else.
 
-    Olive and others write them, with empty defaults. Their sums are marked, in place.
+    Olive and others write them, with empty defaults. Their sums are marked, in place, and memory is planned for
+    adapters of this rank.
     """
-    slots = (_own_slot(node) for node in graph.nodes if node.op_type == "MatMul" and not node.domain)
+    slots = (_own_slot(node, rank) for node in graph.nodes if node.op_type == "MatMul" and not node.domain)
     return tuple(slot for slot in slots if slot is not None)
 
 
-def _own_slot(down: ir.Node) -> Slot | None:
+def _own_slot(down: ir.Node, rank: int) -> Slot | None:
     """The slot whose first product is this node; None if it is of none."""
     up = _only_reader(down.outputs[0])
     if up is None or up.op_type != "MatMul" or up.domain or up.inputs[0] is not down.outputs[0]:
@@ -134,6 +156,9 @@ def _own_slot(down: ir.Node) -> Slot | None:
         node.meta[_INSIDE] = True
     name = re.sub(r"[./_]?lora[._]?A.*$", "", a.name or "")
     (inputs, _), (_, outputs) = shape_of(a), shape_of(b)
+    for value, shape in ((a, (inputs, RANK)), (b, (RANK, outputs))):
+        value.const_value = _zeros(value.name or "", shape, value.dtype or ir.DataType.FLOAT, rank)
+        value.shape = ir.Shape(value.const_value.shape.numpy())
     return _described(Layer((name,), inputs, outputs), a, b, factor)
 
 
@@ -152,6 +177,11 @@ def _kept(node: ir.Node) -> int | None:
 def is_inside_slot(node: ir.Node | None) -> bool:
     """Whether a node is one of a slot's products."""
     return node is not None and _INSIDE in node.meta
+
+
+def is_slot_input(value: ir.Value) -> bool:
+    """Whether a value is a slot's A or B."""
+    return _INSIDE in value.meta
 
 
 def is_slot_sum(node: ir.Node) -> bool:

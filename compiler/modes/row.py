@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.arena import Arena
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import StageMemory, stage_memory
+from splitc.compiler.analysis.memory import StageMemory, stage_memory, with_adapters
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.lowering.engine_segments import engine_segments
@@ -303,7 +303,8 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         takes, gives = _exchanged(analysis, split, number, products)
         for place in [arena.allocate(size) for size in (*map(costs.value_bytes, takes), *gives.values())]:
             arena.free(place)
-    return StageMemory(sum(weights.values()), arena.touched, 0, max(weights.values(), default=0))
+    memory = StageMemory(sum(weights.values()), arena.touched, 0, max(weights.values(), default=0))
+    return with_adapters(memory, costs, weights)
 
 
 def _exchanged(

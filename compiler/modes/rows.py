@@ -21,7 +21,13 @@ from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
 from splitc.compiler.sharding.batch import Rows, explain_no_rows, find_rows
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import NO_SUMS
-from splitc.compiler.sharding.row_numbers import RowNumbers, find_row_numbers, from_sizes
+from splitc.compiler.sharding.row_numbers import (
+    RowNumbers,
+    find_row_numbers,
+    free_of_sizes,
+    from_sizes,
+    nodes_from_sizes,
+)
 from splitc.compiler.trials.by_rows import holds_by_rows
 from splitc.compiler.trials.trial import find_broken
 
@@ -51,13 +57,16 @@ def _rows_or_why(analysis: Analysis) -> Rows | str:
             f"{describe_node(drawn)} ({drawn.op_type}) draws random numbers, and all groups of devices would draw the "
             "same. Use another --split-mode, without --batch-groups."
         )
-    rows, why = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
+    rows, opaque = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
     if rows is None:
         rows, _ = _search(analysis, partial(_numbered, graph, bound))
     if rows is None and (same := bind_same_axes(graph, analysis.shapes, analysis.costs.certain)) is not None:
         rows, _ = _search(analysis, partial(_numbered, graph, same))
+    if rows is not None:
+        return rows
+    why = explain_no_rows(graph, free_of_sizes(graph, bound, opaque), nodes_from_sizes(graph))
     other = "Use another --split-mode, without --batch-groups, or export the model with an axis of independent rows."
-    return rows or f"{why}. {other}"
+    return f"{why}. {other}"
 
 
 _Found = tuple[AxisMap, RowNumbers | None] | None
@@ -68,30 +77,34 @@ def _numbered(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -
     return None if numbers is None else (numbers.axis_map, numbers)
 
 
-def _search(analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found]) -> tuple[Rows | None, str]:
-    """The rows by the axes that `find` gives for nodes that are opaque, and tried; or None, and why there are none."""
+def _search(
+    analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found]
+) -> tuple[Rows | None, Mapping[ir.Node, str]]:
+    """The rows by the axes that `find` gives for nodes that are opaque, and tried; or None. And these nodes."""
     graph, opaque = analysis.graph, dict[ir.Node, str]()
     while True:
         looked = find(opaque)
         if looked is None:
-            return None, ""
+            return None, opaque
         axis_map, numbers = looked
         rows = find_rows(graph, axis_map)
-        if rows is None or (numbers is not None and not numbers.hold(rows.atom)):
-            return None, explain_no_rows(graph, axis_map) if rows is None else ""
+        if rows is None or (numbers is not None and not all(map(numbers.hold, rows.atoms))):
+            return None, opaque
         known = frozenset[ir.Node]() if numbers is None else numbers.nodes | numbers.picking.keys()
         tried = {node: operation for node, operation in axis_map.operations.items() if node not in known}
-        chosen = Choice((rows.atom,), {}, (), {}, NO_SUMS)
+        chosen = Choice(rows.atoms, {}, (), {}, NO_SUMS)
         broken = find_broken(graph, replace(axis_map, operations=tried), chosen, analysis.costs.bound.shapes)
         if broken:
             values = from_sizes(graph, axis_map.bound) if numbers is None else numbers.values
             broken = {
                 node: why
                 for node, why in broken.items()
-                if not holds_by_rows(axis_map.operations[node], rows.atom, axis_map.bound.shapes, values)
+                if not all(
+                    holds_by_rows(axis_map.operations[node], atom, axis_map.bound.shapes, values) for atom in rows.atoms
+                )
             }
         if not broken:
-            return rows, ""
+            return rows, opaque
         opaque.update(broken)
 
 

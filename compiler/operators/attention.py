@@ -203,6 +203,7 @@ OPERATORS = (
         attention_flops,
         masks=(5, 6, 10),
         positions=(9,),
+        tables=(7, 8),
         is_product=True,
         is_attention=True,
         writes_in_place=True,
@@ -226,6 +227,6 @@ OPERATORS = (
         is_product=True,
         is_attention=True,
     ),
-    Operator("RotaryEmbedding", rotary_embedding, positions=(3,)),
-    Operator("com.microsoft.RotaryEmbedding", rotary_embedding, positions=(1,)),
+    Operator("RotaryEmbedding", rotary_embedding, positions=(3,), tables=(1, 2)),
+    Operator("com.microsoft.RotaryEmbedding", rotary_embedding, positions=(1,), tables=(2, 3)),
 )

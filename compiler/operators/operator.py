@@ -67,6 +67,7 @@ class Operator:
 
     Splits:
     matrix_input: the input whose columns row mode may slice.
+    tables: inputs whose rows its `positions` pick.
     experts: inputs that hold the weights of a mixture's experts.
     writes_in_place: it can write a state's new value over the old one.
     example_input: what its inputs may hold where not any data will do: lengths, positions.
@@ -102,6 +103,7 @@ class Operator:
     may_make_angles: bool = False
     is_attention: bool = False
     matrix_input: int | None = None
+    tables: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
     writes_in_place: bool = False
     example_input: Example | None = None

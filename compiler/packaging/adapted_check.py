@@ -15,7 +15,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.graph import open_graph
 from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.optional import make_overridable
-from splitc.compiler.frontend.slots import graft_slots, need_slots
+from splitc.compiler.frontend.slots import graft_slots, need_slots, planned_rank
 from splitc.runtime.adapters.loaded import LoadedAdapter
 from splitc.runtime.package.manifest import Slot, slot_tensors
 
@@ -35,7 +35,7 @@ def adapted_file(analysis: Analysis, path: Path, trusts_data: bool) -> Iterator[
     settings = {fixed.input.name or "": fixed.value for fixed in analysis.graph.fixed if fixed.value is not None}
     graph = open_graph(path, *read_model(path, trusts_data), settings, trusts_data)
     if analysis.slot_rank is not None:
-        graph, _ = graft_slots(graph, analysis.slot_rank)
+        graph, _ = graft_slots(graph, planned_rank(analysis.slot_rank))
     make_overridable(graph.graph)
     need_slots(graph.graph, [tensor.name for tensor in slot_tensors(analysis.slots)])
     with tempfile.TemporaryDirectory() as folder:

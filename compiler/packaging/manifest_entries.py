@@ -75,6 +75,7 @@ def make_manifest(
         row_sources=_row_sources(plan),
         slots=list(analysis.slots),
         maps_weights=plan.weights_at == DISK,
+        most_rank=plan.most_rank,
         merged=[
             m.MergedAdapter(Path(merged.adapter.name).name, merged.strength, len(merged.matches.updates))
             for merged in analysis.merged
@@ -162,6 +163,7 @@ def rank_entry(
         engine_bytes=rank.memory.engines,
         mapped_bytes=rank.memory.in_files,
         passed_bytes=rank.memory.passed,
+        adapter_bytes=rank.memory.adapters,
     )
 
 

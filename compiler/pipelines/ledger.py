@@ -24,7 +24,7 @@ class DeviceSum:
 
     `activations` also count what a module needs only while it is loaded. `common` are bytes that several modules have
     and the device holds once; `weights` do not count them again. Of weights that modules swap, `weights` count those of
-    the largest module, which are `swapped`.
+    the largest module, which are `swapped`. `engines` count what requests with adapters need, too.
     """
 
     device: str
@@ -96,7 +96,8 @@ def can_swap(plan: Plan, rank: RankPlan) -> bool:
 def _add(before: DeviceSum, ranks: Sequence[RankPlan], moved: int) -> DeviceSum:
     """The sum with the ranks that one module has on the device, of whose weights so many bytes are there in turn."""
     memory = [rank.memory for rank in ranks]
-    weights, cache, engines = (sum(getattr(own, of) for own in memory) for of in ("weights", "cache", "engines"))
+    weights, cache = (sum(getattr(own, of) for own in memory) for of in ("weights", "cache"))
+    engines = sum(own.engines + own.adapters for own in memory)
     running = sum(own.total for own in memory) - weights - cache - engines
     swapped = max(before.swapped, moved)
     return replace(

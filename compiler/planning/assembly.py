@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.analysis.memory import adapter_bytes
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Budget, is_limited
@@ -66,23 +67,27 @@ def assemble(
 
 
 def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
-    """The ranks with what their engines' libraries take."""
+    """The ranks with what their engines' libraries take, those with slots for adapters included."""
     devices = [rank.device for rank in ranks]
     inside = has_collectives(engine, devices)
-    sizes = [
-        engine_bytes(rank.device, devices, engine, split.more_sessions(rank, inside) or 1, len(rank.stage.nodes))
-        for rank in ranks
-    ]
-    return tuple(
-        replace(rank, memory=replace(rank.memory, engines=size)) for rank, size in zip(ranks, sizes, strict=True)
-    )
+    made = []
+    for rank in ranks:
+        more, memory = split.more_sessions(rank, inside), rank.memory
+        own = engine_bytes(rank.device, devices, engine, more or 1, len(rank.stage.nodes))
+        # Several engines of a rank have a session each, and share no weights.
+        adapters = adapter_bytes(memory, packs=rank.device.kind == "cpu" or bool(more))
+        slotted = slotted_bytes(rank.device, engine, more, len(rank.stage.nodes)) if memory.sums else 0
+        made.append(replace(rank, memory=replace(memory, engines=own, adapters=adapters + slotted)))
+    return tuple(made)
 
 
 def _with_mapped(rank: RankPlan) -> RankPlan:
     """A rank whose weights stay in their files, if its device is a CPU's: none is packed while loading either."""
     if rank.device.kind != "cpu":
         return rank
-    return replace(rank, memory=replace(rank.memory, in_files=rank.memory.weights, loading=0))
+    memory = replace(rank.memory, in_files=rank.memory.weights, loading=0)
+    packed = rank.memory.weights - rank.memory.in_files if memory.adapters else 0
+    return replace(rank, memory=replace(memory, adapters=memory.adapters - packed))
 
 
 def search_budget(request: Request, device: Device, budget: Budget) -> Budget:
@@ -103,6 +108,15 @@ def engine_bytes(device: Device, devices: Sequence[Device], engine: str, session
     profile = find_profile(device.kind)
     own = profile.library_bytes + sessions * profile.engine_bytes
     return own + has_gpu_each(devices) * profile.communicator_bytes
+
+
+def slotted_bytes(device: Device, engine: str, more: int, nodes: int) -> int:
+    """What the sessions of engines with slots for adapters take themselves, beside those of the engines without."""
+    if engine != ONNXRUNTIME:
+        return 0
+    if device.kind != "cuda":
+        return (more or 1) * CPU_ENGINE.session + nodes * CPU_ENGINE.node
+    return (more or 2) * find_profile(device.kind).engine_bytes
 
 
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
@@ -128,6 +142,9 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
                 f"{len(left_out)} of {len(merged.adapter.updates)} updates of the adapter {merged.adapter.name} are "
                 f"left out, such as '{module}': {why}"
             )
+    if analysis.slot_rank is not None and not analysis.slots:
+        why = next(iter(analysis.slotless.values()), "it has no products with weights")
+        warnings.append(f"no layer of the model takes adapters, in spite of --lora-slots: {why}")
     if unknown := [str(rank.device) for rank in ranks if rank.budget is None]:
         warnings.append(
             f"memory was not checked for {first_few(list(dict.fromkeys(unknown)))}, which this machine does not have: "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.frontend.slots import planned_rank
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram, Split
 from splitc.compiler.request.request import HOST
@@ -86,6 +87,13 @@ class Plan(Listed):
     def groups(self) -> int:
         """How many groups of ranks have the whole model."""
         return 1 if self.replicas is None else len(self.replicas.shares)
+
+    @property
+    def most_rank(self) -> int | None:
+        """The ranks of all sums of adapters that may be held at once, by the budgets; None without such a limit."""
+        planned = planned_rank(self.analysis.slot_rank)
+        limits = [(rank.sums_limit, rank.memory.sums) for rank in self.ranks if rank.memory.sums]
+        return min((planned * limit // sums for limit, sums in limits if limit is not None), default=None)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

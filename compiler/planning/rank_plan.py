@@ -52,14 +52,24 @@ class RankPlan:
 
     @property
     def limit(self) -> Budget:
-        """The bytes that its engines may take for weights and values; None without a budget that was asked for.
+        """The bytes that each of its engines may take for weights and values; None without a budget that was asked for.
 
         What is planned for must run although it is predicted to 10 percent: so much is there in any case.
         """
+        planned = self.memory.values
+        return None if self._spare is None else planned + max(self._spare, planned // 10 + FIRST_REGIONS)
+
+    @property
+    def sums_limit(self) -> Budget:
+        """The bytes that it may take for A and B of all sums of adapters that are held; None as for `limit`."""
+        return None if self._spare is None else self.memory.sums + max(self._spare, 0)
+
+    @property
+    def _spare(self) -> Budget:
+        """What is left of a budget for larger requests. Those with adapters, their sums and all others share it."""
         if not self.limited or self.budget is None:
             return None
-        planned = self.memory.total - self.memory.engines
-        return max(self.budget - self.memory.engines, planned + planned // 10 + FIRST_REGIONS)
+        return (self.budget - self.memory.total) // (3 if self.memory.sums else 1)
 
     @property
     def missing(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -19,9 +19,13 @@ Places = dict[Factor, dict[str, int]]
 
 @dataclass(frozen=True)
 class Rows:
-    """The factor of the rows, and the number of its axis in each output, and in each input that has it, by name."""
+    """The factor of the rows, and the number of its axis in each output, and in each input that has it, by name.
 
-    atom: Factor
+    What nothing relates to each other, such as an input that is given as it is, has rows of its own: there are then
+    several factors. They have one size in all requests, and nothing has two of them.
+    """
+
+    atoms: tuple[Factor, ...]
     axes: Mapping[str, int]
 
 
@@ -39,10 +43,38 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
     """The rows of the batch; None if there is no batch."""
     mixed = _mixed(axis_map)
     outputs = {value.name for value in graph.outputs}
-    for atom, number_of in _places(graph, axis_map).items():
-        if outputs <= number_of.keys() and atom.pinned is None and atom not in mixed:
-            return Rows(atom, number_of)
+    places = {
+        atom: number_of
+        for atom, number_of in _places(graph, axis_map).items()
+        if atom.pinned is None and atom not in mixed
+    }
+    for atom, number_of in places.items():
+        if outputs <= number_of.keys():
+            return Rows((atom,), number_of)
+    groups: dict[str, list[Factor]] = {}
+    for atom in places:
+        for symbol in _symbols(graph, places[atom]):
+            groups.setdefault(symbol, []).append(atom)
+    for atoms in groups.values():
+        number_of = {name: number for atom in reversed(atoms) for name, number in places[atom].items()}
+        if len(atoms) > 1 and outputs <= number_of.keys() and not _meet(axis_map, atoms):
+            return Rows(tuple(atoms), number_of)
     return None
+
+
+def _symbols(graph: Graph, number_of: Mapping[str, int]) -> set[str]:
+    """The names that inputs have for the size of these axes."""
+    shapes = [(value.shape, number_of[value.name or ""]) for value in graph.graph.inputs if value.name in number_of]
+    sizes = [shape[number] for shape, number in shapes if shape is not None]
+    return {size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value}
+
+
+def _meet(axis_map: AxisMap, atoms: Sequence[Factor]) -> bool:
+    """Whether a node has two of these factors, in what it reads or makes."""
+    return any(
+        len({atom for axes in both for axis in axes or () for atom in ax.atoms(axis)}.intersection(atoms)) > 1
+        for both in ((*operation.inputs, *operation.outputs) for operation in axis_map.operations.values())
+    )
 
 
 def _places(graph: Graph, axis_map: AxisMap) -> Places:
@@ -71,10 +103,11 @@ def _reduced(operation: Operation) -> Iterator[Factor]:
             yield from ax.atoms(axis)
 
 
-def explain_no_rows(graph: Graph, axis_map: AxisMap) -> str:
+def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] = ()) -> str:
     """Why no axis is the batch: where the rows meet of the axis that comes closest to being one.
 
-    That is the axis that most outputs have, then most inputs; of several the first.
+    That is the axis that most outputs have, then most inputs; of several the first. The nodes in `made` compute from
+    sizes alone, and their axes are free.
     """
     outputs = [value.name or "" for value in graph.outputs]
     places = _places(graph, axis_map)
@@ -88,8 +121,10 @@ def explain_no_rows(graph: Graph, axis_map: AxisMap) -> str:
     named = next(f"axis {number} of '{name}'" for name, number in places[best].items())
     if (met := _where_met(axis_map, best)) is not None:
         return f"the rows along {named} meet in {met}"
-    lacking = next(name for name in outputs if name not in places[best])
-    return f"the output '{lacking}' does not have the rows along {named} as an axis"
+    lacking = [name for name in outputs if name not in places[best]]
+    if not lacking:
+        return f"the rows along {named} meet in {_told_apart(axis_map, best, made)}"
+    return f"the output '{lacking[0]}' does not have the rows along {named} as an axis"
 
 
 def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
@@ -109,6 +144,19 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
         if pinned is not None and _loses(operation, atom):
             return f"{_named(node)}: {pinned.reason}"
     return None
+
+
+def _told_apart(axis_map: AxisMap, atom: Factor, made: Collection[ir.Node]) -> str:
+    """The first node to which numbers that are computed from sizes say which row is which."""
+    for node, operation in axis_map.operations.items():
+        numbers = (
+            axes
+            for value, axes in zip(node.inputs, operation.inputs, strict=True)
+            if value and value.producer() in made
+        )
+        if node not in made and any(_has(axes, atom) for axes in numbers):
+            return f"{_named(node)}: it tells them apart by numbers that are computed from sizes"
+    return "nodes that compute from sizes"
 
 
 def _named(node: ir.Node) -> str:

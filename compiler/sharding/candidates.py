@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor, Pin
 from splitc.compiler.sharding.axis_map import AxisMap
@@ -77,7 +78,10 @@ class Candidates:
 
 
 def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int]) -> Candidates:
-    """All atoms that divide weights and that no node needs whole. `size` gives the bytes of a value."""
+    """All atoms that divide weights and that no node needs whole. `size` gives the bytes of a value.
+
+    Slots for adapters are cut with their layers, and not without them.
+    """
     _pin_ends(graph, axis_map)
     _pin_borders(axis_map)
     _pin_tables(axis_map)
@@ -92,7 +96,8 @@ def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], 
     for atom, covered in weights.items():
         # Otherwise its elements are dropped by a Slice.
         is_used = atom in outputs_with or atom in contractions or atom in joined
-        if is_used and atom.pinned is None and atom.size > 1 and any(covered.values()):
+        divides = any(share for value, share in covered.items() if not is_slot_input(value))
+        if is_used and atom.pinned is None and atom.size > 1 and divides:
             sums = find_sums(axis_map, graph.position, {atom}, without.start(atom), size)
             moved = sum(map(size, sums.exchanged or outputs_with.get(atom, ())))
             candidates.append(Candidate(atom, covered, sums.count, moved))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes, Operation
@@ -43,7 +44,7 @@ def _island(
     """The island of a node that reads large weights of which nothing is sharded; None for any other node."""
     node, weights = operation.node, set[Factor]()
     for value, axes in zip(node.inputs, operation.inputs, strict=True):
-        if value is not None and graph.is_constant(value) and size(value) >= least:
+        if value is not None and graph.is_constant(value) and size(value) >= least and not is_slot_input(value):
             weights |= {atom for axis in axes or () for atom in ax.atoms(axis)}
     if not weights or weights & set(chosen) or len(node.outputs) != 1:
         return None

@@ -2,7 +2,8 @@
 
 Exporters write the mask of attention so: `mask[arange(rows)[:, None], columns]`. By the operators' rules an index may
 point to any row. What follows from sizes alone can be computed, and shows where it points: if an index is everywhere
-its own place along an axis, the node picks along that axis what already stands there.
+its own place along an axis, the node picks along that axis what already stands there. So do rotary embeddings, whose
+tables may have a row for each token of a request.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RowNumbers:
             if node in self.nodes:
                 continue
             for number, (value, axes) in enumerate(zip(node.inputs, operation.inputs, strict=True)):
-                by = node if number == 1 else None
+                by = node if number == _index_of(node) else None
                 known = self.picking.get(self.joining.get(node, by), frozenset())  # type: ignore[arg-type]
                 if value is not None and self._differs(value, axes or (), atom, known):
                     return False
@@ -74,6 +75,17 @@ class RowNumbers:
         return bool(along) and (value not in self.values or any(_varies(self.values[value], n) for n in along))
 
 
+def free_of_sizes(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> AxisMap:
+    """The axes of a model without what is computed from sizes alone, where no rows meet."""
+    return find_axes(graph, bound, opaque, rules=dict.fromkeys(nodes_from_sizes(graph) - opaque.keys(), _free))
+
+
+def _index_of(node: ir.Node) -> int:
+    """The input of a node that picks, by which it does."""
+    operator = operator_of(node)
+    return operator.positions[0] if operator.tables else 1
+
+
 def _varies(array: Array, axis: int) -> bool:
     """Whether an array differs along an axis."""
     return not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
@@ -81,11 +93,17 @@ def _varies(array: Array, axis: int) -> bool:
 
 def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> RowNumbers | None:
     """The axes of a model, where nodes pick by numbers that follow from sizes alone; None if no node does."""
-    nodes = _from_sizes(graph)
+    nodes = nodes_from_sizes(graph)
     picking = [node for node in graph.nodes if node not in nodes and node.op_type in PICKING and not node.domain]
     indices = {node: _parts(node.inputs[1], nodes) for node in picking}
     indices = {node: parts for node, parts in indices.items() if any(part.producer() in nodes for part in parts)}
-    if not indices:
+    turning = {
+        node: index
+        for node in graph.nodes
+        if operator_of(node).tables and (index := _input(node, _index_of(node))) is not None
+        if index.producer() in nodes
+    }
+    if not indices and not turning:
         return None
     values = from_sizes(graph, bound)
     aligned: dict[ir.Node, frozenset[int]] = {}
@@ -93,6 +111,9 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     for node, parts in indices.items():
         if node not in opaque:
             rules[node] = partial(_pick, [values.get(part) for part in parts], aligned)
+    for node, index in turning.items():
+        if node not in opaque:
+            rules[node] = partial(_look_up, values.get(index), aligned)
     axis_map = find_axes(graph, bound, opaque, rules=rules)
     joining = {
         producer: node
@@ -120,10 +141,10 @@ def _parts(index: ir.Value | None, nodes: set[ir.Node]) -> Sequence[ir.Value]:
 
 def from_sizes(graph: Graph, bound: BoundShapes) -> dict[ir.Value, Array]:
     """The values that follow from sizes alone, and that nodes with data read, at these sizes."""
-    return _computed(graph, bound, _from_sizes(graph))
+    return _computed(graph, bound, nodes_from_sizes(graph))
 
 
-def _from_sizes(graph: Graph) -> set[ir.Node]:
+def nodes_from_sizes(graph: Graph) -> set[ir.Node]:
     """The nodes that compute from sizes alone: of the sizes of values, and of constants."""
     made: set[ir.Node] = set()
     for node, reads in graph.reads.items():
@@ -219,6 +240,34 @@ def _pick(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]],
     operation.free(indices)
     for leaf, number in pairs:
         operation.relate((leaf,), places[number])
+
+
+def _look_up(index: Array | None, aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
+    """Relate the axes of a node with tables, whose rows are those of its positions if these are their own numbers."""
+    operator = operator_of(operation.node)
+    assert operator.axes is not None, "an operator with tables has a rule"
+    operator.axes(operation)
+    places = operation.input(operator.positions[0])
+    for table in (operation.input(number) for number in operator.tables if operation.has(number)):
+        leaves = ax.leaves(table[0])
+        if len(leaves) == 1 and not leaves[0].is_atom:  # other rows are behind, up to some least number
+            leaves = ax.leaves(leaves[0].sections[0])
+        sizes = [leaf.size for leaf in leaves]
+        if index is None or not leaves or not index.size or index.min() < 0 or index.max() >= np.prod(sizes):
+            continue
+        own = [
+            list(_places(column, leaf.size))
+            for leaf, column in zip(leaves, np.unravel_index(index, sizes), strict=True)
+        ]
+        if all(own):
+            operation.free([table[0]])
+            for leaf, numbers in zip(leaves, own, strict=True):
+                operation.relate((leaf,), places[numbers[0]])
+            aligned[operation.node] = frozenset(number for numbers in own for number in numbers)
+
+
+def _input(node: ir.Node, number: int) -> ir.Value | None:
+    return node.inputs[number] if number < len(node.inputs) else None
 
 
 def _columns(part: Array | None) -> list[Array | None]:

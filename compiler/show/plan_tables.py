@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.bar import Bar
@@ -76,6 +77,8 @@ def print_plan(plan: Plan) -> None:
         out.print(f"recomputed per stage: {nodes} cheap nodes ({saved})")
     for merged in plan.analysis.merged:
         out.print(merged_in_words(merged))
+    if plan.analysis.slot_rank is not None:
+        _print_slots(plan)
     if plan.analysis.fates:
         _print_fused(plan)
     if plan.choice is not None:
@@ -97,6 +100,13 @@ def merged_in_words(merged: Merged) -> str:
     return f"adapter {merged.adapter.name}{scale}: merged into {len(merged.matches.updates)} of {merged.layers} layers"
 
 
+def _print_slots(plan: Plan) -> None:
+    """Print how many layers take adapters, and why the others do not."""
+    out.print(f"{len(plan.analysis.slots)} layers take adapters (--lora-slots)")
+    for why, count in Counter(plan.analysis.slotless.values()).most_common():
+        out.print(Text(f"  {count} not: {why}", "dim"))
+
+
 def how_timed(plan: Plan) -> str:
     """Where a plan's times come from."""
     if plan.profiled:
@@ -111,6 +121,8 @@ def print_beside(memories: Sequence[StageMemory]) -> None:
     engines, mapped = max(memory.engines for memory in memories), sum(memory.in_files for memory in memories)
     if engines:
         out.print(f"of the budget, up to {format_bytes(engines)} are the engine's own")
+    if adapters := max(memory.adapters for memory in memories):
+        out.print(f"of the budget, up to {format_bytes(adapters)} are for requests with adapters")
     if mapped:
         out.print(f"not of the budget: {format_bytes(mapped)} of embedding tables, read from their mapped files")
 
@@ -178,17 +190,23 @@ def _print_split(plan: Plan) -> None:
 
 def check_explained(plan: Plan) -> None:
     """Raise MisuseError if there is nothing to explain."""
-    if plan.split.axis_fates() is None and not plan.analysis.fates and not plan.analysis.partition.placed:
+    listed = plan.analysis.fates or plan.analysis.partition.placed or plan.analysis.slotless
+    if plan.split.axis_fates() is None and not listed:
         raise MisuseError(
-            "--explain lists what was fused, what was placed, and the axes of --split-mode tensor: nothing was, and "
-            f"this plan's mode is {plan.split_mode}"
+            "--explain lists what was fused or placed, layers without slots, and the axes of --split-mode tensor: "
+            f"there is nothing of it, and this plan's mode is {plan.split_mode}"
         )
 
 
 def print_explained(plan: Plan) -> None:
-    """Print each place that looks like attention or a norm, and the axes that were found."""
+    """Print each place that looks like attention or a norm, layers without slots, and the axes that were found."""
     if plan.analysis.fates:
         _print_places(plan.analysis.fates)
+    if plan.analysis.slotless:
+        rows = table("weight of a layer", "no adapter, since")
+        for name, why in plan.analysis.slotless.items():
+            rows.add_row(fitted(name, out.width // 2), why)
+        out.print(rows)
     if plan.analysis.partition.placed:
         _print_placed(plan)
     axes = plan.split.axis_fates()

@@ -132,6 +132,11 @@ def partial_inputs(node: ir.Node, sums: Sums, summed: frozenset[ir.Value]) -> fr
     return frozenset(n for n, value in inputs if value is not None and value in sums.partial and value not in summed)
 
 
+def is_tried(value: ir.Value, axes: Axes) -> bool:
+    """Whether an output of a node is tried: not one of unknown shape that nobody reads."""
+    return bool(value.name) and (axes is not None or bool(value.uses()) or value.is_graph_output())
+
+
 class _Writer:
     """Describes a node as its rule sees it. Atoms are numbered in order of occurrence."""
 
@@ -143,7 +148,8 @@ class _Writer:
     def describe(self, node: ir.Node, operation: Operation) -> Hashable:
         op = operation
         inputs = tuple([self._input(op, number) for number in range(len(node.inputs))])
-        outputs = tuple([(v.dtype, bool(v.name), self._axes(a)) for v, a in zip(node.outputs, op.outputs, strict=True)])
+        made = zip(node.outputs, op.outputs, strict=True)
+        outputs = tuple([(value.dtype, is_tried(value, axes), self._axes(axes)) for value, axes in made])
         attributes = tuple(
             [(name, self._attribute(op, name, node.attributes[name])) for name in sorted(node.attributes)]
         )

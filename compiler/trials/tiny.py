@@ -25,7 +25,7 @@ from splitc.compiler.sharding.partial import Sums
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range, Ranges, divide_units, ranges_of
-from splitc.compiler.trials.forms import LARGE, PARTNER, SHARDED, Form, content_of
+from splitc.compiler.trials.forms import LARGE, PARTNER, SHARDED, Form, content_of, is_tried
 from splitc.compiler.trials.made_up import made_up, made_up_sum, parts_of
 
 Array = npt.NDArray[Any]
@@ -161,8 +161,8 @@ class _Maker:
                 for name, attribute in node.attributes.items()
             ],
             outputs=[
-                ir.Value(name=f"{self._name}_o{n}" if value.name else "", type=value.type)
-                for n, value in enumerate(node.outputs)
+                ir.Value(name=f"{self._name}_o{n}" if is_tried(value, axes) else "", type=value.type)
+                for n, (value, axes) in enumerate(zip(node.outputs, self.made.outputs, strict=True))
             ],
             name=self._name,
         )

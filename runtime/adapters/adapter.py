@@ -16,7 +16,8 @@ class LowRank:
     """The update of a module's weight: `scale` times B A, with A of [rank, inputs, ...] and B of [outputs, rank, ...].
 
     A convolution's A has its kernel's axes behind, and its B has as many of size 1. `read_a` and `read_b` read the
-    arrays from the file, as they are.
+    arrays from the file, as they are. With `for_slots`, they are made for slots that a model has, and what these
+    multiply by themselves is not in the scale.
     """
 
     module: str
@@ -27,6 +28,7 @@ class LowRank:
     scale: float
     read_a: Callable[[], Array]
     read_b: Callable[[], Array]
+    for_slots: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Read adapters: safetensors of PEFT, diffusers and kohya's scripts, and ONNX Runtime's .onnx_adapter."""
+"""Read adapters: safetensors of PEFT, diffusers and kohya's scripts, ONNX Runtime's .onnx_adapter, and arrays."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import numpy as np
 from splitc.runtime.adapters.adapter import MOST_RANK, Adapter, LowRank
 from splitc.runtime.adapters.peft_config import Scaling, read_config, scaling_of
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.arrays.onnx_types import read_type
+from splitc.runtime.arrays.torch_tensors import is_tensor, read_tensor
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import parse_json
 from splitc.runtime.units import first_few
@@ -45,10 +47,15 @@ _OTHERS = {
 }
 
 
+# The types of matrices, by the names of safetensors and of numpy.
+_TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
 @dataclass(frozen=True)
 class _Stored:
-    """A matrix as its file has it: its shape, and how to read it."""
+    """A matrix as its file has it: its type, its shape, and how to read it."""
 
+    dtype: str
     shape: tuple[int, ...]
     read: Callable[[], Array]
 
@@ -64,7 +71,26 @@ def read_adapter(path: str | Path) -> Adapter:
     if file.suffix != ".safetensors":
         raise MisuseError(f"{file} is no adapter: there are .safetensors and .onnx_adapter")
     stored, metadata = _safetensors(file)
-    return Adapter(str(path), _pair(file, stored, _find_scaling(file, metadata)))
+    return Adapter(str(path), _pair(str(file), stored, _find_scaling(file, metadata)))
+
+
+def adapter_of(arrays: Mapping[str, Any]) -> Adapter:
+    """The adapter of arrays, or of PyTorch's tensors, by the names that they have in files of safetensors.
+
+    Their scale is 1, where there is no `.alpha`. Raises MisuseError as `read_adapter`.
+    """
+    stored = {}
+    for name, given in arrays.items():
+        try:
+            array = read_tensor(given.cpu()) if is_tensor(given) else np.asarray(given)
+        except Exception as error:  # whatever the object's own conversion raises
+            raise MisuseError(f"the adapter's '{name}' can't be converted to an array: {error}") from error
+        stored[str(name)] = _Stored(array.dtype.name, array.shape, partial(_same, array))
+    return Adapter("that was given", _pair("the adapter that was given", stored, lambda module: Scaling()))
+
+
+def _same(array: Array) -> Array:
+    return array
 
 
 def find_file(path: Path) -> Path:
@@ -88,7 +114,8 @@ def _safetensors(path: Path) -> tuple[dict[str, _Stored], Mapping[str, str]]:
     try:
         with safe_open(path, "np") as opened:
             names = list(opened.keys())
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+            slices = {name: opened.get_slice(name) for name in names}
+            known = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
             metadata = opened.metadata() or {}
     except (SafetensorError, OSError, ValueError) as error:
         raise MisuseError(f"can't read the adapter {path}: {error}") from error
@@ -98,7 +125,8 @@ def _safetensors(path: Path) -> tuple[dict[str, _Stored], Mapping[str, str]]:
             tensor: Array = opened.get_tensor(name)
             return tensor
 
-    return {name: _Stored(shapes[name], partial(read, name)) for name in names}, metadata
+    types = {name: _TYPES.get(dtype, dtype) for name, (dtype, _) in known.items()}
+    return {name: _Stored(types[name], shape, partial(read, name)) for name, (_, shape) in known.items()}, metadata
 
 
 def _find_scaling(path: Path, metadata: Mapping[str, str]) -> Callable[[str], Scaling]:
@@ -115,8 +143,8 @@ def _find_scaling(path: Path, metadata: Mapping[str, str]) -> Callable[[str], Sc
     return lambda module: known.get(module.partition(".")[0], Scaling())
 
 
-def _pair(path: Path, stored: Mapping[str, _Stored], scaling: Callable[[str], Scaling]) -> dict[str, LowRank]:
-    """The updates of safetensors. Raises MisuseError for what is none."""
+def _pair(path: str, stored: Mapping[str, _Stored], scaling: Callable[[str], Scaling]) -> dict[str, LowRank]:
+    """The updates of the tensors of a file. Raises MisuseError for what is none."""
     halves: dict[str, dict[str, _Stored]] = {}
     alphas: dict[str, _Stored] = {}
     unknown: list[str] = []
@@ -144,14 +172,16 @@ def _pair(path: Path, stored: Mapping[str, _Stored], scaling: Callable[[str], Sc
     return updates
 
 
-def _number(path: Path, module: str, alpha: _Stored) -> float:
+def _number(path: str, module: str, alpha: _Stored) -> float:
     if alpha.shape not in ((), (1,)):
         raise MisuseError(f"{path}: the alpha of '{module}' has the shape {alpha.shape}, and is one number")
     return float(np.asarray(alpha.read(), np.float64).reshape(()))
 
 
-def _update(path: Path, module: str, a: _Stored, b: _Stored, scaling: Scaling) -> LowRank:
+def _update(path: str, module: str, a: _Stored, b: _Stored, scaling: Scaling) -> LowRank:
     """The update of matrices A [rank, inputs, ...] and B [outputs, rank, ...]. Raises MisuseError for other shapes."""
+    if wrong := [stored.dtype for stored in (a, b) if stored.dtype not in _TYPES.values()]:
+        raise MisuseError(f"{path}: '{module}' is of type {wrong[0]}, and matrices are {', '.join(_TYPES.values())}")
     kernel = a.shape[2:]
     fits = (
         len(a.shape) == len(b.shape)
@@ -166,7 +196,10 @@ def _update(path: Path, module: str, a: _Stored, b: _Stored, scaling: Scaling) -
             "and [outputs, rank]"
         )
     rank = a.shape[0]
-    return LowRank(module, a.shape[1], b.shape[0], rank, kernel, scaling.scale(module, rank), a.read, b.read)
+    scale = scaling.scale(module, rank)
+    if not abs(scale) <= float(np.finfo(np.float32).max):
+        raise MisuseError(f"{path}: '{module}' is scaled by {scale}, as its alpha and rank {rank} say")
+    return LowRank(module, a.shape[1], b.shape[0], rank, kernel, scale, a.read, b.read)
 
 
 def _of_onnx(path: Path) -> Adapter:
@@ -179,13 +212,17 @@ def _of_onnx(path: Path) -> Adapter:
         raise MisuseError(f"can't read the adapter {path}: {_last_line(error)}") from error
     stored = {}
     for name, value in parameters.items():
+        of_weight = name if name.endswith(".weight") else f"{name}.weight"
         shape = tuple(value.shape())[::-1]
-        stored[name if name.endswith(".weight") else f"{name}.weight"] = _Stored(shape, partial(_transposed, value))
-    return Adapter(str(path), _pair(path, stored, lambda module: Scaling()))
+        stored[of_weight] = _Stored(read_type(value.data_type()), shape, partial(_transposed, value))
+    updates = _pair(str(path), stored, lambda module: Scaling())
+    return Adapter(str(path), {module: replace(update, for_slots=True) for module, update in updates.items()})
 
 
 def _transposed(value: Any) -> Array:
-    array: Array = value.numpy().T
+    from splitc.runtime.arrays.ort_values import host_array
+
+    array: Array = host_array(value).T
     return array
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from splitc.runtime.arrays.array import Array
+from splitc.runtime.package.manifest import Rank
+from splitc.runtime.package.parts import cut_places
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,3 +20,12 @@ class HeldSum:
 
     number: int
     arrays: Mapping[str, Array]
+
+
+def shards_of(arrays: Mapping[str, Array], rank: Rank) -> dict[str, Array]:
+    """A rank's shards of a sum's arrays, by the names that its engines have for them."""
+    return {
+        override.value: cut_places(arrays[override.input], override.places)
+        for override in rank.overrides
+        if override.input in arrays
+    }

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from splitc.runtime.adapters.adapter import Adapter, LowRank
+from splitc.runtime.adapters.adapter_files import adapter_of
 from splitc.runtime.adapters.asked import open_adapter
 from splitc.runtime.adapters.held import HeldSum
+from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.matching import Layer, match, need_matches
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Slot, Tensor
 from splitc.runtime.units import first_few
 
-# The sums of adapters that are kept, which ranks hold. A choice: a server has a few styles, each with its strength.
-KEPT = 8
 # The least rank that ranks are given. A choice: vectors of arithmetic have as many numbers.
 LEAST_RANK = 8
 
@@ -57,18 +56,17 @@ def padded_rank(rank: int) -> int:
 class Adapters(Mapping[str, LoadedAdapter]):
     """The adapters that a session has loaded, by name.
 
-    `numbers` are new ones that ranks know sums by, `dropped` those that nobody has any more.
+    `kept` are the sums that requests have.
 
     session.adapters.load("style", "style.safetensors", scale=0.8)
     session.run(feeds, adapters={"style": 1.0, "pose": 0.3})
     session.adapters.use({"style": 1.0})  # in all requests that do not say
     """
 
-    def __init__(self, slots: Sequence[Slot], numbers: Iterator[int], dropped: deque[int]) -> None:
-        self._slots, self._numbers, self._dropped = slots, numbers, dropped
+    def __init__(self, slots: Sequence[Slot], kept: KeptSums) -> None:
+        self._slots, self._kept = slots, kept
         self._loaded: dict[str, LoadedAdapter] = {}
         self._used: Mapping[str, float] = {}
-        self._sum = lru_cache(KEPT)(self._add)
 
     def __getitem__(self, name: str) -> LoadedAdapter:
         return self._loaded[name]
@@ -79,10 +77,11 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def __len__(self) -> int:
         return len(self._loaded)
 
-    def load(self, name: str, file: str | Path, scale: float = 1.0) -> LoadedAdapter:
-        """Load an adapter's file or folder under a name. See `add`."""
+    def load(self, name: str, file: str | Path | Mapping[str, Any], scale: float = 1.0) -> LoadedAdapter:
+        """Load an adapter under a name: a file, a folder, or arrays by their names in files. See `add`."""
         self._need_slots()
-        return self.add(name, open_adapter(str(file)), scale)
+        adapter = adapter_of(file) if isinstance(file, Mapping) else open_adapter(str(file))
+        return self.add(name, adapter, scale)
 
     def add(self, name: str, adapter: Adapter, scale: float = 1.0) -> LoadedAdapter:
         """Load an adapter that was read, under a name. One of this name is replaced.
@@ -102,7 +101,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def put(self, name: str, adapter: LoadedAdapter) -> LoadedAdapter:
         """Load an adapter whose slots are known, under a name. One of this name is replaced."""
         self._loaded[name] = adapter
-        self._sum.cache_clear()
+        self._kept.clear()
         return adapter
 
     def unload(self, name: str) -> None:
@@ -110,7 +109,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._need([name])
         del self._loaded[name]
         self._used = {other: times for other, times in self._used.items() if other != name}
-        self._sum.cache_clear()
+        self._kept.clear()
 
     @property
     def notes(self) -> list[str]:
@@ -142,7 +141,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
         """
         read = self._used if asked is None else self._read(asked)
         parts = tuple(sorted((name, times) for name, times in read.items() if times))
-        return self._sum(parts) if parts else None
+        if not parts:
+            return None
+        adapters = [(self._loaded[name], times) for name, times in parts]
+        ranks = [sum(adapter.rank(number) for adapter, _ in adapters) for number in range(len(self._slots))]
+        rank = padded_rank(max(ranks))
+        return self._kept.get(parts, rank, partial(self._add, adapters, rank))
 
     def _read(self, asked: Mapping[str, float] | str) -> Mapping[str, float]:
         sums = {asked: 1.0} if isinstance(asked, str) else {name: float(times) for name, times in asked.items()}
@@ -162,15 +166,12 @@ class Adapters(Mapping[str, LoadedAdapter]):
             known = first_few(list(self._loaded)) or "none"
             raise MisuseError(f"no adapter '{missing[0]}' is loaded: there are {known}")
 
-    def _add(self, asked: tuple[tuple[str, float], ...]) -> HeldSum:
+    def _add(self, adapters: Sequence[tuple[LoadedAdapter, float]], rank: int) -> dict[str, Array]:
         """The arrays of a sum: ranks lie side by side, and each B is times its adapter's number.
 
         Zeros make the ranks of all slots one, of few that there are: shapes stay the same from sum to sum.
-        Ranks forget it when no request, no sequence and no session has it any more.
         """
-        adapters = [(self._loaded[name], times) for name, times in asked]
-        ranks = [sum(adapter.rank(number) for adapter, _ in adapters) for number in range(len(self._slots))]
-        rank, feeds = padded_rank(max(ranks)), {}
+        feeds: dict[str, Array] = {}
         for number, slot in enumerate(self._slots):
             a, b = feeds[slot.a.name], feeds[slot.b.name] = _zeros(slot.a, rank), _zeros(slot.b, rank)
             a, b = _rows(slot, a, b)
@@ -181,15 +182,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
                     first, second = adapter.arrays[number]
                     a[start:stop], b[start:stop] = first, second * np.float32(times * adapter.scale)
                     start = stop
-        made = HeldSum(next(self._numbers), feeds)
-        weakref.finalize(made, self._dropped.append, made.number).atexit = False
-        return made
+        return feeds
 
 
 def _arrays(update: LowRank, slot: Slot) -> tuple[Array, Array]:
     """A and B, a row for each of the rank, with the update's scale, in single precision."""
     a, b = update.read_a().astype(np.float32), update.read_b().astype(np.float32)
-    scale = np.float32(update.scale / slot.factor)
+    scale = np.float32(update.scale if update.for_slots else update.scale / slot.factor)
     return a.reshape(len(a), -1), np.ascontiguousarray(b.reshape(len(b), -1).T * scale)
 
 

@@ -114,7 +114,9 @@ class Comparison:
             with opened as whole:
                 # Who says how far off an output may be means it.
                 excused = self.rtol is None and self.atol is None
-                judged = judge(compared, whole, feeds, whole.run(feeds), actual, excused=excused)
+                held = session.adapters.sum(None)
+                given = feeds if held is None else {**feeds, **held.arrays}  # a model with slots of its own takes these
+                judged = judge(compared, whole, given, whole.run(given), actual, excused=excused)
             measured = measure_ranks(session, feeds) if self.memory else []
             return Checked(judged.differences, str(whole.device), whole.why, measured, judged.notes)
 

@@ -131,6 +131,7 @@ def describe(manifest: Manifest) -> dict[str, object]:
                 "cache_bytes": rank.cache_bytes,
                 "engine_bytes": rank.engine_bytes,
                 "mapped_bytes": rank.mapped_bytes,
+                "adapter_bytes": rank.adapter_bytes,
                 "limit_bytes": rank.limit_bytes,
                 "total_bytes": rank.total_bytes,
                 "engines": rank.engines,

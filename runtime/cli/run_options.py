@@ -78,13 +78,14 @@ def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]
 def _measure_groups(session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
     """The memory of CPU devices' ranks, those of several groups with the rows that each group has of the feeds."""
     manifest, count = session.manifest, len(session.devices) // len(session.manifest.ranks)
+    adapters = session.adapters.sum(None)
     axes = manifest.batch or {}
     rows = count_rows(feeds, axes, manifest.row_sources) if count > 1 else None
     if rows is None or rows < 2:
-        return measure_memory(session.package, session.threads, feeds) * count
+        return measure_memory(session.package, session.threads, feeds, adapters) * count
     counts = share_rows(rows, choose_shares(manifest, count))
     measured = {
-        own: measure_memory(session.package, session.threads, cut_rows(feeds, axes, rows, 0, max(1, own)))
+        own: measure_memory(session.package, session.threads, cut_rows(feeds, axes, rows, 0, max(1, own)), adapters)
         for own in dict.fromkeys(counts)
     }
     return [memory for own in counts for memory in measured[own]]

@@ -32,9 +32,14 @@ class AdaptedEngine:
         return frozenset((*self._adapted.inputs, *self._adapted.optional))
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether the engine with slots is loaded."""
+        return "_adapted" in self.__dict__
+
+    @property
     def adapted_blocker(self) -> str | None:
         """The `capture_blocker` of the engine with slots, if it is loaded."""
-        return self._adapted.capture_blocker if "_adapted" in self.__dict__ else None
+        return self._adapted.capture_blocker if self.is_loaded else None
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """See Engine."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
-from splitc.runtime.arrays.onnx_types import CODES, NAMES
+from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.arena_limit import beyond_limit, host_limit, limited_arena
 from splitc.runtime.engines.kind import BackendOptions
@@ -259,23 +258,3 @@ def check_free(size: int) -> None:
     """Raise EngineError if this machine lacks so many bytes for states. An allocation would succeed, and fail later."""
     if size >= LARGE and size > (free := host_memory()[1]):
         raise EngineError(f"the states of a sequence need {format_bytes(size)}, and {format_bytes(free)} is free")
-
-
-def host_value(array: npt.NDArray[Any]) -> ort.OrtValue:
-    """The array as an OrtValue, which shares its memory and keeps it alive."""
-    whole = np.asarray(array, order="C")
-    if (code := CODES.get(whole.dtype.name)) is not None:
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(whole, code)
-    return ort.OrtValue.ortvalue_from_numpy(whole)
-
-
-def host_array(value: ort.OrtValue) -> npt.NDArray[Any]:
-    """The value as an array that shares its memory, also for types that numpy lacks and ONNX Runtime can't convert."""
-    name = NAMES.get(value.element_type())
-    if name is None:
-        return np.asarray(value.numpy())
-    dtype = number_type(name)
-    memory = (ctypes.c_uint8 * (math.prod(value.shape()) * dtype.itemsize)).from_address(value.data_ptr())
-    memory.owner = value  # type: ignore[attr-defined]  # the array keeps `memory` alive, and that keeps `value`
-    array: npt.NDArray[Any] = np.ctypeslib.as_array(memory).view(dtype).reshape(value.shape())
-    return array

@@ -20,6 +20,7 @@ import onnxruntime as ort
 
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES, read_type
+from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines import NEW, Communicator
 from splitc.runtime.engines.attention_kernels import attention_for
 from splitc.runtime.engines.kept_binding import KeptBinding
@@ -28,8 +29,6 @@ from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.onnxruntime_cpu import (
     ERRORS,
     failed,
-    host_array,
-    host_value,
     register_operators,
     run_overridden,
 )
@@ -173,6 +172,8 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         self._trusts_data = trusts_data
         self._swap_buffer: SwapBuffer | None = None
         self._limit: int | None = None
+        # By their places: an engine with slots for adapters has the weights of the one without.
+        self._shared: dict[Any, Mapping[str, ort.OrtValue]] = {}
         # The weights that are only on the GPU while their model is at work.
         self.swapped: SwappedWeights | None = None
         # Of usual runs, and of those after which a session gives unused memory back.
@@ -218,14 +219,20 @@ class OnnxRuntimeGpuBackend(GpuDevice):
 
     def _place(self, path: Path, weights: Sequence[Weight] | None) -> Mapping[str, ort.OrtValue] | None:
         """The weights that the engine's sessions share with each other or with other engines; None if they do not."""
+        if not weights:
+            return self._place_anew(path, weights)
+        places = path.parent, *((weight.file, weight.offset) for weight in weights)
+        if places not in self._shared and (shared := self._place_anew(path, weights)) is not None:
+            self._shared[places] = shared
+        return self._shared.get(places)
+
+    def _place_anew(self, path: Path, weights: Sequence[Weight] | None) -> Mapping[str, ort.OrtValue] | None:
         if self._swap_buffer is not None and weights and can_share(weights):
             self.swapped = SwappedWeights(self, self._swap_buffer, path.parent, weights)
             return self.swapped.values
         if self._swap_buffer is not None:
             self.notes.append(f"{path.name}: its weights stay on {self.name} while other modules work")
-        if weights is not None and can_share(weights) and (self._cuda_graphs or any(weight.key for weight in weights)):
-            return place_weights(self, path.parent, weights)
-        return None
+        return place_weights(self, path.parent, weights) if weights is not None and can_share(weights) else None
 
     def limit(self, size: int | None) -> None:
         self._limit = size

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.adapters.adapter import Adapter
-from splitc.runtime.adapters.adapter_files import read_adapter
+from splitc.runtime.adapters.adapter_files import adapter_of, read_adapter
 from splitc.runtime.adapters.asked import divide
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.session.session import Session
@@ -24,9 +24,14 @@ class PackageAdapters:
     """What a pipeline on a package does with adapters. `sessions_of` are its models by component."""
 
     def load_lora_weights(
-        self, source: str | Path, adapter_name: str | None = None, *, weight_name: str | None = None, **options: Any
+        self,
+        source: str | Path | Mapping[str, Any],
+        adapter_name: str | None = None,
+        *,
+        weight_name: str | None = None,
+        **options: Any,
     ) -> None:
-        """Load an adapter's file, or a folder's, for each component that it has a part for.
+        """Load an adapter's file, a folder's, or its tensors by name, for each component that it has a part for.
 
         It takes the place of those that are used, as in diffusers: `set_adapters` uses several. Raises MisuseError for
         a file that is no adapter or has nothing for this pipeline, for a component without slots, for a name that is
@@ -34,13 +39,14 @@ class PackageAdapters:
         """
         if given := [name for name, value in options.items() if value]:
             raise MisuseError(f"load_lora_weights of a package has no option '{given[0]}'")
-        if not isinstance(source, str | Path):
-            raise MisuseError("load_lora_weights of a package takes a file or a folder: save the tensors to one")
         sessions = sessions_of(self)
         name = adapter_name or _new_name(sessions)
         if any(name in session.adapters for session in sessions.values()):
             raise MisuseError(f"there is an adapter '{name}': delete_adapters('{name}') first, or take another name")
-        adapter = read_adapter(Path(source) / weight_name if weight_name else source)
+        if isinstance(source, Mapping):
+            adapter = adapter_of(source)
+        else:
+            adapter = read_adapter(Path(source) / weight_name if weight_name else source)
         done: list[Session] = []
         try:
             for component, part in _parts(adapter, sessions).items():
@@ -125,10 +131,10 @@ def _parts(adapter: Adapter, sessions: Mapping[str, Session]) -> dict[str, Adapt
     for name in named:
         if name not in taking:
             why = "has no slots for adapters: compile with --lora-slots 16" if name in sessions else "is not here"
-            raise MisuseError(f"{adapter.name} has a part for {name}, which {why}")
+            raise MisuseError(f"the adapter {adapter.name} has a part for {name}, which {why}")
     if not named or None in parts:
         raise MisuseError(
-            f"{adapter.name} has modules of no model of this pipeline: {first_few(list(adapter.updates))}"
+            f"the adapter {adapter.name} has modules of no model of this pipeline: {first_few(list(adapter.updates))}"
         )
     return named
 

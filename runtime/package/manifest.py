@@ -190,7 +190,7 @@ class Rank(Struct, frozen=True):
     `total_bytes` is the peak, loading included, which may be more than the sum of the others. `limit_bytes` is what its
     engines may take for weights and values where the rank was given a budget. `engine_bytes` are the engines' own
     memory, and `mapped_bytes` those of the weights of which a few rows are read from a mapped file. `passed_bytes` are
-    those of the activations that its engines take and give.
+    those of the activations that its engines take and give, `adapter_bytes` what only requests with adapters need.
     """
 
     device: str
@@ -210,6 +210,7 @@ class Rank(Struct, frozen=True):
     engine_bytes: int = 0
     mapped_bytes: int = 0
     passed_bytes: int | None = None
+    adapter_bytes: int = 0
 
     @property
     def loaded_bytes(self) -> int:
@@ -266,8 +267,7 @@ class File(Struct, frozen=True, omit_defaults=True):
 class Replica(Struct, frozen=True):
     """One of several groups of ranks, each of which has the whole model: the devices of its ranks, in their order.
 
-    It computes its `share` of a request's rows, on any scale. The bytes are those that each of its ranks is predicted
-    to hold with these rows: see Rank.
+    It computes its `share` of a request's rows, on any scale. The bytes are what its ranks hold with these: see Rank.
     """
 
     devices: list[str]
@@ -290,15 +290,14 @@ class Manifest(Struct, frozen=True):
 
     `build` is set for engines that are built from ONNX files. `fixed` are inputs of the model that the package does not
     have. `optional` are further inputs that need not be fed, since the engines have default values. `batch` is the
-    number of the batch axis of each input and output that has one; None if there is no batch axis. `shared_sizes` are
-    symbols whose size a rank may read off any value that has it: in a request they have one size each. `lengths` are
-    inputs of the ranks that are no inputs of the model.
+    number of the batch axis of inputs and outputs that have one; None without any. `shared_sizes` are symbols that have
+    one size each in a request, which ranks read off any value. `lengths` are inputs that only the ranks have.
 
     `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
     first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
     that all outputs follow from: where these have several, another input may have one row for all. `merged` are
-    adapters in the weights, `slots` places for those of requests. With `maps_weights`, CPUs take weights from files.
-    The `prologue` is run before the ranks.
+    adapters in the weights, `slots` places for those of requests, whose sums may have `most_rank` in all at a time,
+    if budgets limit them. With `maps_weights`, CPUs take weights from files. The `prologue` is run before the ranks.
     """
 
     schema: int
@@ -329,6 +328,7 @@ class Manifest(Struct, frozen=True):
     slots: list[Slot] = []
     maps_weights: bool = False
     prologue: Prologue | None = None
+    most_rank: int | None = None
 
     def __repr__(self) -> str:
         ranks = f"{len(self.devices)} rank{'s' * (len(self.devices) != 1)}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from splitc.runtime.adapters.held import HeldSum
+from splitc.runtime.adapters.held import HeldSum, shards_of
 from splitc.runtime.arrays.array import Allocate, Array, Zeros
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend
@@ -141,11 +141,8 @@ class Computation:
             if not asked.arrays:
                 raise EngineError("the adapters did not reach this rank, since an earlier request failed: try again")
             # Copies, since the memory of a request's arrays may be another one's later.
-            self.adapters[asked.number] = {
-                value: self.backend.upload(cut_places(asked.arrays[override.input], override.places).copy())
-                for value, override in self._overrides.items()
-                if override.input in asked.arrays
-            }
+            shards = shards_of(asked.arrays, self.rank)
+            self.adapters[asked.number] = {name: self.backend.upload(array.copy()) for name, array in shards.items()}
         return self.adapters[asked.number]
 
     def check_capturable(self, request: InFlightRequest) -> None:

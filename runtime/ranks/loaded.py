@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.adapted import AdaptedEngine
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.memory_use import RankMemory
-from splitc.runtime.package.manifest import Manifest, Rank, why_not_replayed
+from splitc.runtime.package.manifest import EngineFile, Manifest, Rank, why_not_replayed
 from splitc.runtime.ranks.loop import Program
 
 
@@ -70,12 +71,14 @@ class LoadedRank:
         if now is None or self.before is None or self.loaded is None:
             return None
         before = self.before
-        return measured_memory(rank, self.loaded - before, now - before)
+        adapted = any(isinstance(engine, AdaptedEngine) and engine.is_loaded for engine in self.program.engines)
+        return measured_memory(rank, self.loaded - before, now - before, adapted)
 
 
-def measured_memory(rank: Rank, loaded: int, peak: int) -> RankMemory:
-    """What was measured of a rank, beside what its package says."""
-    return RankMemory(rank.device, loaded, peak, rank.weights_bytes, rank.loaded_bytes, rank.total_bytes)
+def measured_memory(rank: Rank, loaded: int, peak: int, adapted: bool) -> RankMemory:
+    """What was measured of a rank, beside what its package says. `adapted`: of requests with adapters too."""
+    total = rank.total_bytes if adapted else rank.total_bytes - rank.adapter_bytes
+    return RankMemory(rank.device, loaded, peak, rank.weights_bytes, rank.loaded_bytes, total)
 
 
 def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> LoadedRank:
@@ -93,20 +96,15 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     before = backend.used_bytes()
     communicators: dict[tuple[int, ...], Communicator] = {}
     engines: list[LoadedEngine] = []
-    slots = frozenset(override.value for override in rank.overrides if override.input in setup.manifest.slot_inputs)
+    slots = slots_of(setup.manifest, rank)
     is_whole = len(rank.engines) == 1  # segments are too many to have two sessions each
     for file in rank.engines:
         group = tuple(file.group)
         if group and group not in communicators:
             communicators[group] = collectives.create_communicator(group, backend.uses_operators)
         source = setup.package / file.source if file.source is not None else None
-        path, weights = setup.package / file.path, file.weights if is_whole else None
-        how = source, file.sizes_only, communicators.get(group)
-        engine = backend.load(path, *how, weights, file.attends)
-        if file.adapted is not None:
-            load = partial(backend.load, setup.package / file.adapted, *how, None, file.attends)
-            engine = AdaptedEngine(engine, load, slots)
-        engines.append(engine)
+        how = source, file.sizes_only, communicators.get(group), file.weights if is_whole else None, file.attends
+        engines.append(load_engine(backend, setup.package, file, slots, how))
     for communicator in communicators.values():
         communicator.connect()
     reserve(setup, backend)
@@ -120,6 +118,21 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     return LoadedRank(
         program, list(communicators.values()), next(filter(None, blockers), None), before, backend.used_bytes()
     )
+
+
+def slots_of(manifest: Manifest, rank: Rank) -> frozenset[str]:
+    """The inputs of a rank's engines that are slots."""
+    return frozenset(override.value for override in rank.overrides if override.input in manifest.slot_inputs)
+
+
+def load_engine(
+    backend: Backend, package: Path, file: EngineFile, slots: frozenset[str], how: Sequence[Any]
+) -> LoadedEngine:
+    """An engine of a rank with these slots, loaded in this way: `Backend.load`'s arguments after the path."""
+    engine = backend.load(package / file.path, *how)
+    if file.adapted is None:
+        return engine
+    return AdaptedEngine(engine, partial(backend.load, package / file.adapted, *how), slots)
 
 
 def reserve(setup: Setup, backend: Backend) -> None:

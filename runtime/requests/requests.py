@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.feeds.batches import join_batches
@@ -41,7 +42,7 @@ class Requests:
         self._sequences = itertools.count()
         # Of sequences that were dropped without being closed, and of sums of adapters.
         self._dropped: deque[int] = deque()
-        self.adapters = Adapters(manifest.slots, self._sequences, self._dropped)
+        self.adapters = Adapters(manifest.slots, KeptSums(self._sequences, self._dropped, manifest.most_rank))
 
     def submit_request(self, request: InFlightRequest, here: bool = False) -> Future[InFlightRequest]:
         """Start a request with checked feeds.

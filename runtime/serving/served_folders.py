@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from splitc.runtime.adapters.adapter_files import find_file
+from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.adapters.peft_config import CONFIG
 from splitc.runtime.errors import MisuseError
@@ -80,7 +81,7 @@ def link_adapters(adapters: Mapping[str, str], manifest: Manifest, folder: Path)
 
     Raises MisuseError as `Adapters.load`, and for a name that a request can't give.
     """
-    known, linked = Adapters(manifest.slots, itertools.count(), deque()), {}
+    known, linked = Adapters(manifest.slots, KeptSums(itertools.count(), deque(), None)), {}
     for name, text in adapters.items():
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise MisuseError(f"{name!r} can't be an adapter's name: it has letters, digits, dots and hyphens")

@@ -45,15 +45,20 @@ def sum_modules(manifests: Mapping[str, Manifest], swap: bool = False) -> dict[s
             own = [rank for rank in manifest.ranks if rank.device == device]
             moved = sum(rank.weights_bytes for rank in own if swap and _can_swap(manifest, rank))
             swapped = max(before.swapped, moved)
-            stays = sum(rank.weights_bytes for rank in own) - moved
+            stays = sum(rank.weights_bytes + rank.adapter_bytes for rank in own) - moved
             sums[device] = HeldTogether(
                 before.weights - before.swapped + stays + swapped,
                 max(before.activations, *(rank.activation_bytes for rank in own)),
                 before.cache + sum(rank.cache_bytes for rank in own),
-                max(before.running, *(rank.total_bytes - rank.weights_bytes - rank.cache_bytes for rank in own)),
+                max(before.running, *map(_running, own)),
                 swapped,
             )
     return {name: sums[name] for name in sorted(sums, key=_place)}
+
+
+def _running(rank: Rank) -> int:
+    """What a rank needs beyond what stays."""
+    return rank.total_bytes - rank.weights_bytes - rank.adapter_bytes - rank.cache_bytes
 
 
 def _place(name: str) -> tuple[int, str, int]:

@@ -22,6 +22,7 @@ import msgspec
 import numpy.typing as npt
 import psutil
 
+from splitc.runtime.adapters.held import HeldSum, shards_of
 from splitc.runtime.collectives.meeting import Meeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.threads import connect
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
@@ -31,11 +32,11 @@ from splitc.runtime.feeds.on_gpu import on_host
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.ipc.child_python import python_command
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
-from splitc.runtime.package.manifest import Rank
+from splitc.runtime.package.manifest import Manifest, Rank
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.parts import cut_part
 from splitc.runtime.package.steps import Receive, Reduce, Send
-from splitc.runtime.ranks.loaded import measured_memory
+from splitc.runtime.ranks.loaded import load_engine, measured_memory, slots_of
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.prologue import PrologueEngine
@@ -44,11 +45,13 @@ from splitc.runtime.threads.failures import Failure
 from splitc.runtime.threads.progress import counted
 
 
-def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]]) -> list[RankMemory]:
+def measure_memory(
+    package: Path, threads: int, feeds: Mapping[str, npt.NDArray[Any]], adapters: HeldSum | None = None
+) -> list[RankMemory]:
     """Run the ranks, each in its own process. Raises SplitcError if one fails.
 
     Ranks run one after another, or at once if their engines meet. If ranks receive values from later ones, all ranks
-    run once together before, to record these values.
+    run once together before, to record these values. With `adapters` they run again with these.
     """
     manifest = read_manifest(package)
     taken = with_lengths(manifest.lengths, feeds)
@@ -59,11 +62,12 @@ def measure_memory(package: Path, threads: int, feeds: Mapping[str, npt.NDArray[
     if any(isinstance(step, Receive) and step.source > number for number, step in steps):
         values.update(_run_together(package, manifest.ranks, threads, values))
     memory: dict[int, RankMemory] = {}
+    shards = [{} if adapters is None else shards_of(adapters.arrays, rank) for rank in manifest.ranks]
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
         for number, rank in counted("measuring memory", list(enumerate(manifest.ranks))):
             if number not in memory:
                 group = _group(rank) or [number]
-                memory.update(_measure_group(package, manifest.ranks, group, threads, values, Path(folder)))
+                memory.update(_measure_group(package, manifest.ranks, group, threads, values, shards, Path(folder)))
     return [memory[number] for number in range(len(manifest.ranks))]
 
 
@@ -78,15 +82,19 @@ def _measure_group(
     group: Sequence[int],
     threads: int,
     values: dict[str, npt.NDArray[Any]],
+    shards: Sequence[Mapping[str, npt.NDArray[Any]]],
     folder: Path,
 ) -> dict[int, RankMemory]:
-    """The memory of ranks that run at once. What they send to others is added to `values`."""
+    """The memory of ranks that run at once. What they send to others is added to `values`.
+
+    `shards` are each rank's of a sum of adapters.
+    """
     memory = create_memory(shared_bytes(len(group))) if len(group) > 1 else -1
     processes = []
     for number in group:
         inputs, outputs = folder / f"inputs{number}", folder / f"outputs{number}"
         wanted = {name for engine in ranks[number].engines for name in engine.inputs}
-        _write_arrays(inputs, {name: array for name, array in values.items() if name in wanted})
+        _write_arrays(inputs, {**{name: array for name, array in values.items() if name in wanted}, **shards[number]})
         arguments = [package, number, threads, inputs, outputs, memory]
         command = python_command(f"from {__name__} import main; main()", *arguments)
         pipe, inherited = subprocess.PIPE, [memory] if memory >= 0 else []
@@ -142,15 +150,18 @@ def _run_together(
 
 
 def _load(
-    backend: Backend, package: Path, rank: Rank, join: Callable[[Sequence[int]], Communicator]
+    backend: Backend,
+    package: Path,
+    rank: Rank,
+    join: Callable[[Sequence[int]], Communicator],
+    slots: frozenset[str] = frozenset(),
 ) -> list[LoadedEngine]:
-    """The rank's engines, for one run. `join` gives its end of the meeting of engines with collectives inside."""
+    """The rank's engines. `join` gives its end of the meeting of engines with collectives inside."""
     ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
     for end in ends.values():
         end.begin(0)
     return [
-        backend.load(package / file.path, communicator=ends[tuple(file.group)] if file.group else None)
-        for file in rank.engines
+        load_engine(backend, package, file, slots, (None, (), ends.get(tuple(file.group)))) for file in rank.engines
     ]
 
 
@@ -201,36 +212,41 @@ class Alone:
 
 
 def _measure_rank(
-    rank: Rank, maps: bool, end: MeetingEnd, package: Path, threads: int, inputs: Path, outputs: Path
+    manifest: Manifest, number: int, end: MeetingEnd, package: Path, threads: int, inputs: Path, outputs: Path
 ) -> RankMemory:
     """Measure a rank, in its own process. `end` is its end of the meeting of its group's engines.
 
-    With `maps`, weights are in mapped files, and count as far as they are read: the system may drop them again.
+    Where weights are in mapped files, they count as far as they are read: the system may drop them again.
     """
-    arrays = _read_arrays(inputs)
+    arrays, rank = _read_arrays(inputs), manifest.ranks[number]
+    slots = slots_of(manifest, rank)
     backend = OnnxRuntimeBackend(threads)
-    if maps:
+    if manifest.maps_weights:
         backend.map_weights()
     before = _resident()
-    engines = _load(backend, package, rank, lambda _: end)
+    engines = _load(backend, package, rank, lambda _: end, slots)
     loaded = _resident()
     alone = Alone(arrays, backend)
-    feeds = partial(_cut_feeds, rank, arrays, backend)
-    execute(Program(rank.program, engines, rank.outputs), alone, feeds, backend.accumulate)
+    program, feeds = Program(rank.program, engines, rank.outputs), partial(_cut_feeds, rank, arrays, backend)
+    execute(program, alone, feeds, backend.accumulate)
+    adapted = not slots.isdisjoint(arrays)
+    if adapted:
+        end.begin(1)
+        held = {name: backend.upload(arrays[name].copy()) for name in slots}  # as ranks of a session have copies
+        execute(program, alone, lambda: {**feeds(), **held}, backend.accumulate)
     peak = _peak()
     _write_arrays(outputs, alone.sent)
-    return measured_memory(rank, max(0, loaded - before), max(0, peak - before))
+    return measured_memory(rank, max(0, loaded - before), max(0, peak - before), adapted)
 
 
 def main() -> None:
     package, number, threads, inputs, outputs, memory = sys.argv[1:]
     manifest = read_manifest(Path(package))
-    rank, maps = manifest.ranks[int(number)], manifest.maps_weights
-    group = _group(rank) or [int(number)]
+    group = _group(manifest.ranks[int(number)]) or [int(number)]
     meeting = Meeting(len(group), map_memory(int(memory)) if int(memory) >= 0 else None)
     end = meeting.join(group.index(int(number)))
     try:
-        measured = _measure_rank(rank, maps, end, Path(package), int(threads), Path(inputs), Path(outputs))
+        measured = _measure_rank(manifest, int(number), end, Path(package), int(threads), Path(inputs), Path(outputs))
     except BaseException:
         meeting.abort()  # the others wait for this rank
         raise

@@ -95,7 +95,9 @@ def _run_unoptimized(model: Path, feeds: Arrays, trusts_data: bool) -> dict[str,
     try:
         session = load_unoptimized(model, trusts_data=trusts_data)
         names = [value.name for value in session.get_outputs()]
-        return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+        known = {value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())}
+        given = {name: feed for name, feed in feeds.items() if name in known}
+        return dict(zip(names, session.run(names, given), strict=True))
     except ERRORS:
         return {}
 

@@ -28,6 +28,7 @@ from splitc.runtime.hardware.gpus import list_gpus
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit
+from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.workers import workers_of
 
 GPUS = min(4, len(list_gpus()))
@@ -140,6 +141,40 @@ def test_optional_inputs(mode: str, tmp_path: Path) -> None:
             fed = {**given, **others} if turn % 3 == 2 else given
             agree(whole(fed), session.run(fed))
         assert session.notes == []
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_engines_with_slots_share_weights(graphs: bool, tmp_path: Path) -> None:
+    """What an adapter takes is values and A and B, not the model once more; and it is what was predicted."""
+    size = replace(SIZE, hidden=4096, heads=32, kv_heads=32, feed_forward=11008, layers=4)
+    save(build_fused(size), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cuda0"], Request(lora_slots=16))
+    sizes = {slot.names[0]: (slot.inputs, slot.outputs) for slot in plan.analysis.slots}
+    style = write_peft(tmp_path / "style", random_pairs(sizes, 16, size=0.02))
+    compile_model(plan, tmp_path / "package", verify=False)
+    request = Request(lora=[(str(style), 1.0)])
+    compile_model(plan_model(tmp_path / "model.onnx", ["cuda0"], request), tmp_path / "merged", verify=False)
+    given = {**feeds(5, 0, 0), **{name: array[:, :, :0] for name, array in caches_of(size).items()}}
+    with Session(tmp_path / "merged") as session:
+        expected = session.run(given)
+    with Session(tmp_path / "package", cuda_graphs=graphs) as session:
+        session.adapters.load("style", style)
+        plain = [session.run(given) for _ in range(6)][-1]
+        (before,) = session.device_memory()
+        adapted = [session.run(given, adapters="style") for _ in range(6)][-1]
+        (after,) = session.device_memory()
+        agree(expected, adapted)
+        for name, array in session.run(given).items():
+            np.testing.assert_array_equal(array, plain[name])
+    assert after.peak - before.peak < before.predicted_weights / 4
+    assert 0.8 * after.peak < after.predicted_total < 1.5 * after.peak
+
+
+def caches_of(size: Size) -> dict[str, Any]:
+    """Caches of one token, which are zeros."""
+    shape = (1, size.kv_heads, 1, size.head)
+    parts = [(layer, part) for layer in range(size.layers) for part in ("key", "value")]
+    return {f"past_key_values.{layer}.{part}": np.zeros(shape, "f2") for layer, part in parts}
 
 
 @several

@@ -15,11 +15,13 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.planning.assembly import slotted_bytes
 from splitc.runtime import Session
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.blocks import Block
+from tests.helpers.command import splitc
 
 WIDTH, INNER, LAYERS = 32, 64, 3
 MODES = (("layer", None), ("tensor", None), ("tensor", [5, 1]), ("batch", None))
@@ -86,6 +88,36 @@ def test_a_models_own_slots(scale: float | None, sum_first: bool, tmp_path: Path
             assert session.adapters.load("style", adapter).unmatched == {}
             assert_close(session.run(feeds), plain)
             assert_close(session.run(feeds, adapters="style"), expected)
+
+
+def test_check_gives_the_models_own_slots_the_same(tmp_path: Path) -> None:
+    """As ONNX Runtime's LoraAdapter does. Without them, or with others, the outputs differ."""
+    model, package = tmp_path / "model.onnx", tmp_path / "package"
+    feeds = dict(with_own_slots(model, 2.0, False))
+    compile_model(plan_model(model, "2xcpu", Request(split_mode="tensor")), package)
+    pairs = random_pairs(SIZES, 3, size=0.2)
+    arrays = {
+        f"{name}.lora_{'AB'[n]}.weight": np.ascontiguousarray(array.T)
+        for name, pair in pairs.items()
+        for n, array in enumerate(pair)
+    }
+    file = ort.AdapterFormat()
+    file.set_parameters({name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()})
+    style = tmp_path / "style.onnx_adapter"
+    file.export_adapter(str(style))
+    adapter, options = ort.LoraAdapter(), ort.RunOptions()
+    adapter.Load(str(style))
+    options.add_active_adapter(adapter)
+    whole = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+    expected = whole.run(["y"], feeds, options)[0]
+    with Session(package, adapters=[(str(style), 1.0)]) as session:
+        assert_close(session.run(feeds), {"y": expected})
+    np.savez(tmp_path / "inputs.npz", **feeds)
+    asked = ("check", package, "--model", model, "--inputs", tmp_path / "inputs.npz")
+    for adapters in ((), ("--adapter", style), ("--adapter", f"{style}:-0.5")):
+        assert "1 of 1 outputs agree" in splitc(*asked, *adapters).stdout
+    peft = write_peft(tmp_path / "peft", pairs, lora_alpha=3 * 2)  # the model's factor of 2 is in it
+    assert "1 of 1 outputs agree" in splitc(*asked, "--adapter", peft).stdout
 
 
 def test_quantized_layers_have_slots(tmp_path: Path) -> None:
@@ -177,11 +209,20 @@ def test_convolutions_have_slots(tmp_path: Path) -> None:
 
 
 def test_slots_are_counted(decoder: Path) -> None:
-    """Their memory is in the plan. All layers have one, the head too."""
-    plain, slotted = (plan_model(decoder, ["cpu0"], Request(lora_slots=rank)) for rank in (None, 16))
-    assert len(slotted.analysis.slots) == 29
-    held = 4 * 16 * sum(slot.inputs + slot.outputs for slot in slotted.analysis.slots)
-    assert slotted.ranks[0].memory.weights - plain.ranks[0].memory.weights == held
+    """Their memory is a term of the plan: A and B, and a second engine. All layers have one, the head too."""
+    for device in ("cpu0", "cuda0"):
+        plain, slotted = (
+            plan_model(decoder, [device], Request(lora_slots=rank, memory=["1GiB"])) for rank in (None, 12)
+        )
+        assert len(slotted.analysis.slots) == 29
+        memory, without = slotted.ranks[0].memory, plain.ranks[0].memory
+        assert memory.sums == 4 * 16 * sum(slot.inputs + slot.outputs for slot in slotted.analysis.slots)
+        assert memory.weights == without.weights and without.adapters == 0
+        engines = slotted_bytes(slotted.ranks[0].device, "onnxruntime", 0, len(slotted.ranks[0].stage.nodes))
+        packed = memory.weights - memory.in_files if device == "cpu0" else 0
+        rest = memory.adapters - memory.sums - engines - packed
+        assert 0 < rest == max(memory.activations - memory.passed, memory.loading)
+        assert memory.total - without.total >= memory.adapters
     assert any("lm_head" in slot.names[0] for slot in slotted.analysis.slots)
 
 

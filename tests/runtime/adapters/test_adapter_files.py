@@ -13,8 +13,9 @@ import onnxruntime
 import pytest
 from safetensors.numpy import save_file
 
-from splitc.runtime.adapters.adapter_files import read_adapter
+from splitc.runtime.adapters.adapter_files import adapter_of, read_adapter
 from splitc.runtime.adapters.asked import open_adapter, parse_adapters
+from splitc.runtime.arrays.ort_values import host_value
 from splitc.runtime.errors import MisuseError
 from tests.helpers.adapters import Pairs, random_pairs, write_kohya, write_peft
 
@@ -123,13 +124,38 @@ def test_metadata_of_diffusers(tmp_path: Path) -> None:
         ({"embed.lora_embedding_A": A}, "LoRA of an embedding"),
         ({"q.weight": A}, "no part of a LoRA: q.weight"),
         ({"q.lora_A.weight": A, "q.lora_B.weight": B, "q.alpha": A}, "alpha of 'q' has the shape"),
+        ({"q.lora_A.weight": A, "q.lora_B.weight": B, "q.alpha": A[:1, 0] * np.nan}, "'q' is scaled by nan, as its"),
+        ({"q.lora_A.weight": A, "q.lora_B.weight": B.astype(np.int8)}, "'q' is of type (int8|I8), and matrices are"),
         ({}, "no matrices"),
     ],
 )
 def test_tensors_that_are_no_adapter(tensors: dict[str, Any], why: str, tmp_path: Path) -> None:
+    """In a file, or given themselves."""
     path = written(tmp_path / "x.safetensors", {name: np.ascontiguousarray(array) for name, array in tensors.items()})
     with pytest.raises(MisuseError, match=why):
         read_adapter(path)
+    with pytest.raises(MisuseError, match=why):
+        adapter_of(tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_types_of_onnx_runtimes_files(dtype: str, tmp_path: Path) -> None:
+    file = onnxruntime.AdapterFormat()
+    arrays = {f"q.lora_{'AB'[n]}.weight": np.ascontiguousarray(x.T.astype(dtype)) for n, x in enumerate((A, B))}
+    file.set_parameters({name: host_value(array) for name, array in arrays.items()})
+    file.export_adapter(str(tmp_path / "x.onnx_adapter"))
+    (update,) = read_adapter(tmp_path / "x.onnx_adapter").updates.values()
+    for read, array in ((update.read_a, A), (update.read_b, B)):
+        assert read().dtype == dtype
+        np.testing.assert_array_equal(read().astype(np.float32), array)
+
+
+def test_damaged_metadata_is_refused(tmp_path: Path) -> None:
+    pairs = named(random_pairs({"unet.q": (4, 4)}))
+    for text, why in (("{", "can't read the metadata of"), ('{"unet.lora_alpha": 1e40}', r"is scaled by 2\.5e\+39")):
+        path = written(tmp_path / "x.safetensors", pairs, {"lora_adapter_metadata": text})
+        with pytest.raises(MisuseError, match=why):
+            read_adapter(path)
 
 
 @pytest.mark.parametrize(

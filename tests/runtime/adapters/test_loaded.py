@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
+import shutil
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,15 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import MisuseError, Pipeline, Session
+from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.package.manifest import Slot, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import product, random_pairs, write_kohya, write_peft
 from tests.helpers.command import SCRIPT, splitc
+from tests.helpers.fuzz import damage_bytes, damage_json, seeds
 from tests.helpers.mpi import MPIS
 from tests.helpers.packages import write_modules
 
@@ -138,7 +144,7 @@ def test_sums_lie_side_by_side(kernel: tuple[int, ...], tmp_path: Path) -> None:
     for number in range(2):
         a, b = (Tensor(f"{which}{number}", "float32", shape) for which, shape in zip("ab", shapes, strict=True))
         slots.append(Slot([f"layers.{number}.up"], 5, 7, a, b, 2.0, list(kernel)))
-    adapters = Adapters(slots, itertools.count(), deque())
+    adapters = Adapters(slots, KeptSums(itertools.count(), deque(), None))
     expected: Any = 0
     for seed, (rank, times) in enumerate(((3, 0.5), (7, -1.0))):
         pairs = random_pairs({"layers.0.up": (5, 7, *kernel)}, rank, seed)
@@ -187,6 +193,51 @@ def test_what_is_refused(
             session.adapters.load("other", files["style"], float("inf"))
         assert list(session.adapters) == ["style"] and session.adapters["style"].bytes > 0
         np.testing.assert_array_equal(session.run(decoder_feeds(), adapters="style")["logits"], before["logits"])
+
+
+@pytest.mark.parametrize("kind", ["style", "pose"])
+def test_arrays_take_the_place_of_a_file(slotted: Callable[[str], Path], files: Mapping[str, Path], kind: str) -> None:
+    """By the names that they have in it. What scales them stands in arrays too, or is given."""
+    file = files[kind] / "adapter_model.safetensors" if files[kind].is_dir() else files[kind]
+    scale = 2.0 if kind == "style" else 1.0
+    with Session(slotted("tensor")) as session:
+        session.adapters.load("file", files[kind])
+        arrays = session.adapters.load("arrays", load_file(file), scale)
+        assert arrays.unmatched == {} and arrays.bytes == session.adapters["file"].bytes
+        one, other = (session.run(decoder_feeds(2, 5, 3), adapters=name) for name in ("file", "arrays"))
+        assert_close(other, one)
+        with pytest.raises(MisuseError, match="the adapter that was given has nothing for this model"):
+            session.adapters.load("arrays", {"x.lora_A.weight": np.ones((2, 3)), "x.lora_B.weight": np.ones((4, 2))})
+        with pytest.raises(MisuseError, match="the adapter's 'x' can't be converted to an array"):
+            session.adapters.load("arrays", {"x": [[1.0], [2.0, 3.0]]})
+        assert_close(session.run(decoder_feeds(2, 5, 3), adapters="arrays"), one)
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_random_damage_is_refused_or_harmless(
+    slotted: Callable[[str], Path], files: Mapping[str, Path], seed: int, tmp_path: Path
+) -> None:
+    """In a header or anywhere else: there is a message, and requests go on as before."""
+    random, feeds = np.random.default_rng(seed), decoder_feeds(2, 5, 3)
+    with Session(slotted("tensor")) as session:
+        session.adapters.load("style", files["style"])
+        expected = session.run(feeds, adapters="style")
+        for number in range(24):
+            source = files["style"] / "adapter_model.safetensors" if number % 3 else files["pose"]
+            file = Path(shutil.copy(source, tmp_path / f"{number}.safetensors"))
+            content = file.read_bytes()
+            end = 8 + int.from_bytes(content[:8], "little")
+            if number % 2:
+                header = json.loads(content[8:end])
+                damage_json(header, random)
+                text = json.dumps(header).encode()
+                file.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+            else:
+                file.write_bytes(damage_bytes(content[:end], random) + content[end:])
+            with contextlib.suppress(MisuseError):
+                session.adapters.load("bad", file)
+                session.run(feeds, adapters="bad")
+        np.testing.assert_array_equal(session.run(feeds, adapters="style")["logits"], expected["logits"])
 
 
 def test_commands(

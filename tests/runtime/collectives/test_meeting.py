@@ -277,7 +277,8 @@ MANY_SESSIONS = """
 import sys
 import numpy as np
 import psutil
-from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend, host_value
+from splitc.runtime.arrays.ort_values import host_value
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from pathlib import Path
 from tests.helpers.meetings import meet
 def work():

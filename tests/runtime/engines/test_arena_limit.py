@@ -10,8 +10,9 @@ import pytest
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines import arena_limit
-from splitc.runtime.errors import EngineError
-from tests.conftest import decoder_feeds
+from splitc.runtime.errors import DoesNotFitError, EngineError
+from tests.conftest import assert_close, decoder_feeds
+from tests.helpers.adapters import random_pairs, write_peft
 
 SMALL, LARGE = decoder_feeds(batch=1, new=2, past=4), decoder_feeds(batch=64, new=64, past=64)
 
@@ -29,6 +30,32 @@ def test_request_beyond_the_budget_fails_alone(decoder: Path, tmp_path: Path, mo
                 session.run(LARGE)
             for name, value in session.run(SMALL).items():
                 np.testing.assert_array_equal(value, expected[name])
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_sums_of_adapters_beyond_the_budget_are_refused(decoder: Path, tmp_path: Path, ranks: str) -> None:
+    """Those that are only kept make room first. Engines with slots have the limit too."""
+    shapes = {name: value.shape for name, value in SMALL.items()}
+    request = Request(split_mode="tensor", memory=["21MiB"], shapes=shapes, lora_slots=16)
+    most = compile_model(plan_model(decoder, ["2xcpu"], request), tmp_path / "package").most_rank
+    assert most is not None and 16 <= most < 32
+    sizes = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(4)}
+    files = {rank: write_peft(tmp_path / f"{rank}", random_pairs(sizes, rank)) for rank in (16, 64)}
+    with Session(tmp_path / "package", ranks=ranks) as session:
+        plain = session.run(SMALL)
+        for rank, file in files.items():
+            session.adapters.load(f"rank{rank}", file)
+        expected = session.run(SMALL, adapters="rank16")
+        for times in (0.5, 0.25, 2.0):
+            session.run(SMALL, adapters={"rank16": times})
+        with pytest.raises(DoesNotFitError, match=rf"leave room for adapters of rank {most} in all, .* takes 64, and"):
+            session.run(SMALL, adapters="rank64")
+        with pytest.raises(EngineError, match=r"more memory than the budget leaves: .* may take [78]\.\d+ MiB, and"):
+            session.run(LARGE, adapters="rank16")
+        with session.start(adapters="rank16"), pytest.raises(DoesNotFitError, match=r"open sequences have 16\. End"):
+            session.run(SMALL, adapters={"rank16": 0.5})
+        assert_close(session.run(SMALL, adapters="rank16"), expected)
+        assert_close(session.run(SMALL), plain)
 
 
 def test_without_a_budget_there_is_no_limit(decoder: Path, tmp_path: Path) -> None:

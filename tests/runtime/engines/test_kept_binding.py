@@ -12,8 +12,9 @@ import onnxruntime as ort
 import pytest
 
 from models.writer import save
+from splitc.runtime.arrays.ort_values import host_array
 from splitc.runtime.engines.kept_binding import KeptBinding
-from splitc.runtime.engines.onnxruntime_cpu import ERRORS, host_array
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.gpu.array import GpuArray
 
 OPTIONS = ort.RunOptions()

@@ -111,6 +111,23 @@ def test_weights_that_can_be_moved_take_turns(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize("swaps", [False, True])
+def test_an_engine_with_slots_has_the_weights_of_the_one_without(swaps: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(np.arange(8, dtype=np.float32).tobytes())
+    weights = [Weight("w", "float32", [8], "file", 0)]
+    backend = OnnxRuntimeGpuBackend(Device("cuda", 0), cuda_graphs=False)
+    backend.attach()
+    if swaps:
+        backend.swap_weights(SwapBuffer(-3, 512))
+    names = ("stage0.onnx", "stage0.adapted.onnx")
+    plain, adapted = (backend._place(tmp_path / name, weights) for name in names)
+    assert plain is not None and plain is adapted
+    if swaps:
+        backend.bring_in()
+    np.testing.assert_array_equal(plain["w"].numpy(), np.arange(8, dtype=np.float32))
+
+
 def test_onnxruntime_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.10 gets ONNX Runtime 1.23, whose engines on CPUs are fine."""
     monkeypatch.delattr(ort.OrtValue, "from_dlpack", raising=False)

@@ -1,0 +1,78 @@
+"""Where a layer takes its input and gives its result in floating point, so that an adapter's update can be added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+# Products of dynamically quantized inputs.
+_INTEGER = ("MatMulInteger", "ConvInteger")
+_TO_FLOAT = ("com.microsoft", "MatMulIntegerToFloat")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node that multiplies with a layer's weight, with the layer's input `data` and the node that gives its result.
+
+    They are the node's own, but where the input is quantized as it comes.
+    """
+
+    node: ir.Node
+    data: ir.Value
+    last: ir.Node
+
+
+def place_of(node: ir.Node) -> Place | str:
+    """The place of a node that multiplies with a weight, or why it has none."""
+    data = node.inputs[0]
+    if data is None or node.attributes.get_int("transA", 0) == 1:
+        return "its input is turned"
+    if (groups := node.attributes.get_int("group", 1)) != 1:
+        return f"its convolution has {groups} groups"
+    if "activation" in node.attributes:
+        return "its activation is part of it"
+    if node.op_type.startswith("QLinear"):
+        return "its results are quantized"
+    if node.op_type not in _INTEGER and (node.domain, node.op_type) != _TO_FLOAT:
+        return Place(node, data, node)
+    quantize = data.producer()
+    source = quantize.inputs[0] if quantize is not None and quantize.op_type == "DynamicQuantizeLinear" else None
+    if quantize is None or source is None or data is not quantize.outputs[0]:
+        return "its input is quantized somewhere else"
+    last = node if node.op_type not in _INTEGER else _scaled(node, quantize.outputs[1])
+    return Place(node, source, last) if last is not None else "its result is not plainly scaled"
+
+
+def _scaled(node: ir.Node, scale: ir.Value) -> ir.Node | None:
+    """The node that gives the product of integers times the input's `scale` and a constant; None if there is none.
+
+    The integers become floating point first. The factors may be multiplied with each other before.
+    """
+    last = _only_reader(node)
+    if last is None or last.op_type != "Cast":
+        return None
+    factors: list[ir.Value] = []
+    while len(factors) < 2:
+        made, last = last.outputs[0], _only_reader(last)
+        if last is None or last.op_type != "Mul" or last.domain:
+            return None
+        factors += [leaf for value in last.inputs if value is not None and value is not made for leaf in _leaves(value)]
+    constants = [value for value in factors if value.is_initializer()]
+    return last if len(factors) == 2 and len(constants) == 1 and any(value is scale for value in factors) else None
+
+
+def _leaves(value: ir.Value) -> Iterator[ir.Value]:
+    """The factors of a product of two values; else the value."""
+    maker = value.producer()
+    if maker is not None and maker.op_type == "Mul" and not maker.domain:
+        yield from (factor for factor in maker.inputs if factor is not None)
+    else:
+        yield value
+
+
+def _only_reader(node: ir.Node) -> ir.Node | None:
+    value = node.outputs[0]
+    uses = value.uses()
+    return None if len(uses) != 1 or value.is_graph_output() else next(iter(uses)).node

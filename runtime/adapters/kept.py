@@ -1,0 +1,85 @@
+"""The sums of adapters that are kept for later requests, since ranks hold them: few, and within budgets."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from weakref import WeakValueDictionary
+
+from splitc.runtime.adapters.held import HeldSum
+from splitc.runtime.arrays.array import Array
+from splitc.runtime.errors import DoesNotFitError
+
+# The sums of adapters that are kept. A choice: a server has a few styles, each with its strength.
+KEPT = 8
+
+
+class KeptSums:
+    """The last sums that requests had. Ranks hold these, and those that requests or sequences still have.
+
+    `numbers` are new ones that ranks know sums by. Those that nobody has any more are put into `dropped`. The ranks of
+    all that are held are at most `most_rank`, if it is given: then sums are dropped that are only kept.
+    """
+
+    def __init__(self, numbers: Iterator[int], dropped: deque[int], most_rank: int | None) -> None:
+        self._numbers, self._dropped, self._most = numbers, dropped, most_rank
+        self._kept: OrderedDict[Hashable, HeldSum] = OrderedDict()
+        # Those of requests and sequences too.
+        self._held: WeakValueDictionary[Hashable, HeldSum] = WeakValueDictionary()
+        self._ranks: dict[int, int] = {}  # of all that are held, by their numbers
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, rank: int, make: Callable[[], Mapping[str, Array]]) -> HeldSum:
+        """The sum of this rank that is kept under a key, or a new one of what `make` gives.
+
+        Raises DoesNotFitError if requests and sequences have so many that it exceeds the budgets.
+        """
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                self._make_room(rank)
+                held = self._hold(rank, make())
+            self._kept[key] = self._held[key] = held
+            self._kept.move_to_end(key)
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            return held
+
+    def clear(self) -> None:
+        """Keep none of them."""
+        with self._lock:
+            self._kept.clear()
+            self._held.clear()
+
+    def _make_room(self, rank: int) -> None:
+        while self._kept and self._lacks(rank):
+            self._kept.popitem(last=False)
+        if self._lacks(rank):
+            gc.collect()  # a request that failed is in its error's traceback
+        if self._lacks(rank):
+            taken = self._taken()
+            raise DoesNotFitError(
+                f"the budgets leave room for adapters of rank {self._most} in all, ranks of a sum padded to powers of "
+                f"two; this sum takes {rank}, and requests and open sequences have {taken}. End these, load adapters "
+                f"of smaller rank, or compile with --lora-slots {taken + rank} or a larger --memory"
+            )
+
+    def _lacks(self, rank: int) -> bool:
+        return self._most is not None and self._taken() + rank > self._most
+
+    def _taken(self) -> int:
+        return sum(list(self._ranks.values()))  # a copy, since other threads may drop some
+
+    def _hold(self, rank: int, arrays: Mapping[str, Array]) -> HeldSum:
+        made = HeldSum(next(self._numbers), arrays)
+        self._ranks[made.number] = rank
+        weakref.finalize(made, self._drop, made.number).atexit = False
+        return made
+
+    def _drop(self, number: int) -> None:
+        """Called when nobody has a sum any more, from anywhere."""
+        del self._ranks[number]
+        self._dropped.append(number)

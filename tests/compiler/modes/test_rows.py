@@ -1,0 +1,114 @@
+"""Rows that several inputs have for themselves, and rows of rotary tables that are made for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.modes.rows import NoRowsError
+from splitc.runtime import Session
+from tests.conftest import assert_close, run_whole
+from tests.helpers.blocks import Block
+
+WIDTH, HEADS, TOKENS = 32, 2, 3
+
+
+def check_rows(block: Block, folder: Path, rows: set[str]) -> None:
+    """These inputs and outputs have rows, and requests of any number are right."""
+    save(block.model(), folder / "model.onnx")
+    shapes = {name: feed.shape for name, feed in block.feeds.items()}
+    plan = plan_model(folder / "model.onnx", "2xcpu", Request(split_mode="batch", shapes=shapes, memory=["1GiB"]))
+    assert plan.replicas is not None and set(plan.replicas.rows) == rows
+    compile_model(plan, folder / "package")
+    with Session(folder / "package") as session:
+        for count in (5, 4, 1):
+            feeds = {n: np.resize(f, (count, *f.shape[1:])) if n in rows else f for n, f in block.feeds.items()}
+            assert_close(session.run(feeds), run_whole(folder / "model.onnx", feeds))
+
+
+def refuse_rows(block: Block, folder: Path, why: str) -> None:
+    save(block.model(), folder / "model.onnx")
+    shapes = {name: feed.shape for name, feed in block.feeds.items()}
+    with pytest.raises(NoRowsError, match=why):
+        plan_model(folder / "model.onnx", "2xcpu", Request(split_mode="batch", shapes=shapes, memory=["1GiB"]))
+
+
+def layer(b: Block, value: ir.Value, name: str) -> ir.Value:
+    return b.op("Tanh", b.op("MatMul", value, b.w(name, WIDTH, WIDTH)))
+
+
+def two_inputs(symbol: str) -> tuple[Block, ir.Value, ir.Value]:
+    """A value of one input, and one of another whose rows have this symbol."""
+    b = Block(21)
+    x, memory = b.data("x", (2, WIDTH), ["batch", WIDTH]), b.data("memory", (2, WIDTH), [symbol, WIDTH])
+    return b, layer(b, layer(b, x, "up"), "down"), memory
+
+
+def test_what_is_given_as_it_is_has_rows_of_its_own(tmp_path: Path) -> None:
+    """As a decoder's that gives the encoder's states back. Their number is the same by its name."""
+    b, y, memory = two_inputs("batch")
+    b.give(y, "y", ["batch", WIDTH])
+    b.give(b.op("Identity", memory), "same", ["batch", WIDTH])
+    check_rows(b, tmp_path, {"x", "y", "memory", "same"})
+
+
+def test_rows_of_several_inputs_that_meet_are_no_rows(tmp_path: Path) -> None:
+    """Each one's with all of the other's, as in the logits of two towers."""
+    b, y, memory = two_inputs("batch")
+    b.give(y, "own", ["batch", WIDTH])
+    b.give(b.op("MatMul", y, b.op("Transpose", memory, perm=[1, 0])), "y", ["batch", "batch"])
+    b.give(b.op("Identity", memory), "same", ["batch", WIDTH])
+    refuse_rows(b, tmp_path, "the output '(own|same)' does not have the rows along axis 0 of '(x|memory)'")
+
+
+def test_rows_of_another_number_are_other_rows(tmp_path: Path) -> None:
+    b, y, memory = two_inputs("others")
+    b.give(y, "y", ["batch", WIDTH])
+    b.give(b.op("Identity", memory), "same", ["others", WIDTH])
+    refuse_rows(b, tmp_path, "the output '(y|same)' does not have the rows along axis 0 of '(x|memory)'")
+
+
+def numbers(b: Block, ids: ir.Value) -> ir.Value:
+    """0, 1, ... for all tokens of all rows, [rows, tokens]."""
+    count = b.op("ReduceProd", b.op("Shape", ids), keepdims=0)
+    return b.op("Reshape", b.op("Range", zero(b), count, b.constant(1, np.int64)), b.op("Shape", ids))
+
+
+def zero(b: Block) -> ir.Value:
+    return b.constant(0, np.int64)
+
+
+def backwards(b: Block, ids: ir.Value) -> ir.Value:
+    last = b.op("Sub", b.op("ReduceProd", b.op("Shape", ids), keepdims=0), b.constant(1, np.int64))
+    return b.op("Sub", last, numbers(b, ids))
+
+
+def turned(number: Callable[[Block, ir.Value], ir.Value], padded: bool) -> Block:
+    """Heads turned by tables that have a row for each token of the request, and maybe rows behind these."""
+    b = Block(21)
+    x = b.data("x", (2, TOKENS, WIDTH), ["batch", TOKENS, WIDTH])
+    ids = b.indices("ids", np.arange(2 * TOKENS).reshape(2, TOKENS) % 4, ["batch", TOKENS])
+    angles = b.op("Mul", b.op("Cast", b.op("Unsqueeze", ids, b.ints(-1)), to=1), b.w("rates", WIDTH // HEADS // 2))
+    tables = [b.op("Reshape", b.op(kind, angles), b.ints(-1, WIDTH // HEADS // 2)) for kind in ("Cos", "Sin")]
+    if padded:
+        more = [b.w(name, 7, WIDTH // HEADS // 2) for name in ("cosines", "sines")]
+        tables = [b.op("Concat", *pair, axis=0) for pair in zip(tables, more, strict=True)]
+    value = layer(b, x, "up")
+    value = b.op("com.microsoft.RotaryEmbedding", value, number(b, ids), *tables, num_heads=HEADS)
+    b.give(layer(b, value, "down"), "y", ["batch", TOKENS, WIDTH])
+    return b
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_tables_with_a_row_for_each_token(padded: bool, tmp_path: Path) -> None:
+    check_rows(turned(numbers, padded), tmp_path, {"x", "ids", "y"})
+
+
+def test_tables_that_are_read_elsewhere_tell_rows_apart(tmp_path: Path) -> None:
+    refuse_rows(turned(backwards, False), tmp_path, "'/com.microsoft.RotaryEmbedding'|RotaryEmbedding|told apart")
