@@ -1,0 +1,105 @@
+"""An exported decoder's prompts and tokens, with its caches in place and as they were exported, on one set of devices.
+
+    python -m tests.gpu.exported decoder.onnx --devices cuda0
+    python -m tests.gpu.exported decoder.onnx --devices cuda0 cuda1 --prompt 512 --tokens 60
+    python -m tests.gpu.exported decoder.onnx --devices cpu0        # the same, without a GPU
+
+The model is one of transformers' or optimum's exporter, in half precision for GPUs; weights that are missing are made.
+It is compiled in layer mode for one device, and in tensor mode for several. A sequence reads a prompt twice, and then
+token after token. `difference` is the largest one of the last logits, relative to the largest of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
+from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.package.manifest import Manifest
+from tests.gpu.made_weights import make_missing_weights
+
+# Tokens before those that are timed: they are eager, or captured.
+FIRST = 6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--devices", nargs="+", default=["cuda0"])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--capacity", type=int, default=2048)
+    options = parser.parse_args()
+    make_missing_weights(options.model)
+    rows = table("", "first prompt", "prompt", "token", "replayed", "difference")
+    reference = None
+    with tempfile.TemporaryDirectory() as folder:
+        # As exported first: it also pays for the kernels that CUDA loads for both.
+        for name, no_fuse in (("as exported", True), ("fused", False)):
+            request = Request(
+                split_mode="tensor" if len(options.devices) > 1 else "layer",
+                engine="onnxruntime",
+                spread=True,
+                no_fuse=no_fuse,
+            )
+            package = Path(folder) / name.replace(" ", "-")
+            compile_model(plan_model(options.model, options.devices, request), package, weights="link", verify=False)
+            with Session(package, verify="never") as session:
+                prompts, tokens, logits = _measure(session, options.prompt, options.tokens, options.capacity)
+                replayed = session.metrics.replayed
+            reference = logits if reference is None else reference
+            difference = float(np.abs(logits - reference).max() / np.abs(reference).max())
+            rows.add_row(
+                name,
+                *(f"{1e3 * seconds:.2f} ms" for seconds in (prompts[0], prompts[-1], median(tokens[FIRST:]))),
+                f"{replayed} of {2 * (1 + options.tokens)}",
+                f"{difference:.1e}",
+            )
+    out.print(rows)
+
+
+def _measure(session: Session, prompt: int, count: int, capacity: int) -> tuple[list[float], list[float], np.ndarray]:
+    """The seconds of the prompt, each time, and of the tokens the last time, and the last token's logits."""
+    rows = [t.role.rows for t in session.manifest.inputs if t.role is not None and t.role.kind == "indices"]
+    ids = np.random.default_rng(0).integers(0, min(rows), (1, prompt + count))
+    prompts, tokens = list[float](), list[float]()
+    logits = np.zeros(0, np.float32)
+    for _ in range(2):
+        tokens.clear()
+        with session.start(capacity) as sequence:
+            past = 0
+            for new in (prompt, *[1] * count):
+                feeds = _feeds(session.manifest, ids[:, past : past + new], past)
+                start = time.perf_counter()
+                outputs = sequence.run(feeds)
+                (tokens if past else prompts).append(time.perf_counter() - start)
+                past += new
+            logits = np.asarray(next(iter(outputs.values())))[0, -1].astype(np.float32)
+    return prompts, tokens, logits
+
+
+def _feeds(manifest: Manifest, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
+    """What is fed by an input's role: positions, a mask of all tokens, or the new ones."""
+    states = {state.input for state in manifest.states}
+    made: dict[str, np.ndarray] = {}
+    for tensor in manifest.inputs:
+        kind = None if tensor.role is None else tensor.role.kind
+        if tensor.name in states:
+            continue
+        made[tensor.name] = ids
+        if kind == "positions":
+            made[tensor.name] = np.arange(past, past + ids.shape[1])[None]
+        elif kind == "mask":
+            made[tensor.name] = np.ones((1, past + ids.shape[1]), np.int64)
+    return made
+
+
+if __name__ == "__main__":
+    main()
