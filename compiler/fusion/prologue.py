@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import onnx_ir as ir
@@ -60,7 +61,8 @@ def cut_prologue(
         if not following.isdisjoint(node.inputs):
             following.update(value for value in node.outputs if value in early)
     _merge_equal(graph, following)
-    made = [value for value in following if _is_read_later(value, early)]
+    ordered = chain(graph.inputs, (value for node in graph for value in node.outputs))
+    made = [value for value in ordered if value in following and _is_read_later(value, early)]
     _check(made, following, graph, sizes)
     cut = _copy(model, made)
     batch = _find_batch(cut.graph.inputs, filled, sizes)
