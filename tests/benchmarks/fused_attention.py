@@ -1,10 +1,11 @@
-"""Attention, norms and rotary embeddings as exporters write them, and as operators of their own: times on one device.
+"""Attention, norms, rotary embeddings and gated layers as exporters write them, and fused: times on one device.
 
     python -m tests.benchmarks.fused_attention --device cpu
     python -m tests.benchmarks.fused_attention --device cuda
 
-Two attentions with their projections, or eight norms or rotations, with ONNX Runtime alone. Prints a line a shape, and
-the largest difference. The table of `splitc.compiler.fusion.kernels` follows from this.
+Two attentions with their projections, or eight of the others, with ONNX Runtime alone. Prints a line a shape, and the
+largest difference. The table of `splitc.compiler.fusion.kernels` follows from this, and what engines for GPUs do with
+additions before norms.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from onnx import TensorProto
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import fuse
 from splitc.compiler.fusion.kernels import Gains
+from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.cli.terminal import out, table
 from tests.helpers.written_attention import Form, Size, feeds, write
 
 HALF = TensorProto.FLOAT16
 TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
-ALL = Gains(TYPES, parts=TYPES, modulations=TYPES)
+ALL = Gains(TYPES, parts=TYPES, modulations=TYPES, divided=TYPES)
 # What is measured: its name, how it is written, and its sizes.
 CPU = [
     ("BERT, 128", Form(bias="mask"), Size(1, 128, 128, 12, 64)),
@@ -85,6 +87,24 @@ WRITTEN_MODULATED = """
     normal{n} = LayerNormalization (x{n}, ones)  times{n} = Mul (normal{n}, scale)  y{n} = Add (times{n}, shift)
     x{next} = Add (y{n}, x{n})
 """
+# Gated layers in halves, as U-Nets have them: the rows, the numbers of each, and of each gate.
+GATED = [(8192, 640, 2560), (2048, 1280, 5120)]
+WRITTEN_GATED = """
+    both{n} = MatMul (x{n}, up{n})  biased{n} = Add (both{n}, bias{n})
+    value{n}, gate{n} = Split <axis = -1, num_outputs = 2> (biased{n})
+    part{n} = Div (gate{n}, root)  error{n} = Erf (part{n})  more{n} = Add (error{n}, one)
+    twice{n} = Mul (gate{n}, more{n})  gelu{n} = Mul (twice{n}, half)  open{n} = Mul (value{n}, gelu{n})
+    x{next} = MatMul (open{n}, down)
+"""
+# Norms of a sum, with the sum read again, in halves: the operator, the rows, and the numbers of each.
+ADDED = [
+    (operator, rows, width)
+    for operator in ("LayerNormalization", "SimplifiedLayerNormalization")
+    for rows, width in ((4608, 3072), (8192, 640), (1, 4096))
+]
+WRITTEN_ADDED = """
+    s{n} = Add (x{n}, z)  y{n} = {operator} <axis = -1, epsilon = 1e-5> (s{n}, w)  x{next} = Add (s{n}, y{n})
+"""
 # Rotations of [batch, length, heads, size] in single precision between casts, as Flux has them, and of [batch, heads,
 # length, size] in halves, as decoders do: heads, length, size.
 ROTATIONS = [("neighbours", 24, 4608, 128), ("halves", 32, 2048, 128), ("halves", 32, 1, 128)]
@@ -117,7 +137,8 @@ def main() -> None:
             onnx.save(model, path)
             analysis = analyze(path, AskedShapes({name: array.shape for name, array in inputs.items()}), 1)
             made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ALL)
-            assert made.fates and all(fate.operator for fate in made.fates), made.fates
+            assert all(fate.operator for fate in made.fates), made.fates
+            fuse_skips(made.graph.graph)
             ir.save(made.graph.model, fused)
             try:
                 took, outputs = measure([opened(each, inputs, options.device) for each in (path, fused)], options.runs)
@@ -138,6 +159,11 @@ def cases(device: str) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndar
         yield f"RMSNorm, {rows} x {width}", write_norms(width), norm_feeds(rows, width)
     for rows, width in MODULATED if device == "cuda" else []:
         yield f"modulated norm, {rows} x {width}", write_modulated(width), modulated_feeds(rows, width)
+    for rows, width, inner in GATED if device == "cuda" else []:
+        yield f"gated layer, {rows} x {width} to {inner}", write_gated(width, inner), half_feeds(x0=(rows, width))
+    for operator, rows, width in ADDED if device == "cuda" else []:
+        name = f"{operator} of a sum, {rows} x {width}"
+        yield name, write_added(operator, width), half_feeds(x0=(rows, width), z=(rows, width))
     for pairs, heads, length, width in ROTATIONS if device == "cuda" else []:
         name = f"rotary embedding, {pairs}, {length} x {heads} x {width}"
         yield name, write_rotations(pairs, heads, width), rotation_feeds(pairs, heads, length, width)
@@ -152,6 +178,43 @@ def write_modulated(width: int, count: int = 8) -> onnx.ModelProto:
     model = onnx.parser.parse_model(text)
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(width, np.float16), "ones"))
     return model
+
+
+def write_gated(width: int, inner: int, count: int = 8) -> onnx.ModelProto:
+    """Gated layers one after the other, in halves."""
+    body = "".join(WRITTEN_GATED.format(n=number, next=number + 1) for number in range(count))
+    head = f"g (float16[rows, {width}] x0) => (float16[rows, {width}] y)"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 18]> {head} {{ {body} y = Identity (x{count}) }}'
+    )
+    random = np.random.default_rng(0)
+    weights: dict[str, np.ndarray] = {
+        **{f"up{number}": random.standard_normal((width, 2 * inner)) / width**0.5 for number in range(count)},
+        **{f"bias{number}": random.standard_normal(2 * inner) / 8 for number in range(count)},
+        "down": random.standard_normal((inner, width)) / inner**0.5,
+        "root": np.array(2**0.5),
+        "one": np.array(1.0),
+        "half": np.array(0.5),
+    }
+    for name, array in weights.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float16), name))
+    return model
+
+
+def write_added(operator: str, width: int, count: int = 8) -> onnx.ModelProto:
+    """Norms of sums one after the other, in halves."""
+    body = "".join(WRITTEN_ADDED.format(n=number, next=number + 1, operator=operator) for number in range(count))
+    head = f"g (float16[rows, {width}] x0, float16[rows, {width}] z) => (float16[rows, {width}] y)"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 18]> {head} {{ {body} y = Identity (x{count}) }}'
+    )
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(width, np.float16), "w"))
+    return model
+
+
+def half_feeds(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return {name: generator.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
 
 
 def modulated_feeds(rows: int, width: int) -> dict[str, np.ndarray]:
