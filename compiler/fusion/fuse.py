@@ -97,6 +97,7 @@ def fuse(
         try:
             prologue = work.prologue(roles)
             reads = complete(graph.model)
+            fates.append(Fate(lengths[0].input, "prologue", None, "prologue"))
         except NotFusedError as error:
             fates.append(Fate(lengths[0].input, None, str(error), "prologue"))
     bound = replace(bound, shapes={**bound.shapes, **work.planned})

@@ -34,7 +34,8 @@ def compiled(style: Style, folder: Path, mode: str, devices: list[str]) -> Path:
     assert [fate.operator for fate in plan.analysis.fates if fate.kind == "cache"] == [
         "GroupQueryAttention"
     ] * style.layers, plan.analysis.fates
-    assert plan.analysis.prologue is not None, plan.analysis.fates
+    assert plan.analysis.prologue is not None
+    assert [fate.operator for fate in plan.analysis.fates if fate.kind == "prologue"] == ["prologue"]
     compile_model(plan, folder / "package")
     return folder / "package"
 
