@@ -120,6 +120,12 @@ def convolve(op: Operation, image: int, filters: int, of_channels: Iterable[int]
     return inner
 
 
+def causal_convolution(op: Operation) -> None:
+    """Each channel by itself, along the last axis, with the places before it as a state."""
+    if len(op.input(0)) == 3:
+        op.pattern("b c l, c u k, c, b c s -> b c l, b c s", whole="luks")
+
+
 def transposed_convolution(op: Operation) -> None:
     data, kernel, output = op.input(0), op.input(1), op.output()
     op.relate(data[0], output[0])
@@ -246,6 +252,7 @@ OPERATORS = (
         transposed_convolution_flops,
         scratch=scratch.transposed_convolution,
     ),
+    Operator("com.microsoft.CausalConvWithState", causal_convolution),
     Operator("com.microsoft.MoE", experts, expert_flops, experts=(2, 3, 4, 5, 6, 7)),
     Operator("com.microsoft.QMoE", flops=quantized_expert_flops, experts=tuple(range(2, 14))),
 )

@@ -85,6 +85,11 @@ def skip_layer_norm(op: Operation) -> None:
             op.broadcast(axes[:-1], op.input(0)[:-1])
 
 
+def embed_layer_norm(op: Operation) -> None:
+    """Rows of tables, added and normalized. Positions that are not given are numbers of a row's tokens."""
+    op.pattern("b l, b l, v h, p h, s h, h, h, b l, b l -> b l h, b, b l h", whole="lvpsh")
+
+
 def batch_norm(op: Operation) -> None:
     """Each channel is normalized by itself."""
     op.relate_all(op.input(0), op.output())
@@ -151,6 +156,7 @@ OPERATORS = (
     Operator("com.microsoft.SkipSimplifiedLayerNormalization", skip_layer_norm, is_norm=True),
     Operator(
         "com.microsoft.EmbedLayerNormalization",
+        embed_layer_norm,
         lookups=((0, 2), (1, 4)),
         positions=(8,),
         masks=(7,),

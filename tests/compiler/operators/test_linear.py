@@ -99,6 +99,25 @@ def fused_products() -> Block:
     return b
 
 
+def causal() -> Block:
+    """Channels by themselves, with the places before the first one as a state of their own."""
+    b = Block()
+    x, past = b.data("x", (2, 6, 5), ["n", 6, 5]), b.data("past", (2, INNER, 2), ["n", INNER, 2])
+    wide = b.op("Conv", x, b.w("A", INNER, 6, 1))
+    made, present = b.ops(
+        "com.microsoft.CausalConvWithState",
+        wide,
+        b.w("own", INNER, 1, 3),
+        b.w("shift", INNER),
+        past,
+        outputs=2,
+        activation="silu",
+    )
+    b.give(b.op("Conv", b.op("Sigmoid", made), b.w("B", 6, INNER, 1)), shape=["n", 6, 5])
+    b.give(present, "present", ["n", INNER, 2])
+    return b
+
+
 def convolutions() -> Block:
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 6, 8, 8), ["n", 6, "h", "w"]), axis=1)
@@ -179,6 +198,7 @@ GRAPHS: dict[str, Tiny] = {
     "com.microsoft.FusedMatMul": Tiny(fused_products, "AB", sums=1),
     "Gemm": Tiny(gemm, {"A", "a", "B"}, {"b"}, sums=1, shares=SHARES),
     "Einsum": Tiny(einsum, "AE", sums=1, shares=SHARES),
+    "com.microsoft.CausalConvWithState": Tiny(causal, ["A", "own", "shift", "B"], sums=1, shares=SHARES),
     "Conv": Tiny(convolutions, "AaGB", "b", sums=1, shares=SHARES),
     "ConvTranspose": Tiny(transposed_convolutions, "CcGD", "d", sums=1, shares=SHARES),
     "com.microsoft.MoE": Tiny(experts, "AaBCcD", "bd", sums=2, shares=SHARES),
