@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from splitc.compiler.analysis.blocks import PLACED
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import Rematerialized
 from splitc.compiler.request.request import DISK, HOST, OBJECTIVES
@@ -190,7 +191,7 @@ def _weight_entries(plan: Plan) -> dict[str, WeightEntry]:
     for number, rank in enumerate(plan.ranks):
         for weight in analysis.costs.weights(rank.stage.nodes):
             size = analysis.costs.value_bytes(weight)
-            if size >= LISTED:
+            if size >= LISTED and not is_slot_input(weight):
                 name = weight.name or ""
                 entry = weights.setdefault(name, WeightEntry(size, [], fates.get(name, "whole")))
                 entry.ranks.append(number)

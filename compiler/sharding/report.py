@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
@@ -61,9 +62,10 @@ def warn_if_little_split(weights: Sequence[WeightFate], where: str) -> list[str]
 
 
 def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[WeightFate]:
-    """All weights of the model, in the order in which they are read."""
+    """All weights of the model, in the order in which they are read. A and B of slots are none of them."""
     inside, uses = block_weights(analysis), _uses(split.axis_map)
-    return [_fate(analysis, split, choice, value, axes, value in inside) for value, axes in uses.items()]
+    own = ((value, axes) for value, axes in uses.items() if not is_slot_input(value))
+    return [_fate(analysis, split, choice, value, axes, value in inside) for value, axes in own]
 
 
 def sliced_weights(analysis: Analysis, products: Products, columns: ShardedModel) -> list[WeightFate]:
@@ -74,7 +76,7 @@ def sliced_weights(analysis: Analysis, products: Products, columns: ShardedModel
     )
     uses = _uses(products.axis_map)
     fates = []
-    for value in analysis.costs.weights(analysis.graph.nodes):
+    for value in (value for value in analysis.costs.weights(analysis.graph.nodes) if not is_slot_input(value)):
         others = [node for node in products.readers[value] if node not in sliced]
         share = 0.0 if others else min(_split_share(columns, axes) for axes in uses[value])
         size = analysis.costs.value_bytes(value)

@@ -1,9 +1,10 @@
 """Measure each rank's memory, in a separate process for each rank.
 
-    python -m splitc.runtime.tools.rank_memory PACKAGE RANK THREADS INPUTS OUTPUTS MEETING
+    python -m splitc.runtime.tools.rank_memory PACKAGE RANK THREADS INPUTS OUTPUTS MEETING ADAPTED
 
 runs one rank on the inputs in the file, writes what it sends to other ranks, and prints its memory as JSON. Its engines
-meet those of its group in the memory with this descriptor; -1 if they meet none.
+meet those of its group in the memory with this descriptor; -1 if they meet none. If ADAPTED is 1, the file has a sum of
+adapters too.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def measure_memory(
     if any(isinstance(step, Receive) and step.source > number for number, step in steps):
         values.update(_run_together(package, manifest.ranks, threads, values))
     memory: dict[int, RankMemory] = {}
-    shards = [{} if adapters is None else shards_of(adapters.arrays, rank) for rank in manifest.ranks]
+    shards = None if adapters is None else [shards_of(adapters.arrays, rank) for rank in manifest.ranks]
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
         for number, rank in counted("measuring memory", list(enumerate(manifest.ranks))):
             if number not in memory:
@@ -82,20 +83,21 @@ def _measure_group(
     group: Sequence[int],
     threads: int,
     values: dict[str, npt.NDArray[Any]],
-    shards: Sequence[Mapping[str, npt.NDArray[Any]]],
+    shards: Sequence[Mapping[str, npt.NDArray[Any]]] | None,
     folder: Path,
 ) -> dict[int, RankMemory]:
     """The memory of ranks that run at once. What they send to others is added to `values`.
 
-    `shards` are each rank's of a sum of adapters.
+    `shards` are each rank's of a sum of adapters, if there is one.
     """
     memory = create_memory(shared_bytes(len(group))) if len(group) > 1 else -1
     processes = []
     for number in group:
         inputs, outputs = folder / f"inputs{number}", folder / f"outputs{number}"
         wanted = {name for engine in ranks[number].engines for name in engine.inputs}
-        _write_arrays(inputs, {**{name: array for name, array in values.items() if name in wanted}, **shards[number]})
-        arguments = [package, number, threads, inputs, outputs, memory]
+        given = {name: array for name, array in values.items() if name in wanted}
+        _write_arrays(inputs, given if shards is None else {**given, **shards[number]})
+        arguments = [package, number, threads, inputs, outputs, memory, int(shards is not None)]
         command = python_command(f"from {__name__} import main; main()", *arguments)
         pipe, inherited = subprocess.PIPE, [memory] if memory >= 0 else []
         processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, pass_fds=inherited))
@@ -212,11 +214,19 @@ class Alone:
 
 
 def _measure_rank(
-    manifest: Manifest, number: int, end: MeetingEnd, package: Path, threads: int, inputs: Path, outputs: Path
+    manifest: Manifest,
+    number: int,
+    end: MeetingEnd,
+    package: Path,
+    threads: int,
+    inputs: Path,
+    outputs: Path,
+    adapted: bool,
 ) -> RankMemory:
     """Measure a rank, in its own process. `end` is its end of the meeting of its group's engines.
 
-    Where weights are in mapped files, they count as far as they are read: the system may drop them again.
+    It is `adapted` if it runs with adapters too. Where weights are in mapped files, they count as far as they are read:
+    the system may drop them again.
     """
     arrays, rank = _read_arrays(inputs), manifest.ranks[number]
     slots = slots_of(manifest, rank)
@@ -229,8 +239,7 @@ def _measure_rank(
     alone = Alone(arrays, backend)
     program, feeds = Program(rank.program, engines, rank.outputs), partial(_cut_feeds, rank, arrays, backend)
     execute(program, alone, feeds, backend.accumulate)
-    adapted = not slots.isdisjoint(arrays)
-    if adapted:
+    if adapted:  # ranks without slots as well: others may wait for them
         end.begin(1)
         held = {name: backend.upload(arrays[name].copy()) for name in slots}  # as ranks of a session have copies
         execute(program, alone, lambda: {**feeds(), **held}, backend.accumulate)
@@ -240,13 +249,14 @@ def _measure_rank(
 
 
 def main() -> None:
-    package, number, threads, inputs, outputs, memory = sys.argv[1:]
+    package, number, threads, inputs, outputs, memory, adapted = sys.argv[1:]
     manifest = read_manifest(Path(package))
     group = _group(manifest.ranks[int(number)]) or [int(number)]
     meeting = Meeting(len(group), map_memory(int(memory)) if int(memory) >= 0 else None)
     end = meeting.join(group.index(int(number)))
     try:
-        measured = _measure_rank(manifest, int(number), end, Path(package), int(threads), Path(inputs), Path(outputs))
+        files = Path(package), int(threads), Path(inputs), Path(outputs)
+        measured = _measure_rank(manifest, int(number), end, *files, adapted == "1")
     except BaseException:
         meeting.abort()  # the others wait for this rank
         raise
