@@ -134,7 +134,8 @@ def _elements(source: ir.TensorProtocol) -> Array:
         path, start = Path(source.path), source.offset or 0
         if path.stat().st_size < start + source.nbytes:
             raise OSError(0, "the file was truncated while it was read", str(path))
-        return np.memmap(path, kind, "r", start, shape)
+        mapped: Array = np.memmap(path, kind, "r", start, shape)
+        return mapped
     if in_byte > 1:
         return np.frombuffer(source.tobytes(), np.uint8).reshape(shape)
     return np.ascontiguousarray(source.numpy()).view(kind).reshape(shape)

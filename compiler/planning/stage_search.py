@@ -212,7 +212,7 @@ def _search(loads: Floats, combine: Callable[[Floats, Floats], Floats], links: _
     steps = [_Step(loads[:, 0], nothing, nothing)]
     while len(steps) < targets:
         steps.append(_add_stage(steps, loads, combine, links))
-    last = [int(step.cost[:, count].argmin()) for step in steps]
+    last = [int(np.argmin(step.cost[:, count])) for step in steps]
     return {
         number + 1: _Chain(float(step.cost[target, count]), _trace(steps[: number + 1], target, count))
         for number, (step, target) in enumerate(zip(steps, last, strict=True))

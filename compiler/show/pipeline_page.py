@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from splitc.compiler.pipelines.plan import PipelinePlan
 from splitc.compiler.show.plan_page import BUDGET, plan_chapter
+from splitc.compiler.show.plan_verdict import estimates_verdict, room_verdict, split_verdict
 from splitc.runtime.reports.contents import Chapter, Page
 from splitc.runtime.reports.memory_chart import memory_section
 from splitc.runtime.reports.strips import ShownRank
@@ -19,12 +20,19 @@ def pipeline_page(plan: PipelinePlan) -> Page:
         for total in sums
     ]
     memory = memory_section([held.device for held in sums], ranks, BUDGET)
+    verdict = [
+        *room_verdict((held.device, held.total, held.budget) for held in sums),
+        *estimates_verdict(module.plan for module in plan.modules),
+    ]
     notes = [IN_TURN] if plan.swap else []
     notes += [f"{left.path}, {format_bytes(left.bytes)}, is left out: {left.why}" for left in plan.folder.left_out]
     if plan.folder.files:
         notes.append(f"Beside the modules: {', '.join(path.as_posix() for path in plan.folder.files)}")
-    together = Chapter("All modules", (), (), notes, [] if memory is None else [memory])
-    chapters = [together, *(plan_chapter(module.name, module.plan, [module.why]) for module in plan.modules)]
+    together = Chapter("All modules", (), verdict, notes, [] if memory is None else [memory])
+    chapters = [
+        together,
+        *(plan_chapter(module.name, module.plan, split_verdict(module.plan), [module.why]) for module in plan.modules),
+    ]
     names = [module.name for module in plan.modules]
     warnings = dict.fromkeys(warning for module in plan.modules for warning in module.plan.warnings)
     subtitle = f"{len(names)} modules: {', '.join(names)}"

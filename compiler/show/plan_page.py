@@ -25,10 +25,15 @@ def plan_page(plan: Plan) -> Page:
     source, count = plan.analysis.graph.source.name, len(plan.ranks)
     mode = mode_in_words(plan.split_mode, count, plan.groups)
     devices = "one device" if count == 1 else f"{count} devices, split by {mode}"
-    return Page(f"Plan of {source}", f"{devices}, {plan.engine} engines", [plan_chapter("", plan)], plan.warnings)
+    return Page(
+        f"Plan of {source}",
+        f"{devices}, {plan.engine} engines",
+        [plan_chapter("", plan, plan_verdict(plan))],
+        plan.warnings,
+    )
 
 
-def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
+def plan_chapter(title: str, plan: Plan, verdict: Sequence[str], why: Sequence[str] = ()) -> Chapter:
     """What a model's ranks hold. `why` are notes of a module."""
     ranks = [
         ShownRank(
@@ -55,9 +60,7 @@ def plan_chapter(title: str, plan: Plan, why: Sequence[str] = ()) -> Chapter:
         candidates_section(plan),
         find,
     ]
-    return Chapter(
-        title, _facts(plan), plan_verdict(plan), why, [section for section in sections if section is not None]
-    )
+    return Chapter(title, _facts(plan), verdict, why, [section for section in sections if section is not None])
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from splitc.compiler.analysis.blocks import PLACED
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.show.plan_tables import how_timed
 from splitc.runtime.package.mode_words import words_of
@@ -17,41 +18,46 @@ FULL = 0.9
 
 def plan_verdict(plan: Plan) -> list[str]:
     """Sentences, the most important first."""
-    return [*_room(plan), *_stages(plan), *_others(plan), *_whole(plan), *_estimates(plan)]
+    held = [(str(rank.device), rank.memory.total, rank.budget) for rank in plan.ranks]
+    return [*room_verdict(held), *split_verdict(plan), *estimates_verdict([plan])]
 
 
-def _room(plan: Plan) -> Iterator[str]:
-    known = [(rank.memory.total / rank.budget, rank) for rank in plan.ranks if rank.budget]
+def split_verdict(plan: Plan) -> list[str]:
+    """What is said of how one model is split, which may be a module of several."""
+    return [*_stages(plan), *_others(plan), *_whole(plan)]
+
+
+def room_verdict(held: Iterable[tuple[str, int, int | None]]) -> Iterator[str]:
+    """What is said of the fullest device. Each has its name, the bytes that it holds, and its budget."""
+    known = [(total / budget, budget - total, device) for device, total, budget in held if budget]
     if not known:
         return
-    share, rank = max(known, key=lambda pair: pair[0])
-    assert rank.budget is not None
-    left = rank.budget - rank.memory.total
+    share, left, device = max(known)
     if left < 0:
-        yield f"{rank.device} lacks {format_bytes(-left)}: another device, a larger budget, or shorter --shapes."
+        yield f"{device} lacks {format_bytes(-left)}: another device, a larger budget, or shorter --shapes."
     elif share > FULL:
         yield (
-            f"{rank.device} is {share:.0%} full, and has {format_bytes(left)} left: longer inputs than planned for may "
+            f"{device} is {share:.0%} full, and has {format_bytes(left)} left: longer inputs than planned for may "
             "not run. More devices, or --weights-at disk, make room."
         )
     else:
-        yield f"{rank.device} is the fullest device, {share:.0%} of its budget, and has {format_bytes(left)} left."
+        yield f"{device} is the fullest device, {share:.0%} of its budget, and has {format_bytes(left)} left."
 
 
 def _stages(plan: Plan) -> Iterator[str]:
     """In a stream, the slowest stage sets the pace."""
-    ranks = plan.written.ranks
+    ranks = [rank for rank in plan.written.ranks if any(block.kind != PLACED for block in rank.stage.blocks)]
     groups = {rank.group: max(own.seconds for own in ranks if own.group == rank.group) for rank in ranks}
     if len(groups) < 2 or plan.split.is_radial or not sum(groups.values()):
         return
     slowest, mean = max(groups.values()), sum(groups.values()) / len(groups)
-    number = next(place for place, rank in enumerate(ranks) if groups[rank.group] == slowest)
+    rank = next(rank for rank in ranks if groups[rank.group] == slowest)
     gain = slowest / mean - 1
     if gain < WORTH:
         yield f"Stages take equal times, to {gain:.0%}: moving blocks gains little."
         return
     yield (
-        f"Rank {number} ({ranks[number].device}) takes {format_seconds(slowest)} of a request, the mean stage "
+        f"Rank {plan.ranks.index(rank)} ({rank.device}) takes {format_seconds(slowest)} of a request, the mean stage "
         f"{format_seconds(mean)}: stages of equal time would give up to {gain:.0%} more requests a second. Move blocks "
         "in plan.json, as far as budgets and single blocks allow."
     )
@@ -107,8 +113,9 @@ def _whole(plan: Plan) -> Iterator[str]:
     )
 
 
-def _estimates(plan: Plan) -> Iterator[str]:
-    if "typical" in how_timed(plan):
+def estimates_verdict(plans: Iterable[Plan]) -> Iterator[str]:
+    """How the times of plans become better ones."""
+    if any("typical" in how_timed(plan) for plan in plans):
         yield (
             "Times are predicted by typical speeds. 'splitc devices --measure' measures this machine's once, --profile "
             "this model's blocks."

@@ -34,6 +34,7 @@ class Prompt:
 
     prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to continue, or to translate.")
     prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3.")
+    image: list[Path] = typer.Option([], "--image", help="An image that the prompt is about, repeatable.")
     audio: Path | None = typer.Option(None, "--audio", help="A WAV file to transcribe or translate.")
     language: str | None = typer.Option(
         None,
@@ -117,9 +118,10 @@ def _generate_with_one(
     options: Mapping[str, Any],
 ) -> None:
     """Generate with one model, and with another one for the prompt if there is a package `prefill`."""
-    if given.audio is not None:
+    if given.audio is not None or given.image:
         read_manifest(find_module(package, load.keywords["module"]))  # which says so if there is no package
-        raise MisuseError("--audio is for a package with an encoder and a decoder, and this is one model")
+        option, parts = ("--image", "a vision model") if given.image else ("--audio", "an encoder")
+        raise MisuseError(f"{option} is for a package with {parts} and a decoder, and this is one model")
     ids = _read_prompt(result, given)
     options = {**options, "stop_tokens": options["stop_tokens"] or _stops(result)}
     with ExitStack() as stack:
@@ -141,13 +143,16 @@ def _generate_with_modules(
 ) -> None:
     """Generate with all modules of a package together."""
     is_given = given.prompt is not None or given.prompt_ids is not None
-    ids = _read_prompt(result, given) if is_given else None
+    ids = _read_prompt(result, given) if is_given and not given.image else None
     speech = {"sound": given.audio, "language": given.language, "task": given.task}
+    seen = {"images": given.image, "question": given.prompt or ""}
     opening = {key: value for key, value in load.keywords.items() if key not in ("module", "devices")}
     with ExitStack() as stack:
         with shown_bars():
             modules = stack.enter_context(Pipeline(package, **opening))
-        stream = modules.generate(ids, other_stop_tokens=_stops(result), warn=print_warning, **speech, **options)
+        stream = modules.generate(
+            ids, other_stop_tokens=_stops(result), warn=print_warning, **speech, **seen, **options
+        )
         result.take(stream, as_json)
 
 

@@ -30,12 +30,12 @@ TOPICS: dict[str, Sequence[str]] = {
         *("--seed", "--fill", "--trust-external-data"),
     ),
     "Text": (
-        *("--prompt", "--prompt-ids", "--audio", "--language", "--task", "--tokenizer", "--max-new-tokens"),
+        *("--prompt", "--prompt-ids", "--image", "--audio", "--language", "--task", "--tokenizer", "--max-new-tokens"),
         *("--temperature", "--top-k"),
         *("--top-p", "--stop", "--prefill", "--prompt-chunk"),
     ),
     "Server": ("--name", "--sequences", "--capacity", "--idle", "--batch", "--ensemble", "--plans", "--context"),
-    "Runs": ("--runs", "--warmup", "--in-flight", "--baseline", "--baseline-threads", "--measure"),
+    "Runs": ("--runs", "--warmup", "--in-flight", "--baseline", "--before", "--baseline-threads", "--measure"),
     "Adapters": ("--lora", "--lora-slots", "--adapter"),
     "Comparison": ("--rtol", "--atol"),
     "Engines": (

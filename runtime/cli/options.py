@@ -41,6 +41,8 @@ RULES = (
     Rule("--prompt", bars="--prompt-ids", why="both give the prompt"),
     Rule("--audio", bars="--prompt", why="an encoder reads a sound or a text"),
     Rule("--audio", bars="--prompt-ids", why="an encoder reads a sound or a text"),
+    Rule("--image", needs="--prompt"),
+    Rule("--image", bars="--audio", why="a question is about a sound or an image"),
     Rule("--language", needs="--audio"),
     Rule("--task", needs="--audio"),
 )

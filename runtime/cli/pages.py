@@ -42,6 +42,7 @@ OPTION_PAGES = {
     **dict.fromkeys(("--engine", "--workspace", "--timing-cache", "--build", "--weight-streaming"), "engines"),
     **dict.fromkeys(("--output", "--force"), "errors#what-is-written"),
     **dict.fromkeys(("--audio", "--language", "--task"), "speech"),
+    "--image": "genai#images",
     "--swap": "pipelines",
     **dict.fromkeys(("--sequences", "--batch", "--ensemble", "--plans", "--idle", "--capacity"), "serving"),
     **dict.fromkeys(("--prompt", "--prompt-ids", "--tokenizer", "--prefill", "--prompt-chunk"), "python#generating"),

@@ -8,9 +8,8 @@ import msgspec
 import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.generate.conversation import ModelRunner
+from splitc.runtime.generate.conversation import ModelRunner, StateHolder
 from splitc.runtime.package.manifest import Manifest
-from splitc.runtime.requests.sequence import StateSequence
 
 
 class BoundModel:
@@ -36,7 +35,7 @@ class BoundModel:
         """See ModelRunner."""
         return self._session.run({**feeds, **self._feeds})
 
-    def start(self, capacity: int | None = None) -> StateSequence:
+    def start(self, capacity: int | None = None) -> StateHolder:
         """See ModelRunner. Bound inputs stay on the ranks."""
         sequence = self._session.start(capacity)
         sequence.hold(self._feeds)

@@ -14,7 +14,6 @@ from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.generate.feeder import Feeder
 from splitc.runtime.generate.signature import LanguageSignature, find_signature
 from splitc.runtime.package.manifest import Manifest
-from splitc.runtime.requests.sequence import StateSequence
 
 Logits = npt.NDArray[Any]
 # Tokens beyond the prompt for which caches have room at first, and by which they grow; a quarter of the prompt if that
@@ -24,6 +23,25 @@ AHEAD = 4096
 # The least capacity of caches in a session that replays, in tokens. A choice: each capacity has CUDA graphs of its own,
 # and smaller ones would save little memory.
 LEAST_CAPACITY = 256
+
+
+class StateHolder(Protocol):
+    """A sequence's interface for generation: see StateSequence."""
+
+    def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """Run the model on the feeds."""
+
+    def hold(self, feeds: Mapping[str, npt.ArrayLike]) -> None:
+        """Hold feeds on the ranks that are the same in all requests."""
+
+    def load(self, states: Mapping[str, npt.ArrayLike]) -> None:
+        """Begin with states."""
+
+    def grow(self, capacity: int) -> None:
+        """Make room for more tokens."""
+
+    def close(self) -> None:
+        """Free the states."""
 
 
 class ModelRunner(Protocol):
@@ -40,7 +58,7 @@ class ModelRunner(Protocol):
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Run the model once."""
 
-    def start(self, capacity: int | None = None) -> StateSequence:
+    def start(self, capacity: int | None = None) -> StateHolder:
         """Open a sequence whose states stay on the ranks."""
 
 
@@ -58,7 +76,7 @@ class Conversation:
         self._most = most
         self._chunk = 1
         self._tokens: list[int] = []
-        self._sequence: StateSequence | None = None
+        self._sequence: StateHolder | None = None
         self._feeder = Feeder(session.manifest, signature)
         self._choose_capacity(prompt)
         self._open(self._capacity)

@@ -15,12 +15,14 @@ from splitc.runtime.generate.capacity import USUAL
 from splitc.runtime.generate.conversation import ModelRunner
 from splitc.runtime.generate.decoder_prompt import find_prompt
 from splitc.runtime.generate.encoder_decoder import EncoderDecoder, describe_encoder, find_features
+from splitc.runtime.generate.image_prompt import read_images
 from splitc.runtime.generate.log_mel import LogMel, read_log_mel
 from splitc.runtime.generate.package_configs import find_beside, generation_config, read_beside, understood
 from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.generate.sound import read_sound
 from splitc.runtime.generate.token_rules import read_rules
 from splitc.runtime.generate.tokens import LIMIT, Timings
+from splitc.runtime.generate.vision_language import find_vision_wiring, generate_about_images
 
 PREPROCESSOR = "preprocessor_config.json"
 # Where configs say how many tokens a decoder has positions for.
@@ -30,6 +32,34 @@ Encoded = tuple[Mapping[str, Array], Sequence[int]]
 
 
 def generate_text(
+    modules: Mapping[str, ModelRunner],
+    package: Path,
+    prompt: Sequence[int] | None = None,
+    *,
+    images: Sequence[str | Path] = (),
+    question: str = "",
+    **options: Any,
+) -> Generator[int, None, str]:
+    """Yield the tokens that the modules of a package make of a prompt, of a sound, or of a `question` about `images`.
+
+    For what the modules can be, and the options, see `generate_from_encoder` and `generate_about_images`.
+    """
+    wiring = find_vision_wiring({name: session.manifest for name, session in modules.items()})
+    if wiring is None and not images:
+        return generate_from_encoder(modules, package, prompt, **options)
+    if wiring is None:
+        raise MisuseError(
+            f"can't read images with the modules {', '.join(modules)}: splitc knows a vision model, one that makes "
+            "embeddings of tokens, and a decoder that reads embeddings"
+        )
+    options["other_stop_tokens"] = _read_stops(generation_config(package, wiring.decoder)) or options.get(
+        "other_stop_tokens", ()
+    )
+    read = partial(read_images, package, wiring.vision, question, [Path(image) for image in images])
+    return generate_about_images(modules, wiring, read if images else prompt, **options)
+
+
+def generate_from_encoder(
     modules: Mapping[str, ModelRunner],
     package: Path,
     prompt: Sequence[int] | None = None,

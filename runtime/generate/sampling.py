@@ -42,7 +42,7 @@ class Sampling:
 def choose_token(logits: npt.NDArray[Any], sampling: Sampling, generator: np.random.Generator) -> int:
     """Choose a token by its logits, a vector with one number for each token of the vocabulary."""
     if sampling.temperature < COLDEST:
-        return int(logits.argmax())
+        return int(np.argmax(logits))
     scaled = logits.astype(np.float64) / sampling.temperature
     order = np.argsort(-scaled, kind="stable")
     if sampling.top_k:

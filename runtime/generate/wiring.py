@@ -89,14 +89,14 @@ def find_links(reader: Manifest, maker: Manifest) -> dict[str, str]:
     links = {name: output for name, output in handed.items() if name in wanted}
     free = [tensor for tensor in maker.outputs if tensor.name not in links.values()]
     for tensor in reader.inputs:
-        fitting = [output.name for output in free if _fits(tensor, output)]
+        fitting = [output.name for output in free if fits(tensor, output)]
         if tensor.name in wanted and tensor.name not in links and len(fitting) == 1:
             links[tensor.name] = fitting[0]
     return links
 
 
-def _fits(taken: Tensor, made: Tensor) -> bool:
-    """Whether both are an encoder's states of the same width; a symbol may be any width."""
+def fits(taken: Tensor, made: Tensor) -> bool:
+    """Whether both are states or embeddings of the same width; a symbol may be any width."""
     if taken.dtype != made.dtype or taken.shape is None or made.shape is None:
         return False
     if not len(taken.shape) == len(made.shape) == STATES_AXES:

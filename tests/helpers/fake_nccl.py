@@ -66,8 +66,8 @@ class NcclCommunicator:
                 end.send_bytes(own.tobytes())
             parts = {rank: np.frombuffer(end.recv_bytes(), TYPES[kind]) for rank, end in self._ends.items()}
             parts[self._rank] = own
-            reduce = np.add.reduce if operation == 0 else np.maximum.reduce
-            view(whole, count, kind)[:] = reduce([parts[rank] for rank in range(self._ranks)], axis=0)
+            every = np.stack([parts[rank] for rank in range(self._ranks)])
+            view(whole, count, kind)[:] = every.sum(axis=0, dtype=every.dtype) if operation == 0 else every.max(axis=0)
 
         self._enqueue(work, stream)
 

@@ -65,6 +65,8 @@ def test_bytes_are_those_in_use(tmp_path: Path, branches: int) -> None:
     w.output(w.op("Concat", *ends, axis=0), "y", ir.DataType.FLOAT, [512 * branches, 256])
     save(named(w.model()), tmp_path / "model.onnx")
     events = profile(tmp_path / "model.onnx", {"x": np.ones((512, 256), np.float32)}, tmp_path)
+    if "mem_arena_held" not in events[0]["args"]:
+        pytest.skip("this ONNX Runtime (Python 3.10 gets 1.23) profiles no bytes")
     held = max(int(event["args"]["mem_arena_held"]) for event in events)
     used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
     model = ir.load(tmp_path / "model.onnx")

@@ -362,7 +362,7 @@ def test_page_of_a_plan_says_what_was_fused_and_why_the_rest_was_not(
         gains = replace(ANY, least_scores=least)
         monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices, gains=gains: gains)
         plan = plan_model(path, ["cpu0"], Request(shapes=shapes))
-        sections[least] = next(section for section in plan_chapter("", plan).sections if section.title == "Fusion")
+        sections[least] = next(section for section in plan_chapter("", plan, ()).sections if section.title == "Fusion")
     fused_all, fused_none = sections.values()
     print_plan(plan)
     assert fused_all.notes == ["attention fused: 2 of 2"]
@@ -372,7 +372,7 @@ def test_page_of_a_plan_says_what_was_fused_and_why_the_rest_was_not(
     said = capsys.readouterr().out
     assert "attention fused: 0 of 2\n  2 not: it is too small to be faster as one operator\n" in said
     unfused = plan_model(path, ["cpu0"], Request(shapes=shapes, no_fuse=True))
-    assert "Fusion" not in [section.title for section in plan_chapter("", unfused).sections]
+    assert "Fusion" not in [section.title for section in plan_chapter("", unfused, ()).sections]
 
 
 def test_folder_says_of_each_model_what_was_fused(

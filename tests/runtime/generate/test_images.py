@@ -1,10 +1,9 @@
-"""A vision-language model by the loop of docs/guide/genai.md: the tokens of its unsplit models."""
+"""A vision-language model: the tokens of its unsplit models. `integrations/test_images.py` has transformers'."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,15 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.runtime import EncoderDecoder, MisuseError, Pipeline
+from splitc.runtime.generate.image_prompt import ImagePrompt
+from splitc.runtime.generate.vision_language import find_vision_wiring, generate_about_images
 from tests.conftest import Array, whole_session
 from tests.helpers.blocks import FLOAT, INT, Block
+from tests.helpers.command import splitc
+from tests.helpers.encoder_decoders import text_folder
 
-GUIDE = Path(__file__).resolve().parents[3] / "docs" / "guide" / "genai.md"
 SIZE = Size(layers=3, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)
-IMAGE, PATCHES = 49, 4
+IMAGE, PATCHES, NAME = 49, 4, "decoder_model_merged"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def _reads_embeddings() -> ir.Model:
 
 
 class Unsplit:
-    """An unsplit model with the face of a session and of its sequence."""
+    """An unsplit model, with its caches if it has some."""
 
     def __init__(self, path: Path) -> None:
         self._session = whole_session(path)
@@ -78,29 +80,91 @@ class Unsplit:
         self._states = {name: outputs[name.replace("past_key_values", "present")] for name in self._states}
         return {name: each for name, each in outputs.items() if not name.startswith("present")}
 
-    @contextmanager
-    def start(self) -> Iterator[Unsplit]:
-        yield self
+
+def plain_loop(folder: Path, prompt: ImagePrompt, count: int) -> list[int]:
+    """Greedy tokens of the unsplit models."""
+    vision, embed, decoder = (Unsplit(folder / f"{name}.onnx") for name in ("vision_encoder", "embed_tokens", NAME))
+    ids = np.array([prompt.ids])
+    embeds = embed.run({"input_ids": ids})["inputs_embeds"].copy()
+    if prompt.arrays:
+        embeds[ids == IMAGE] = vision.run(dict(prompt.arrays))["image_features"].reshape(-1, SIZE.hidden)
+    made: list[int] = []
+    for _ in range(count):
+        length = len(prompt.ids) + len(made)
+        positions = np.arange(length - embeds.shape[1], length)[None]
+        mask = np.ones((1, length), np.int64)
+        outputs = decoder.run({"inputs_embeds": embeds, "attention_mask": mask, "position_ids": positions})
+        made.append(int(outputs["logits"][0, -1].argmax()))
+        embeds = embed.run({"input_ids": np.array([made[-1:]])})["inputs_embeds"]
+    return made
 
 
-def tokens(modules: Any, seed: int) -> list[int]:
-    """What the guide's loop makes of an image between words."""
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    ids = np.array([[3, *[IMAGE] * PATCHES, 7, 11]])
-    pixels = 3 * np.random.default_rng(seed).standard_normal((1, 3, 8, 8)).astype(np.float32)
-    return list(names["describe"](modules, ids, pixels, IMAGE, end=-1, most=12))
+def asked(*seeds: int) -> ImagePrompt:
+    """A question about images of random pixels."""
+    pixels = [3 * np.random.default_rng(seed).standard_normal((1, 3, 8, 8)).astype(np.float32) for seed in seeds]
+    ids = [3, *(token for _ in seeds for token in (*[IMAGE] * PATCHES, 7)), 11]
+    return ImagePrompt(ids, IMAGE, {"pixel_values": np.concatenate(pixels)} if pixels else {})
+
+
+def generate(pipeline: Pipeline, prompt: ImagePrompt, **options: Any) -> list[int]:
+    wiring = find_vision_wiring({name: session.manifest for name, session in pipeline.items()})
+    assert wiring is not None
+    return list(generate_about_images(pipeline, wiring, lambda: prompt, max_new_tokens=12, **options))
 
 
 @pytest.mark.parametrize(("mode", "devices"), [("layer", "3xcpu"), ("tensor", "2xcpu"), ("row", "2xcpu")])
 def test_images_become_the_tokens_of_the_unsplit_models(folder: Path, tmp_path: Path, mode: str, devices: str) -> None:
     options: dict[str, Any] = {"row_min": 16} if mode == "row" else {}
-    request = Request(split_mode=f"layer,decoder_model_merged={mode}", **options)
+    request = Request(split_mode=f"layer,{NAME}={mode}", **options)
     compile_pipeline(plan_pipeline(folder, [devices], request), tmp_path / "package", verify=False)
-    expected = [tokens({path.stem: Unsplit(path) for path in folder.glob("*.onnx")}, seed) for seed in (1, 2)]
-    assert expected[0] != expected[1], "the image matters"
+    questions = [asked(1), asked(2), asked(1, 2), asked()]
+    expected = [plain_loop(folder, question, 12) for question in questions]
+    assert len({tuple(tokens) for tokens in expected}) == 4, "the image matters"
     with Pipeline(tmp_path / "package", threads=1) as pipeline:
-        assert [tokens(pipeline, seed) for seed in (1, 2)] == expected
+        assert [generate(pipeline, question) for question in questions] == expected
+        assert generate(pipeline, asked(1, 2), prompt_chunk=3) == expected[2]
+        assert list(pipeline.generate(list(asked().ids), max_new_tokens=12)) == expected[3]
         with pytest.raises(MisuseError, match=r"can't generate with the modules .*vision_encoder"):
             EncoderDecoder(pipeline)
+
+
+def test_embeddings_may_take_the_features_themselves(folder: Path, tmp_path: Path) -> None:
+    """As those of onnxruntime-genai, which scatters them into the rows of the image's tokens."""
+    merging = tmp_path / "merging"
+    shutil.copytree(folder, merging)
+    embed = Block()
+    ids = embed.input("input_ids", INT, ["batch", "sequence"])
+    features = embed.input("image_features", FLOAT, ["rows", SIZE.hidden])
+    rows = embed.op("Gather", embed.w("table", SIZE.vocabulary, SIZE.hidden), ids)
+    places = embed.op("NonZero", embed.op("Equal", ids, embed.constant(IMAGE, np.int64)))
+    merged = embed.op("ScatterND", rows, embed.op("Transpose", places, perm=[1, 0]), features)
+    embed.give(merged, "inputs_embeds", ["batch", "sequence", SIZE.hidden])
+    save(embed.model(), merging / "embed_tokens.onnx")
+    compile_pipeline(plan_pipeline(merging, ["2xcpu"], Request(split_mode="layer")), tmp_path / "package", verify=False)
+    with Pipeline(tmp_path / "package", threads=1) as pipeline:
+        for question in (asked(1), asked(1, 2)):
+            assert generate(pipeline, question, prompt_chunk=3) == plain_loop(folder, question, 12)
+
+
+def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
+    compile_pipeline(plan_pipeline(folder, ["2xcpu"], Request(split_mode="layer")), tmp_path / "package", verify=False)
+    good = asked(1)
+    with Pipeline(tmp_path / "package", threads=1) as pipeline:
+        with pytest.raises(MisuseError, match="makes 4 rows of features, and the processor's prompt has 5 tokens"):
+            generate(pipeline, replace(good, ids=[*good.ids, IMAGE]))
+        with pytest.raises(MisuseError, match="takes 'pixel_values', and the processor makes grid"):
+            generate(pipeline, replace(good, arrays={"grid": np.ones(3)}))
+        with pytest.raises(MisuseError, match="and no sound"):
+            list(pipeline.generate([1], sound="speech.wav"))
+    refused = splitc("generate", tmp_path / "package", "--image", "cat.png", "--prompt", "w1", code=2)
+    assert "no processor_config.json or preprocessor_config.json" in " ".join(refused.stderr.split())
+    assert "--image has no effect without --prompt" in splitc("generate", tmp_path, "--image", "cat.png", code=2).stderr
+
+
+def test_other_packages_read_no_images(package: Path, tmp_path: Path) -> None:
+    refused = splitc("generate", package, "--image", "cat.png", "--prompt", "w1", code=2)
+    assert "--image is for a package with a vision model and a decoder" in refused.stderr
+    folder = text_folder(tmp_path / "t5")
+    compile_pipeline(plan_pipeline(folder, ["2xcpu"], Request(split_mode="layer")), tmp_path / "package", verify=False)
+    refused = splitc("generate", tmp_path / "package", "--image", "cat.png", "--prompt", "w1", code=2)
+    assert "can't read images with the modules decoder_model, decoder_with_past_model, encoder_model" in refused.stderr

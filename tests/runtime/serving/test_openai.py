@@ -166,3 +166,23 @@ def test_answer_ends_when_its_client_goes_away(server: Server, client: Any, deco
     assert count_until_still(server) - before < 2000
     assert counted(server)['splitc_requests_in_flight{model="chat"}'] == 0
     assert ask(client).choices[0].message.content == words(plain_loop(decoder, PROMPT, 12))
+
+
+def test_package_is_loaded_again_after_a_rank_died(package: Path, decoder: Path, tmp_path: Path) -> None:
+    import psutil
+    from openai import APIError, OpenAI
+
+    tokenizer = write_chat_tokenizer(tmp_path / "tokenizer")
+    serving = Serving("package", threads=1, ranks="processes")
+    export_openai(package, tmp_path / "models", serving, name="chat", tokenizer=tokenizer, context=CONTEXT)
+    with ml_server(tmp_path / "models", tmp_path) as server:
+        client = OpenAI(base_url=f"http://{server.http}/v1", api_key="none", max_retries=0, timeout=60)
+        chunks = ask(client, stream=True, max_completion_tokens=2900)
+        next(chunks)
+        ranks = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(ranks) >= 3
+        for rank in ranks:
+            rank.kill()
+        with pytest.raises(APIError, match="rank"):
+            list(chunks)
+        assert ask(client).choices[0].message.content == words(plain_loop(decoder, PROMPT, 12))

@@ -1,0 +1,97 @@
+"""A question about images as a model of transformers reads it: tokens, and arrays of pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.arrays.array import Array
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.written import check_regular
+from splitc.runtime.generate.package_configs import find_beside, generation_config
+
+# The files by which transformers finds a processor.
+CONFIGS = ("processor_config.json", "preprocessor_config.json")
+# Where a model's config says which token stands for a row of an image's features.
+IMAGE_TOKENS = ("image_token_id", "image_token_index")
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """A question's tokens, in which each `image_token` stands for a row of features; and the processor's arrays."""
+
+    ids: Sequence[int]
+    image_token: int
+    arrays: Mapping[str, Array]
+
+
+def read_images(package: Path, module: str, question: str, paths: Sequence[Path]) -> ImagePrompt:
+    """Have transformers' processor of the model read a question and images.
+
+    Its configs travel with the `module` of the package. Raises MisuseError without them or without transformers, and
+    for a file that is no image.
+    """
+    folder = next((file.parent for name in CONFIGS if (file := find_beside(package, module, name))), None)
+    if folder is None:
+        raise MisuseError(
+            f"{package} has no {' or '.join(CONFIGS)}, which says how the model reads images: compile the folder in "
+            "which it is"
+        )
+    processor, images = _load_processor(folder), [_open_image(path) for path in paths]
+    try:
+        text = _with_images(processor, question, len(images))
+        made = processor(text=[text], images=images, return_tensors="np")
+    except Exception as error:  # processors are programs of models' authors
+        raise MisuseError(f"the model's processor can't read the question and the images: {error}") from error
+    arrays = {name: np.asarray(array) for name, array in made.items()}
+    ids = arrays.pop("input_ids")[0]
+    return ImagePrompt([int(token) for token in ids], _image_token(processor, package, module), arrays)
+
+
+def _load_processor(folder: Path) -> Any:
+    try:
+        import PIL  # noqa: F401  # which processors need, and transformers does not
+        from transformers import AutoProcessor
+    except ImportError as error:
+        raise MisuseError(f"--image needs transformers and Pillow: pip install 'splitc[images]' ({error})") from error
+    try:
+        return AutoProcessor.from_pretrained(str(folder))
+    except Exception as error:  # transformers' errors have no base of their own
+        raise MisuseError(f"transformers can't read the processor of {folder}: {error}") from error
+
+
+def _open_image(path: Path) -> Any:
+    from PIL import Image
+
+    if not path.exists():
+        raise MisuseError(f"no such image: {path}")
+    check_regular(path)
+    try:
+        return Image.open(path).convert("RGB")
+    except Exception as error:  # Pillow raises many kinds for damaged files
+        raise MisuseError(f"can't read the image {path}: {error}") from error
+
+
+def _with_images(processor: Any, question: str, images: int) -> str:
+    """The question as the model's template writes it; without one, after a token for each image."""
+    if getattr(processor, "chat_template", None):
+        content = [*({"type": "image"} for _ in range(images)), {"type": "text", "text": question}]
+        messages = [{"role": "user", "content": content}]
+        return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    token = str(getattr(processor, "image_token", "<image>"))
+    return question if token in question else f"{token * images}{question}"
+
+
+def _image_token(processor: Any, package: Path, module: str) -> int:
+    config = generation_config(package, module)
+    known = [getattr(processor, "image_token_id", None), *(config.get(name) for name in IMAGE_TOKENS)]
+    token = next((token for token in known if isinstance(token, int)), None)
+    if token is None:
+        raise MisuseError(
+            f"neither the processor nor config.json says which token stands for an image ({IMAGE_TOKENS[0]})"
+        )
+    return token

@@ -1,0 +1,162 @@
+"""Text from images: a vision model, a table of embeddings, and a decoder that reads embeddings, found by structure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.arrays.array import Array, number_type
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.conversation import ModelRunner
+from splitc.runtime.generate.embedded_model import EmbeddedModel, Embedding, check_rows
+from splitc.runtime.generate.image_prompt import ImagePrompt
+from splitc.runtime.generate.signature import find_logits
+from splitc.runtime.generate.tokens import Timings, generate
+from splitc.runtime.generate.wiring import find_wanted, fits
+from splitc.runtime.package.manifest import Manifest, Tensor
+
+# A token that no text has: of a prompt without images.
+NO_IMAGE = -1
+
+
+@dataclass(frozen=True)
+class VisionWiring:
+    """The modules that take part. `first` and `step` are the decoder's uses, as in Wiring; one may be missing."""
+
+    vision: str
+    embedding: str
+    first: str | None
+    step: str | None
+
+    @property
+    def decoder(self) -> str:
+        """The decoder that reads the newest token."""
+        return self.step or self.first or ""
+
+
+def find_vision_wiring(manifests: Mapping[str, Manifest]) -> VisionWiring | None:
+    """Find the parts; None for modules that are something else."""
+    decoders = [name for name, manifest in manifests.items() if _embeds_of(manifest) is not None]
+    steps = [name for name in decoders if manifests[name].states]
+    firsts = [name for name in decoders if name not in steps]
+    embeddings = [
+        name
+        for name, manifest in manifests.items()
+        if name not in decoders and all(_makes_embeddings(manifest, manifests[decoder]) for decoder in decoders)
+    ]
+    visions = [name for name in manifests if name not in (*decoders, *embeddings) and _reads_pixels(manifests[name])]
+    if not decoders or len(steps) > 1 or len(firsts) > 1 or len(embeddings) != 1 or len(visions) != 1:
+        return None
+    first, step = (names[0] if names else None for names in (firsts, steps))
+    return VisionWiring(visions[0], embeddings[0], first, step)
+
+
+def _embeds_of(manifest: Manifest) -> Tensor | None:
+    """The input of embeddings of a decoder that reads no tokens; None for other models."""
+    wanted = find_wanted(manifest)
+    reads_tokens = any(tensor.role is not None and tensor.role.kind == "indices" for tensor in manifest.inputs)
+    if reads_tokens or len(wanted) != 1 or not find_logits(manifest):
+        return None
+    tensor = next(tensor for tensor in manifest.inputs if tensor.name == wanted[0])
+    return tensor if len(tensor.shape or ()) == 3 else None
+
+
+def _makes_embeddings(manifest: Manifest, decoder: Manifest) -> bool:
+    taken = _embeds_of(decoder)
+    return taken is not None and _ids_of(manifest) is not None and any(fits(taken, made) for made in manifest.outputs)
+
+
+def _ids_of(manifest: Manifest) -> Tensor | None:
+    ids = [tensor for tensor in manifest.inputs if tensor.role is not None and tensor.role.kind == "indices"]
+    return ids[0] if len(ids) == 1 else None
+
+
+def _reads_pixels(manifest: Manifest) -> bool:
+    return bool(find_wanted(manifest)) and _ids_of(manifest) is None
+
+
+def generate_about_images(
+    modules: Mapping[str, ModelRunner],
+    wiring: VisionWiring,
+    prompt: Callable[[], ImagePrompt] | Sequence[int] | None,
+    *,
+    stop_tokens: Collection[int] = (),
+    other_stop_tokens: Collection[int] = (),
+    timings: Timings | None = None,
+    sound: str | Path | None = None,
+    language: str | None = None,
+    task: str | None = None,
+    warn: object = None,
+    **options: Any,
+) -> Generator[int, None, str]:
+    """Yield the tokens after a question about images, which is read by calling `prompt`, or after a prompt's tokens.
+
+    For the options and what is returned see `tokens.generate`; without `stop_tokens`, a text ends at the
+    `other_stop_tokens`. Raises MisuseError for what is asked of speech (`sound`, `language`, `task`).
+    """
+    if sound is not None or language is not None or task is not None:
+        raise MisuseError("these modules read a text and images (--prompt, --image), and no sound")
+    if prompt is None:
+        raise MisuseError("there is no prompt: give --prompt, with an --image or without")
+    timings = Timings() if timings is None else timings
+    start = time.perf_counter()
+    asked = prompt() if callable(prompt) else ImagePrompt(prompt, NO_IMAGE, {})
+    first, step = _embedded(modules, wiring, asked)
+    timings.encoder_seconds += time.perf_counter() - start if asked.arrays else 0.0
+    ends: dict[str, Any] = {"stop_tokens": stop_tokens or other_stop_tokens, "timings": timings}
+    model = step or first
+    assert model is not None
+    return (yield from generate(model, asked.ids, prefill=first if step else None, **ends, **options))
+
+
+def _embedded(
+    modules: Mapping[str, ModelRunner], wiring: VisionWiring, prompt: ImagePrompt
+) -> tuple[EmbeddedModel | None, EmbeddedModel | None]:
+    """The decoder's two uses, fed with tokens. One may be missing."""
+    decoder, table = modules[wiring.decoder].manifest, modules[wiring.embedding].manifest
+    _check_positions(decoder)
+    embeds, ids = _embeds_of(decoder), _ids_of(table)
+    assert embeds is not None and ids is not None
+    output = next(made for made in table.outputs if fits(embeds, made))
+    slot = next((tensor for tensor in table.inputs if tensor.name in find_wanted(table)), None)
+    features = _see(modules[wiring.vision], prompt, embeds)
+    embedding = Embedding(modules[wiring.embedding], ids, output.name, slot, prompt.image_token, features)
+    first, step = (
+        None if name is None else EmbeddedModel(modules[name], embeds.name, embedding)
+        for name in (wiring.first, wiring.step)
+    )
+    return first, step
+
+
+def _see(vision: ModelRunner, prompt: ImagePrompt, embeds: Tensor) -> Array:
+    """The features of the images, a row for each token that stands for them."""
+    manifest, width = vision.manifest, (embeds.shape or [None])[-1]
+    if not prompt.arrays:
+        return np.empty((0, width if isinstance(width, int) else 0), number_type(embeds.dtype))
+    if missing := [tensor.name for tensor in manifest.inputs if tensor.name not in prompt.arrays]:
+        raise MisuseError(
+            f"the vision model ({manifest.source.name}) takes '{missing[0]}', and the processor makes "
+            f"{', '.join(prompt.arrays)}"
+        )
+    outputs = vision.run({t.name: prompt.arrays[t.name].astype(number_type(t.dtype)) for t in manifest.inputs})
+    wide = [array for array in outputs.values() if not isinstance(width, int) or array.shape[-1] == width]
+    if not wide:
+        raise MisuseError(f"no output of the vision model ({manifest.source.name}) is {width} wide, as embeddings are")
+    features = wide[0].reshape(-1, wide[0].shape[-1])
+    check_rows(features, list(prompt.ids).count(prompt.image_token))
+    return features
+
+
+def _check_positions(decoder: Manifest) -> None:
+    """Raise MisuseError for positions that have more than one number for a token."""
+    for tensor in decoder.inputs:
+        if tensor.role is not None and tensor.role.kind == "positions" and len(tensor.shape or ()) > 2:
+            raise MisuseError(
+                f"{decoder.source.name} takes positions in an image ('{tensor.name}'), which generate does not make: "
+                "in Python, run the modules by yourself"
+            )
