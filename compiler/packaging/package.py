@@ -17,6 +17,8 @@ from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.slots import need_slots, without_slots
+from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
@@ -204,6 +206,8 @@ def _suit_gpu(graphs: Sequence[ir.Graph], analysis: Analysis) -> None:
         keep_on_gpu(graph, analysis.graph.model.opset_imports.get("", 1), analysis.costs.bound.shapes)
         if analysis.fuses:
             fuse_skips(graph)
+            fuse_bias_gelus(graph)
+            remove_unused(graph)
 
 
 def _write_rank(

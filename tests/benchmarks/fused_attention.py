@@ -27,6 +27,7 @@ from onnx import TensorProto
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import fuse
 from splitc.compiler.fusion.kernels import Gains
+from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
 from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.cli.terminal import out, table
@@ -139,6 +140,7 @@ def main() -> None:
             made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ALL)
             assert all(fate.operator for fate in made.fates), made.fates
             fuse_skips(made.graph.graph)
+            fuse_bias_gelus(made.graph.graph)
             ir.save(made.graph.model, fused)
             try:
                 took, outputs = measure([opened(each, inputs, options.device) for each in (path, fused)], options.runs)
