@@ -25,16 +25,16 @@ def fuse_bias_gelus(graph: ir.Graph) -> None:
     """Replace each Gelu of what a bias was added to, in half precision, by one operator for both, in place."""
     editor = Editor(graph)
     for node in list(graph):
-        found = _find_operator(node) or _find_written(node)
-        biased = None if found is None else _find_bias(found[0])
-        if found is None or biased is None:
+        gelu = _find_operator(node) or _find_written(node)
+        biased = None if gelu is None else _find_bias(gelu[0])
+        if gelu is None or biased is None:
             continue
         data, bias = biased
         made = editor.before(node, OPERATOR, data, bias, domain=DOMAIN)
         graph.opset_imports.setdefault(DOMAIN, 1)
-        hand_over(found[1], made, "unbiased")
-        made.shape = found[1].shape
-        found[1].replace_all_uses_with(made, replace_graph_outputs=True)
+        hand_over(gelu[1], made, "unbiased")
+        made.shape = gelu[1].shape
+        gelu[1].replace_all_uses_with(made, replace_graph_outputs=True)
 
 
 def _find_operator(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
