@@ -34,6 +34,10 @@ def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
     splitc("run", package, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
     assert "9 of 9 outputs agree" in splitc("check", package, "--model", decoder, "--no-memory").stdout
+    ids = np.arange(3)[None]
+    np.savez(tmp_path / "prompt.npz", input_ids=ids, attention_mask=np.ones_like(ids), position_ids=ids)
+    checked = splitc("check", package, "-m", decoder, "--no-memory", "--inputs", tmp_path / "prompt.npz").stdout
+    assert "9 of 9 outputs agree" in checked, "states that are not fed begin empty, in the model too"
     timed = splitc("bench", package, "--baseline", decoder, "--runs", 3, "--threads", 2, "--no-memory").stdout
     assert [line.split()[1] for line in timed.splitlines() if line.startswith("unsplit")] == ["4", "2"]
     assert "layer mode, 2 ranks" in splitc("inspect", package).stdout

@@ -21,6 +21,7 @@ from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.unfolded import unfolded
+from splitc.runtime.requests.empty_states import unfed_states
 from splitc.runtime.session.session import Session, choose_shares
 from splitc.runtime.tools.rank_memory import measure_memory
 
@@ -53,9 +54,13 @@ def loading(
 
 @contextmanager
 def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str]) -> Iterator[dict[str, Array]]:
-    """Arrays for the session, from a file or made up. If an engine fails on made-up ones, the error says so."""
+    """Arrays for the session, from a file or made up. If an engine fails on made-up ones, the error says so.
+
+    States begin empty if the file has none of them, as in a session.
+    """
     if inputs:
-        yield load_arrays(inputs)
+        arrays = load_arrays(inputs)
+        yield {**arrays, **unfed_states(session.manifest, arrays)}
         return
     try:
         yield make_inputs(session.inputs, seed, parse_fills(fills))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from splitc.runtime.arrays.array import Zeros
+import numpy as np
+
+from splitc.runtime.arrays.array import Array, Zeros, number_type
 from splitc.runtime.feeds.on_gpu import Feed
 from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.package.states import State
@@ -29,6 +31,15 @@ def empty_states(
         state.input: _zeros(state, inputs[state.input], sizes, rows, (room or {}).get(state.input, 0))
         for state in manifest.states
     }
+
+
+def unfed_states(manifest: Manifest, feeds: Mapping[str, Feed]) -> dict[str, Array]:
+    """The states as they begin, if none of them is fed. Feeds that the package does not take change nothing."""
+    if not {state.input for state in manifest.states}.isdisjoint(feeds):
+        return {}
+    taken = {tensor.name for tensor in (*manifest.inputs, *manifest.overridable)}
+    begun = empty_states(manifest, {name: array for name, array in feeds.items() if name in taken})
+    return {name: np.zeros(zeros.shape, number_type(zeros.dtype)) for name, zeros in begun.items()}
 
 
 def count_batch(feeds: Mapping[str, Feed]) -> int:

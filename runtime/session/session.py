@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.adapters.held import HeldSum
-from splitc.runtime.arrays.array import Array, number_type
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.built_here import check_built_here, check_host_code
 from splitc.runtime.engines.kinds import choose_engine, make_backend
 from splitc.runtime.errors import MisuseError
@@ -40,7 +39,7 @@ from splitc.runtime.ranks.loaded import Setup
 from splitc.runtime.ranks.request import Execution, InFlightRequest
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.admission import Admission
-from splitc.runtime.requests.empty_states import empty_states
+from splitc.runtime.requests.empty_states import unfed_states
 from splitc.runtime.requests.lengths import needs_one_row
 from splitc.runtime.requests.metrics import Metrics
 from splitc.runtime.requests.prologue import PrologueEngine
@@ -265,8 +264,7 @@ class Session(Requests, Listed):
         begins = bool(states) and isinstance(feeds, Mapping) and states.isdisjoint(feeds)
         inputs = [tensor for tensor in self.inputs if tensor.name not in states] if begins else self.inputs
         taken = take_feeds(feeds, inputs, self.optional, self.manifest.fixed, copy, self.device_arrays.feeds)
-        begun = empty_states(self.manifest, taken) if begins else {}
-        return {**taken, **{name: np.zeros(zeros.shape, number_type(zeros.dtype)) for name, zeros in begun.items()}}
+        return {**taken, **unfed_states(self.manifest, taken)}
 
     def _submit(
         self, arrays: Mapping[str, Feed], on_device: bool = False, adapters: HeldSum | None = None
