@@ -23,7 +23,7 @@ from splitc.compiler.frontend.slots import Grafted, find_slots, graft_slots, pla
 from splitc.compiler.frontend.states import find_states, growing_symbols, written_in_place
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
-from splitc.compiler.fusion.prologue import Prologue
+from splitc.compiler.fusion.preamble import Preamble
 from splitc.compiler.request.shapes import AskedShapes, Shape, check_order
 from splitc.compiler.request.states import AskedStates
 from splitc.runtime.adapters.adapter import Adapter
@@ -61,12 +61,12 @@ class Analysis:
     slots: tuple[Slot, ...] = ()
     slot_rank: int | None = None
     slotless: Mapping[str, str] = field(default_factory=dict)
-    prologue: Prologue | None = None
+    preamble: Preamble | None = None
 
     @property
     def added(self) -> frozenset[str]:
         """The inputs that the model does not have: the runtime gives them."""
-        return frozenset(added_inputs(self.lengths, self.prologue))
+        return frozenset(added_inputs(self.lengths, self.preamble))
 
 
 def analyze(
@@ -148,20 +148,20 @@ def _analyze(
         gains is not None,
         fused.fates,
         fused.lengths,
-        prologue=fused.prologue,
+        preamble=fused.preamble,
     )
 
 
 def _with_added(fused: Fused, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """The inputs' shapes with those of inputs that the model does not have, which are only planned in one size."""
-    added = added_inputs(fused.lengths, fused.prologue)
+    added = added_inputs(fused.lengths, fused.preamble)
     return {**shapes, **{name: fused.bound.shapes[name] for name in added if name in fused.bound.shapes}}
 
 
-def added_inputs(lengths: Sequence[Length], prologue: Prologue | None) -> list[str]:
-    """The inputs of the ranks' graphs that the model does not have, and those of the prologue's for lengths."""
+def added_inputs(lengths: Sequence[Length], preamble: Preamble | None) -> list[str]:
+    """The inputs of the ranks' graphs that the model does not have, and those of the preamble's for lengths."""
     own = [name for length in lengths for name in length.names]
-    return [*own, *([] if prologue is None else prologue.outputs)]
+    return [*own, *([] if preamble is None else preamble.outputs)]
 
 
 def _is_small(graph: Graph, bound: BoundShapes) -> bool:

@@ -28,7 +28,7 @@ from splitc.compiler.fusion.modulation import find_modulation, write_modulation
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import find_norm, write_norm
-from splitc.compiler.fusion.prologue import Prologue, cut_prologue
+from splitc.compiler.fusion.preamble import Preamble, cut_preamble
 from splitc.compiler.fusion.rotary import find_rotary, looks_rotary
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
 from splitc.compiler.fusion.rotary_embedding import write_rotary
@@ -59,7 +59,7 @@ class Fate:
 class Fused:
     """A graph whose attentions, norms and rotary embeddings are one operator each where that can be.
 
-    `bound` are the shapes of all its values, `lengths` its inputs that the model does not have. A `prologue` makes
+    `bound` are the shapes of all its values, `lengths` its inputs that the model does not have. A `preamble` makes
     further ones.
     """
 
@@ -67,7 +67,7 @@ class Fused:
     bound: BoundShapes
     fates: tuple[Fate, ...]
     lengths: tuple[Length, ...] = ()
-    prologue: Prologue | None = None
+    preamble: Preamble | None = None
 
 
 def fuse(
@@ -92,16 +92,16 @@ def fuse(
         return Fused(graph, bound, tuple(fates))
     if any(fate.operator in (OPERATOR, GROUPED, ROTARY) for fate in fates):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
-    reads, prologue = complete(graph.model), None
+    reads, preamble = complete(graph.model), None
     if lengths and gains.has_room:
         try:
-            prologue = work.prologue(roles)
+            preamble = work.preamble(roles)
             reads = complete(graph.model)
-            fates.append(Fate(lengths[0].input, "prologue", None, "prologue"))
+            fates.append(Fate(lengths[0].input, "preamble", None, "preamble"))
         except NotFusedError as error:
-            fates.append(Fate(lengths[0].input, None, str(error), "prologue"))
+            fates.append(Fate(lengths[0].input, None, str(error), "preamble"))
     bound = replace(bound, shapes={**bound.shapes, **work.planned})
-    return Fused(replace(graph, reads=reads), bound, tuple(fates), lengths, prologue)
+    return Fused(replace(graph, reads=reads), bound, tuple(fates), lengths, preamble)
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,10 @@ class _Work:
         states = [state.input for state in self.states]
         return Lengths(self.editor, self._sizes, pasts, states, self.gains.has_room)
 
-    def prologue(self, roles: Mapping[str, Role]) -> Prologue:
+    def preamble(self, roles: Mapping[str, Role]) -> Preamble:
         """What is computed before the ranks. Raises NotFusedError if nothing can be."""
         states = [state.input for state in self.states]
-        return cut_prologue(self.graph.model, self.lengths, states, self._sizes, roles)
+        return cut_preamble(self.graph.model, self.lengths, states, self._sizes, roles)
 
     def part(self, node: ir.Node) -> Fate | None:
         """The fate of a norm around its mean, of a modulated norm, or of a rotary embedding that a node ends."""

@@ -4,7 +4,7 @@ It is the size of an input of its own, [rows, 0], which the runtime feeds and a 
 any other: what follows from it is known wherever sizes are.
 
 On GPUs, another such input says how much room there is, [rows, 0], and what is added to the scores is as long. All that
-follows from the rows filled is then computed before the ranks (prologue.py), so that these see the same sizes in each
+follows from the rows filled is then computed before the ranks (preamble.py), so that these see the same sizes in each
 request, and replay it.
 """
 

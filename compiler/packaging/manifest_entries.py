@@ -23,11 +23,11 @@ from splitc.compiler.sharding.batch import find_batch
 from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.package import manifest as m
-from splitc.runtime.package.states import Prologue
+from splitc.runtime.package.states import Preamble
 from splitc.runtime.version import VERSION
 
 # The file of what is run before the ranks.
-PROLOGUE = "prologue.onnx"
+PREAMBLE = "preamble.onnx"
 
 
 def make_manifest(
@@ -70,7 +70,7 @@ def make_manifest(
         optional=[] if built else [describe_tensor(value) for value in graph.optional if value.name not in slotted],
         shared_sizes=_shared_sizes(plan),
         lengths=list(analysis.lengths),
-        prologue=_prologue(plan),
+        preamble=_preamble(plan),
         replicas=_replicas(plan),
         row_sources=_row_sources(plan),
         slots=list(analysis.slots),
@@ -84,19 +84,19 @@ def make_manifest(
 
 
 def _batch(plan: Plan) -> dict[str, int] | None:
-    """The batch's axis of each input and output, those among them that only the prologue reads."""
+    """The batch's axis of each input and output, those among them that only the preamble reads."""
     rows = dict(plan.replicas.rows) if plan.replicas else find_batch(plan.analysis.graph, plan.split.axis_map)
-    prologue = plan.analysis.prologue
-    return rows if rows is None or prologue is None else {**prologue.batch, **rows}
+    preamble = plan.analysis.preamble
+    return rows if rows is None or preamble is None else {**preamble.batch, **rows}
 
 
-def _prologue(plan: Plan) -> Prologue | None:
-    if (prologue := plan.analysis.prologue) is None:
+def _preamble(plan: Plan) -> Preamble | None:
+    if (preamble := plan.analysis.preamble) is None:
         return None
-    inputs = [value.name or "" for value in prologue.model.graph.inputs]
+    inputs = [value.name or "" for value in preamble.model.graph.inputs]
     kept = {value.name for rank in plan.ranks for value in rank.stage.feeds}
     consumed = [name for name in inputs if name not in kept]
-    return Prologue(PROLOGUE, inputs, prologue.outputs, consumed)
+    return Preamble(PREAMBLE, inputs, preamble.outputs, consumed)
 
 
 def _replicas(plan: Plan) -> list[m.Replica]:
@@ -186,8 +186,8 @@ def check_types(plan: Plan) -> None:
 def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
     graph = plan.analysis.graph
     roles = {value.name or "": role for value, role in find_roles(graph).items()}
-    if plan.analysis.prologue is not None:
-        roles = dict(plan.analysis.prologue.roles)
+    if plan.analysis.preamble is not None:
+        roles = dict(plan.analysis.preamble.roles)
     return [
         _input(plan, value, roles.get(value.name or ""), fills.get(value.name or ""))
         for value in graph.graph.inputs

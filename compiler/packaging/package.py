@@ -27,7 +27,7 @@ from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
-from splitc.compiler.packaging.manifest_entries import PROLOGUE, check_types, make_manifest, rank_entry
+from splitc.compiler.packaging.manifest_entries import PREAMBLE, check_types, make_manifest, rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs, write_model_files
 from splitc.compiler.packaging.planned_sizes import check_sizes_tried
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
@@ -95,9 +95,9 @@ def compile_model(
             _write_rank(plan.written, number, program, writer, weights == "link")
             for number, program in enumerate(_programs(plan.written))
         ]
-        if plan.analysis.prologue is not None:
-            prologue = plan.analysis.prologue.model
-            write_model_files({folder / PROLOGUE: prologue.graph}, prologue, writer)
+        if plan.analysis.preamble is not None:
+            preamble = plan.analysis.preamble.model
+            write_model_files({folder / PREAMBLE: preamble.graph}, preamble, writer)
         _write_weights(written, writer, target, jobs, progress, warn)
         manifest = make_manifest(plan, [rank.entry for rank in written], writer.files, threads, build.options, fills)
         (folder / FILE_NAME).write_bytes(encode(manifest))

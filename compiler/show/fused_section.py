@@ -11,7 +11,7 @@ from splitc.runtime.reports.contents import Section, Table
 TITLES = {
     "attention": "attention fused",
     "cache": "caches in place",
-    "prologue": "masks and lengths before the ranks",
+    "preamble": "masks and lengths before the ranks",
     "norm": "norms fused",
     "modulation": "modulated norms fused",
     "product": "products divided",

@@ -23,7 +23,7 @@ from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
 
 def find_contradiction(manifest: Manifest) -> str | None:
     """What is wrong with the manifest; None if nothing is."""
-    checks = (_threads, _files, _weights, _names, _groups, _programs, _exchanges, _parts, _replicas, _prologue)
+    checks = (_threads, _files, _weights, _names, _groups, _programs, _exchanges, _parts, _replicas, _preamble)
     return next(chain.from_iterable(check(manifest) for check in checks), None)
 
 
@@ -52,16 +52,16 @@ def _files(manifest: Manifest) -> Iterator[str]:
                 yield f"the engine's file '{path}' is not among its files"
 
 
-def _prologue(manifest: Manifest) -> Iterator[str]:
+def _preamble(manifest: Manifest) -> Iterator[str]:
     """It is among the files that are verified, and takes what there is."""
-    if (prologue := manifest.prologue) is None:
+    if (preamble := manifest.preamble) is None:
         return
-    if not is_inside(prologue.file) or prologue.file not in {file.path for file in manifest.files}:
-        yield f"the prologue '{prologue.file}' is not among its files"
+    if not is_inside(preamble.file) or preamble.file not in {file.path for file in manifest.files}:
+        yield f"the preamble '{preamble.file}' is not among its files"
     there = {tensor.name for tensor in manifest.inputs} | {name for own in manifest.lengths for name in own.names}
-    for name in (*prologue.inputs, *prologue.consumed):
+    for name in (*preamble.inputs, *preamble.consumed):
         if name not in there:
-            yield f"the prologue takes '{name}', which is no input"
+            yield f"the preamble takes '{name}', which is no input"
 
 
 def _weights(manifest: Manifest) -> Iterator[str]:
@@ -288,7 +288,7 @@ def _replicas(manifest: Manifest) -> Iterator[str]:
 
 
 def _is_cut(axis: AxisPart, tensor: Tensor | None) -> bool:
-    """Whether there is such a shard of an array of the planned shape, which is not known of what a prologue makes."""
+    """Whether there is such a shard of an array of the planned shape, which is not known of what a preamble makes."""
     if tensor is not None and tensor.sample_shape is not None:
         if not 0 <= axis.axis < len(tensor.sample_shape):
             return False

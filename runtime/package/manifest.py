@@ -10,7 +10,7 @@ from msgspec import Struct
 from splitc.runtime.package.build import Build as Build
 from splitc.runtime.package.build import BuildOptions as BuildOptions
 from splitc.runtime.package.build import Built as Built
-from splitc.runtime.package.states import Length, Prologue, State
+from splitc.runtime.package.states import Length, Preamble, State
 from splitc.runtime.package.steps import Run, Step
 
 SCHEMA = 4
@@ -297,7 +297,7 @@ class Manifest(Struct, frozen=True):
     first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
     that all outputs follow from: where these have several, another input may have one row for all. `merged` are
     adapters in the weights, `slots` places for those of requests, whose sums may have `most_rank` in all at a time,
-    if budgets limit them. With `maps_weights`, CPUs take weights from files. The `prologue` is run before the ranks.
+    if budgets limit them. With `maps_weights`, CPUs take weights from files. The `preamble` is run before the ranks.
     """
 
     schema: int
@@ -327,7 +327,7 @@ class Manifest(Struct, frozen=True):
     merged: list[MergedAdapter] = []
     slots: list[Slot] = []
     maps_weights: bool = False
-    prologue: Prologue | None = None
+    preamble: Preamble | None = None
     most_rank: int | None = None
 
     def __repr__(self) -> str:
@@ -343,9 +343,9 @@ class Manifest(Struct, frozen=True):
 
     @property
     def added(self) -> list[str]:
-        """The inputs of ranks that are no inputs of the model: those for lengths, and what the prologue makes."""
+        """The inputs of ranks that are no inputs of the model: those for lengths, and what the preamble makes."""
         own = [name for length in self.lengths for name in length.names]
-        return [*own, *([] if self.prologue is None else self.prologue.outputs)]
+        return [*own, *([] if self.preamble is None else self.preamble.outputs)]
 
     @property
     def overridable(self) -> list[Tensor]:

@@ -42,7 +42,7 @@ class Length(Struct, frozen=True):
         return [self.input, *([] if self.room is None else [self.room])]
 
 
-class Prologue(Struct, frozen=True):
+class Preamble(Struct, frozen=True):
     """A graph that is run before the ranks, on the CPU, in the file `file`.
 
     It takes the `inputs`, of which no rank takes those `consumed`, and makes the `outputs`, which are inputs of ranks.

@@ -19,20 +19,20 @@ from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.device_arrays import DeviceArrays
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.outputs import OutputJoiner
-from splitc.runtime.requests.prologue import PrologueEngine
+from splitc.runtime.requests.preamble import PreambleEngine
 from splitc.runtime.requests.replicas import Replicas
 
 
 class Requests:
     """What a session does below its public methods. It sets `_admission` before the first request.
 
-    `ranks` says what ranks are: see `choose_ranks`. `_replicas` divide requests, if there are several. The `_prologue`
+    `ranks` says what ranks are: see `choose_ranks`. `_replicas` divide requests, if there are several. The `_preamble`
     comes before them, if there is one.
     """
 
     _admission: Admission
     _replicas: Replicas | None = None
-    _prologue: PrologueEngine | None = None
+    _preamble: PreambleEngine | None = None
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device], ranks: str) -> None:
         self.manifest = manifest
@@ -57,8 +57,8 @@ class Requests:
             request.given = request.feeds
             if request.sequence is None:
                 request.feeds = with_lengths(self.manifest.lengths, request.feeds)
-            if self._prologue is not None:
-                request.feeds = self._prologue.apply(request.feeds)
+            if self._preamble is not None:
+                request.feeds = self._preamble.apply(request.feeds)
         self._forget_dropped()
         if self._replicas is not None:
             self._replicas.divide(request)

@@ -42,7 +42,7 @@ from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.empty_states import unfed_states
 from splitc.runtime.requests.lengths import needs_one_row
 from splitc.runtime.requests.metrics import Metrics
-from splitc.runtime.requests.prologue import PrologueEngine
+from splitc.runtime.requests.preamble import PreambleEngine
 from splitc.runtime.requests.rank_kinds import MPI, PROCESSES, choose_ranks
 from splitc.runtime.requests.replicas import Replicas
 from splitc.runtime.requests.requests import Requests
@@ -163,8 +163,8 @@ class Session(Requests, Listed):
                 started = True
             self._workers.wait_loaded()
             verification.finish()
-            if self.manifest.prologue is not None:
-                self._prologue = PrologueEngine(self.package, self.manifest.prologue)
+            if self.manifest.preamble is not None:
+                self._preamble = PreambleEngine(self.package, self.manifest.preamble)
         except BaseException as error:
             with later_interrupts():  # another one
                 verification.stop()

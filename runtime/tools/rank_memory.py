@@ -40,7 +40,7 @@ from splitc.runtime.package.steps import Receive, Reduce, Send
 from splitc.runtime.ranks.loaded import load_engine, measured_memory, slots_of
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.requests.lengths import with_lengths
-from splitc.runtime.requests.prologue import PrologueEngine
+from splitc.runtime.requests.preamble import PreambleEngine
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.failures import Failure
 from splitc.runtime.threads.progress import counted
@@ -56,8 +56,8 @@ def measure_memory(
     """
     manifest = read_manifest(package)
     taken = with_lengths(manifest.lengths, feeds)
-    if manifest.prologue is not None:
-        taken = PrologueEngine(package, manifest.prologue).apply(taken)
+    if manifest.preamble is not None:
+        taken = PreambleEngine(package, manifest.preamble).apply(taken)
     values = {name: on_host(feed) for name, feed in taken.items()}
     steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
     if any(isinstance(step, Receive) and step.source > number for number, step in steps):

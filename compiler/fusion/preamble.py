@@ -28,7 +28,7 @@ LARGEST = 1 << 16
 
 
 @dataclass(frozen=True)
-class Prologue:
+class Preamble:
     """The graph, as a model: of some inputs of the model and those for lengths, it makes inputs of the ranks' graphs.
 
     What the ranks read does not show all of the model's inputs: `roles` are those by name, and `batch` the numbers of
@@ -45,9 +45,9 @@ class Prologue:
         return [value.name or "" for value in self.model.graph.outputs]
 
 
-def cut_prologue(
+def cut_preamble(
     model: ir.Model, lengths: Lengths, states: Collection[str], sizes: Sizes, roles: Mapping[str, Role]
-) -> Prologue:
+) -> Preamble:
     """Cut off what follows from the filled rows. What it makes becomes inputs of the graph that is left, in place.
 
     Raises NotFusedError if what is left would see sizes that change with each token; then nothing is changed.
@@ -68,7 +68,7 @@ def cut_prologue(
     batch = _find_batch(cut.graph.inputs, filled, sizes)
     for value in made:
         _replace(graph, value)
-    return Prologue(cut, roles, batch)
+    return Preamble(cut, roles, batch)
 
 
 def _find_batch(inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, int]:
@@ -169,7 +169,7 @@ def _copy(model: ir.Model, made: Sequence[ir.Value]) -> ir.Model:
         nodes=nodes,
         initializers=tuple(value for value in graph.initializers.values() if value in read),
         opset_imports=graph.opset_imports,
-        name=f"{graph.name}/prologue",
+        name=f"{graph.name}/preamble",
     )
     return ir.Model(view.clone(), ir_version=model.ir_version)
 

@@ -34,8 +34,8 @@ def compiled(style: Style, folder: Path, mode: str, devices: list[str]) -> Path:
     assert [fate.operator for fate in plan.analysis.fates if fate.kind == "cache"] == [
         "GroupQueryAttention"
     ] * style.layers, plan.analysis.fates
-    assert plan.analysis.prologue is not None
-    assert [fate.operator for fate in plan.analysis.fates if fate.kind == "prologue"] == ["prologue"]
+    assert plan.analysis.preamble is not None
+    assert [fate.operator for fate in plan.analysis.fates if fate.kind == "preamble"] == ["preamble"]
     compile_model(plan, folder / "package")
     return folder / "package"
 
@@ -67,10 +67,10 @@ def test_engines_see_no_size_that_grows(tmp_path: Path, name: str) -> None:
     style = replace(STYLES[name], dtype=HALF)
     path = compiled(style, tmp_path, "layer", ["cuda0"])
     manifest = read_manifest(path)
-    assert manifest.prologue is not None and "attention_mask" in manifest.prologue.consumed
+    assert manifest.preamble is not None and "attention_mask" in manifest.preamble.consumed
     names = {value.name for value in ir.load(path / manifest.ranks[0].engines[0].path).graph.inputs}
-    assert names.isdisjoint({"attention_mask", "splitc.past"}) and names >= set(manifest.prologue.outputs)
-    made = {name.rpartition("/")[2] for name in manifest.prologue.outputs}
+    assert names.isdisjoint({"attention_mask", "splitc.past"}) and names >= set(manifest.preamble.outputs)
+    made = {name.rpartition("/")[2] for name in manifest.preamble.outputs}
     assert made == {"bias_room", "lasts"}, "all layers have one mask"
     shapes = []
     with Session(path, devices=["cpu0"]) as session, session.start(24) as sequence:
