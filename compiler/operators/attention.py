@@ -161,6 +161,11 @@ def key_lengths(op: Operation, number: int) -> int | None:
     return {5: keys - 1, 6: keys}.get(number)
 
 
+def first_position(op: Operation, number: int) -> int | None:
+    """0 for the position of the first row, with which the tables have a row for each: kernels look beyond them."""
+    return 0 if number == 1 and len(op.input(1)) < 2 else None
+
+
 def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """2 x output elements x keys, for queries x keys and for scores x values; plus a fused projection."""
     output = outputs[0] if outputs else ()
@@ -228,5 +233,7 @@ OPERATORS = (
         is_attention=True,
     ),
     Operator("RotaryEmbedding", rotary_embedding, positions=(3,), tables=(1, 2)),
-    Operator("com.microsoft.RotaryEmbedding", rotary_embedding, positions=(1,), tables=(2, 3)),
+    Operator(
+        "com.microsoft.RotaryEmbedding", rotary_embedding, positions=(1,), tables=(2, 3), example_input=first_position
+    ),
 )

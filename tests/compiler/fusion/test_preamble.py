@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto
 
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.fusion.grouped import is_known
 from splitc.runtime import Session
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest_file import read_manifest
@@ -21,6 +22,7 @@ from tests.compiler.fusion.test_caches import STYLES as CACHED
 from tests.conftest import assert_close, run_whole
 from tests.helpers.written_decoder import Style, feeds, following, without_states, write
 
+pytestmark = pytest.mark.skipif(not is_known(), reason="the ONNX Runtime that is installed has no such operator")
 HALF = TensorProto.FLOAT16
 # With a table of tokens that is no small constant.
 STYLES = {**CACHED, "sizes of hidden states": replace(OPTIMUM, reads="hidden", vocabulary=2000)}
