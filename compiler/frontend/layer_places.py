@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.walks import only_reader
+
 # Products of dynamically quantized inputs.
 _INTEGER = ("MatMulInteger", "ConvInteger")
 _TO_FLOAT = ("com.microsoft", "MatMulIntegerToFloat")
@@ -50,12 +52,13 @@ def _scaled(node: ir.Node, scale: ir.Value) -> ir.Node | None:
 
     The integers become floating point first. The factors may be multiplied with each other before.
     """
-    last = _only_reader(node)
+    last = only_reader(node.outputs[0])
     if last is None or last.op_type != "Cast":
         return None
     factors: list[ir.Value] = []
     while len(factors) < 2:
-        made, last = last.outputs[0], _only_reader(last)
+        made = last.outputs[0]
+        last = only_reader(made)
         if last is None or last.op_type != "Mul" or last.domain:
             return None
         factors += [leaf for value in last.inputs if value is not None and value is not made for leaf in _leaves(value)]
@@ -70,9 +73,3 @@ def _leaves(value: ir.Value) -> Iterator[ir.Value]:
         yield from (factor for factor in maker.inputs if factor is not None)
     else:
         yield value
-
-
-def _only_reader(node: ir.Node) -> ir.Node | None:
-    value = node.outputs[0]
-    uses = value.uses()
-    return None if len(uses) != 1 or value.is_graph_output() else next(iter(uses)).node

@@ -20,6 +20,7 @@ from splitc.compiler.frontend.optional import add_optional, optional_inputs, sou
 from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.frontend.walks import only_reader
 from splitc.runtime.adapters.loaded import padded_rank
 from splitc.runtime.adapters.matching import Layer
 from splitc.runtime.package.manifest import Slot, Tensor
@@ -130,7 +131,7 @@ def find_slots(graph: Graph, rank: int) -> tuple[Slot, ...]:
 
 def _own_slot(down: ir.Node, rank: int) -> Slot | None:
     """The slot whose first product is this node; None if it is of none."""
-    up = _only_reader(down.outputs[0])
+    up = only_reader(down.outputs[0])
     if up is None or up.op_type != "MatMul" or up.domain or up.inputs[0] is not down.outputs[0]:
         return None
     a, b = down.inputs[1], up.inputs[1]
@@ -139,7 +140,7 @@ def _own_slot(down: ir.Node, rank: int) -> Slot | None:
         return None
     if first.is_fixed(1) or second.is_fixed(0) or not (first.is_fixed(0) and second.is_fixed(1)):
         return None
-    factor, total, inside = 1.0, _only_reader(up.outputs[0]), [down, up]
+    factor, total, inside = 1.0, only_reader(up.outputs[0]), [down, up]
     made = up.outputs[0]
     if total is not None and total.op_type == "Mul":  # a scale
         others = [value for value in total.inputs if value is not None and value is not made]
@@ -148,7 +149,7 @@ def _own_slot(down: ir.Node, rank: int) -> Slot | None:
             return None
         factor, made = float(number.numpy().reshape(())), total.outputs[0]
         inside.append(total)
-        total = _only_reader(made)
+        total = only_reader(made)
     if total is None or total.op_type != "Add" or not factor:
         return None
     total.meta[_SLOT] = 1 if total.inputs[0] is made else 0
@@ -160,11 +161,6 @@ def _own_slot(down: ir.Node, rank: int) -> Slot | None:
         value.const_value = _zeros(value.name or "", shape, value.dtype or ir.DataType.FLOAT, rank)
         value.shape = ir.Shape(value.const_value.shape.numpy())
     return _described(Layer((name,), inputs, outputs), a, b, factor)
-
-
-def _only_reader(value: ir.Value) -> ir.Node | None:
-    uses = value.uses()
-    return None if len(uses) != 1 or value.is_graph_output() else next(iter(uses)).node
 
 
 def _kept(node: ir.Node) -> int | None:

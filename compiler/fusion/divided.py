@@ -16,7 +16,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import only_user
+from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -45,8 +45,8 @@ def find_divided(product: ir.Node) -> Divided | None:
     whole, bias = product.outputs[0], None
     total = only_user(whole, "Add")
     if total is not None:
-        bias = total.inputs[1] if total.inputs[0] is whole else total.inputs[0]
-        if bias is None or bias is whole or not _is_own(bias, 1):
+        bias = other_input(total, whole)
+        if bias is None or not _is_own(bias, 1):
             return None
         whole = total.outputs[0]
     split = only_user(whole, "Split")

@@ -81,7 +81,7 @@ def fuse(
 
     `bound` are the shapes of the graph's values with the inputs' `shapes`.
     """
-    roles = {value.name or "": role for value, role in find_roles(graph).items()} if gains.has_room else {}
+    roles = {value.name or "": role for value, role in find_roles(graph).items()} if gains.has_room and states else {}
     work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
     # Attention comes last: its queries and keys may be what became one operator.
     parts = {node: fate for node in graph.nodes if gains.parts and (fate := work.part(node)) is not None}

@@ -15,7 +15,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import only_user
+from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -43,19 +43,13 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
     total = None if product is None else only_user(product.outputs[0], "Add")
     if product is None or total is None:
         return None
-    scale, shift = _other(product, norm.outputs[0]), _other(total, product.outputs[0])
+    scale, shift = other_input(product, norm.outputs[0]), other_input(total, product.outputs[0])
     if scale is None or shift is None or scale.const_value is not None or shift.const_value is not None:
         return None
     weights = dict(zip((1.0, 0.0), norm.inputs[1:], strict=False))
     if not all(value is None or _is_all(value, number) for number, value in weights.items()):
         raise NotFusedError("its norm has weights of its own")
     return Modulation(norm, scale, shift, total.outputs[0])
-
-
-def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
-    """What a node has with a value; None if that is the value itself."""
-    one, other = node.inputs
-    return other if one is value and other is not value else one if other is value and one is not value else None
 
 
 def _is_all(value: ir.Value, number: float) -> bool:

@@ -121,6 +121,12 @@ def only_user(value: ir.Value, operator: str) -> ir.Node | None:
     return node if fits and not value.is_graph_output() else None
 
 
+def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
+    """What a node of two inputs reads beside a value; None if that is the value too."""
+    one, other = node.inputs
+    return other if one is value and other is not value else one if other is value and one is not value else None
+
+
 def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     """Replace what was found by the operator, in place.
 

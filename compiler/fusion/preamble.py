@@ -50,7 +50,8 @@ def cut_preamble(
 ) -> Preamble:
     """Cut off what follows from the filled rows. What it makes becomes inputs of the graph that is left, in place.
 
-    Raises NotFusedError if what is left would see sizes that change with each token; then nothing is changed.
+    Raises NotFusedError if what is left would see sizes that change with each token. The graph computes the same then:
+    sizes may be read elsewhere, and one node stand for equal ones.
     """
     graph, filled = model.graph, lengths.filled
     early = _read_sizes_off_inputs(graph, [value for value in graph.inputs if value.name not in states], lengths, sizes)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described, hand_over
-from splitc.compiler.fusion.norm import only_user
+from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.operand import constant, factor_of
 
 DOMAIN, OPERATOR = "com.microsoft", "BiasGelu"
@@ -22,7 +22,10 @@ CLOSE = 1e-3
 
 
 def fuse_bias_gelus(graph: ir.Graph) -> None:
-    """Replace each Gelu of what a bias was added to, in half precision, by one operator for both, in place."""
+    """Replace each Gelu of what a bias was added to, in half precision, by one operator for both, in place.
+
+    What nothing reads any more stays.
+    """
     editor = Editor(graph)
     for node in list(graph):
         gelu = _find_operator(node) or _find_written(node)
@@ -55,22 +58,17 @@ def _find_written(erf: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     if more is None or 1.0 not in map(constant, more.inputs):
         return None
     first = only_user(more.outputs[0], "Mul")
-    other = None if first is None else _other(first, more.outputs[0])
+    other = None if first is None else other_input(first, more.outputs[0])
     if first is None or other is None:
         return None
     if _is_half_of(other, data):
         return data, first.outputs[0]
     second = only_user(first.outputs[0], "Mul")
-    last = None if second is None else _other(second, first.outputs[0])
+    last = None if second is None else other_input(second, first.outputs[0])
     if second is None or last is None:
         return None
     halved = (other is data and constant(last) == 0.5) or (constant(other) == 0.5 and last is data)
     return (data, second.outputs[0]) if halved else None
-
-
-def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
-    one, other = node.inputs
-    return other if one is value else one
 
 
 def _is_half_of(value: ir.Value, data: ir.Value) -> bool:

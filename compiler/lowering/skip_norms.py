@@ -37,7 +37,10 @@ class _Addition:
 
 
 def fuse_skips(graph: ir.Graph) -> None:
-    """Replace each norm of a sum in half precision by one operator for both, in place."""
+    """Replace each norm of a sum in half precision by one operator for both, in place.
+
+    What added a bias stays, though nothing reads it any more.
+    """
     editor = Editor(graph)
     for norm in list(graph):
         addition = _find_addition(norm)
@@ -112,9 +115,6 @@ def _write(norm: ir.Node, addition: _Addition, editor: Editor) -> None:
         old.replace_all_uses_with(new, replace_graph_outputs=True)
     for value in made.outputs[1:SUM]:
         value.name = ""
-    editor.graph.remove(norm, safe=True)
-    before = [value.producer() for value in addition.node.inputs if value is not None]
-    editor.graph.remove(addition.node, safe=True)
-    for node in before:
-        if node is not None and addition.bias is not None and not any(v.uses() for v in node.outputs):
-            editor.graph.remove(node, safe=True)
+    # At once: another addition may look whether what both read has other readers.
+    for node in (norm, addition.node):
+        editor.graph.remove(node, safe=True)
