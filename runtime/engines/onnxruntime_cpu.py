@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import host_memory
+from splitc.runtime.hardware.heap import trim_heap
 from splitc.runtime.package.manifest import Weight
 from splitc.runtime.units import format_bytes
 
@@ -245,13 +245,6 @@ class OnnxRuntimeBackend:
 
     def accumulate(self, operation: str, total: ort.OrtValue, part: ort.OrtValue) -> None:
         accumulate_arrays(operation, host_array(total), host_array(part))
-
-
-def trim_heap() -> None:
-    """Give back to the system what loading has freed, up to a tenth of a model, where the C library is glibc's."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def check_free(size: int) -> None:

@@ -9,6 +9,7 @@ from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.feeds.on_gpu import GpuFeed
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import need_cupy
+from splitc.runtime.hardware.heap import keep_freed_arrays
 from splitc.runtime.package.manifest import Manifest, Part
 from splitc.runtime.package.parts import join_parts
 from splitc.runtime.ranks.request import InFlightRequest
@@ -21,6 +22,7 @@ class OutputJoiner:
     """
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device]) -> None:
+        keep_freed_arrays()
         self._first = devices[0]
         self._outputs = manifest.outputs
         self._passed = {tensor.name for tensor in manifest.inputs} & {tensor.name for tensor in manifest.outputs}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -108,7 +109,7 @@ class Replicas:
 
     def _give(self, request: InFlightRequest, part: InFlightRequest) -> None:
         if part.replica is None:
-            part.replica = min(range(len(self._replicas)), key=lambda n: (self._at_work[n] + 1) / self._shares[n])
+            part.replica = self._choose(part.sequence is not None)
             if part.sequence is not None:
                 self._sequences[part.sequence] = [(part.replica, None)]
         part.waiting, part.done = self._size, partial(self._ended, request)
@@ -120,6 +121,16 @@ class Replicas:
             part.done = nothing_to_do
             self._leave(part.replica)
             raise
+
+    def _choose(self, stays: bool) -> int:
+        """The replica with the least to do for its share: requests at work, and for one that `stays` also sequences.
+
+        These are idle as others begin, and would all stay with the first replica.
+        """
+        load = Counter(dict(enumerate(self._at_work)))
+        if stays:
+            load.update(replica for division in list(self._sequences.values()) for replica, _ in division)
+        return min(range(len(self._replicas)), key=lambda replica: (load[replica] + 1) / self._shares[replica])
 
     def _leave(self, replica: int) -> None:
         with self._lock:
