@@ -14,7 +14,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,8 @@ CHOSEN = 2
 class Size:
     """The dimensions of a decoder.
 
-    With a `capacity`, it takes one token at a time, and its caches have room for so many from the beginning.
+    With a `capacity`, it takes one token at a time, and its caches have room for so many from the beginning. Tables of
+    rotary embeddings, where there are some, go to the position `longest`.
     """
 
     layers: int = 2
@@ -48,6 +49,7 @@ class Size:
     dtype: ir.DataType = ir.DataType.FLOAT
     experts: int = 0
     capacity: int = 0
+    longest: int = 8192
 
     @property
     def head(self) -> int:
@@ -279,7 +281,17 @@ class Decoder:
 def main(build: Callable[[Size], ir.Model] = build) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="the ONNX file to write")
-    for name in ("layers", "hidden", "heads", "kv_heads", "feed_forward", "vocabulary", "experts", "capacity"):
+    for name in (
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "feed_forward",
+        "vocabulary",
+        "experts",
+        "capacity",
+        "longest",
+    ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(Size, name), help=f"default {getattr(Size, name)}")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")

@@ -22,9 +22,6 @@ if __package__ in (None, ""):  # run as a script: its siblings are not on the pa
 
 from models.llama import EPSILON, ROTARY_BASE, Decoder, Size, main
 
-# Tokens that the tables of the rotary embedding go to.
-LONGEST = 8192
-
 
 def build(size: Size) -> ir.Model:
     """The decoder as a model. Its weights are made when they are written, one at a time."""
@@ -76,9 +73,9 @@ class FusedDecoder(Decoder):
         return w.op("Cast", last, to=ir.DataType.INT32), w.op("Cast", total, to=ir.DataType.INT32)
 
     def rotary_tables(self) -> tuple[ir.Value, ir.Value]:
-        """Cosines and sines by position: [LONGEST, head / 2]."""
+        """Cosines and sines by position: [longest, head / 2]."""
         steps = np.arange(0, self.size.head, 2, dtype=np.float32) / self.size.head
-        angles = np.outer(np.arange(LONGEST, dtype=np.float32), ROTARY_BASE**-steps)
+        angles = np.outer(np.arange(self.size.longest, dtype=np.float32), ROTARY_BASE**-steps)
         dtype = self.size.dtype.numpy()
         cosine, sine = (ir.tensor(table.astype(dtype)) for table in (np.cos(angles), np.sin(angles)))
         return self.writer.weight("cos_cache", cosine), self.writer.weight("sin_cache", sine)

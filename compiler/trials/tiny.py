@@ -143,6 +143,7 @@ class _Maker:
         if sizing.single and form.operation.inputs[0]:
             sizes.update(dict.fromkeys(ax.atoms(form.operation.inputs[0][0]), 1))
         sizes |= {atom: max(run.stop for run in ranges) for atom, ranges in own.items()}
+        sizes |= {atom: max(sizes.values()) for atom in _rows_of_tables(form) if atom not in own}
         # The tiny node is what a rank would run that has so many units of each axis.
         self._tiny = Shards({atom: Range(0, size) for atom, size in sizes.items()})
         self._factors = {atom: Factor(size, pinned=atom.pinned) for atom, size in sizes.items()}
@@ -238,6 +239,13 @@ class _Maker:
         if content is not None and content.shape == shape:
             return np.asarray(content)
         return made_up(self.made, number, shape, dtype, self._name)
+
+
+def _rows_of_tables(form: Form) -> set[Factor]:
+    """The atoms of rows that positions pick: tables have a row for each position, however many there are."""
+    inputs = form.operation.inputs
+    tables = (inputs[number] for number in operator_of(form.node).tables if number < len(inputs))
+    return {atom for axes in tables if axes for atom in ax.atoms(axes[0]) if atom in form.atoms}
 
 
 def _units(form: Form, units: Sequence[tuple[int, ...]]) -> dict[Factor, list[Range]]:

@@ -22,7 +22,8 @@ def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mappin
     """The nodes that can't be sharded as chosen, since their operator's rule does not hold, each with the reason.
 
     One node of each form is run in ONNX Runtime at tiny sizes, whole and in uneven shards, as the lowering makes them.
-    `planned` are the shapes that were planned for, by name.
+    `planned` are the shapes that were planned for, by name. They decide too whether a form can be tried, so one that
+    can't be is tried again with others.
     """
     versions = graph.graph.opset_imports
     forms = list(find_forms(axis_map, choice, versions, planned))
@@ -30,7 +31,7 @@ def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mappin
     known = known_trials()
     if new := [form for digest, form in distinct.items() if digest not in known]:
         results = try_forms(new, versions, axis_map.bound)
-        keep_trials(results)
+        keep_trials({digest: why for digest, why in results.items() if not why.startswith(UNTRIED)})
         known = {**known, **results}
     return {node: _reason(why) for node, form in forms if (why := known[form.digest])}
 

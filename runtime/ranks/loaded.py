@@ -139,4 +139,4 @@ def reserve(setup: Setup, backend: Backend) -> None:
     """Reserve the memory that the rank needs besides its engines'."""
     rank = setup.rank
     passed = rank.activation_bytes if rank.passed_bytes is None else rank.passed_bytes
-    backend.reserve(passed + 2 * rank.cache_bytes)
+    backend.reserve(passed + rank.cache_bytes)

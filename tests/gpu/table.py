@@ -165,6 +165,7 @@ def _size(options: argparse.Namespace, layers: int) -> Size:
         vocabulary=options.vocabulary,
         dtype=ir.DataType.FLOAT if "cpu" in options.devices[0] else ir.DataType.FLOAT16,
         capacity=2 * options.cache if options.capacity_only else 0,
+        longest=max(Size.longest, 2 * options.cache),
     )
 
 

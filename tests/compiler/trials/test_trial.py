@@ -11,6 +11,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from models.llama import Size
+from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Plan, Request, plan_model
 from splitc.compiler.operators import registry
@@ -174,3 +176,12 @@ def test_sizes_of_a_weight_are_those_of_all_of_it(tmp_path: Path) -> None:
     width = b.op("Cast", b.op("Gather", b.op("Shape", b.w("A", HIDDEN, INNER)), b.constant(1, np.int64)), to=FLOAT)
     b.give(softmax(b, b.op("MatMul", b.op("Div", inner, width), b.w("B", INNER, HIDDEN))))
     check_split(b, tmp_path, "AB")
+
+
+def test_tables_of_positions_are_tried_for_caches_of_any_length(tmp_path: Path) -> None:
+    """Both are as long as 32,768 positions here, of which a trial takes few: the table must still have a row for each."""
+    size = Size(layers=1, hidden=256, heads=8, kv_heads=4, feed_forward=512, longest=1 << 15, dtype=ir.DataType.FLOAT16)
+    save(build_fused(size), tmp_path / "model.onnx")
+    shapes = {"input_ids": (1, 1), "attention_mask": (1, 1 << 15), "past_key_values.0.key": (1, 4, 1 << 15, 32)}
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor", shapes=shapes))
+    assert plan.ranks[0].memory.cache >> 20 == 8, "half of the heads"

@@ -54,6 +54,16 @@ def test_a_rank_that_fails_to_load_leaves_its_gpu(decoder: Path, monkeypatch: py
     assert [engine() for engine in engines] == [None]
 
 
+@pytest.mark.usefixtures("gpus")
+def test_what_is_reserved_is_what_was_planned(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache counts both of its arrays, unless it is always overwritten in place."""
+    reserved: list[int] = []
+    monkeypatch.setattr(FakeBackend, "reserve", lambda _, size: reserved.append(size))
+    with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
+        (rank,) = session.manifest.ranks
+    assert reserved == [(rank.passed_bytes or 0) + rank.cache_bytes]
+
+
 def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank waited as long as outputs of earlier ones were awaited, or summed up values of the next one."""
     mine, other = meet(2, patience=5)
