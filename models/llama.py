@@ -281,17 +281,7 @@ class Decoder:
 def main(build: Callable[[Size], ir.Model] = build) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True, help="the ONNX file to write")
-    for name in (
-        "layers",
-        "hidden",
-        "heads",
-        "kv_heads",
-        "feed_forward",
-        "vocabulary",
-        "experts",
-        "capacity",
-        "longest",
-    ):
+    for name in (field.name for field in fields(Size) if field.type == "int"):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=getattr(Size, name), help=f"default {getattr(Size, name)}")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")

@@ -179,7 +179,7 @@ def test_sizes_of_a_weight_are_those_of_all_of_it(tmp_path: Path) -> None:
 
 
 def test_tables_of_positions_are_tried_for_caches_of_any_length(tmp_path: Path) -> None:
-    """Both are as long as 32,768 positions here, of which a trial takes few: the table must still have a row for each."""
+    """Both have 32,768 rows here, of which a trial takes few: the table must still have one for each position."""
     size = Size(layers=1, hidden=256, heads=8, kv_heads=4, feed_forward=512, longest=1 << 15, dtype=ir.DataType.FLOAT16)
     save(build_fused(size), tmp_path / "model.onnx")
     shapes = {"input_ids": (1, 1), "attention_mask": (1, 1 << 15), "past_key_values.0.key": (1, 4, 1 << 15, 32)}
