@@ -106,9 +106,16 @@ class Clock:
         return find_profile(rank.device.kind).engine_start
 
     def feeding(self, rank: RankPlan) -> float:
-        """The time to feed a rank its arrays and to fetch its outputs. States stay on the device."""
-        ends = (*rank.stage.feeds, *rank.stage.outputs)
-        return HOST.array * sum(value.name not in self.states for value in ends)
+        """The time to feed a rank its arrays and to fetch its outputs. States stay on the device.
+
+        With a GPU also the way of a request from the host to the first stage, and that of its outputs back.
+        """
+        feeds, outputs = (
+            sum(value.name not in self.states for value in ends) for ends in (rank.stage.feeds, rank.stage.outputs)
+        )
+        ways = (rank.group == 0) + (outputs > 0) if rank.device.kind != "cpu" else 0
+        host = self.machine.copy(Device("cpu", 0, host=rank.device.host), rank.device)
+        return HOST.array * (feeds + outputs) + ways * host.latency
 
     @property
     def shares_cores(self) -> bool:

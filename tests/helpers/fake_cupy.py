@@ -354,7 +354,7 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         ndarray=ndarray,
         ones=np.ones,
         empty_like=np.empty_like,
-        matmul=np.matmul,
+        matmul=lambda one, other: np.matmul(np.asarray(one), np.asarray(other)),
         copyto=np.copyto,
         get_default_memory_pool=lambda: types.SimpleNamespace(free_all_blocks=lambda: None),
         get_default_pinned_memory_pool=lambda: PINNED,

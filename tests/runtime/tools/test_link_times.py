@@ -43,7 +43,7 @@ def test_gpus_are_measured_as_they_replay(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("splitc.runtime.tools.link_times.WARMUP", 1)
     monkeypatch.setattr("splitc.runtime.tools.link_times.MESSAGE_BYTES", (1 << 10, 1 << 14))
     monkeypatch.setattr("splitc.runtime.tools.device_speeds.GPU_SIDE", 64)
-    monkeypatch.setattr("splitc.runtime.tools.device_speeds.GPU_BYTES", 1 << 16)
+    monkeypatch.setattr("splitc.runtime.tools.device_speeds.GPU_ROWS", 8)
     devices = parse_devices(["cuda0", "cuda1", "cpu0"])
     machine = measure_machine(devices)
     found = machine.measured
