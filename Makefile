@@ -88,8 +88,10 @@ lint: $(VENV)/test.done
 	else echo 'types are not checked: numpy for Python 3.10 lacks some'; fi
 
 # The folders' names are not the packages' (compiler is splitc.compiler): mypy finds them through links.
+# pip is made new first: the one that comes with Python 3.10 looks for versions that fit for many minutes.
 $(VENV)/%.done: pyproject.toml $(wildcard runtime/collectives/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	mkdir -p $(VENV)/types/splitc
 	ln -sfn $(CURDIR)/top/__init__.py $(VENV)/types/splitc/__init__.py

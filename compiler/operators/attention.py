@@ -117,37 +117,47 @@ def fused_attention(op: Operation) -> None:
 
 
 def rotary_embedding(op: Operation) -> None:
-    """Rotates within each head of [b, heads, l, d] or [b, l, heads x d].
+    """Rotates within each head of [b, heads, l, d] or [b, l, heads x d], or only its first 2 x r columns.
 
     Cosines and sines are tables by position, with positions [b, l], or only the first one, [1]: if that is row 0 of
     tables with as many rows as there are positions, a shard of positions has its shard of them. ONNX's own operator
     also takes them as [b, l, r].
     """
     data = op.input(0)
-    whole = "dr"
-    if op.node.domain and len(op.input(1)) == 1:
-        length, first = data[-2], op.numbers(1)
-        follows = first == [0] and ax.size_of(op.input(2)[0]) == ax.size_of(length)
-        others, whole = ("-, l r, l r", whole) if follows else ("-, -, -", f"l{whole}")
-    elif op.node.domain:
-        others = "b l, -, -"
-    else:
-        others = "b l r, b l r, -" if len(op.input(1)) == 3 else "-, -, b l"
-    if len(data) == 4:
-        op.pattern(f"b h l d, {others} -> b h l d", whole=whole)
-        return
+    flat = len(data) == 3
+    columns = op.input(2 if op.node.domain else 1)[-1]
     count = op.number("num_heads", 0)
-    if count <= 0:
+    if flat and count <= 0:
         # Exporters give num_heads only if the head is wider than the rotated part.
-        tables = op.input(2 if op.node.domain else 1)
-        head = 2 * ax.size_of(tables[-1])
-        count = ax.size_of(data[-1]) // head if ax.size_of(data[-1]) % head == 0 else 0
-    if count <= 0:
+        rotated = 2 * ax.size_of(columns)
+        count = ax.size_of(data[-1]) // rotated if ax.size_of(data[-1]) % rotated == 0 else 0
+    if flat and count <= 0:
         return
-    heads, head_axis = ax.new_axis(count), ax.new_axis(ax.size_of(data[-1]) // count)
-    op.pattern(f"b l (h d), {others} -> b l (h d)", whole=whole, known={"h": heads, "d": head_axis})
+    known = {"h": ax.new_axis(count) if flat else data[1], "2": ax.new_axis(2), "r": columns}
+    head = ax.size_of(data[-1]) // (count if flat else 1)
+    term = "2 r"
+    if head != 2 * ax.size_of(columns):
+        known["d"], term = ax.new_axis(head), "d"
+    others, rows = _rotary_tables(op)
+    text = "b l (h {d}), {o} -> b l (h {d})" if flat else "b h l ({d}), {o} -> b h l ({d})"
+    op.pattern(text.format(d=term, o=others), whole=f"2rd{rows}", known=known)
     if op.number("num_heads", 0):
-        op.attributes["num_heads"] = [heads]
+        op.attributes["num_heads"] = [known["h"]]
+    if op.number("rotary_embedding_dim", 0):
+        op.attributes["rotary_embedding_dim"] = [(*known["2"], *columns)]
+
+
+def _rotary_tables(op: Operation) -> tuple[str, str]:
+    """The terms of what a rotary embedding reads beside its data, and the letters of rows that it needs whole.
+
+    Rows that positions pick are left to who knows the positions.
+    """
+    if not op.node.domain:
+        return ("b l r, b l r, -", "") if len(op.input(1)) == 3 else ("r, r, b l", "")
+    if len(op.input(1)) != 1:
+        return "b l, r, r", ""
+    follows = op.numbers(1) == [0] and ax.size_of(op.input(2)[0]) == ax.size_of(op.input(0)[-2])
+    return ("-, l r, l r", "") if follows else ("-, r, r", "l")
 
 
 def _mask(op: Operation, number: int) -> str:

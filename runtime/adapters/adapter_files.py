@@ -207,22 +207,24 @@ def _of_onnx(path: Path) -> Adapter:
     import onnxruntime
 
     try:
-        parameters: Mapping[str, Any] = onnxruntime.AdapterFormat.read_adapter(str(path)).get_parameters()
+        adapter = onnxruntime.AdapterFormat.read_adapter(str(path))
+        parameters: Mapping[str, Any] = adapter.get_parameters()
     except Exception as error:  # its errors have no class of their own
         raise MisuseError(f"can't read the adapter {path}: {_last_line(error)}") from error
     stored = {}
     for name, value in parameters.items():
         of_weight = name if name.endswith(".weight") else f"{name}.weight"
         shape = tuple(value.shape())[::-1]
-        stored[of_weight] = _Stored(read_type(value.data_type()), shape, partial(_transposed, value))
+        stored[of_weight] = _Stored(read_type(value.data_type()), shape, partial(_transposed, adapter, value))
     updates = _pair(str(path), stored, lambda module: Scaling())
     return Adapter(str(path), {module: replace(update, for_slots=True) for module, update in updates.items()})
 
 
-def _transposed(value: Any) -> Array:
+def _transposed(adapter: Any, value: Any) -> Array:
+    """A parameter's matrix, copied out of the adapter: in older versions of ONNX Runtime no value keeps it alive."""
     from splitc.runtime.arrays.ort_values import host_array
 
-    array: Array = host_array(value).T
+    array: Array = host_array(value).T.copy()
     return array
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from msgspec.structs import replace
 
@@ -224,6 +225,9 @@ def test_what_speech_can_not_be_made_of(
     assert re.search(message, result.stderr), result.stderr
 
 
+@pytest.mark.skipif(
+    onnxruntime.__version__.startswith("1.23."), reason="ONNX Runtime 1.23 divides by the size of an empty weight"
+)
 def test_decoder_in_two_uses_without_an_encoder(decoder: Path, tmp_path: Path) -> None:
     """As exporters write decoders that have no caches yet, and those that have."""
     folder = tmp_path / "folder"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnxruntime as ort
 import pytest
 
 from splitc.runtime.gpu import weights as gpu_weights
@@ -15,7 +16,10 @@ from splitc.runtime.gpu.weights import place_weights
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Weight
 
-pytestmark = pytest.mark.usefixtures("gpus")
+pytestmark = [
+    pytest.mark.usefixtures("gpus"),
+    pytest.mark.skipif(not hasattr(ort.OrtValue, "from_dlpack"), reason="needs OrtValue.from_dlpack of ONNX Runtime"),
+]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
