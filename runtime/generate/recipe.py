@@ -149,7 +149,10 @@ def _find_preprocessor(model: EncoderDecoder, package: Path) -> LogMel:
     tensor, module = find_features(model.encoder), str(model.wiring.encoder)
     file = find_beside(package, module, PREPROCESSOR)
     if file is None:
-        raise MisuseError(f"the package has no {PREPROCESSOR}, which says how the model's features are made of a sound")
+        raise MisuseError(
+            f"the package has no {PREPROCESSOR}, which says how the model's features are made of a sound: copy it from "
+            "the model that was exported into the exported folder, and compile that again"
+        )
     return read_log_mel(read_beside(package, module, PREPROCESSOR), file, tensor.shape or [])
 
 
