@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def test_every_package_is_listed() -> None:
 
 def test_extra_for_gpus_has_one_version_of_cuda() -> None:
     """ONNX Runtime, CuPy and NCCL must be for the same one."""
+    if sys.version_info < (3, 11):
+        pytest.skip("the extra wants a later ONNX Runtime than there is for Python 3.10")
     try:
         requires = metadata.requires("onnxruntime-gpu") or []
     except metadata.PackageNotFoundError:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.external_data import SMALL
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.nodes import describe_node
+from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 
@@ -40,8 +43,24 @@ def check_accepted(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.
     The `repeated` nodes have the form of another one. They are left out, and their outputs become inputs. The whole
     model is only loaded if what is left is refused, so that the message is the one that the user would see.
     """
+    _check_crashes(graph)
     if not _holds_its_data(file) or _refuses(_without(graph, file, repeated).SerializeToString()):
         check_whole(graph.path, graph.trusts_data)
+
+
+def _check_crashes(graph: Graph) -> None:
+    """Raise RefusedError for a node that ONNX Runtime loads, and that ends the process when it runs."""
+    if tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 32):
+        return
+    for node in graph.nodes:
+        number = operator_of(node).crashes_without
+        if number is not None and (number >= len(node.inputs) or node.inputs[number] is None):
+            raise RefusedError(
+                f"ONNX Runtime {onnxruntime.__version__} crashes on {describe_node(node)} of {graph.path} "
+                f"({node.domain}.{node.op_type}): it has no input {number}, the bias. Install ONNX Runtime 1.32 or "
+                "later, or export the model with a bias (onnxruntime-genai's builder omits one that is all zeros, as "
+                "of a model that was not trained)"
+            )
 
 
 def check_whole(path: Path, trusts_data: bool = False) -> None:

@@ -203,6 +203,7 @@ OPERATORS = (
         masks=(3, 5),
         is_product=True,
         is_attention=True,
+        crashes_without=2,
         scratch=scratch.fused_attention,
     ),
     Operator(

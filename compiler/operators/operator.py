@@ -64,6 +64,7 @@ class Operator:
 
     Engines:
     is_attention: ONNX Runtime chooses its kernel by shape.
+    crashes_without: an input that may be missing, though ONNX Runtime before 1.32 ends the process on the CPU then.
 
     Splits:
     matrix_input: the input whose columns row mode may slice.
@@ -102,6 +103,7 @@ class Operator:
     may_precede_softmax: bool = False
     may_make_angles: bool = False
     is_attention: bool = False
+    crashes_without: int | None = None
     matrix_input: int | None = None
     tables: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()

@@ -44,6 +44,7 @@ def plan_chapter(title: str, plan: Plan, verdict: Sequence[str], why: Sequence[s
             rank.memory.cache,
             rank.memory.total,
             rank.budget,
+            adapters=rank.memory.adapters,
         )
         for rank in plan.ranks
     ]

@@ -24,7 +24,10 @@ def find_prompt(
     """
     start = config.get("decoder_start_token_id", config.get("bos_token_id"))
     if not isinstance(start, int):
-        raise MisuseError("no config of the package has decoder_start_token_id, which the decoder begins with")
+        raise MisuseError(
+            "no config of the package has decoder_start_token_id, which the decoder begins with: copy "
+            "generation_config.json from the model that was exported into the exported folder, and compile that again"
+        )
     languages, tasks = config.get("lang_to_id") or {}, config.get("task_to_id") or {}
     names = {**languages, **{key.strip("<|>"): token for key, token in languages.items()}}
     _check_choice("--language", language, names)

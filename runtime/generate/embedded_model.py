@@ -13,6 +13,7 @@ import numpy.typing as npt
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import ModelRunner, StateHolder
+from splitc.runtime.generate.image_positions import Positions
 from splitc.runtime.package.manifest import Manifest, Tensor
 
 
@@ -46,15 +47,28 @@ class Embedding:
 
 
 class EmbeddedModel:
-    """The decoder's face to those who feed tokens. `embeds` is its input of embeddings."""
+    """The decoder's face to those who feed tokens. `embeds` is its input of embeddings.
 
-    def __init__(self, decoder: ModelRunner, embeds: str, embedding: Embedding) -> None:
+    With `places`, its input `positions` has several numbers for a token, of which those who feed tokens know one.
+    """
+
+    def __init__(
+        self,
+        decoder: ModelRunner,
+        embeds: str,
+        embedding: Embedding,
+        positions: str = "",
+        places: Positions | None = None,
+    ) -> None:
         self._decoder, self._embeds, self._embedding = decoder, embeds, embedding
+        self._positions, self._places = positions, places
         inputs = {tensor.name: tensor for tensor in decoder.manifest.inputs}
         taken = inputs.pop(embeds)
         most = None if taken.max_shape is None else taken.max_shape[:2]
         shape = None if taken.shape is None else taken.shape[:2]
         ids = msgspec.structs.replace(embedding.ids, shape=shape, sample_shape=None, min_shape=None, max_shape=most)
+        if places is not None:
+            inputs[positions] = _without_rows(inputs[positions])
         self._manifest = msgspec.structs.replace(decoder.manifest, inputs=[ids, *inputs.values()])
 
     @property
@@ -80,6 +94,9 @@ class EmbeddedModel:
         """The feeds with embeddings in place of tokens, and the rows of features that are used with them."""
         rest = dict(feeds)
         rows, used = self._embedding.rows(np.asarray(rest.pop(self._embedding.ids.name)), used)
+        if self._places is not None:
+            places = np.asarray(rest[self._positions])
+            rest[self._positions] = self._places.at(places).astype(places.dtype)
         return {**rest, self._embeds: rows}, used
 
 
@@ -109,6 +126,13 @@ class EmbeddedSequence:
     def close(self) -> None:
         """See StateSequence."""
         self._sequence.close()
+
+
+def _without_rows(positions: Tensor) -> Tensor:
+    """The input of positions as those see it who know one number a token: [batch, tokens]."""
+    shapes = (positions.shape, positions.max_shape)
+    shape, most = (None if sizes is None else sizes[1:] for sizes in shapes)
+    return msgspec.structs.replace(positions, shape=shape, sample_shape=None, min_shape=None, max_shape=most)
 
 
 def check_rows(features: Array, tokens: int) -> None:

@@ -15,6 +15,7 @@ from splitc.runtime.generate.capacity import USUAL
 from splitc.runtime.generate.conversation import ModelRunner
 from splitc.runtime.generate.decoder_prompt import find_prompt
 from splitc.runtime.generate.encoder_decoder import EncoderDecoder, describe_encoder, find_features
+from splitc.runtime.generate.image_positions import read_positions
 from splitc.runtime.generate.image_prompt import read_images
 from splitc.runtime.generate.log_mel import LogMel, read_log_mel
 from splitc.runtime.generate.package_configs import find_beside, generation_config, read_beside, understood
@@ -56,7 +57,8 @@ def generate_text(
         "other_stop_tokens", ()
     )
     read = partial(read_images, package, wiring.vision, question, [Path(image) for image in images])
-    return generate_about_images(modules, wiring, read if images else prompt, **options)
+    places = partial(read_positions, package, wiring.decoder)
+    return generate_about_images(modules, wiring, read if images else prompt, places, **options)
 
 
 def generate_from_encoder(
@@ -149,7 +151,10 @@ def _find_preprocessor(model: EncoderDecoder, package: Path) -> LogMel:
     tensor, module = find_features(model.encoder), str(model.wiring.encoder)
     file = find_beside(package, module, PREPROCESSOR)
     if file is None:
-        raise MisuseError(f"the package has no {PREPROCESSOR}, which says how the model's features are made of a sound")
+        raise MisuseError(
+            f"the package has no {PREPROCESSOR}, which says how the model's features are made of a sound: copy it from "
+            "the model that was exported into the exported folder, and compile that again"
+        )
     return read_log_mel(read_beside(package, module, PREPROCESSOR), file, tensor.shape or [])
 
 

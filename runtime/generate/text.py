@@ -68,11 +68,11 @@ class Text:
             number: int | None = self.tokenizer.token_to_id(token)
         return number
 
-    def again(self) -> Text:
-        """The same tokenizer, for another text."""
+    def again(self, special: bool = False) -> Text:
+        """The same tokenizer, for another text, in which special tokens are shown if `special`."""
         from tokenizers.decoders import DecodeStream
 
-        return Text(self.tokenizer, self.file, DecodeStream(skip_special_tokens=True))
+        return Text(self.tokenizer, self.file, DecodeStream(skip_special_tokens=not special))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """A text's token ids, including special ones that the tokenizer adds if `special`.
@@ -88,10 +88,10 @@ class Text:
         with _library(f"{self.file} can't read the prompt"):
             return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        """The text of tokens, special ones included if `special`."""
         with _library(f"{self.file} can't decode tokens"):
-            return str(self.tokenizer.decode(list(tokens)))
+            return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def step(self, token: int) -> str:
         """The text that one more token adds; empty as long as a character is incomplete."""

@@ -14,6 +14,7 @@ from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import ModelRunner
 from splitc.runtime.generate.embedded_model import EmbeddedModel, Embedding, check_rows
+from splitc.runtime.generate.image_positions import Positions
 from splitc.runtime.generate.image_prompt import ImagePrompt
 from splitc.runtime.generate.signature import find_logits
 from splitc.runtime.generate.tokens import Timings, generate
@@ -22,6 +23,8 @@ from splitc.runtime.package.manifest import Manifest, Tensor
 
 # A token that no text has: of a prompt without images.
 NO_IMAGE = -1
+# The numbers of a position where a model does not say: the time, the row and the column.
+ROWS = 3
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def generate_about_images(
     modules: Mapping[str, ModelRunner],
     wiring: VisionWiring,
     prompt: Callable[[], ImagePrompt] | Sequence[int] | None,
+    positions: Callable[[ImagePrompt], Positions],
     *,
     stop_tokens: Collection[int] = (),
     other_stop_tokens: Collection[int] = (),
@@ -96,8 +100,9 @@ def generate_about_images(
 ) -> Generator[int, None, str]:
     """Yield the tokens after a question about images, which is read by calling `prompt`, or after a prompt's tokens.
 
-    For the options and what is returned see `tokens.generate`; without `stop_tokens`, a text ends at the
-    `other_stop_tokens`. Raises MisuseError for what is asked of speech (`sound`, `language`, `task`).
+    `positions` says where the tokens of a prompt with images are, for a decoder to which that matters. For the other
+    options and what is returned see `tokens.generate`; without `stop_tokens`, a text ends at the `other_stop_tokens`.
+    Raises MisuseError for what is asked of speech (`sound`, `language`, `task`).
     """
     if sound is not None or language is not None or task is not None:
         raise MisuseError("these modules read a text and images (--prompt, --image), and no sound")
@@ -106,7 +111,7 @@ def generate_about_images(
     timings = Timings() if timings is None else timings
     start = time.perf_counter()
     asked = prompt() if callable(prompt) else ImagePrompt(prompt, NO_IMAGE, {})
-    first, step = _embedded(modules, wiring, asked)
+    first, step = _embedded(modules, wiring, asked, positions)
     timings.encoder_seconds += time.perf_counter() - start if asked.arrays else 0.0
     ends: dict[str, Any] = {"stop_tokens": stop_tokens or other_stop_tokens, "timings": timings}
     model = step or first
@@ -115,19 +120,22 @@ def generate_about_images(
 
 
 def _embedded(
-    modules: Mapping[str, ModelRunner], wiring: VisionWiring, prompt: ImagePrompt
+    modules: Mapping[str, ModelRunner],
+    wiring: VisionWiring,
+    prompt: ImagePrompt,
+    positions: Callable[[ImagePrompt], Positions],
 ) -> tuple[EmbeddedModel | None, EmbeddedModel | None]:
     """The decoder's two uses, fed with tokens. One may be missing."""
     decoder, table = modules[wiring.decoder].manifest, modules[wiring.embedding].manifest
-    _check_positions(decoder)
     embeds, ids = _embeds_of(decoder), _ids_of(table)
     assert embeds is not None and ids is not None
     output = next(made for made in table.outputs if fits(embeds, made))
     slot = next((tensor for tensor in table.inputs if tensor.name in find_wanted(table)), None)
     features = _see(modules[wiring.vision], prompt, embeds)
+    places = _places(decoder, prompt, positions)
     embedding = Embedding(modules[wiring.embedding], ids, output.name, slot, prompt.image_token, features)
     first, step = (
-        None if name is None else EmbeddedModel(modules[name], embeds.name, embedding)
+        None if name is None else EmbeddedModel(modules[name], embeds.name, embedding, *places)
         for name in (wiring.first, wiring.step)
     )
     return first, step
@@ -152,11 +160,24 @@ def _see(vision: ModelRunner, prompt: ImagePrompt, embeds: Tensor) -> Array:
     return features
 
 
-def _check_positions(decoder: Manifest) -> None:
-    """Raise MisuseError for positions that have more than one number for a token."""
+def _places(
+    decoder: Manifest, prompt: ImagePrompt, positions: Callable[[ImagePrompt], Positions]
+) -> tuple[str, Positions] | tuple[()]:
+    """The decoder's input of several numbers for a token, and what they are; nothing if it has one number or none.
+
+    Raises MisuseError for another number of them than transformers' model has.
+    """
     for tensor in decoder.inputs:
-        if tensor.role is not None and tensor.role.kind == "positions" and len(tensor.shape or ()) > 2:
+        if tensor.role is None or tensor.role.kind != "positions" or len(tensor.shape or ()) != 3:
+            continue
+        rows = (tensor.shape or [])[0]
+        if not prompt.arrays:
+            return tensor.name, Positions.of_text(rows if isinstance(rows, int) else ROWS, len(prompt.ids))
+        made = positions(prompt)
+        if made.prompt.shape != ((count := rows if isinstance(rows, int) else len(made.prompt)), len(prompt.ids)):
             raise MisuseError(
-                f"{decoder.source.name} takes positions in an image ('{tensor.name}'), which generate does not make: "
-                "in Python, run the modules by yourself"
+                f"{decoder.source.name} takes {count} positions for each of {len(prompt.ids)} tokens "
+                f"('{tensor.name}'), and transformers' model gives {list(made.prompt.shape)}: they are not of one model"
             )
+        return tensor.name, made
+    return ()

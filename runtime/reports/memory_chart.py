@@ -10,10 +10,12 @@ from splitc.runtime.reports.strips import ShownRank
 from splitc.runtime.reports.theme import BYTES, altair, finished, unit_for
 from splitc.runtime.units import format_bytes
 
+ADAPTERS = "requests' adapters"
 PREDICTED = {
     "weights": "var(--weights)",
     "caches": "var(--caches)",
     "activations": "var(--activations)",
+    ADAPTERS: "var(--adapters)",
     "the engine itself, and loading": "var(--other)",
 }
 MEASURED = {"loaded, measured": "var(--loaded)", "more at the peak, measured": "var(--peak)"}
@@ -36,6 +38,8 @@ def memory_section(labels: Sequence[str], ranks: Sequence[ShownRank], budget: st
         notes.append("A red line is the budget of a device that needs more.")
     is_measured = any(rank.measured for rank in ranks)
     colours = PREDICTED | (MEASURED if is_measured else {})
+    if not any(rank.adapters for rank in ranks):
+        colours.pop(ADAPTERS)
     return Section("Memory", notes, legend=colours, chart=_chart(bars, end, colours), tables=[_table(labels, ranks)])
 
 
@@ -61,8 +65,10 @@ class _Bar:
 
 def _bars(number: int, label: str, rank: ShownRank) -> Iterator[_Bar]:
     """What is predicted of a rank, and below it what was measured."""
-    sizes = (rank.weights, rank.cache, rank.activations)
+    sizes = (rank.weights, rank.cache, rank.activations, rank.adapters)
     parts = dict(zip(PREDICTED, (*sizes, max(0, rank.total - sum(sizes))), strict=True))
+    if not rank.adapters:
+        parts.pop(ADAPTERS)
     full = format_bytes(rank.total)
     if rank.budget is not None:
         share = rank.total / max(1, rank.budget)
@@ -115,12 +121,14 @@ def _chart(bars: Sequence[_Bar], end: float, colours: Mapping[str, str]) -> Char
 
 
 def _table(labels: Sequence[str], ranks: Sequence[ShownRank]) -> Table:
-    columns = ["weights", "caches", "activations", "peak", "budget"]
+    adapted = any(rank.adapters for rank in ranks)
+    columns = ["weights", "caches", "activations", *(["adapters"] if adapted else []), "peak", "budget"]
     measured = any(rank.measured for rank in ranks)
     columns += ["loaded, measured", "peak, measured"] if measured else []
     rows = []
     for label, rank in zip(labels, ranks, strict=True):
-        sizes = [rank.weights, rank.cache, rank.activations, rank.total]
+        own = [rank.adapters] if adapted else []
+        sizes = [rank.weights, rank.cache, rank.activations, *own, rank.total]
         row = [label, *map(format_bytes, sizes), "?" if rank.budget is None else format_bytes(rank.budget)]
         if rank.measured is not None:
             row += [format_bytes(rank.measured.loaded), format_bytes(rank.measured.peak)]

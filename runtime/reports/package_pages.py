@@ -115,6 +115,7 @@ def _body(manifest: Manifest, measured: Sequence[RankMemory], whole: bool = Fals
             rank.total_bytes,
             budget,
             memory,
+            rank.adapter_bytes,
         )
         for rank, budget, memory in zip_longest(manifest.ranks, budgets, measured)
     ]

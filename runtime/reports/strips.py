@@ -17,7 +17,10 @@ COLOURS = 8
 
 @dataclass(frozen=True)
 class ShownRank:
-    """What pages show of a rank: its device, blocks, predicted bytes, and its budget and measured bytes if known."""
+    """What pages show of a rank: its device, blocks, predicted bytes, and its budget and measured bytes if known.
+
+    `adapters` is what requests with adapters take of the `total`.
+    """
 
     device: str
     blocks: Sequence[str]
@@ -27,6 +30,7 @@ class ShownRank:
     total: int
     budget: int | None = None
     measured: RankMemory | None = None
+    adapters: int = 0
 
 
 def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[Cut], is_radial: bool, copies: int = 1) -> Section:

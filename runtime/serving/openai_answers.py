@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.explained import explained
 from splitc.runtime.serving.openai_replies import Reply, card, failure, failure_event
-from splitc.runtime.serving.openai_requests import Asked, read_asked
+from splitc.runtime.serving.openai_requests import Asked, RequestError, read_asked
 from splitc.runtime.serving.served_package import ServedPackage, is_clients_fault
-from splitc.runtime.serving.texts import Question, Texts, TooLongError
+from splitc.runtime.serving.texts import Question, Texts, TooLongError, Written
+from splitc.runtime.serving.tool_calls import Message
 from splitc.runtime.threads.executor import Executor
 
 
@@ -25,6 +27,16 @@ class UnknownModelError(MisuseError):
 
 class BusyError(Exception):
     """As many answers are being written as the model takes."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What an answer follows: tokens, and for a chat their text. `likeliest` and `tools` are the request's."""
+
+    tokens: Sequence[int]
+    text: str
+    likeliest: int | None
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 class Writer:
@@ -43,25 +55,76 @@ class Writer:
     async def answer(self, asked: Asked, chat: bool, request: Request) -> Response:
         """The answer to a request, whole or as a stream. Raises SplitcError for what can't be answered."""
         prompt = await self._in_thread(self._read_prompt, asked, chat)
-        reply = Reply(self._name, chat, len(prompt))
-        pieces = self._write(asked, prompt, reply)
-        # What can't be answered fails here, before the answer begins.
-        text = await anext(pieces, "")
-        if asked.stream:
-            with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-            return StreamingResponse(_stream(text, pieces, reply, with_usage), media_type="text/event-stream")
+        written = [Written() for _ in range(asked.choices)]
+        reply = Reply(self._name, chat, len(prompt.tokens), written, asked.likeliest is not None)
+        answers = [self._write(asked, prompt, number, reply) for number in range(len(written))]
+        try:
+            # What can't be answered fails here, before an answer begins.
+            texts = [await anext(pieces, "") for pieces in answers]
+            if asked.stream:
+                with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+                stream = self._stream(list(zip(texts, answers, strict=True)), prompt, reply, with_usage)
+                return StreamingResponse(stream, media_type="text/event-stream")
+            await asyncio.gather(
+                *(self._finish(texts, number, answers[number], request) for number in range(len(texts)))
+            )
+            return JSONResponse(reply.whole([self._message(prompt, text) for text in texts]))
+        except BaseException:
+            for pieces in answers:
+                await pieces.aclose()
+            raise
+
+    async def _finish(self, texts: list[str], number: int, pieces: AsyncGenerator[str, None], request: Request) -> None:
+        """Put what is left of an answer behind what there is of it, unless the client goes away."""
         async for piece in pieces:
-            text += piece
+            texts[number] += piece
             if await request.is_disconnected():
                 await pieces.aclose()
-        return JSONResponse(reply.whole(text))
 
-    def _read_prompt(self, asked: Asked, chat: bool) -> list[int]:
-        if chat:
-            return self._texts.read_chat(asked.conversation())
-        return self._texts.read_text(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+    def _read_prompt(self, asked: Asked, chat: bool) -> Prompt:
+        likeliest, tools = asked.likeliest, asked.offered
+        if not chat:
+            text = asked.prompt
+            return Prompt(self._texts.read_text(text) if isinstance(text, str) else text, "", likeliest)
+        if tools and (why := self._texts.why_no_tools()):
+            raise RequestError("tools", f"'tools' can't be used here: {why}")
+        text = self._texts.write_chat(asked.conversation(), tools)
+        return Prompt(self._texts.read_text(text, special=False), text, likeliest, tools)
 
-    async def _write(self, asked: Asked, prompt: list[int], reply: Reply) -> AsyncGenerator[str, None]:
+    def _message(self, prompt: Prompt, text: str) -> Message:
+        return self._texts.read_answer(prompt.text, text, prompt.tools) if prompt.tools else Message(text)
+
+    async def _stream(
+        self,
+        answers: Sequence[tuple[str, AsyncGenerator[str, None]]],
+        prompt: Prompt,
+        reply: Reply,
+        with_usage: bool,
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of answers that have begun with texts, one answer after the other.
+
+        Where tools are offered, an answer is one piece: only its end tells whether it is a call.
+        """
+        try:
+            for number, (text, pieces) in enumerate(answers):
+                message = None
+                if prompt.tools:
+                    message = self._message(prompt, text + "".join([piece async for piece in pieces]))
+                    text = message.text
+                yield reply.piece(number, text, first=True)
+                async for piece in pieces:
+                    if piece:
+                        yield reply.piece(number, piece, first=False)
+                yield reply.end(number, message)
+            for event in reply.ends(with_usage):
+                yield event
+        except Exception as error:
+            yield failure_event(_say(error))
+        finally:
+            for _, pieces in answers:
+                await pieces.aclose()
+
+    async def _write(self, asked: Asked, prompt: Prompt, number: int, reply: Reply) -> AsyncGenerator[str, None]:
         """Yield the answer in pieces. If nobody wants more, its sequence ends after the token that is being made."""
         most = self._served.serving.most_sequences
         if self._answers >= most:
@@ -69,7 +132,7 @@ class Writer:
         self._answers += 1
         step = None
         try:
-            stream = await self._in_thread(self._begin, asked, prompt, reply)
+            stream = await self._in_thread(self._begin, asked, prompt, number, reply)
             while True:
                 step = self._threads.submit(next, stream, None)
                 piece = await asyncio.wrap_future(step)
@@ -83,11 +146,13 @@ class Writer:
                 # Nothing can be awaited here: the client may be gone, and this task be cancelled.
                 step.add_done_callback(lambda _: self._end(stream))
 
-    def _begin(self, asked: Asked, prompt: list[int], reply: Reply) -> Generator[str, None, None]:
+    def _begin(self, asked: Asked, prompt: Prompt, number: int, reply: Reply) -> Generator[str, None, None]:
         session = self._served.need_session()
-        sampling = self._texts.sampling(asked.temperature, asked.top_p, asked.top_k, asked.seed)
-        most = self._texts.count(session, len(prompt), asked.most)
-        return self._texts.write(session, Question(prompt, most, sampling, asked.stops), reply.written)
+        seed = None if asked.seed is None else asked.seed + number
+        sampling = self._texts.sampling(asked.temperature, asked.top_p, asked.top_k, seed)
+        most = self._texts.count(session, len(prompt.tokens), asked.most)
+        question = Question(prompt.tokens, most, sampling, asked.stops, prompt.likeliest, bool(prompt.tools))
+        return self._texts.write(session, question, reply.written[number])
 
     def _end(self, stream: Generator[str, None, None]) -> None:
         stream.close()
@@ -141,32 +206,16 @@ class Writers:
 WRITERS = Writers()
 
 
-async def _stream(
-    text: str, pieces: AsyncGenerator[str, None], reply: Reply, with_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    """The events of an answer that has begun with a text."""
-    try:
-        yield reply.piece(text, first=True)
-        async for piece in pieces:
-            if piece:
-                yield reply.piece(piece, first=False)
-        for event in reply.ends(with_usage):
-            yield event
-    except Exception as error:
-        yield failure_event(_say(error))
-    finally:
-        await pieces.aclose()
-
-
 def _refusal(error: Exception) -> Response:
     """The answer to a request that failed."""
     if isinstance(error, UnknownModelError):
-        return JSONResponse(failure(str(error), "invalid_request_error", "model_not_found"), 404)
+        return JSONResponse(failure(str(error), "invalid_request_error", "model_not_found", "model"), 404)
     if isinstance(error, BusyError):
         return JSONResponse(failure(str(error), "rate_limit_error"), 429)
     if is_clients_fault(error):
         code = "context_length_exceeded" if isinstance(error, TooLongError) else None
-        return JSONResponse(failure(_say(error), "invalid_request_error", code), 400)
+        field = error.field if isinstance(error, RequestError) else None
+        return JSONResponse(failure(_say(error), "invalid_request_error", code, field), 400)
     return JSONResponse(failure(_say(error), "server_error"), 500)
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import parse_json
 from splitc.runtime.generate.capacity import find_capacity
+from splitc.runtime.generate.chances import Chances
 from splitc.runtime.generate.package_configs import understood
 from splitc.runtime.generate.sampling import Sampling
 from splitc.runtime.generate.signature import find_signature
 from splitc.runtime.generate.stop_texts import StopTexts
 from splitc.runtime.generate.text import Text
 from splitc.runtime.generate.tokens import STOP
+from splitc.runtime.serving.tool_calls import Message, read_calls, why_no_tools
 from splitc.runtime.session.session import Session
 
 # The most tokens of a prompt with its answer, where neither the export nor the package says: as for onnxruntime-genai.
@@ -33,20 +35,40 @@ class TooLongError(MisuseError):
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and how it is answered: with at most `most` tokens, and up to one of the texts `stops`."""
+    """A prompt, and how it is answered: with at most `most` tokens, and up to one of the texts `stops`.
+
+    With `likeliest`, each token's log probability is kept, and those of so many likeliest ones. With `special`, the
+    answer has special tokens too.
+    """
 
     prompt: Sequence[int]
     most: int
     sampling: Sampling
     stops: Sequence[str] = ()
+    likeliest: int | None = None
+    special: bool = False
 
 
 @dataclass
 class Written:
-    """What was written of an answer: its tokens, and whether it ended by itself (`stop`) or for want of room."""
+    """What was written of an answer: its tokens, and whether it ended by itself (`stop`) or for want of room.
+
+    With `cut`, one of the stop texts ended it. `chances` are the tokens' own texts with their log probabilities, and
+    those of the likeliest ones in their places. Each has the place in the answer where its text begins.
+    """
 
     tokens: int = 0
     finish: str = "length"
+    cut: bool = False
+    chances: list[tuple[int, Sequence[tuple[str, float]]]] = field(default_factory=list)
+    _length: int = 0
+
+    def passed_on(self, text: str, last: bool = False) -> Sequence[Sequence[tuple[str, float]]]:
+        """The chances of the tokens of a text that was passed on, which follows those before."""
+        self._length += len(text)
+        count = sum((last and not self.cut) or place < self._length for place, _ in self.chances)
+        taken, self.chances = self.chances[:count], self.chances[count:]
+        return [chances for _, chances in taken]
 
 
 class Texts:
@@ -62,19 +84,30 @@ class Texts:
         config = folder / "generation_config.json"
         self._config = parse_json(config.read_bytes(), f"{config} is no JSON") if config.exists() else {}
 
-    def read_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def write_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt of a conversation. Raises MisuseError without a template, and for what the template refuses."""
         if not self._templates.chat_template:
             raise MisuseError("the model's tokenizer has no chat template: ask for completions of a text instead")
         try:
-            text = self._templates.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            return str(
+                self._templates.apply_chat_template(
+                    list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+                )
+            )
         except Exception as error:  # a template is a program of the model's author, and may raise anything
             raise MisuseError(f"the model's chat template refuses these messages: {error}") from error
-        return self._text.encode(text, special=False)
 
-    def read_text(self, text: str) -> list[int]:
-        """The tokens of a text."""
-        return self._text.encode(text)
+    def why_no_tools(self) -> str | None:
+        """Why the model can't be offered tools; None if it can."""
+        return why_no_tools(self._templates)
+
+    def read_answer(self, prompt: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Message:
+        """What was written after a prompt: its text and its calls of tools. Raises as `read_calls`."""
+        return read_calls(self._templates, prompt, text, tools)
+
+    def read_text(self, text: str, special: bool = True) -> list[int]:
+        """The tokens of a text, with those that the tokenizer adds if `special`."""
+        return self._text.encode(text, special)
 
     def count(self, session: Session, prompt: int, asked: int | None) -> int:
         """The most tokens of an answer: `asked`, or as many as there is room for. Raises TooLongError for more."""
@@ -104,10 +137,16 @@ class Texts:
 
     def write(self, session: Session, question: Question, written: Written) -> Generator[str, None, None]:
         """Yield the answer, a piece for each token, which may be empty. `written` is filled meanwhile."""
-        text, stops = self._text.again(), StopTexts(question.stops)
+        text, stops = self._text.again(question.special), StopTexts(question.stops)
+        chances = None if question.likeliest is None else Chances()
         tokens = session.generate(
-            question.prompt, max_new_tokens=question.most, sampling=question.sampling, stop_tokens=self._ends
+            question.prompt,
+            max_new_tokens=question.most,
+            sampling=question.sampling,
+            stop_tokens=self._ends,
+            rules=chances,
         )
+        length = 0
         try:
             while not stops.ended:
                 try:
@@ -117,8 +156,13 @@ class Texts:
                     yield stops.rest()
                     return
                 written.tokens += 1
-                yield stops.take(text.step(token))
-            written.finish = "stop"
+                if chances is not None:
+                    likely = chances.of(token, question.likeliest or 0)
+                    written.chances.append((length, [(self._text.decode([one], True), log) for one, log in likely]))
+                piece = text.step(token)
+                length += len(piece)
+                yield stops.take(piece)
+            written.finish, written.cut = "stop", True
         finally:
             tokens.close()
 

@@ -12,6 +12,7 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend import acceptance
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.engines.unoptimized import load_unoptimized
+from tests.helpers.blocks import Block
 
 
 def decoder(folder: Path, layers: int) -> Path:
@@ -50,3 +51,20 @@ def test_one_odd_node_among_many_is_found(tmp_path: Path, asked: list[Path | byt
     with pytest.raises(ModelError, match=r"ONNX Runtime can't load .*12.onnx: .*unheard_of"):
         analyze(path, AskedShapes(), 1)
     assert asked[-1] == path
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_node_that_crashes_when_it_runs_is_refused(
+    given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime loads an attention without a bias: the process would end in the trial, or with the first request."""
+    b = Block()
+    bias = [b.w("bias", 24)] if given else []
+    b.give(b.op("com.microsoft.Attention", b.data("x", (2, 3, 8)), b.w("qkv", 8, 24), *bias, num_heads=2))
+    save(b.model(), tmp_path / "model.onnx")
+    monkeypatch.setattr("onnxruntime.__version__", "1.31.1")
+    if given:
+        analyze(tmp_path / "model.onnx", AskedShapes(), 1)
+        return
+    with pytest.raises(ModelError, match=r"1\.31\.1 crashes on node '/Attention'.* no input 2, the bias"):
+        analyze(tmp_path / "model.onnx", AskedShapes(), 1)

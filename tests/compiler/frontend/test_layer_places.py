@@ -26,6 +26,8 @@ FORMS = ["scales first", "one by one", "to float", "whole", "convolution"]
 @pytest.mark.parametrize("form", FORMS)
 def test_dynamically_quantized_layers_have_slots(form: str, tmp_path: Path) -> None:
     """In each form that tools write: the layer's input is what is quantized, its result what is scaled."""
+    if form == "convolution" and ort.__version__.startswith("1.23."):
+        pytest.skip("ONNX Runtime 1.23 has no ConvInteger for these number types")
     b = Block(21)
     kernel = (3, 3) if form == "convolution" else ()
     value = b.data("x", (2, WIDTH, 5, 5) if kernel else (4, WIDTH), ["n", WIDTH, *([5, 5] if kernel else [])])

@@ -16,7 +16,6 @@ from onnx import TensorProto
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.fusion.fuse import Fate
-from splitc.compiler.fusion.grouped import is_known
 from splitc.compiler.fusion.kernels import ON_CPUS, ON_GPUS, Gains
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import write_plan
@@ -26,10 +25,11 @@ from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.ranks.computation import Computation
 from tests.conftest import assert_close, run_whole
+from tests.helpers.needs import needs_caches
 from tests.helpers.written_attention import operators
 from tests.helpers.written_decoder import Style, feeds, following, without_states, write
 
-pytestmark = pytest.mark.skipif(not is_known(), reason="the ONNX Runtime that is installed has no such operator")
+pytestmark = needs_caches
 TRANSFORMERS = Style(masked=False, one=True, mask="low", scale="both", turned=True)
 OPTIMUM = Style(scale="computed", reads="past")
 STYLES = {

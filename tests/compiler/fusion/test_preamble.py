@@ -12,7 +12,6 @@ import pytest
 from onnx import TensorProto
 
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.fusion.grouped import is_known
 from splitc.runtime import Session
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest_file import read_manifest
@@ -20,9 +19,10 @@ from splitc.runtime.tools.rank_memory import measure_memory
 from tests.compiler.fusion.test_caches import OPTIMUM
 from tests.compiler.fusion.test_caches import STYLES as CACHED
 from tests.conftest import assert_close, run_whole
+from tests.helpers.needs import needs_caches
 from tests.helpers.written_decoder import Style, feeds, following, without_states, write
 
-pytestmark = pytest.mark.skipif(not is_known(), reason="the ONNX Runtime that is installed has no such operator")
+pytestmark = needs_caches
 HALF = TensorProto.FLOAT16
 # With a table of tokens that is no small constant.
 STYLES = {**CACHED, "sizes of hidden states": replace(OPTIMUM, reads="hidden", vocabulary=2000)}

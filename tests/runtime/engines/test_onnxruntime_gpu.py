@@ -21,10 +21,7 @@ from splitc.runtime.errors import PackageError
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import BuildOptions, Weight
-
-NEEDS_DLPACK = pytest.mark.skipif(
-    not hasattr(ort.OrtValue, "from_dlpack"), reason="needs OrtValue.from_dlpack of ONNX Runtime"
-)
+from tests.helpers.needs import needs_dlpack
 
 
 @pytest.fixture
@@ -93,7 +90,7 @@ def test_shapes_that_come_again_have_a_session_of_their_own(shares: bool, expect
 
 
 @pytest.mark.usefixtures("gpus")
-@NEEDS_DLPACK
+@needs_dlpack
 def test_weights_that_can_be_moved_take_turns(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(np.arange(8, dtype=np.float32).tobytes())
     weights = [Weight("w", "float32", [8], "file", 0)]
@@ -117,7 +114,7 @@ def test_weights_that_can_be_moved_take_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-@NEEDS_DLPACK
+@needs_dlpack
 @pytest.mark.parametrize("swaps", [False, True])
 def test_an_engine_with_slots_has_the_weights_of_the_one_without(swaps: bool, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(np.arange(8, dtype=np.float32).tobytes())

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from msgspec.structs import replace
 
@@ -29,6 +28,7 @@ from tests.conftest import DECODER
 from tests.helpers import encoder_decoders as made
 from tests.helpers.command import splitc
 from tests.helpers.greedy import plain_loop
+from tests.helpers.needs import needs_empty_weights
 
 MODES = {"layer": ("2xcpu", {}), "tensor": ("3xcpu", {}), "row": ("2xcpu", {"row_min": 16}), "auto": ("3xcpu", {})}
 TEXT = [7, 21, 5, 33, 40, 2]
@@ -225,9 +225,7 @@ def test_what_speech_can_not_be_made_of(
     assert re.search(message, result.stderr), result.stderr
 
 
-@pytest.mark.skipif(
-    onnxruntime.__version__.startswith("1.23."), reason="ONNX Runtime 1.23 divides by the size of an empty weight"
-)
+@needs_empty_weights
 def test_decoder_in_two_uses_without_an_encoder(decoder: Path, tmp_path: Path) -> None:
     """As exporters write decoders that have no caches yet, and those that have."""
     folder = tmp_path / "folder"

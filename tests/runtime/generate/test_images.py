@@ -15,6 +15,7 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.runtime import EncoderDecoder, MisuseError, Pipeline
+from splitc.runtime.generate.image_positions import Positions
 from splitc.runtime.generate.image_prompt import ImagePrompt
 from splitc.runtime.generate.vision_language import find_vision_wiring, generate_about_images
 from tests.conftest import Array, whole_session
@@ -106,10 +107,15 @@ def asked(*seeds: int) -> ImagePrompt:
     return ImagePrompt(ids, IMAGE, {"pixel_values": np.concatenate(pixels)} if pixels else {})
 
 
+def no_positions(prompt: ImagePrompt) -> Positions:
+    """One number a token is enough."""
+    raise AssertionError("the decoder wants no positions in images")
+
+
 def generate(pipeline: Pipeline, prompt: ImagePrompt, **options: Any) -> list[int]:
     wiring = find_vision_wiring({name: session.manifest for name, session in pipeline.items()})
     assert wiring is not None
-    return list(generate_about_images(pipeline, wiring, lambda: prompt, max_new_tokens=12, **options))
+    return list(generate_about_images(pipeline, wiring, lambda: prompt, no_positions, max_new_tokens=12, **options))
 
 
 @pytest.mark.parametrize(("mode", "devices"), [("layer", "3xcpu"), ("tensor", "2xcpu"), ("row", "2xcpu")])

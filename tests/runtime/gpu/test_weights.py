@@ -6,7 +6,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import onnxruntime as ort
 import pytest
 
 from splitc.runtime.gpu import weights as gpu_weights
@@ -15,10 +14,11 @@ from splitc.runtime.gpu.weight_places import ALIGNED, can_share
 from splitc.runtime.gpu.weights import place_weights
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Weight
+from tests.helpers.needs import needs_dlpack
 
 pytestmark = [
     pytest.mark.usefixtures("gpus"),
-    pytest.mark.skipif(not hasattr(ort.OrtValue, "from_dlpack"), reason="needs OrtValue.from_dlpack of ONNX Runtime"),
+    needs_dlpack,
 ]
 
 

@@ -101,6 +101,18 @@ def test_a_budget_that_is_too_small_is_marked() -> None:
     assert any("red line" in note for note in section.notes)
 
 
+def test_adapters_of_requests_are_a_part_of_their_own() -> None:
+    for adapters in (0, 3):
+        ranks = [ShownRank("cpu0", (), 6, 2, 1, 14, 20, adapters=adapters), ShownRank("cpu1", (), 6, 2, 1, 10, 20)]
+        section = memory_section(["0 cpu0", "1 cpu1"], ranks, "the budget")
+        assert section is not None and section.chart is not None
+        sizes = [row["said"] for row in rows(dict(section.chart)) if row.get("kind") == "requests' adapters"]
+        assert sizes == (["3 B"] if adapters else [])
+        own = [row["said"] for row in rows(dict(section.chart)) if row.get("kind", "").startswith("the engine")]
+        assert own[0] == f"{5 - adapters} B"
+        assert ("requests' adapters" in section.legend) == ("adapters" in section.tables[0].columns) == bool(adapters)
+
+
 def test_page_of_a_package_has_its_blocks_and_cuts(package: Path, tmp_path: Path) -> None:
     page = tmp_path / "inspect.html"
     held = json.loads(splitc("inspect", package, "--report", page, "--json").stdout)

@@ -24,6 +24,7 @@ from splitc.runtime.requests.turns import Turn, Turns
 from splitc.runtime.session.shared_ranks import make_swap, need_turns
 from tests.conftest import assert_close, decoder_feeds, run_whole, until
 from tests.helpers import fake_gpu_sessions
+from tests.helpers.needs import needs_dlpack
 from tests.helpers.packages import compile_mode, write_modules
 
 
@@ -107,6 +108,7 @@ def test_turn_that_fails_goes_to_the_next() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
+@needs_dlpack
 def test_weights_have_the_same_buffer_in_turn(tmp_path: Path) -> None:
     arrays: dict[str, Any] = {"one": np.arange(300, dtype=np.float32), "other": np.full((20, 30), 7, np.float16)}
     for name, array in arrays.items():
@@ -132,6 +134,7 @@ def two(decoder: Path, folder: Path, first: Path, second: Path) -> Path:
 
 
 @pytest.mark.usefixtures("gpus")
+@needs_dlpack
 def test_modules_swap_on_a_gpu_of_threads(decoder: Path, tmp_path: Path) -> None:
     """Requests that are replayed find their weights too. On cuda0 is the whole model, or its second half."""
     folder = two(decoder, tmp_path, compile_mode(decoder, "one device"), fake_gpu_sessions.package(decoder, "layer", 2))
@@ -140,6 +143,7 @@ def test_modules_swap_on_a_gpu_of_threads(decoder: Path, tmp_path: Path) -> None
         _check_turns(opened, run_whole(decoder, feeds), feeds)
 
 
+@needs_dlpack
 def test_modules_swap_on_gpus_of_processes(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
     folder = two(decoder, tmp_path, compile_mode(decoder, "one device"), fake_gpu_sessions.package(decoder, "layer", 2))

@@ -16,6 +16,7 @@ from splitc.runtime.package.states import State
 from splitc.runtime.serving.cache_names import CacheNames, _group, find_caches
 from tests.helpers.command import splitc
 from tests.helpers.folders import write_json
+from tests.helpers.needs import needs_caches
 from tests.helpers.packages import compile_mode
 
 
@@ -71,6 +72,7 @@ def test_what_is_missing_or_wrong_is_said(package: Path, tmp_path: Path, options
     assert not list(tmp_path.iterdir())
 
 
+@needs_caches
 def test_caches_in_place_are_not_the_servers(decoder: Path, tmp_path: Path) -> None:
     """Engines take their length, which only this runtime gives."""
     compile_model(plan_model(decoder, ["2xcpu"], Request(split_mode="layer")), tmp_path / "package")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.serving.openai_requests import REFUSED, read_asked
+from splitc.runtime.serving.openai_requests import REFUSED, RequestError, read_asked
 from splitc.runtime.serving.serving_file import read_serving
 from tests.helpers.command import splitc
 from tests.helpers.texts import write_chat_tokenizer
@@ -60,14 +60,18 @@ def test_requests_are_read() -> None:
     asked = read(messages=[{"role": "user", "content": parts}], max_tokens=3, stop="x", user="me", n=1, tools=[])
     assert asked.conversation() == [{"role": "user", "content": "one two"}]
     assert (asked.most, asked.stops, asked.temperature) == (3, ["x"], None)
+    assert (asked.choices, asked.likeliest, asked.offered) == (1, None, [])
+    assert read(logprobs=True, top_logprobs=2).likeliest == 2 and read(logprobs=True).likeliest == 0
+    assert read(tools=[{"type": "function"}], tool_choice="none").offered == []
     assert read(max_tokens=3, max_completion_tokens=5, stop=None).most == 5
     assert read("prompt", prompt=[1, 2]).prompt == [1, 2]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_lacking_is_refused_by_name(name: str) -> None:
-    with pytest.raises(MisuseError, match=f"'{name}' is .*lacks"):
+    with pytest.raises(RequestError, match=f"'{name}' is .*lacks") as caught:
         read("messages", **{name: [{"a": 2}]})
+    assert caught.value.field == name
 
 
 @pytest.mark.parametrize(
@@ -81,8 +85,9 @@ def test_what_is_lacking_is_refused_by_name(name: str) -> None:
     ],
 )
 def test_wrong_requests_name_the_field(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(MisuseError, match=message):
+    with pytest.raises(RequestError, match=message) as caught:
         read(**fields)
+    assert caught.value.field == next(iter(fields))
     with pytest.raises(MisuseError, match="can't read the request"):
         read_asked(b"{", "messages")
 
@@ -90,5 +95,18 @@ def test_wrong_requests_name_the_field(fields: dict[str, Any], message: str) -> 
 def test_parts_that_are_no_text_are_refused() -> None:
     with pytest.raises(MisuseError, match="'image_url'"):
         read(messages=[{"role": "user", "content": [{"type": "image_url"}]}]).conversation()
+    with pytest.raises(RequestError, match="arguments of the call of 'f' are no JSON"):
+        call = {"function": {"name": "f", "arguments": "{"}}
+        read(messages=[{"role": "assistant", "tool_calls": [call]}]).conversation()
+    for fields, name in (
+        ({"n": 0}, "choices"),
+        ({"n": 200}, "choices"),
+        ({"logprobs": True, "top_logprobs": 30}, "likeliest"),
+        ({"top_logprobs": 2}, "likeliest"),
+        ({"tool_choice": "required"}, "offered"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            getattr(read(**fields), name)
+        assert caught.value.field == list(fields)[-1]
     with pytest.raises(MisuseError, match="max_tokens 0"):
         assert read(max_tokens=0).most

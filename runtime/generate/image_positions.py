@@ -1,0 +1,88 @@
+"""Positions of tokens in images, as transformers' own model computes them: Qwen-VL's have three numbers a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from splitc.runtime.arrays.array import Array
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.generate.image_prompt import ImagePrompt
+from splitc.runtime.generate.package_configs import find_beside
+
+METHOD = "get_rope_index"
+# Arrays of a processor that the method takes, if it does.
+TAKEN = ("image_grid_thw", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of a prompt, [rows, tokens]. Tokens after it go on at their own place plus `shift`, in all rows."""
+
+    prompt: Array
+    shift: int
+
+    @staticmethod
+    def of_text(rows: int, tokens: int) -> Positions:
+        """Those of a prompt without images: its tokens' own places, in all rows."""
+        return Positions(np.tile(np.arange(tokens), (rows, 1)), 0)
+
+    def at(self, places: Array) -> Array:
+        """The positions, [rows, *places], of tokens at these places of the sequence."""
+        count = self.prompt.shape[1]
+        known = self.prompt[:, np.minimum(places, count - 1)]
+        return np.asarray(np.where(places < count, known, places + self.shift))
+
+
+def read_positions(package: Path, module: str, prompt: ImagePrompt) -> Positions:
+    """Have transformers' model, without its weights, say where the tokens of a prompt are.
+
+    Its config travels with the `module` of the package. Raises MisuseError without that, without torch, and for a model
+    that says nothing.
+    """
+    file = find_beside(package, module, "config.json")
+    if file is None:
+        raise MisuseError(
+            f"the decoder takes positions in an image, and {package} has no config.json, by which transformers "
+            "computes them: compile the folder in which it is"
+        )
+    method = _find_method(file)
+    try:
+        import torch
+
+        ids = torch.tensor([list(prompt.ids)])
+        wanted = [name for name in TAKEN if name in signature(method).parameters and name in prompt.arrays]
+        arrays = {name: torch.as_tensor(prompt.arrays[name]) for name in wanted}
+        places, shift = method(ids, **arrays, attention_mask=torch.ones_like(ids))
+    except Exception as error:  # models are programs of their authors
+        raise MisuseError(f"transformers can't compute positions by {file}: {error}") from error
+    return Positions(places[:, 0].numpy(), int(shift.flatten()[0]))
+
+
+def _find_method(config: Path) -> Callable[..., Any]:
+    """The method of the model's class, on a model whose weights take no memory."""
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModel
+    except ImportError as error:
+        raise MisuseError(
+            "the decoder takes positions in an image, which transformers computes with torch: pip install transformers "
+            f"torch ({error})"
+        ) from error
+    try:
+        with torch.device("meta"):
+            model = AutoModel.from_config(AutoConfig.from_pretrained(str(config.parent)))
+    except Exception as error:  # transformers' errors have no base of their own
+        raise MisuseError(f"transformers can't make a model by {config}: {error}") from error
+    method: Callable[..., Any] | None = getattr(model, METHOD, None)
+    if method is None:
+        raise MisuseError(
+            f"the decoder takes positions in an image, and transformers' {type(model).__name__} has no {METHOD} to "
+            "compute them: in Python, run the modules by yourself"
+        )
+    return method
