@@ -67,9 +67,10 @@ def biased_products(nodes: Sequence[ir.Node], reads: Reads) -> dict[ir.Node, ir.
         image, weight = (value.shape if value is not None else None for value in maker.inputs[:2])
         is_alone = readers[product] == 1 and not product.is_graph_output()
         is_small = bias.shape is not None and bias.producer() is None and len(bias.shape) == 1
-        if is_alone and is_small and image is not None and weight is not None and len(weight) == 2:
-            if len(image) == 2 or (len(image) > 2 and image.is_static()):
-                biased[node] = maker
+        if not is_alone or not is_small or image is None or weight is None or len(weight) != 2:
+            continue
+        if len(image) == 2 or (len(image) > 2 and image.is_static()):
+            biased[node] = maker
     return biased
 
 
