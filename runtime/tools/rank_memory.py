@@ -163,9 +163,10 @@ def _load(
     ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
     for end in ends.values():
         end.begin(0)
-    return [
-        load_engine(backend, package, file, slots, (None, (), ends.get(tuple(file.group)))) for file in rank.engines
-    ]
+    with backend.loading():
+        return [
+            load_engine(backend, package, file, slots, (None, (), ends.get(tuple(file.group)))) for file in rank.engines
+        ]
 
 
 def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> dict[str, Any]:

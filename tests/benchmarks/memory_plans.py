@@ -23,9 +23,9 @@ import onnx_ir as ir
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
+from splitc.runtime.cli.run_options import measure_ranks
 from splitc.runtime.errors import DoesNotFitError, SplitcError
 from splitc.runtime.feeds.fills import make_inputs
-from splitc.runtime.tools.rank_memory import measure_memory
 from splitc.runtime.units import format_bytes
 
 MODES = ("layer", "layer", "tensor", "row", "batch", "auto")
@@ -97,12 +97,12 @@ def run_plan(
         try:
             compile_model(plan, Path(folder) / "package", verify=False)
             with Session(Path(folder) / "package", threads=threads) as session:
-                feeds = make_inputs(session.inputs, 0, {})
-            measured = measure_memory(Path(folder) / "package", threads, feeds)
+                measured = measure_ranks(session, make_inputs(session.inputs, 0, {}))
         except SplitcError as error:
             with suppress(SplitcError):  # sizes that do not go together fail unsplit too
                 compile_model(free, Path(folder) / "free", verify=False)
-                measure_memory(Path(folder) / "free", threads, feeds)
+                with Session(Path(folder) / "free", threads=threads) as session:
+                    session.run(make_inputs(session.inputs, 0, {}))
                 return f"fails: {error}", []
             return "no plan: it does not run on these sizes", []
     ratios = [rank.predicted_total / max(1, rank.peak) for rank in measured]
