@@ -46,7 +46,8 @@ def choose_stages(
     loads = [memory.weights] if request.tensor_split else [_sums(kind) for kind in kinds]
     if not request.tensor_split:
         targets = [replace(target, load=kinds.index(tuple(own))) for target, own in zip(targets, seconds, strict=True)]
-    measured = [own for own in (block_activations(analysis, resources, 0),) if own is not None]
+    kinds_at = {device.kind: place for place, device in enumerate(resources.devices)}
+    measured = [own for at in kinds_at.values() if (own := block_activations(analysis, resources, at)) is not None]
 
     def beyond(start: int, end: int) -> int:
         return max((beyond_predicted(own[start:end]) for own in measured), default=0)

@@ -63,7 +63,7 @@ def group() -> Iterator[Path]:
 def test_plan_and_run_obey_a_real_control_group(group: Path, decoder: Path) -> None:
     """Without a budget of its own a request that needs more than the group leaves fails alone, and no process ends."""
     package = compile_mode(decoder, "layer")
-    command = [sys.executable, "-c", PROGRAM.format(limit=LIMIT), group, decoder, package]
+    command = [sys.executable, "-c", PROGRAM.format(limit=LIMIT), str(group), str(decoder), str(package)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "more memory than the budget leaves" in done.stdout
