@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -15,11 +16,23 @@ from splitc.compiler.analysis.liveness import Reads, Size, is_view
 def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
     """The nodes of a file in the order in which ONNX Runtime runs them.
 
-    It walks from the nodes that no other one reads up to what they read, depth first, the last node in the file first
-    (Graph::ReverseDFSFrom, core/graph/graph.cc), and not in the file's order. Nodes that its optimizer has fused come
-    after all in the file, which decides whether a block's MLP or its attention is first where both read one value.
+    Nodes that its optimizer has made count as the last in the file, in the order in which it found them, pass by pass.
+    That decides which branch comes first where two read one value: a block's MLP or its attention, queries or values.
     """
-    position = {node: number + len(nodes) * _ends_gelu(node) for number, node in enumerate(nodes)}
+    position = {node: number for number, node in enumerate(nodes)}
+    biased = biased_products(nodes, reads)
+    for is_made in (biased.__contains__, _follows_view, lambda node: _ends_gelu(node, biased)):
+        if any(map(is_made, nodes)):
+            made = [node for node in _depth_first(nodes, reads, position) if is_made(node)]
+            position.update((node, len(nodes) + number) for number, node in enumerate(made, max(position.values())))
+    return _depth_first(nodes, reads, position)
+
+
+def _depth_first(nodes: Sequence[ir.Node], reads: Reads, position: Mapping[ir.Node, int]) -> list[ir.Node]:
+    """From the nodes that no other one reads up to what they read, depth first, the last node of the file first.
+
+    It is the order of Graph::ReverseDFSFrom (core/graph/graph.cc), and not that of the file.
+    """
     above = {node: _producers(node, reads, position) for node in nodes}
     read = {maker for makers in above.values() for maker in makers}
     stack = [(node, False) for node in sorted(nodes, key=position.__getitem__) if node not in read]
@@ -36,16 +49,50 @@ def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
     return order
 
 
+def biased_products(nodes: Sequence[ir.Node], reads: Reads) -> dict[ir.Node, ir.Node]:
+    """The additions of a bias that ONNX Runtime makes one Gemm with the product before them, each with that product.
+
+    Their weights are matrices. If the product has a batch, it does so only where sizes are fixed in the file
+    (MatMulAddFusion, core/optimizer/matmul_add_fusion.cc).
+    """
+    readers = Counter(value for node in nodes for value in reads(node))
+    biased = {}
+    for node in nodes:
+        product, bias = (*node.inputs, None, None)[:2] if node.op_type == "Add" else (None, None)
+        if product is not None and product.producer() is None:
+            product, bias = bias, product
+        maker = product.producer() if product is not None else None
+        if product is None or bias is None or maker is None or maker.op_type != "MatMul":
+            continue
+        image, weight = (value.shape if value is not None else None for value in maker.inputs[:2])
+        is_alone = readers[product] == 1 and not product.is_graph_output()
+        is_small = bias.shape is not None and bias.producer() is None and len(bias.shape) == 1
+        if not is_alone or not is_small or image is None or weight is None or len(weight) != 2:
+            continue
+        if len(image) == 2 or (len(image) > 2 and image.is_static()):
+            biased[node] = maker
+    return biased
+
+
+def _follows_view(node: ir.Node) -> bool:
+    """Whether ONNX Runtime makes one Reshape of this one and the one before it."""
+    maker = node.inputs[0].producer() if node.op_type == "Reshape" and node.inputs[0] is not None else None
+    return maker is not None and maker.op_type == "Reshape"
+
+
 def _producers(node: ir.Node, reads: Reads, position: Mapping[ir.Node, int]) -> list[ir.Node]:
     makers = {maker for value in reads(node) if (maker := value.producer()) in position and maker is not None}
     return sorted(makers, key=position.__getitem__)
 
 
-def _ends_gelu(node: ir.Node) -> bool:
-    """Whether the node, or the fusion that it ends, is a Gelu: ONNX Runtime fuses it with the bias before it."""
+def _ends_gelu(node: ir.Node, biased: Container[ir.Node]) -> bool:
+    """Whether the node ends a fusion to a Gelu: of one that is written out, or of one with the bias before it.
+
+    What is `biased` already has become part of a product.
+    """
+    above = [value.producer() for value in node.inputs if value is not None] if node.op_type in ("Gelu", "Mul") else []
     if node.op_type == "Gelu":
-        return True
-    above = [value.producer() for value in node.inputs if value is not None] if node.op_type == "Mul" else []
+        return any(maker is not None and maker.op_type == "Add" and maker not in biased for maker in above)
     return any(_reads_erf(maker, 2) for maker in above if maker is not None)
 
 
@@ -67,6 +114,9 @@ def arena_bytes(
     """
     order = execution_order(nodes, reads)
     source = {node.outputs[0]: first for node in order if (first := _viewed(node, size)) is not None}
+    # What a product would make without its bias is never there. What is summed over ranks first gets no bias before.
+    products = [product for product in biased_products(nodes, reads).values() if not scratch(product)]
+    source.update((node.outputs[0], first) for node in products if (first := node.inputs[0]) is not None)
 
     def root(value: ir.Value) -> ir.Value:
         while value in source:

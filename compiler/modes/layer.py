@@ -30,6 +30,7 @@ from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rema
 from splitc.compiler.placement.asked import asked_places
 from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes, search_budget
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
+from splitc.compiler.planning.measured import as_measured
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_stages
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
@@ -179,7 +180,7 @@ def _make_plan(
             stage,
             number,
             0,
-            rank_memory(analysis, stage, number, transfers),
+            as_measured(analysis, resources, place, stage.blocks, rank_memory(analysis, stage, number, transfers)),
             own,
             again,
         )

@@ -14,6 +14,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.range_memory import RangeMemory
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.planning.clock import Clock, Prediction
+from splitc.compiler.planning.measured import beyond_predicted, block_activations
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Resources, as_shares
 from splitc.compiler.planning.stage_search import Assignment, StageCosts, Target, plan_stages
@@ -45,12 +46,18 @@ def choose_stages(
     loads = [memory.weights] if request.tensor_split else [_sums(kind) for kind in kinds]
     if not request.tensor_split:
         targets = [replace(target, load=kinds.index(tuple(own))) for target, own in zip(targets, seconds, strict=True)]
+    kinds_at = {device.kind: place for place, device in enumerate(resources.devices)}
+    measured = [own for at in kinds_at.values() if (own := block_activations(analysis, resources, at)) is not None]
+
+    def beyond(start: int, end: int) -> int:
+        return max((beyond_predicted(own[start:end]) for own in measured), default=0)
+
     costs = StageCosts(
         names=[block.name for block in analysis.partition.blocks],
         loads=loads,
         weights=memory.weights,
-        memory=memory.at_least,
-        exact=memory.exact,
+        memory=lambda start, end: memory.at_least(start, end) + beyond(start, end),
+        exact=lambda start, end: memory.exact(start, end) + beyond(start, end),
         cut=memory.cut_bytes.__getitem__,
         link=lambda size, far: between_hosts.seconds(size) if far else 0.0,  # CPU devices share their memory
     )

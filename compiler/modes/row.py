@@ -27,6 +27,7 @@ from splitc.compiler.modes.mode import Mode, Way, WholeValues
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace
 from splitc.compiler.planning.host_groups import single_groups
+from splitc.compiler.planning.measured import as_measured
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares, check_stages
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
@@ -164,6 +165,7 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     first = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
     stages = {kind: _rank_stage(analysis, sliced, stage, number) for kind, number in first.items()}
     memories = {kind: _rank_memory(analysis, sliced, stage, number) for kind, number in first.items()}
+    main = as_measured(analysis, resources, 0, stage.blocks, memories[kinds[0]])
     crossing = {kind: _crossing(analysis, sliced, number) for kind, number in first.items() if number}
     ranks = [
         RankPlan(
@@ -173,7 +175,7 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
             stages[kinds[number]],
             0,
             number,
-            memories[kinds[number]],
+            memories[kinds[number]] if number else main,
             seconds[number],
         )
         for number, device in enumerate(devices)

@@ -30,6 +30,7 @@ from splitc.compiler.nodes import describe_node
 from splitc.compiler.planning.assembly import assemble, check_memory, search_budget
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace, sum_link
 from splitc.compiler.planning.host_groups import group_devices, numbers_to_try, single_groups
+from splitc.compiler.planning.measured import as_measured
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
@@ -235,7 +236,7 @@ def _make_plan(
                 stage,
                 number,
                 part,
-                memories[sizes],
+                as_measured(analysis, resources, place, stage.blocks, memories[sizes]),
                 sum(seconds[run.target][run.start : run.end]) * shares[place] / sum(groups[run.target]),
                 repeated[number] if part == 0 else Rematerialized(),
             )

@@ -1,15 +1,13 @@
-"""Measure the time of each block on its device, instead of estimating it (`--profile`)."""
+"""Measure the time and memory of each block on its device, instead of predicting them (`--profile`)."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -19,60 +17,63 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.stages import Stage, divide_blocks
+from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.made_up import choose_fill
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
+from splitc.compiler.planning.measured import single_blocks
 from splitc.compiler.remembered import remembered
-from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import fill_array
 from splitc.runtime.files.cache import read_cache, write_cache
 from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.package.manifest import Fill
 from splitc.runtime.threads.progress import counted
+from splitc.runtime.tools.engine_costs import EngineCosts, measure_engine
 
-# Runs of a block that do not count, and those whose median does. A choice: more take longer, of each block.
-WARMUP, RUNS = 2, 7
-# The cache's file of measured times, by a hash of the block's content.
-FILE = "block_seconds.json"
+# The cache's file of what was measured, by a hash of the block's content.
+FILE = "block_costs.json"
 
 
-def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int | None) -> list[float]:
-    """Median seconds of each block by itself, with the bound shapes and made-up inputs.
+def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int | None) -> list[EngineCosts]:
+    """The time and memory of each block by itself, with the bound shapes and made-up inputs.
 
-    Blocks with the same content (operators, attributes, shapes, types) are measured once. The times are kept in the
-    user's cache folder.
+    Blocks with the same content (operators, attributes, shapes, types) are measured once, each in a process of its own.
+    What was measured is kept in the user's cache folder.
     """
     count = threads_for(devices, threads)
-    blocks = len(analysis.partition.blocks)
-    stages = divide_blocks(analysis.graph, analysis.partition, range(1, blocks + 1))[:blocks]
+    stages = single_blocks(analysis)
     try:
-        seconds = msgspec.json.decode(read_cache(FILE), type=dict[str, float])
+        costs = msgspec.json.decode(read_cache(FILE), type=dict[str, EngineCosts])
     except msgspec.DecodeError:
-        seconds = {}
+        costs = {}
     measured = _measured(analysis)
-    seconds.update(measured)
-    keys = [_content(analysis, stage, devices[0], count) for stage in stages]
-    for key, stage in counted("timing blocks", list(zip(keys, stages, strict=True))):
-        if key not in seconds:
-            seconds[key] = measured[key] = _measure(analysis, stage, devices[0], count)
+    costs.update(measured)
+    keys = _contents(analysis, devices[0], count)
+    for key, stage in counted("measuring blocks", list(zip(keys, stages, strict=True))):
+        if key not in costs:
+            costs[key] = measured[key] = _measure(analysis, stage, devices[0], count)
             with suppress(MisuseError):  # then other processes measure again, and this plan is as good
-                write_cache(FILE, msgspec.json.encode(seconds))
-    return [seconds[key] for key in keys]
+                write_cache(FILE, msgspec.json.encode(costs))
+    return [costs[key] for key in keys]
 
 
 @remembered
-def _measured(analysis: Analysis) -> dict[str, float]:
+def _measured(analysis: Analysis) -> dict[str, EngineCosts]:
     """What was measured of a model, whether the cache can be written or not: auto mode asks for each candidate."""
     return {}
 
 
+@remembered
+def _contents(analysis: Analysis, device: Device, threads: int) -> list[str]:
+    return [_content(analysis, stage, device, threads) for stage in single_blocks(analysis)]
+
+
 def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> str:
-    """A hash of all that a block's time depends on. Names of nodes and values are left out."""
+    """A hash of all that a block's time and memory depend on. Names of nodes and values are left out."""
     shapes = analysis.costs.shapes
     where = f"{threads} threads" if device.kind == "cpu" else str(device.local)
     lines = [platform.node(), platform.processor(), ort.__version__, where]
@@ -87,22 +88,18 @@ def _signature(value: ir.Value, shapes: Any) -> str:
     return f"{value.dtype}{shape_of(value, shapes)}"
 
 
-def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> float:
+def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> EngineCosts:
     with tempfile.TemporaryDirectory(prefix="splitc-profile-") as folder:
         path = Path(folder) / "block.onnx"
         graph = stage_graph(analysis.graph, stage)
         write_model_files({path: graph}, analysis.graph.model, PackageWriter(path.parent))
-        backend = make_backend(ONNXRUNTIME, device, threads)
-        backend.attach()
-        engine = backend.load(path)
-        feeds = {name: backend.upload(array) for name, array in _inputs(analysis, stage.takes)}
-        seconds = []
-        for _ in range(WARMUP + RUNS):
-            start = time.perf_counter()
-            engine.run(feeds, {})
-            backend.wait_all()
-            seconds.append(time.perf_counter() - start)
-    return median(seconds[WARMUP:])
+        feeds = dict(_inputs(analysis, stage.takes))
+        made, shapes = {value.name for value in stage.outputs}, analysis.costs.shapes
+        states = [
+            state for state in analysis.states if state.in_place and state.input in feeds and state.output in made
+        ]
+        in_place = {s.output: s.input for s in states if shapes.get(s.output) == shapes.get(s.input)}
+        return measure_engine(path, device, threads, feeds, in_place)
 
 
 def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[str, npt.NDArray[Any]]]:

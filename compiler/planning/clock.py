@@ -173,11 +173,11 @@ def block_seconds(analysis: Analysis, resources: Resources, places: Iterable[int
         device = resources.devices[place]
         kind = (device.kind, resources.machine.speed(device))
         if kind not in by_kind:
-            alike = [other for other in resources.devices if other.kind == device.kind]
+            measured = resources.measured(analysis, place)
             by_kind[kind] = (
                 estimate_blocks(analysis, resources, place, len(resources.devices))
-                if resources.timer is None
-                else resources.timer(analysis, alike, resources.threads)
+                if measured is None
+                else [block.seconds for block in measured]
             )
         seconds.append(by_kind[kind])
     return seconds

@@ -12,15 +12,16 @@ from splitc.compiler.request.request import DEFAULT_HEADROOM
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import Device, free_bytes, memory_of
 from splitc.runtime.hardware.machine import Machine
+from splitc.runtime.tools.engine_costs import EngineCosts
 from splitc.runtime.units import first_few, parse_bytes
 
 # Bytes that a rank may use; None if its GPU is not in this machine, and so its memory is not known.
 Budget = int | None
 # Minimum share, relative to the largest. A smaller one gives its rank no unit of any axis of up to a million units.
 LEAST_SHARE = 1e-6
-# Measures the seconds of each block on devices of one kind. The last argument is the threads of each device (None
-# divides the cores among them).
-BlockTimer = Callable[[Analysis, Sequence[Device], int | None], list[float]]
+# Measures each block on devices of one kind. The last argument is the threads of each device (None divides the cores
+# among them).
+BlockTimer = Callable[[Analysis, Sequence[Device], int | None], Sequence[EngineCosts]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Resources:
     """Devices in the user's order, and the budget of each.
 
     `threads` are those of each CPU device; None divides the cores. `timer` measures the blocks; without one, their time
-    is estimated. `machine` is what is known of this machine, and of the links between hosts.
+    and memory are predicted. `machine` is what is known of this machine, and of the links between hosts.
     """
 
     devices: tuple[Device, ...]
@@ -41,6 +42,13 @@ class Resources:
         """The devices at these places, in this order."""
         devices = tuple(self.devices[place] for place in places)
         return replace(self, devices=devices, budgets=tuple(self.budgets[place] for place in places))
+
+    def measured(self, analysis: Analysis, place: int) -> Sequence[EngineCosts] | None:
+        """What each block costs on the device at a place; None if blocks are not measured."""
+        if self.timer is None:
+            return None
+        alike = [device for device in self.devices if device.kind == self.devices[place].kind]
+        return self.timer(analysis, alike, self.threads)
 
     @property
     def shares(self) -> list[float]:

@@ -276,7 +276,7 @@ class Request:
         False,
         "--profile",
         kind=bool,
-        help="Measure each block's time instead of estimating it.",
+        help="Measure each block's time and memory instead of predicting them.",
         planned=_used_up,
     )
     threads: int | None = request_field(

@@ -110,7 +110,7 @@ def _print_slots(plan: Plan) -> None:
 def how_timed(plan: Plan) -> str:
     """Where a plan's times come from."""
     if plan.profiled:
-        return "as measured"
+        return "as measured, and activations too, a block at a time"
     speeds = known_machine().speeds
     measured = all(link_end(rank.device) in speeds for rank in plan.ranks)
     return f"estimated by {'measured' if measured else 'typical'} speeds"

@@ -158,6 +158,9 @@ class Backend(Protocol):
     def limit(self, size: int | None) -> None:
         """Limit the bytes that engines loaded from now on take for weights and values; None for no limit."""
 
+    def loading(self) -> AbstractContextManager[None]:
+        """While a rank's engines are loaded: on a CPU these have the limit together, and otherwise each for itself."""
+
     def map_weights(self) -> None:
         """Let engines on a CPU that are loaded from now on take weights from their mapped files, as they are."""
 

@@ -21,23 +21,27 @@ _FULL = re.compile(r"Available memory of (\d+) is smaller than requested bytes o
 
 
 @contextlib.contextmanager
-def limited_arena(options: ort.SessionOptions, limit: int | None) -> Iterator[None]:
-    """Sessions that are opened inside get an arena of their own, of at most `limit` bytes, weights included.
+def limited_arena(limit: int | None) -> Iterator[None]:
+    """Sessions that are opened inside, and take the process's arena, have one together, of at most `limit` bytes.
 
-    Without a limit nothing changes. A session's own arena can't be limited on the CPU, so it is one of the process,
-    which is replaced for the next session.
+    Weights count too. Without a limit nothing changes. A session's own arena can't be limited on the CPU, so it is one
+    of the process, which is replaced for the next sessions. Only this thread may open some meanwhile.
     """
     if limit is None:
         yield
         return
     where = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-    options.add_session_config_entry("session.use_env_allocators", "1")
     with _REGISTERING:
         ort.create_and_register_allocator(where, _config(limit))
         try:
             yield
         finally:
-            ort.create_and_register_allocator(where, _config(0))  # which lets go of the session's
+            ort.create_and_register_allocator(where, _config(0))  # which lets go of the sessions'
+
+
+def take_limited_arena(options: ort.SessionOptions) -> None:
+    """Let a session with these options take the process's arena."""
+    options.add_session_config_entry("session.use_env_allocators", "1")
 
 
 def _config(limit: int) -> ort.OrtArenaCfg:

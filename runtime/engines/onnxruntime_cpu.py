@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
 from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines import Communicator
-from splitc.runtime.engines.arena_limit import beyond_limit, host_limit, limited_arena
+from splitc.runtime.engines.arena_limit import beyond_limit, host_limit, limited_arena, take_limited_arena
 from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
@@ -57,12 +58,12 @@ def open_session(
     communicator: Communicator | None = None,
     trusts_data: bool = False,
     stays_mapped: bool = False,
-    limit: int | None = None,
+    limited: bool = False,
 ) -> ort.InferenceSession:
     """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError if the file can't be loaded.
 
-    Its weights and values take at most `limit` bytes. With `stays_mapped`, it takes weights from their mapped files,
-    rather than from a copy that is packed for matmuls.
+    If it is `limited`, it shares the arena of `limited_arena`. With `stays_mapped`, it takes weights from their mapped
+    files, rather than from a copy that is packed for matmuls.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -78,9 +79,10 @@ def open_session(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.disable_prepacking", str(int(stays_mapped)))
     register_operators(options, communicator)
+    if limited:
+        take_limited_arena(options)
     try:
-        with limited_arena(options, limit):
-            return open_onnx(path, options, ["CPUExecutionProvider"], trusts_data)
+        return open_onnx(path, options, ["CPUExecutionProvider"], trusts_data)
     except ERRORS as error:
         raise PackageError(f"ONNX Runtime can't load {path}: {error}") from error
 
@@ -167,6 +169,7 @@ class OnnxRuntimeBackend:
         self._trusts_data = trusts_data
         self._stays_mapped = False
         self._limit = host_limit(None)
+        self._is_loading = False  # a rank's engines, which share an arena
         self._options = ort.RunOptions()
         # Without this entry, ONNX Runtime 1.31 looks for it and raises an exception inside: 40 microseconds per run.
         self._options.add_run_config_entry("gpu_graph_id", "-1")
@@ -191,8 +194,9 @@ class OnnxRuntimeBackend:
         weights: Sequence[Weight] | None = None,
         attends: bool = True,
     ) -> OnnxRuntimeEngine:
-        how = self._trusts_data, self._stays_mapped, self._limit
-        session = open_session(path, self._threads, communicator, *how)
+        how = self._trusts_data, self._stays_mapped, self._limit is not None
+        with contextlib.nullcontext() if self._is_loading else limited_arena(self._limit):
+            session = open_session(path, self._threads, communicator, *how)
         trim_heap()
         return OnnxRuntimeEngine(path.name, session, self._options, communicator, self._limit)
 
@@ -215,6 +219,15 @@ class OnnxRuntimeBackend:
 
     def limit(self, size: int | None) -> None:
         self._limit = host_limit(size)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        with limited_arena(self._limit):
+            self._is_loading = True
+            try:
+                yield
+            finally:
+                self._is_loading = False
 
     def map_weights(self) -> None:
         self._stays_mapped = True

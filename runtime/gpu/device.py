@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -268,6 +269,10 @@ class GpuDevice:
 
     def limit(self, size: int | None) -> None:
         """See Backend. Engines that are built for a GPU have what they need when they are loaded."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """See Backend."""
+        return nullcontext()
 
     def map_weights(self) -> None:
         pass

@@ -98,13 +98,14 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     engines: list[LoadedEngine] = []
     slots = slots_of(setup.manifest, rank)
     is_whole = len(rank.engines) == 1  # segments are too many to have two sessions each
-    for file in rank.engines:
-        group = tuple(file.group)
-        if group and group not in communicators:
-            communicators[group] = collectives.create_communicator(group, backend.uses_operators)
-        source = setup.package / file.source if file.source is not None else None
-        how = source, file.sizes_only, communicators.get(group), file.weights if is_whole else None, file.attends
-        engines.append(load_engine(backend, setup.package, file, slots, how))
+    with backend.loading():
+        for file in rank.engines:
+            group = tuple(file.group)
+            if group and group not in communicators:
+                communicators[group] = collectives.create_communicator(group, backend.uses_operators)
+            source = setup.package / file.source if file.source is not None else None
+            how = source, file.sizes_only, communicators.get(group), file.weights if is_whole else None, file.attends
+            engines.append(load_engine(backend, setup.package, file, slots, how))
     for communicator in communicators.values():
         communicator.connect()
     reserve(setup, backend)

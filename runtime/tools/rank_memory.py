@@ -96,7 +96,7 @@ def _measure_group(
         inputs, outputs = folder / f"inputs{number}", folder / f"outputs{number}"
         wanted = {name for engine in ranks[number].engines for name in engine.inputs}
         given = {name: array for name, array in values.items() if name in wanted}
-        _write_arrays(inputs, given if shards is None else {**given, **shards[number]})
+        write_arrays(inputs, given if shards is None else {**given, **shards[number]})
         arguments = [package, number, threads, inputs, outputs, memory, int(shards is not None)]
         command = python_command(f"from {__name__} import main; main()", *arguments)
         pipe, inherited = subprocess.PIPE, [memory] if memory >= 0 else []
@@ -110,16 +110,17 @@ def _measure_group(
             reason = errors.strip().splitlines()[-1:] or ["no message"]
             raise SplitcError(f"can't measure the memory of rank {number} ({ranks[number].device}): {reason[0]}")
         measured[number] = msgspec.json.decode(shown, type=RankMemory)
-        values.update(_read_arrays(folder / f"outputs{number}"))
+        values.update(read_arrays(folder / f"outputs{number}"))
     return measured
 
 
-def _write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write arrays for our own processes. Pickle keeps all number types."""
     path.write_bytes(pickle.dumps(dict(arrays), pickle.HIGHEST_PROTOCOL))
 
 
-def _read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """What `write_arrays` wrote."""
     arrays: dict[str, npt.NDArray[Any]] = pickle.loads(path.read_bytes())
     return arrays
 
@@ -162,9 +163,10 @@ def _load(
     ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
     for end in ends.values():
         end.begin(0)
-    return [
-        load_engine(backend, package, file, slots, (None, (), ends.get(tuple(file.group)))) for file in rank.engines
-    ]
+    with backend.loading():
+        return [
+            load_engine(backend, package, file, slots, (None, (), ends.get(tuple(file.group)))) for file in rank.engines
+        ]
 
 
 def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> dict[str, Any]:
@@ -174,11 +176,12 @@ def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]], backend: Back
     return {name: backend.upload(array) for name, array in cut.items()}
 
 
-def _resident() -> int:
+def resident_bytes() -> int:
+    """The resident bytes of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
-def _peak() -> int:
+def peak_bytes() -> int:
     """The most resident bytes that this process ever had."""
     status = Path("/proc/self/status")
     if status.exists():
@@ -228,14 +231,15 @@ def _measure_rank(
     It is `adapted` if it runs with adapters too. Where weights are in mapped files, they count as far as they are read:
     the system may drop them again.
     """
-    arrays, rank = _read_arrays(inputs), manifest.ranks[number]
+    arrays, rank = read_arrays(inputs), manifest.ranks[number]
     slots = slots_of(manifest, rank)
     backend = OnnxRuntimeBackend(threads)
+    backend.limit(rank.limit_bytes)
     if manifest.maps_weights:
         backend.map_weights()
-    before = _resident()
+    before = resident_bytes()
     engines = _load(backend, package, rank, lambda _: end, slots)
-    loaded = _resident()
+    loaded = resident_bytes()
     alone = Alone(arrays, backend)
     program, feeds = Program(rank.program, engines, rank.outputs), partial(_cut_feeds, rank, arrays, backend)
     execute(program, alone, feeds, backend.accumulate)
@@ -243,8 +247,8 @@ def _measure_rank(
         end.begin(1)
         held = {name: backend.upload(arrays[name].copy()) for name in slots}  # as ranks of a session have copies
         execute(program, alone, lambda: {**feeds(), **held}, backend.accumulate)
-    peak = _peak()
-    _write_arrays(outputs, alone.sent)
+    peak = peak_bytes()
+    write_arrays(outputs, alone.sent)
     return measured_memory(rank, max(0, loaded - before), max(0, peak - before), adapted)
 
 

@@ -10,16 +10,18 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer, save
-from splitc.compiler.analysis.execution import arena_bytes, execution_order
+from splitc.compiler.analysis.execution import arena_bytes, biased_products, execution_order
 from tests.conftest import decoder_feeds
 
 
-def profile(path: Path, feeds: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The nodes of a run in the order in which they ran, without the optimizer's changes."""
+def profile(path: Path, feeds: dict[str, Any], folder: Path, optimized: bool = False) -> list[dict[str, Any]]:
+    """The nodes of a run in the order in which they ran; if they are not `optimized`, those of the file."""
     options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not optimized:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
     options.enable_mem_pattern = options.enable_mem_reuse = False
@@ -48,6 +50,42 @@ def test_order_is_that_of_onnx_runtime(decoder: Path, tmp_path: Path) -> None:
     ours = [node.name for node in execution_order(nodes, reads)]
     assert [name for name in ours if name in ran] == ran
     assert ran != [node.name for node in nodes if node.name in ran]
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_products_with_a_bias_are_one_node_where_sizes_are_fixed(tmp_path: Path, fixed: bool) -> None:
+    """Three products and a Gelu read one value: which is first is decided by what ONNX Runtime has fused."""
+    w = Writer(opset=20)
+    x = w.op("Softmax", w.input("x", ir.DataType.FLOAT, [1, 512 if fixed else "n", 256]))
+    generator, ends = np.random.default_rng(0), []
+    for number in range(3):
+        weight, bias = (
+            w.weight(f"{name}{number}", ir.tensor(generator.random(shape, np.float32)))
+            for name, shape in {"weight": (256, 256), "bias": (256,)}.items()
+        )
+        ends.append(w.op("Softmax", w.op("Add", w.op("MatMul", x, weight), bias)))
+    ends.insert(1, w.op("Gelu", x))
+    w.output(w.op("Concat", *ends, axis=0), "y", ir.DataType.FLOAT, [4, 512 if fixed else "n", 256])
+    save(named(w.model()), tmp_path / "model.onnx")
+    events = profile(tmp_path / "model.onnx", {"x": np.ones((1, 512, 256), np.float32)}, tmp_path, optimized=True)
+    ran = [event["name"].removesuffix("_kernel_time").split("/")[0] for event in events]
+    model = ShapeInferencePass()(ir.load(tmp_path / "model.onnx")).model
+    products = biased_products(list(model.graph), reads)
+    assert len(products) == (3 if fixed else 0)
+    after = {product.name: node.name for node, product in products.items()}
+    ours = [node.name for node in execution_order(list(model.graph), reads)]
+    ran = [after.get(name, name) for name in ran if name in ours]
+    assert [name for name in ours if name in ran] == ran
+    assert (len(ran) == len(ours) - 3) == fixed
+
+    def size(value: ir.Value) -> int:
+        return 0 if value.producer() is None else 4 << 19 if value.is_graph_output() else 1 << 19
+
+    if "mem_arena_held" in events[0]["args"]:
+        used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
+        weights = 3 * (257 << 10)
+        bytes_ = arena_bytes(list(model.graph), reads, size, lambda node: 0, frozenset(model.graph.outputs))
+        assert used - weights <= bytes_ <= 1.5 * (used - weights)
 
 
 @pytest.mark.parametrize("branches", [1, 3, 8])

@@ -1,8 +1,9 @@
-"""Measured block times: taken on the device, kept by content."""
+"""Measured times and memory of blocks: taken on the device, kept by content, and used in plans."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,21 +11,28 @@ import pytest
 from splitc.compiler import Request, api, plan_model
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.packaging import profiling as profile
+from splitc.compiler.planning.measured import block_activations
+from splitc.compiler.planning.resources import Resources
 from splitc.compiler.request.shapes import AskedShapes
+from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.tools.engine_costs import EngineCosts
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "splitc" / "block_seconds.json"
+    return tmp_path / "splitc" / "block_costs.json"
 
 
 def test_blocks_are_measured_and_equal_ones_once(decoder: Path, cache: Path) -> None:
     analysis = analyze(decoder, AskedShapes({"input_ids": (1, 8)}), 1)
-    seconds = profile.measure_blocks(analysis, parse_devices(["2xcpu"]), 1)
-    assert len(seconds) == 6
-    assert all(each > 0 for each in seconds)
+    costs = profile.measure_blocks(analysis, parse_devices(["2xcpu"]), 1)
+    assert len(costs) == 6
+    assert all(block.seconds > 0 for block in costs)
+    resources = Resources(tuple(parse_devices(["cpu0"])), (None,), 1, lambda *_: costs)
+    for block in block_activations(analysis, resources, 0) or ():  # of some 100 KiB, beside what libraries take
+        assert block.measured < block.predicted + (8 << 20)
     # Prologue, the first layers, the last one (which has the final norm), epilogue.
     assert len(json.loads(cache.read_text())) == 4
 
@@ -33,7 +41,7 @@ def test_known_content_is_not_measured_again(decoder: Path, cache: Path, monkeyp
     request = Request(split_mode="layer", shapes={"input_ids": (1, 8)}, profile=True)
     first = plan_model(decoder, parse_devices(["2xcpu"]), request)
 
-    def fail(*_: object) -> float:
+    def fail(*_: object) -> EngineCosts:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(profile, "_measure", fail)
@@ -52,9 +60,9 @@ def test_a_home_that_can_t_be_written_costs_time_only(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     measured: list[object] = []
 
-    def measure(analysis: object, stage: object, *_: object) -> float:
+    def measure(analysis: object, stage: object, *_: object) -> EngineCosts:
         measured.append(stage)
-        return 0.001
+        return EngineCosts(0.001, 0)
 
     monkeypatch.setattr(profile, "_measure", measure)
     request = Request(shapes={"input_ids": (1, 8)}, profile=True)
@@ -64,6 +72,30 @@ def test_a_home_that_can_t_be_written_costs_time_only(
 
 def test_planner_goes_by_what_was_measured(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first layer that takes as long as all others together gets a device of its own."""
-    monkeypatch.setattr(api, "measure_blocks", lambda *_: [0.0, 3.0, 1.0, 1.0, 1.0, 0.0])
+    costs = [EngineCosts(seconds, 0) for seconds in (0.0, 3.0, 1.0, 1.0, 1.0, 0.0)]
+    monkeypatch.setattr(api, "measure_blocks", lambda *_: costs)
     plan = plan_model(decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", profile=True))
     assert [block.name for block in plan.ranks[0].stage.blocks] == ["prologue", "layers.0"]
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
+def test_measured_memory_stands_in_place_of_what_is_predicted(
+    decoder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """A layer takes 64 MiB: so does its rank, or all that have a shard of it, and a budget of less is refused."""
+    costs = [EngineCosts(1.0, size) for size in (0, 0, 64 << 20, 0, 0, 0)]
+    monkeypatch.setattr(api, "measure_blocks", lambda *_: costs)
+    request = Request(split_mode=mode, spread=mode == "layer")
+    if mode == "row":
+        request = replace(request, row_min=32)
+    predicted = plan_model(decoder, ["2xcpu"], request).ranks
+    measured = plan_model(decoder, ["2xcpu"], replace(request, profile=True)).ranks
+    more = [new.memory.activations - old.memory.activations for new, old in zip(measured, predicted, strict=True)]
+    if mode == "tensor":
+        assert min(more) > 16 << 20
+    else:
+        assert 45 << 20 < more[0] < 64 << 20
+        assert more[1] <= 0
+    with pytest.raises(DoesNotFitError):
+        plan_model(decoder, ["2xcpu"], replace(request, profile=True, memory=["40MiB"]))
+    assert plan_model(decoder, ["2xcpu"], replace(request, memory=["40MiB"]))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
+from models.writer import Writer
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines import arena_limit
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend, OnnxRuntimeEngine
 from splitc.runtime.errors import DoesNotFitError, EngineError
 from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
@@ -56,6 +60,36 @@ def test_sums_of_adapters_beyond_the_budget_are_refused(decoder: Path, tmp_path:
             session.run(SMALL, adapters={"rank16": 0.5})
         assert_close(session.run(SMALL, adapters="rank16"), expected)
         assert_close(session.run(SMALL), plain)
+
+
+def test_engines_of_a_rank_have_the_limit_together(tmp_path: Path) -> None:
+    """Two products, each with weights and results of 1 MiB, in the bytes that each alone needs."""
+    w = Writer()
+    y = w.op("MatMul", w.input("x", ir.DataType.FLOAT, ["n", 512]), w.weight("w", ir.tensor(np.eye(512, dtype="f4"))))
+    w.output(w.op("Relu", y), "y", ir.DataType.FLOAT, ["n", 512])
+    ir.save(w.model(), tmp_path / "model.onnx", external_data="model.data", size_threshold_bytes=0)
+    backend, array = OnnxRuntimeBackend(1), np.ones((512, 512), np.float32)
+
+    def run(engines: Sequence[OnnxRuntimeEngine]) -> None:
+        results = [engine.run({"x": backend.upload(array)}) for engine in engines]
+        for made in results:
+            np.testing.assert_array_equal(backend.download(made)["y"], array)
+
+    def load() -> list[OnnxRuntimeEngine]:
+        return [backend.load(tmp_path / "model.onnx") for _ in range(2)]
+
+    backend.limit(4 << 20)
+    run(load())
+    with backend.loading():
+        together = load()
+    run(together[:1])
+    with pytest.raises(EngineError, match="more memory than the budget leaves"):
+        run(together)
+    run(together[1:])
+    backend.limit(8 << 20)
+    with backend.loading():
+        together = load()
+    run(together)
 
 
 def test_without_a_budget_there_is_no_limit(decoder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""The time and memory of one ONNX file on a device, measured in a process of its own.
+
+    python -m splitc.runtime.tools.engine_costs FILE DEVICE THREADS INPUTS
+
+runs it on the inputs in the file, and prints what it costs as JSON.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import numpy.typing as npt
+
+from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.hardware.devices import Device, parse_devices
+from splitc.runtime.ipc.child_python import python_command
+from splitc.runtime.tools.rank_memory import peak_bytes, read_arrays, resident_bytes, write_arrays
+
+# Runs that do not count, and those whose median does. A choice: more take longer, of each block.
+WARMUP, RUNS = 2, 7
+
+
+class EngineCosts(msgspec.Struct, frozen=True):
+    """The median seconds of a run, and the bytes at the peak of running: with weights and all that the engine takes."""
+
+    seconds: float
+    bytes: int
+
+
+def measure_engine(
+    path: Path, device: Device, threads: int, feeds: Mapping[str, npt.NDArray[Any]], in_place: Mapping[str, str]
+) -> EngineCosts:
+    """What a file costs. `in_place` are the inputs that outputs are written over, by these outputs.
+
+    Raises SplitcError if it does not run.
+    """
+    with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
+        inputs = Path(folder) / "inputs"
+        write_arrays(inputs, feeds)
+        command = python_command(
+            f"from {__name__} import main; main()",
+            path,
+            device,
+            threads,
+            inputs,
+            msgspec.json.encode(in_place).decode(),
+        )
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise SplitcError(f"can't measure a block on {device}: {reason[0]}")
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=EngineCosts)
+
+
+def main() -> None:
+    path, device, threads, inputs, in_place = sys.argv[1:]
+    backend = make_backend(ONNXRUNTIME, parse_devices([device])[0], int(threads))
+    arrays = read_arrays(Path(inputs))
+    backend.attach()
+    before = backend.used_bytes()
+    resident = resident_bytes()
+    engine = backend.load(Path(path))
+    _forget_peak()
+    feeds = {name: backend.upload(array) for name, array in arrays.items()}
+    into = {output: feeds[name] for output, name in msgspec.json.decode(in_place).items()}
+    seconds = []
+    for _ in range(WARMUP + RUNS):
+        start = time.perf_counter()
+        engine.run(feeds, into)
+        backend.wait_all()
+        seconds.append(time.perf_counter() - start)
+    now = backend.used_bytes()
+    taken = peak_bytes() - resident if before is None or now is None else now - before
+    print(msgspec.json.encode(EngineCosts(median(seconds[WARMUP:]), max(0, taken))).decode())
+
+
+def _forget_peak() -> None:
+    """Let the peak begin anew, on Linux: while loading, one weight is held twice, which is not of the run."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
