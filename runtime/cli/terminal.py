@@ -25,7 +25,7 @@ from splitc.runtime.cli.pages import page_for
 from splitc.runtime.errors import MisuseError, SplitcError, typed_options
 from splitc.runtime.files.explained import Interrupted, explained
 from splitc.runtime.files.visible_text import VISIBLE, visible
-from splitc.runtime.units import shortened_middle
+from splitc.runtime.units import shortened, shortened_middle
 
 # The width of output to a file or another program.
 WIDE = 200
@@ -131,11 +131,17 @@ class UsageError(MisuseError):
     """Options that can't be read. Its page is the command's help."""
 
 
+def _value_of(error: Any) -> str:
+    """The value that was refused, which later versions of Typer, with pydantic, leave out of the message."""
+    errors = getattr(error.__context__, "errors", None)
+    return f", not '{shortened(str(errors()[0]['input']))}'" if errors is not None else ""
+
+
 def _in_our_words(error: Any) -> Exception:
     """The error of a wrong option or argument, to be shown like all others. A call without any shows the help."""
     if not (message := error.format_message()) or type(error).__name__ == "NoArgsIsHelpError":
         return error  # type: ignore[no-any-return]
-    usage = UsageError(message[0].lower() + message[1:].rstrip("."))
+    usage = UsageError(message[0].lower() + message[1:].rstrip(".") + _value_of(error))
     names = error.ctx.command_path.split() if error.ctx else []
     usage.page = names[1] if len(names) > 1 else None
     return usage

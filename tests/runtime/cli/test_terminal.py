@@ -53,6 +53,11 @@ def test_so_are_wrong_options(arguments: list[str]) -> None:
     assert not set(found.stderr) & set(POWERS), ascii(found.stderr)
 
 
+@pytest.mark.parametrize("value", ["0", "many"])
+def test_a_refused_value_is_shown(value: str) -> None:
+    assert value in splitc("bench", "package", "--runs", value, code=2).stderr
+
+
 def test_generated_text_is_sent_as_it_is_but_to_terminals(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
