@@ -22,7 +22,7 @@ def keep_freed_arrays() -> None:
     """Have freed arrays kept for the next ones of up to 32 MiB.
 
     As Python starts, glibc gives back each freed array from 128 KiB on. Outputs of the next request are then new
-    pages, which the system fills with zeros: a fifth of a token in tensor mode. A program that ever frees a large array
-    makes glibc learn; so this frees one, which is never written and takes no memory.
+    pages, which the system fills with zeros: an eighth of a small token in tensor mode. A program that frees a large
+    array makes glibc learn; so this frees one, which is never written and takes no memory.
     """
     np.empty(LARGEST_LEARNT - (1 << 16), np.uint8)
