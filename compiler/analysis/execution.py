@@ -19,8 +19,11 @@ def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
     Nodes that its optimizer has made count as the last in the file, in the order in which it found them, pass by pass.
     That decides which branch comes first where two read one value: a block's MLP or its attention, queries or values.
     """
+    return _order(nodes, reads, biased_products(nodes, reads))
+
+
+def _order(nodes: Sequence[ir.Node], reads: Reads, biased: Mapping[ir.Node, ir.Node]) -> list[ir.Node]:
     position = {node: number for number, node in enumerate(nodes)}
-    biased = biased_products(nodes, reads)
     for is_made in (biased.__contains__, _follows_view, lambda node: _ends_gelu(node, biased)):
         if any(map(is_made, nodes)):
             made = [node for node in _depth_first(nodes, reads, position) if is_made(node)]
@@ -112,10 +115,11 @@ def arena_bytes(
     not. `scratch` is what a node's kernel allocates while it runs. A view is its source. Where the system places
     regions decides which of two free chunks of one size is used: it is the more of two ways.
     """
-    order = execution_order(nodes, reads)
+    biased = biased_products(nodes, reads)
+    order = _order(nodes, reads, biased)
     source = {node.outputs[0]: first for node in order if (first := _viewed(node, size)) is not None}
     # What a product would make without its bias is never there. What is summed over ranks first gets no bias before.
-    products = [product for product in biased_products(nodes, reads).values() if not scratch(product)]
+    products = [product for product in biased.values() if not scratch(product)]
     source.update((node.outputs[0], first) for node in products if (first := node.inputs[0]) is not None)
 
     def root(value: ir.Value) -> ir.Value:
