@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block, Partition
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.room import has_room
+from splitc.compiler.frontend.room import says_nothing
 from splitc.compiler.frontend.walks import producer_of, producers, reached
 
 Place = tuple[ir.Value, int]
@@ -135,9 +135,9 @@ def borrowed_sizes(value: ir.Value) -> list[int | ir.SymbolicDim]:
 
 
 def find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Place | None:
-    """The first value with an axis of this size, and the axis. Not one with room behind it."""
+    """The first value with an axis of this size, and the axis. Not one with room behind it, or that may be left out."""
     for value in values:
         for axis, other in enumerate(value.shape or ()):
-            if other == size and not has_room(value, axis):
+            if other == size and not says_nothing(value, axis):
                 return value, axis
     return None

@@ -1,6 +1,7 @@
-"""Inputs with room behind what fills them: caches that an engine writes in place.
+"""Inputs whose sizes say nothing of other values, whatever symbols they have.
 
-Their size along that axis says nothing of other values, whatever symbol it has.
+Some have room along an axis behind what fills it: caches that an engine writes in place. Others may be left out of a
+request.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 _ROOM = "splitc.room"
+_LEFT_OUT = "splitc.left_out"
 
 
 def give_room(value: ir.Value, axis: int) -> None:
@@ -15,11 +17,16 @@ def give_room(value: ir.Value, axis: int) -> None:
     value.meta[_ROOM] = axis
 
 
+def may_be_left_out(value: ir.Value) -> None:
+    """Note that requests may leave an input out."""
+    value.meta[_LEFT_OUT] = True
+
+
+def says_nothing(value: ir.Value, axis: int) -> bool:
+    """Whether a size of an input is not to be read as that of other values."""
+    return _LEFT_OUT in value.meta or value.meta.get(_ROOM) == axis
+
+
 def may_have_room(value: ir.Value) -> bool:
     """Whether an input may be longer than what fills it."""
     return _ROOM in value.meta
-
-
-def has_room(value: ir.Value, axis: int) -> bool:
-    """Whether an input may be longer along this axis than what fills it."""
-    return value.meta.get(_ROOM) == axis

@@ -15,9 +15,11 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.room import may_be_left_out
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
+from splitc.compiler.fusion.masks import find_masks
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.operators.registry import draws, operator_of
 from splitc.runtime.package.manifest import Role
@@ -32,12 +34,13 @@ class Preamble:
     """The graph, as a model: of some inputs of the model and those for lengths, it makes inputs of the ranks' graphs.
 
     What the ranks read does not show all of the model's inputs: `roles` are those by name, and `batch` the numbers of
-    the axes that are as long as the batch.
+    the axes that are as long as the batch. `masks` are those of its outputs that a request may leave out (masks.py).
     """
 
     model: ir.Model
     roles: Mapping[str, Role]
     batch: Mapping[str, int]
+    masks: Mapping[str, str]
 
     @property
     def outputs(self) -> list[str]:
@@ -67,9 +70,12 @@ def cut_preamble(
     _check(made, following, graph, sizes)
     cut = _copy(model, made)
     batch = _find_batch(cut.graph.inputs, filled, sizes)
-    for value in made:
-        _replace(graph, value)
-    return Preamble(cut, roles, batch)
+    inputs = [_replace(graph, value) for value in made]
+    masks = find_masks(inputs, filled, sizes)
+    for value in inputs:
+        if value.name in masks:
+            may_be_left_out(value)
+    return Preamble(cut, roles, batch, masks)
 
 
 def _find_batch(inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, int]:
@@ -179,9 +185,10 @@ def _reads(node: ir.Node) -> list[ir.Value]:
     return [value for value in node.inputs if value is not None]
 
 
-def _replace(graph: ir.Graph, value: ir.Value) -> None:
+def _replace(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """Put an input in the place of a value."""
     new = ir.Value(type=value.type, shape=value.shape)
     value.replace_all_uses_with(new)
     hand_over(value, new, "before")
     graph.inputs.append(new)
+    return new

@@ -14,6 +14,7 @@ from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, descri
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.operators.registry import quantizes
+from splitc.compiler.packaging.unmasked import with_forms
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
@@ -43,6 +44,7 @@ def make_manifest(
     graph = analysis.graph
     built = find_kind(plan.engine).is_built
     slotted = {tensor.name for tensor in m.slot_tensors(analysis.slots)}
+    ranks, masks = with_forms(ranks, {} if analysis.preamble is None else analysis.preamble.masks)
     return m.Manifest(
         schema=m.SCHEMA,
         splitc=VERSION,
@@ -56,7 +58,7 @@ def make_manifest(
         states=list(analysis.states),
         batch=_batch(plan),
         blocks=[block.name for block in analysis.partition.blocks],
-        ranks=list(ranks),
+        ranks=ranks,
         cuts=plan.named_cuts,
         collectives=plan.split.collectives,
         unsplit=[
@@ -70,7 +72,7 @@ def make_manifest(
         optional=[] if built else [describe_tensor(value) for value in graph.optional if value.name not in slotted],
         shared_sizes=_shared_sizes(plan),
         lengths=list(analysis.lengths),
-        preamble=_preamble(plan),
+        preamble=_preamble(plan, masks),
         replicas=_replicas(plan),
         row_sources=_row_sources(plan),
         slots=list(analysis.slots),
@@ -90,13 +92,13 @@ def _batch(plan: Plan) -> dict[str, int] | None:
     return rows if rows is None or preamble is None else {**preamble.batch, **rows}
 
 
-def _preamble(plan: Plan) -> Preamble | None:
+def _preamble(plan: Plan, masks: dict[str, str]) -> Preamble | None:
     if (preamble := plan.analysis.preamble) is None:
         return None
     inputs = [value.name or "" for value in preamble.model.graph.inputs]
     kept = {value.name for rank in plan.ranks for value in rank.stage.feeds}
     consumed = [name for name in inputs if name not in kept]
-    return Preamble(PREAMBLE, inputs, preamble.outputs, consumed)
+    return Preamble(PREAMBLE, inputs, preamble.outputs, consumed, masks)
 
 
 def _replicas(plan: Plan) -> list[m.Replica]:

@@ -33,6 +33,7 @@ from splitc.compiler.packaging.planned_sizes import check_sizes_tried
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
 from splitc.compiler.packaging.shared_weights import is_left_alone
 from splitc.compiler.packaging.staging import check_disk_space, full_disk_explained, written_aside
+from splitc.compiler.packaging.unmasked import without_masks
 from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
@@ -256,14 +257,16 @@ def _write_rank(
                 need_slots(graph, slots)
     graphs = {path: one or graph for path, one, graph in zip(paths, plain, program.graphs, strict=True)}
     adapted = {_adapted(path): graph for path, one, graph in zip(paths, plain, program.graphs, strict=True) if one}
-    weights = write_graphs({**graphs, **adapted}, plan.analysis.graph.model, writer, link, known)
+    unmasked = _without_masks(plan, graphs)
+    weights = write_graphs({**graphs, **adapted, **unmasked}, plan.analysis.graph.model, writer, link, known)
     if not find_kind(plan.engine).is_built:
         pairs = zip(entries, graphs.items(), strict=True)
         entries = [
             msgspec.structs.replace(
                 entry,
                 weights=_weights(graph),
-                adapted=f"{folder.name}/{_adapted(path).name}" if _adapted(path) in adapted else None,
+                adapted=_relative(_adapted(path), adapted),
+                unmasked=_relative(_unmasked(path), unmasked),
             )
             for entry, (path, graph) in pairs
         ]
@@ -290,6 +293,27 @@ def _adapted(path: Path) -> Path:
     return path.with_name(f"{path.stem}.adapted.onnx")
 
 
+def _without_masks(plan: Plan, graphs: Mapping[Path, ir.Graph]) -> dict[Path, ir.Graph]:
+    """A rank's graph without masks, by its path: of a rank with one graph, whose forms share their weights."""
+    (path, graph), *others = graphs.items()
+    preamble = plan.analysis.preamble
+    weights = {name: value.const_value for name, value in graph.initializers.items() if value.const_value is not None}
+    if preamble is None or others or find_kind(plan.engine).is_built or not _are_shareable(weights, graph):
+        return {}
+    form = without_masks(graph, preamble.masks)
+    return {} if form is None else {_unmasked(path): form}
+
+
+def _unmasked(path: Path) -> Path:
+    """The path of the graph without masks, beside that of the one with them."""
+    return path.with_name(f"{path.stem}.unmasked.onnx")
+
+
+def _relative(path: Path, among: Collection[Path]) -> str | None:
+    """The path of one of a rank's files from the package's folder; None if it is not among them."""
+    return f"{path.parent.name}/{path.name}" if path in among else None
+
+
 def _attends(graph: ir.Graph) -> bool:
     """Whether the graph has operators of attention, in control flow too."""
     return any(operator_of(node).is_attention for node in graph.all_nodes())
@@ -314,14 +338,22 @@ def _weights(graph: ir.Graph) -> list[m.Weight] | None:
     """
     tensors = {name: value.const_value for name, value in graph.initializers.items()}
     written = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
-    types = {name: str(tensor.dtype.numpy()) for name, tensor in written.items()}
-    if not written.keys().isdisjoint(names(graph.inputs)) or not set(KNOWN).issuperset(types.values()):
+    if not _are_shareable(written, graph):
         return None
     return [
-        m.Weight(name, types[name], list(tensor.shape.numpy()), str(tensor.location), tensor.offset or 0)
+        m.Weight(name, _type(tensor), list(tensor.shape.numpy()), str(tensor.location), tensor.offset or 0)
         for name, tensor in written.items()
         if is_left_alone(graph.initializers[name])
     ]
+
+
+def _are_shareable(weights: Mapping[str, ir.TensorProtocol], graph: ir.Graph) -> bool:
+    """Whether the runtime knows the types of a graph's weights, and none of them is an input too."""
+    return weights.keys().isdisjoint(names(graph.inputs)) and set(KNOWN).issuperset(map(_type, weights.values()))
+
+
+def _type(tensor: ir.TensorProtocol) -> str:
+    return str(tensor.dtype.numpy())
 
 
 def _sizes_only(graph: ir.Graph) -> list[str]:

@@ -47,7 +47,7 @@ def _files(manifest: Manifest) -> Iterator[str]:
         elif PurePosixPath(engine.path).parts[0] != f"rank{number}":  # another rank's would wait for this one
             yield f"rank {number} has the engine '{engine.path}', which is not in the folder rank{number}"
         wanted = [engine.path] if is_built else []
-        for path in [*wanted, *(path for path in (engine.source, engine.adapted) if path is not None)]:
+        for path in [*wanted, *filter(None, (engine.source, engine.adapted, engine.unmasked))]:
             if path not in listed:
                 yield f"the engine's file '{path}' is not among its files"
 
@@ -62,6 +62,13 @@ def _preamble(manifest: Manifest) -> Iterator[str]:
     for name in (*preamble.inputs, *preamble.consumed):
         if name not in there:
             yield f"the preamble takes '{name}', which is no input"
+    lengths = {length.input for length in manifest.lengths}
+    for name, length in preamble.masks.items():
+        if name not in preamble.outputs or length not in lengths:
+            yield f"the preamble does not make the mask '{name}', or '{length}' is no input for a length"
+    for engine in (engine for rank in manifest.ranks for engine in rank.engines):
+        if not preamble.masks.keys().isdisjoint(engine.inputs) and engine.unmasked is None:
+            yield f"the engine '{engine.path}' has no form without masks"
 
 
 def _weights(manifest: Manifest) -> Iterator[str]:

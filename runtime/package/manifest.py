@@ -152,13 +152,13 @@ class Weight(Struct, frozen=True, array_like=True):
 class EngineFile(Struct, frozen=True):
     """An engine of a rank: its file, relative to the package, and the names of its inputs and outputs.
 
-    `adapted` is the file of the same engine with slots for adapters, for requests that bring some.
-    `source` is the ONNX file that it is built from, if the package holds it. `sizes` are the input sizes that it is
-    built for. `group` are the ranks of collectives inside the engine, its own included. `sizes_only` are the inputs
-    whose sizes it reads, but not their data. `weights` are those in files beside it that several sessions may share;
-    None if they can't be listed. `attends` says whether it has operators of attention, `data_sizes` whether sizes
-    inside it depend on data, as NonZero's do. `not_captured` is what keeps ONNX Runtime from capturing it on a GPU, as
-    far as the compiler knows: a node that is left on the CPU.
+    `adapted` is the file of the same engine with slots for adapters, for requests that bring some, and `unmasked` of
+    one without the preamble's masks, for requests that leave them out. `source` is the ONNX file that it is built from,
+    if the package holds it. `sizes` are the input sizes that it is built for. `group` are the ranks of collectives
+    inside the engine, its own included. `sizes_only` are the inputs whose sizes it reads, but not their data. `weights`
+    are those in files beside it that several sessions may share; None if they can't be listed. `attends` says whether
+    it has operators of attention, `data_sizes` whether sizes inside it depend on data, as NonZero's do. `not_captured`
+    is what keeps ONNX Runtime from capturing it on a GPU, as far as the compiler knows: a node that is left on the CPU.
     """
 
     path: str
@@ -173,6 +173,7 @@ class EngineFile(Struct, frozen=True):
     data_sizes: bool = False
     not_captured: str = ""
     adapted: str | None = None
+    unmasked: str | None = None
 
 
 def why_not_replayed(file: EngineFile) -> str:
@@ -346,6 +347,11 @@ class Manifest(Struct, frozen=True):
         """The inputs of ranks that are no inputs of the model: those for lengths, and what the preamble makes."""
         own = [name for length in self.lengths for name in length.names]
         return [*own, *([] if self.preamble is None else self.preamble.outputs)]
+
+    @property
+    def masks(self) -> frozenset[str]:
+        """The inputs of ranks that a request may leave out."""
+        return frozenset(() if self.preamble is None else self.preamble.masks)
 
     @property
     def overridable(self) -> list[Tensor]:

@@ -46,9 +46,12 @@ class Preamble(Struct, frozen=True):
     """A graph that is run before the ranks, on the CPU, in the file `file`.
 
     It takes the `inputs`, of which no rank takes those `consumed`, and makes the `outputs`, which are inputs of ranks.
+    `masks` are those among them that only attention adds to its scores, by the input for the length of its caches. All
+    of them are left out of a request in which they hide nothing but later tokens: engines have a form without.
     """
 
     file: str
     inputs: list[str]
     outputs: list[str]
     consumed: list[str] = []
+    masks: dict[str, str] = {}

@@ -10,7 +10,7 @@ from splitc.runtime.adapters.held import HeldSum, shards_of
 from splitc.runtime.arrays.array import Allocate, Array, Zeros
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend
-from splitc.runtime.engines.adapted import AdaptedEngine
+from splitc.runtime.engines.forms import EngineForms
 from splitc.runtime.errors import EngineError
 from splitc.runtime.feeds.on_gpu import Feed, GpuFeed
 from splitc.runtime.gpu.device import GpuDevice
@@ -47,6 +47,7 @@ class Computation:
         stays = [state for state in setup.manifest.resident_states if state.input in self.rank.inputs]
         self.resident = {state.input: state.output for state in stays}
         self._in_place = {state.input: state for state in stays if state.in_place}
+        self._masks = setup.manifest.masks
         self._parts = {part.name: part for part in self.rank.parts}
         self._overrides = {override.value: override for override in self.rank.overrides}
         self.sequences: dict[int | None, dict[str, Any]] = {}
@@ -119,7 +120,9 @@ class Computation:
 
         def feeds() -> dict[str, Any]:
             held = self._hold(request.adapters)  # first: whatever else fails, the next request finds them
-            fed = {name: states[name] if name in states else upload(name) for name in self.rank.inputs}
+            left_out = self._masks - request.feeds.keys()
+            taken = [name for name in self.rank.inputs if name not in left_out]
+            fed = {name: states[name] if name in states else upload(name) for name in taken}
             fed.update(
                 {value: upload(value) for value, override in self._overrides.items() if override.input in request.feeds}
             )
@@ -146,10 +149,10 @@ class Computation:
         return self.adapters[asked.number]
 
     def check_capturable(self, request: InFlightRequest) -> None:
-        """Raise EngineError if engines with slots, which are loaded late, can't be captured."""
-        engines = self._program.engines if request.adapters is not None else ()
-        for engine in engines:
-            if isinstance(engine, AdaptedEngine) and (why := engine.adapted_blocker):
+        """Raise EngineError if the engines' forms for this request, which are loaded late, can't be captured."""
+        own = {*request.feeds, *(self.adapters[request.adapters.number] if request.adapters is not None else ())}
+        for engine in self._program.engines:
+            if isinstance(engine, EngineForms) and (why := engine.blocker(own)):
                 raise EngineError(why)
 
     def forget(self, number: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,11 +10,14 @@ from typing import Any
 
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
-from splitc.runtime.engines.adapted import AdaptedEngine
+from splitc.runtime.engines.forms import EngineForms
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank, why_not_replayed
 from splitc.runtime.ranks.loop import Program
+
+# The form of an engine with slots for adapters, and the one with masks.
+ADAPTED, MASKED = "adapted", "masked"
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class LoadedRank:
         if now is None or self.before is None or self.loaded is None:
             return None
         before = self.before
-        adapted = any(isinstance(engine, AdaptedEngine) and engine.is_loaded for engine in self.program.engines)
+        adapted = any(isinstance(one, EngineForms) and one.is_loaded(ADAPTED) for one in self.program.engines)
         return measured_memory(rank, self.loaded - before, now - before, adapted)
 
 
@@ -96,7 +99,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     before = backend.used_bytes()
     communicators: dict[tuple[int, ...], Communicator] = {}
     engines: list[LoadedEngine] = []
-    slots = slots_of(setup.manifest, rank)
+    choices = choices_of(setup.manifest, rank)
     is_whole = len(rank.engines) == 1  # segments are too many to have two sessions each
     with backend.loading():
         for file in rank.engines:
@@ -105,7 +108,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
                 communicators[group] = collectives.create_communicator(group, backend.uses_operators)
             source = setup.package / file.source if file.source is not None else None
             how = source, file.sizes_only, communicators.get(group), file.weights if is_whole else None, file.attends
-            engines.append(load_engine(backend, setup.package, file, slots, how))
+            engines.append(load_engine(backend, setup.package, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()
     reserve(setup, backend)
@@ -121,19 +124,25 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     )
 
 
-def slots_of(manifest: Manifest, rank: Rank) -> frozenset[str]:
-    """The inputs of a rank's engines that are slots."""
-    return frozenset(override.value for override in rank.overrides if override.input in manifest.slot_inputs)
+def choices_of(manifest: Manifest, rank: Rank) -> dict[str, frozenset[str]]:
+    """The inputs of a rank's engines by which their forms are chosen: slots for adapters, and masks."""
+    slots = (override.value for override in rank.overrides if override.input in manifest.slot_inputs)
+    masks = manifest.masks.intersection(rank.inputs)
+    return {ADAPTED: frozenset(slots), MASKED: masks}
 
 
 def load_engine(
-    backend: Backend, package: Path, file: EngineFile, slots: frozenset[str], how: Sequence[Any]
+    backend: Backend, package: Path, file: EngineFile, choices: Mapping[str, frozenset[str]], how: Sequence[Any]
 ) -> LoadedEngine:
-    """An engine of a rank with these slots, loaded in this way: `Backend.load`'s arguments after the path."""
-    engine = backend.load(package / file.path, *how)
-    if file.adapted is None:
-        return engine
-    return AdaptedEngine(engine, partial(backend.load, package / file.adapted, *how), slots)
+    """An engine of a rank, loaded in this way: `Backend.load`'s arguments after the path. Its forms come later."""
+    forms = {ADAPTED: file.adapted, MASKED: None if file.unmasked is None else file.path}
+    others = {
+        name: (choices[name], partial(backend.load, package / path, *how))
+        for name, path in forms.items()
+        if path is not None
+    }
+    plain = backend.load(package / (file.unmasked or file.path), *how)
+    return EngineForms(plain, others) if others else plain
 
 
 def reserve(setup: Setup, backend: Backend) -> None:

@@ -12,6 +12,10 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS, failed, open_session
 from splitc.runtime.feeds.on_gpu import Feed, on_host
 from splitc.runtime.package.states import Preamble
 
+# What is added to a score that is to be hidden: this, or less. A choice: exporters write -10000, the least number of
+# the type, or minus infinity, and the exponential of -10000 is zero in each type.
+HIDING = -1e4
+
 
 class PreambleEngine:
     """A package's preamble, on a thread of the caller's. Raises PackageError if ONNX Runtime can't load it."""
@@ -20,15 +24,34 @@ class PreambleEngine:
         self._preamble = preamble
         self._session = open_session(package / preamble.file, 1)
 
-    def apply(self, feeds: Mapping[str, Feed]) -> dict[str, Feed]:
+    def apply(self, feeds: Mapping[str, Feed], keeps_masks: bool = False) -> dict[str, Feed]:
         """The feeds with what the preamble makes of them, and without those that it alone reads.
 
-        Raises EngineError if it fails on them.
+        Masks are left out too, if all hide nothing but later tokens, unless it `keeps_masks`. Raises EngineError if it
+        fails on them.
         """
         own = {name: np.ascontiguousarray(on_host(feeds[name])) for name in self._preamble.inputs}
         try:
             made: list[Array] = self._session.run(self._preamble.outputs, own)
         except ERRORS as error:
             raise failed(self._preamble.file, str(error)) from error
-        kept = {name: feed for name, feed in feeds.items() if name not in self._preamble.consumed}
-        return {**kept, **dict(zip(self._preamble.outputs, made, strict=True))}
+        consumed = {*self._preamble.consumed}
+        outputs = dict(zip(self._preamble.outputs, made, strict=True))
+        masks = self._preamble.masks
+        if not keeps_masks and all(is_causal(outputs[name], feeds[length].shape[0]) for name, length in masks.items()):
+            consumed.update(masks)
+        return {name: feed for name, feed in {**feeds, **outputs}.items() if name not in consumed}
+
+
+def is_causal(mask: Array, before: int) -> bool:
+    """Whether a mask hides later tokens from earlier ones, and nothing else.
+
+    It is added to scores [..., tokens, rows], of which `before` are those of earlier requests. What is behind the rows
+    of this request is not read.
+    """
+    tokens = mask.shape[-2]
+    shown = np.tri(tokens, before + tokens, before, np.bool_)
+    added = mask[..., : before + tokens]
+    if not tokens or shown.all():
+        return not added.any()
+    return bool(np.where(shown, added == 0, added <= HIDING).all())

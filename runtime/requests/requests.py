@@ -58,7 +58,7 @@ class Requests:
             if request.sequence is None:
                 request.feeds = with_lengths(self.manifest.lengths, request.feeds)
             if self._preamble is not None:
-                request.feeds = self._preamble.apply(request.feeds)
+                request.feeds = self._preamble.apply(request.feeds, request.adapters is not None)
         self._forget_dropped()
         if self._replicas is not None:
             self._replicas.divide(request)

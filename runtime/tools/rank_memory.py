@@ -37,7 +37,7 @@ from splitc.runtime.package.manifest import Manifest, Rank
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.parts import cut_part
 from splitc.runtime.package.steps import Receive, Reduce, Send
-from splitc.runtime.ranks.loaded import load_engine, measured_memory, slots_of
+from splitc.runtime.ranks.loaded import ADAPTED, choices_of, load_engine, measured_memory
 from splitc.runtime.ranks.loop import Program, execute
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.preamble import PreambleEngine
@@ -57,11 +57,11 @@ def measure_memory(
     manifest = read_manifest(package)
     taken = with_lengths(manifest.lengths, feeds)
     if manifest.preamble is not None:
-        taken = PreambleEngine(package, manifest.preamble).apply(taken)
+        taken = PreambleEngine(package, manifest.preamble).apply(taken, adapters is not None)
     values = {name: on_host(feed) for name, feed in taken.items()}
     steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
     if any(isinstance(step, Receive) and step.source > number for number, step in steps):
-        values.update(_run_together(package, manifest.ranks, threads, values))
+        values.update(_run_together(package, manifest, threads, values))
     memory: dict[int, RankMemory] = {}
     shards = None if adapters is None else [shards_of(adapters.arrays, rank) for rank in manifest.ranks]
     with tempfile.TemporaryDirectory(prefix="splitc-measure-") as folder:
@@ -126,10 +126,10 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _run_together(
-    package: Path, ranks: Sequence[Rank], threads: int, feeds: Mapping[str, npt.NDArray[Any]]
+    package: Path, manifest: Manifest, threads: int, feeds: Mapping[str, npt.NDArray[Any]]
 ) -> dict[str, npt.NDArray[Any]]:
     """The values that ranks send each other in one run."""
-    backend = OnnxRuntimeBackend(threads)
+    backend, ranks = OnnxRuntimeBackend(threads), manifest.ranks
     ends = connect(len(ranks))
     programs = []
     for number, rank in enumerate(ranks):
@@ -137,7 +137,7 @@ def _run_together(
         programs.append(
             Program(
                 rank.program,
-                _load(backend, package, rank, partial(ends[number].create_communicator, uses_operators=True)),
+                _load(backend, package, manifest, rank, partial(ends[number].create_communicator, uses_operators=True)),
                 sent,
             )
         )
@@ -155,24 +155,26 @@ def _run_together(
 def _load(
     backend: Backend,
     package: Path,
+    manifest: Manifest,
     rank: Rank,
     join: Callable[[Sequence[int]], Communicator],
-    slots: frozenset[str] = frozenset(),
 ) -> list[LoadedEngine]:
     """The rank's engines. `join` gives its end of the meeting of engines with collectives inside."""
     ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
     for end in ends.values():
         end.begin(0)
+    choices = choices_of(manifest, rank)
     with backend.loading():
         return [
-            load_engine(backend, package, file, slots, (None, (), ends.get(tuple(file.group)))) for file in rank.engines
+            load_engine(backend, package, file, choices, (None, (), ends.get(tuple(file.group))))
+            for file in rank.engines
         ]
 
 
 def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> dict[str, Any]:
     """A rank's inputs, or its shards of them, from the whole arrays."""
     parts = {part.name: part for part in rank.parts}
-    cut = {n: cut_part(arrays[n], parts[n]) if n in parts else arrays[n] for n in rank.inputs}
+    cut = {n: cut_part(arrays[n], parts[n]) if n in parts else arrays[n] for n in rank.inputs if n in arrays}
     return {name: backend.upload(array) for name, array in cut.items()}
 
 
@@ -232,19 +234,19 @@ def _measure_rank(
     the system may drop them again.
     """
     arrays, rank = read_arrays(inputs), manifest.ranks[number]
-    slots = slots_of(manifest, rank)
     backend = OnnxRuntimeBackend(threads)
     backend.limit(rank.limit_bytes)
     if manifest.maps_weights:
         backend.map_weights()
     before = resident_bytes()
-    engines = _load(backend, package, rank, lambda _: end, slots)
+    engines = _load(backend, package, manifest, rank, lambda _: end)
     loaded = resident_bytes()
     alone = Alone(arrays, backend)
     program, feeds = Program(rank.program, engines, rank.outputs), partial(_cut_feeds, rank, arrays, backend)
     execute(program, alone, feeds, backend.accumulate)
     if adapted:  # ranks without slots as well: others may wait for them
         end.begin(1)
+        slots = choices_of(manifest, rank)[ADAPTED]
         held = {name: backend.upload(arrays[name].copy()) for name in slots}  # as ranks of a session have copies
         execute(program, alone, lambda: {**feeds(), **held}, backend.accumulate)
     peak = peak_bytes()

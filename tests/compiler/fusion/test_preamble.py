@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto
 
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.fusion.masks import find_masks
+from splitc.compiler.fusion.sizes import Axis
 from splitc.runtime import Session
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.requests.preamble import is_causal
 from splitc.runtime.tools.rank_memory import measure_memory
 from tests.compiler.fusion.test_caches import OPTIMUM
 from tests.compiler.fusion.test_caches import STYLES as CACHED
@@ -91,6 +98,79 @@ def test_engines_see_no_size_that_grows(tmp_path: Path, name: str) -> None:
             request = following(style, expected, 1, 1)
     assert all(before == after for before, after in pairwise(shapes[1:]))
     assert any(24 in shape for shape in shapes[1].values())
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor", "batch"])
+def test_masks_that_hide_nothing_but_later_tokens_are_left_out(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines have a form without, in which attention is causal. The one with masks is loaded for the first padding."""
+    style = replace(OPTIMUM, dtype=HALF)
+    path = compiled(style, tmp_path, mode, ["cuda0", "cuda1"])
+    manifest = read_manifest(path)
+    assert manifest.masks
+    for rank in manifest.ranks:
+        (engine,) = rank.engines
+        assert manifest.masks <= {*engine.inputs} and engine.unmasked is not None
+        graph = ir.load(path / engine.unmasked).graph
+        assert manifest.masks.isdisjoint(value.name for value in graph.inputs)
+        attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
+        assert attentions and all(node.attributes.get_int("causal", 1) == 1 for node in attentions)
+    loaded = []
+    load = OnnxRuntimeBackend.load
+    monkeypatch.setattr(
+        OnnxRuntimeBackend, "load", lambda self, path, *how: (loaded.append(path.name), load(self, path, *how))[1]
+    )
+    with Session(path, devices=["cpu0", "cpu1"], ranks="threads") as session:
+        for batch, new, past in ((2, 5, 0), (2, 1, 9), (1, 3, 8), (2, 1, 0)):
+            request = feeds(style, batch, new, past)
+            assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)
+        assert all("unmasked" in name for name in loaded) and len(loaded) == 2
+        request = feeds(style, 2, 5, 0, padded=2)
+        assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)
+        assert len(loaded) == 4
+
+
+@pytest.mark.parametrize(("tokens", "before"), [(1, 0), (1, 6), (4, 0), (3, 5)])
+def test_a_mask_is_causal_if_it_hides_later_tokens_and_no_others(tokens: int, before: int) -> None:
+    rows = before + tokens
+    shown = np.tri(tokens, rows, before, np.bool_)
+    behind = np.full((1, 1, tokens, 2), -1e9, np.float32)  # room, which is not read
+    for least in (-1e4, float(np.finfo(np.float16).min), -np.inf):
+        mask = np.concatenate([np.where(shown, -0.0, least)[None, None].astype(np.float32), behind], axis=-1)
+        assert is_causal(mask, before)
+        assert is_causal(mask[..., :rows], before)
+        for row, place in product(range(tokens), range(rows)):
+            other = mask.copy()
+            other[..., row, place] = least if shown[row, place] else 0
+            assert not is_causal(other, before)
+        other = mask.copy()
+        other[..., 0, 0] = np.nan
+        assert not is_causal(other, before)
+    assert not is_causal(np.where(shown, 0, -10).astype(np.float32)[None, None], before) or shown.all()
+
+
+def test_only_what_attention_adds_for_all_heads_is_a_mask() -> None:
+    """Another bias is never zero: a form without would only take time to load."""
+    graph = ir.from_onnx_text(
+        """<ir_version: 9, opset_import: ["" : 18, "com.microsoft" : 1]>
+        agraph (float16[1, n, 32] query, float16[1, 4, room, 8] past, int32[1] lasts, int32[1] total,
+                float16[1, 4, n, room] bias, float16[1, 1, n, room] mask, float16[1, 1, n, room] printed)
+            => (float16[1, n, 32] one, float16[1, n, 32] other, float16[1, n, 32] third, float16[1, 1, n, room] out) {
+            one = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 4, causal = 0>
+                (query, query, query, past, past, lasts, total, , , , bias)
+            other = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 4, causal = 0>
+                (query, query, query, past, past, lasts, total, , , , mask)
+            third = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 4, causal = 0>
+                (query, query, query, past, past, lasts, total, , , , printed)
+            out = Neg (printed)
+        }"""
+    ).graph
+    rows = Axis((5, 6), ir.SymbolicDim("past"))
+    filled: Any = SimpleNamespace(input=ir.Value(name="length"), past=rows)
+    sizes: Any = SimpleNamespace(axes=lambda value: [rows] * 4 if value.name == "past" else None)
+    assert find_masks(graph.inputs, [filled], sizes) == {"mask": "length"}
+    assert find_masks(graph.inputs, [], sizes) == {}
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])

@@ -11,7 +11,7 @@ import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.engines import NEW
-from splitc.runtime.engines.adapted import AdaptedEngine
+from splitc.runtime.engines.forms import EngineForms
 from splitc.runtime.ranks.loop import Replay
 from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
@@ -67,7 +67,7 @@ def test_recordings_end_with_their_adapter(decoder: Path, tmp_path: Path) -> Non
 
 def test_what_can_not_be_captured_runs_eagerly(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     why = "adapted.onnx has nodes on the CPU"
-    monkeypatch.setattr(AdaptedEngine, "adapted_blocker", property(lambda self: why))
+    monkeypatch.setattr(EngineForms, "blocker", lambda self, values: why)
     place = package(decoder, "layer", 1, lora_slots=4)
     with Session(place, devices=["cuda0"]) as session:
         load_both(session, tmp_path)

@@ -1,0 +1,47 @@
+"""Masks that a request may leave out: what attention alone adds to its scores, the same for all heads.
+
+On GPUs, attention with a cache is slower with them: ONNX Runtime then has no kernel that reads the filled rows alone,
+and repeats the keys and values of each group of heads over all the room that there is. In most requests they hide
+nothing but later tokens, as causal attention does by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import onnx_ir as ir
+
+from splitc.compiler.fusion.cache import ROWS
+from splitc.compiler.fusion.grouped import OPERATOR
+from splitc.compiler.fusion.lengths import Filled
+from splitc.compiler.fusion.multi_head import DOMAIN
+from splitc.compiler.fusion.sizes import Sizes
+
+# The places of the operator's inputs: the keys of the past, and what is added to the scores.
+PAST, BIAS = 3, 10
+
+
+def find_masks(inputs: Iterable[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, str]:
+    """The masks among some inputs, by the input for the length of the caches of their attentions."""
+    masks: dict[str, str] = {}
+    for value in inputs:
+        readers = list(biased(value))
+        pasts = {_length(node, filled, sizes) for node in readers if node is not None}
+        is_shared = value.shape is not None and len(value.shape) == 4 and value.shape[1] == 1
+        if is_shared and None not in readers and len(pasts) == 1 and (length := pasts.pop()) is not None:
+            masks[value.name or ""] = length
+    return masks
+
+
+def biased(value: ir.Value) -> Iterator[ir.Node | None]:
+    """The attentions that add a value to their scores, and hide nothing themselves. None for any other use."""
+    for node, place in value.uses():
+        is_bias = (node.op_type, node.domain, place) == (OPERATOR, DOMAIN, BIAS)
+        yield node if is_bias and not node.attributes.get_int("causal", 1) else None
+
+
+def _length(node: ir.Node, filled: Sequence[Filled], sizes: Sizes) -> str | None:
+    """The input for the length of an attention's caches."""
+    past = node.inputs[PAST]
+    axes = None if past is None else sizes.axes(past)
+    return next((one.input.name for one in filled if axes and axes[ROWS].size == one.past.size), None)

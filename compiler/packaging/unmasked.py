@@ -1,0 +1,44 @@
+"""A form of engines without masks, for requests in which these hide nothing but later tokens.
+
+On GPUs, attention with a cache is slower if something is added to its scores: ONNX Runtime then has no kernel that
+reads the filled rows alone, and repeats the keys and values of each group of heads over all the room that there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import onnx_ir as ir
+from msgspec.structs import replace
+
+from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
+from splitc.compiler.fusion.masks import BIAS, biased
+from splitc.runtime.package import manifest as m
+
+
+def without_masks(graph: ir.Graph, masks: Collection[str]) -> ir.Graph | None:
+    """A copy of a rank's graph whose attention is causal and adds none of the masks.
+
+    None if it has none itself, or reads one elsewhere.
+    """
+    own = [value for value in graph.inputs if value.name in masks]
+    if not own or any(node is None for value in own for node in biased(value)):
+        return None
+    plain = graph.clone()
+    own = [value for value in plain.inputs if value.name in masks]
+    for value in own:
+        for node in [use.node for use in value.uses()]:
+            node.replace_input_with(BIAS, None)
+            node.attributes["causal"] = ir.AttrInt64("causal", 1)
+    remove_unused_inputs(plain, own)
+    remove_unused(plain)
+    return plain
+
+
+def with_forms(ranks: Sequence[m.Rank], masks: Mapping[str, str]) -> tuple[list[m.Rank], dict[str, str]]:
+    """The ranks, and the masks that requests may leave out: none if any engine that takes one has no form without."""
+    engines = (engine for rank in ranks for engine in rank.engines if not masks.keys().isdisjoint(engine.inputs))
+    if all(engine.unmasked is not None for engine in engines):
+        return list(ranks), dict(masks)
+    plain = [[replace(engine, unmasked=None) for engine in rank.engines] for rank in ranks]
+    return [replace(rank, engines=engines) for rank, engines in zip(ranks, plain, strict=True)], {}
