@@ -118,9 +118,12 @@ def test_masks_that_hide_nothing_but_later_tokens_are_left_out(
         assert attentions and all(node.attributes.get_int("causal", 1) == 1 for node in attentions)
     loaded = []
     load = OnnxRuntimeBackend.load
-    monkeypatch.setattr(
-        OnnxRuntimeBackend, "load", lambda self, path, *how: (loaded.append(path.name), load(self, path, *how))[1]
-    )
+
+    def watched(self: OnnxRuntimeBackend, path: Path, *how: Any) -> Any:
+        loaded.append(path.name)
+        return load(self, path, *how)
+
+    monkeypatch.setattr(OnnxRuntimeBackend, "load", watched)
     with Session(path, devices=["cpu0", "cpu1"], ranks="threads") as session:
         for batch, new, past in ((2, 5, 0), (2, 1, 9), (1, 3, 8), (2, 1, 0)):
             request = feeds(style, batch, new, past)
