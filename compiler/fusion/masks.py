@@ -21,14 +21,14 @@ from splitc.compiler.fusion.sizes import Sizes
 PAST, BIAS = 3, 10
 
 
-def find_masks(inputs: Iterable[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, str]:
-    """The masks among some inputs, by the input for the length of the caches of their attentions."""
+def find_masks(made: Iterable[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, str]:
+    """The masks among what a preamble makes, by the input for the length of the caches of their attentions."""
     masks: dict[str, str] = {}
-    for value in inputs:
-        readers = list(biased(value))
-        pasts = {_length(node, filled, sizes) for node in readers if node is not None}
-        is_shared = value.shape is not None and len(value.shape) == 4 and value.shape[1] == 1
-        if is_shared and None not in readers and len(pasts) == 1 and (length := pasts.pop()) is not None:
+    for value in made:
+        axes, readers = sizes.axes(value), list(biased(value))
+        is_shared = axes is not None and len(axes) == 4 and axes[1].fixed == 1
+        pasts = {None if node is None else _length(node, filled, sizes) for node in readers}
+        if is_shared and len(pasts) == 1 and (length := pasts.pop()) is not None:
             masks[value.name or ""] = length
     return masks
 

@@ -70,11 +70,11 @@ def cut_preamble(
     _check(made, following, graph, sizes)
     cut = _copy(model, made)
     batch = _find_batch(cut.graph.inputs, filled, sizes)
-    inputs = [_replace(graph, value) for value in made]
-    masks = find_masks(inputs, filled, sizes)
-    for value in inputs:
-        if value.name in masks:
-            may_be_left_out(value)
+    masks = find_masks(made, filled, sizes)
+    for value in made:
+        new = _replace(graph, value)
+        if new.name in masks:
+            may_be_left_out(new)
     return Preamble(cut, roles, batch, masks)
 
 

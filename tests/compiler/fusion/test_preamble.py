@@ -171,7 +171,9 @@ def test_only_what_attention_adds_for_all_heads_is_a_mask() -> None:
     ).graph
     rows = Axis((5, 6), ir.SymbolicDim("past"))
     filled: Any = SimpleNamespace(input=ir.Value(name="length"), past=rows)
-    sizes: Any = SimpleNamespace(axes=lambda value: [rows] * 4 if value.name == "past" else None)
+    one, four = (Axis((number, number), number, number) for number in (1, 4))
+    axes = {"past": [one, four, rows, four], "bias": [one, four, rows, rows]}
+    sizes: Any = SimpleNamespace(axes=lambda value: axes.get(value.name, [one, one, rows, rows]))
     assert find_masks(graph.inputs, [filled], sizes) == {"mask": "length"}
     assert find_masks(graph.inputs, [], sizes) == {}
 
