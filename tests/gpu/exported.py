@@ -27,6 +27,8 @@ from tests.gpu.made_weights import make_missing_weights
 
 # Tokens before those that are timed: they are eager, or captured.
 FIRST = 6
+# Whether a package is compiled with --no-fuse. The first one also pays for the kernels that CUDA loads for both.
+WAYS = {"exported": True, "fused": False}
 
 
 def main() -> None:
@@ -36,20 +38,20 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=60)
     parser.add_argument("--capacity", type=int, default=2048)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     options = parser.parse_args()
     make_missing_weights(options.model)
     rows = table("", "first prompt", "prompt", "token", "replayed", "difference")
     reference = None
     with tempfile.TemporaryDirectory() as folder:
-        # As exported first: it also pays for the kernels that CUDA loads for both.
-        for name, no_fuse in (("as exported", True), ("fused", False)):
+        for name in options.ways:
             request = Request(
                 split_mode="tensor" if len(options.devices) > 1 else "layer",
                 engine="onnxruntime",
                 spread=True,
-                no_fuse=no_fuse,
+                no_fuse=WAYS[name],
             )
-            package = Path(folder) / name.replace(" ", "-")
+            package = Path(folder) / name
             compile_model(plan_model(options.model, options.devices, request), package, weights="link", verify=False)
             with Session(package, verify="never") as session:
                 prompts, tokens, logits = _measure(session, options.prompt, options.tokens, options.capacity)
