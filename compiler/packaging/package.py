@@ -24,6 +24,7 @@ from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.skip_norms import fuse_skips
+from splitc.compiler.lowering.transposed_weights import multiply_as_stored
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
@@ -202,13 +203,14 @@ def _files(ranks: Sequence[_Written]) -> list[WeightFile]:
 
 
 def _suit_gpu(graphs: Sequence[ir.Graph], analysis: Analysis) -> None:
-    """Let engines of ONNX Runtime be captured, and have fewer operators, in place."""
+    """Let engines of ONNX Runtime be captured, have fewer operators, and share their weights, in place."""
     for graph in graphs:
         keep_on_gpu(graph, analysis.graph.model.opset_imports.get("", 1), analysis.costs.bound.shapes)
         if analysis.fuses:
             fuse_skips(graph)
             fuse_bias_gelus(graph)
-            remove_unused(graph)
+        multiply_as_stored(graph)
+        remove_unused(graph)
 
 
 def _write_rank(

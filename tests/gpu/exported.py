@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +23,9 @@ import numpy as np
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.units import format_bytes
 from tests.gpu.made_weights import make_missing_weights
 
 # Tokens before those that are timed: they are eager, or captured.
@@ -41,7 +44,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     options = parser.parse_args()
     make_missing_weights(options.model)
-    rows = table("", "first prompt", "prompt", "token", "replayed", "difference")
+    rows = table("", "first prompt", "prompt", "token", "replayed", "difference", "loaded", "planned")
     reference = None
     with tempfile.TemporaryDirectory() as folder:
         for name in options.ways:
@@ -55,7 +58,7 @@ def main() -> None:
             compile_model(plan_model(options.model, options.devices, request), package, weights="link", verify=False)
             with Session(package, verify="never") as session:
                 prompts, tokens, logits = _measure(session, options.prompt, options.tokens, options.capacity)
-                replayed = session.metrics.replayed
+                replayed, memory = session.metrics.replayed, session.device_memory()
             reference = logits if reference is None else reference
             difference = float(np.abs(logits - reference).max() / np.abs(reference).max())
             rows.add_row(
@@ -63,8 +66,14 @@ def main() -> None:
                 *(f"{1e3 * seconds:.2f} ms" for seconds in (prompts[0], prompts[-1], median(tokens[FIRST:]))),
                 f"{replayed} of {2 * (1 + options.tokens)}",
                 f"{difference:.1e}",
+                *(", ".join(map(format_bytes, sizes)) for sizes in _loaded(memory)),
             )
     out.print(rows)
+
+
+def _loaded(memory: Sequence[RankMemory]) -> tuple[list[int], list[int]]:
+    """The bytes of each GPU after loading, and those that were predicted."""
+    return [rank.loaded for rank in memory], [rank.predicted_loaded for rank in memory]
 
 
 def _measure(session: Session, prompt: int, count: int, capacity: int) -> tuple[list[float], list[float], np.ndarray]:

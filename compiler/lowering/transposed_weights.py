@@ -1,0 +1,52 @@
+"""A weight that is transposed before a product is multiplied as it is, on GPUs.
+
+Exporters write a linear layer as its weight, a Transpose and a product. ONNX Runtime folds the Transpose when it loads
+an engine: each of a rank's sessions would hold a transposed weight of its own. Its product com.microsoft.FusedMatMul
+reads a weight either way, so that all sessions share the one in the file.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import hand_over
+
+DOMAIN, OPERATOR = "com.microsoft", "FusedMatMul"
+# The types that the operator's kernels on GPUs take.
+TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE)
+
+
+def multiply_as_stored(graph: ir.Graph) -> None:
+    """Let products read matrices that are weights without a Transpose, in place. What nothing reads any more stays.
+
+    A weight that is read in another way too stays as it is.
+    """
+    editor = Editor(graph)
+    for weight in list(graph.initializers.values()):
+        readers = [node for node, _ in weight.uses()]
+        if weight.dtype not in TYPES or not readers or not all(map(_is_transpose, readers)) or weight.is_graph_input():
+            continue
+        products = [use for node in readers for use in node.outputs[0].uses()]
+        if not all(_is_product(node) and place == 1 for node, place in products):
+            continue
+        for node, _ in products:
+            old, data = node.outputs[0], node.inputs[0]
+            made = editor.before(node, OPERATOR, data, weight, domain=DOMAIN, transB=1)
+            graph.opset_imports.setdefault(DOMAIN, 1)
+            hand_over(old, made, "transposed")
+            made.shape = old.shape
+            old.replace_all_uses_with(made, replace_graph_outputs=True)
+
+
+def _is_transpose(node: ir.Node) -> bool:
+    """Whether it swaps the axes of a matrix, for products alone."""
+    if node.op_type != "Transpose" or node.domain or node.outputs[0].is_graph_output():
+        return False
+    value = node.inputs[0]
+    tensor = None if value is None else value.const_value
+    return tensor is not None and list(node.attributes.get_ints("perm", (1, 0))) == [1, 0] and len(tensor.shape) == 2
+
+
+def _is_product(node: ir.Node) -> bool:
+    return node.op_type == "MatMul" and not node.domain
