@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -152,6 +153,8 @@ def test_mistakes_end_in_one_message(
 
 def test_mistakes_end_the_process(decoder: Path, tmp_path: Path) -> None:
     """As they end the command in this process, with any of its codes."""
+    module = (sys.executable, "-m", "splitc.runtime")
+    assert "see: splitc help check\n" in splitc_process("check", tmp_path, start=module, code=2).stderr
     little = ("-d", "2xcpu", "--memory", "100KiB", *LAYERS)
     result = splitc_process("compile", decoder, "-o", tmp_path / "p", *little, code=3)
     assert "the devices have 0 B beside their engines" in " ".join(result.stderr.split())
