@@ -115,6 +115,8 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["run", "PACKAGE", "--inputs", "x.npz"], 2, "no such file: x.npz"),
         (["check", "none", "--inputs", "x.npz"], 2, "none does not exist"),
         (["check", "PACKAGE", "--inputs", "x.npz"], 2, "no such file: x.npz"),
+        (["export"], 2, "missing argument 'SERVER'"),
+        (["export", "openai", "PACKAGE", "--tokenizer", "none"], 2, "no such tokenizer: none"),
         (["compile", "none.onnx"], 2, "no such model file: none.onnx"),
         (["compile", "MODEL", "--plan", "plan.json"], 2, "no such plan: plan.json"),
         (["compile", "none.onnx", "--export"], 2, "missing option '--output'"),
