@@ -96,6 +96,8 @@ def generate_command(
     """Generate text or tokens with a language model, or with an encoder and its decoder."""
     module, devices = load.keywords["module"], load.keywords["devices"]
     pipeline = read_pipeline(package)
+    if module is not None:
+        find_module(package, module)  # which says so if there is none
     needs_text = given.prompt is not None or given.audio is not None
     file = tokenizer or (find_tokenizer(package, module) if needs_text else None)
     with muted_stderr():

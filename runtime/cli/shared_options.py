@@ -10,14 +10,17 @@ import typer
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.errors import FeedError, MisuseError, PackageError, SplitcError
+from splitc.runtime.package import manifest_file, pipeline_file
 from splitc.runtime.package.verification import WORDS
 from splitc.runtime.requests.rank_kinds import KINDS
 
 
 def package_there(path: Path | None) -> Path | None:
-    """The path. Raises MisuseError if there is nothing: before other options are read, which may be wrong for that."""
-    if path is not None and _is_nothing(path):
-        error = MisuseError(f"{path} does not exist; make one with 'splitc compile'")
+    """The path. Raises MisuseError if it is no package: before other options are read, which may be wrong for that."""
+    if path is not None and all(
+        _is_nothing(path / name) for name in (manifest_file.FILE_NAME, pipeline_file.FILE_NAME)
+    ):
+        error = MisuseError(manifest_file.why_no_package(path))
         error.page = PackageError.page
         raise error
     return path
