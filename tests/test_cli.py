@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -111,10 +112,20 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["compile", "none.onnx", "-o", "p", "--split-mode", "x=tensor"], 2, "no such model file"),
         (["generate", "none", "--prompt", "text"], 2, "none does not exist"),
         (["run", "PACKAGE", "--inputs", "x.npz", "--outputs", "y.npz"], 2, "no such file: x.npz"),
+        (["run", "PACKAGE", "--inputs", "x.npz"], 2, "no such file: x.npz"),
+        (["check", "none", "--inputs", "x.npz"], 2, "none does not exist"),
+        (["check", "PACKAGE", "--inputs", "x.npz"], 2, "no such file: x.npz"),
+        (["generate", "FOLDER", "--prompt", "text"], 2, "has no manifest.json, so it is no package"),
+        (["generate", "PACKAGE", "--prompt", "text", "--module", "x"], 2, "and has no module 'x'"),
+        (["export"], 2, "missing argument 'SERVER'"),
+        (["export", "openai", "PACKAGE", "--tokenizer", "none"], 2, "no such tokenizer: none"),
+        (["compile", "none.onnx"], 2, "no such model file: none.onnx"),
+        (["compile", "MODEL", "--plan", "plan.json"], 2, "no such plan: plan.json"),
+        (["compile", "none.onnx", "--export"], 2, "missing option '--output'"),
         (["plan", "MODEL", "-d", "cpu0", "-o", "MODEL"], 2, "would be overwritten, which is read"),
         (["plan", "MODEL", "-d", "cpu0", "-o", "DATA"], 2, "would be overwritten, which is read"),
-        (["run", "PACKAGE", "--inputs", "x.npz", "--outputs", "x.npz"], 2, "would be overwritten, which is read"),
-        (["run", "PACKAGE", "--inputs", "x.npz", "--outputs", "PACKAGE"], 2, "it is a folder"),
+        (["run", "PACKAGE", "--inputs", "DATA", "--outputs", "DATA"], 2, "would be overwritten, which is read"),
+        (["run", "PACKAGE", "--inputs", "DATA", "--outputs", "PACKAGE"], 2, "it is a folder"),
         (["bench", "PACKAGE", "--baseline", "MODEL", "--trace", "MODEL"], 2, "would be overwritten, which is read"),
         (["inspect", "none"], 2, "none does not exist"),
         (["check", "PACKAGE", "--model", "none.onnx"], 2, "no such model file"),
@@ -144,8 +155,10 @@ def test_mistakes_end_in_one_message(
     assert before == (hash_file(decoder), hash_file(data))
 
 
-def test_mistakes_end_the_process(decoder: Path, tmp_path: Path) -> None:
+def test_mistakes_end_the_process(decoder: Path, package: Path, tmp_path: Path) -> None:
     """As they end the command in this process, with any of its codes."""
+    module = (sys.executable, "-m", "splitc.runtime")
+    assert "see: splitc help check\n" in splitc_process("check", package, start=module, code=2).stderr
     little = ("-d", "2xcpu", "--memory", "100KiB", *LAYERS)
     result = splitc_process("compile", decoder, "-o", tmp_path / "p", *little, code=3)
     assert "the devices have 0 B beside their engines" in " ".join(result.stderr.split())

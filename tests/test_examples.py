@@ -76,12 +76,10 @@ def example_files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 def names() -> dict[str, Any]:
     """What blocks of Python use and do not define: what a reader has."""
-    mask, longer = np.ones_like(IDS), np.ones((1, IDS.shape[1] + 1), np.int64)
+    mask = np.ones_like(IDS)
     feeds = {"input_ids": IDS, "attention_mask": mask}
     return {
-        **{"ids": IDS, "mask": mask, "feeds": feeds},
-        **{"prompt": IDS, "prompt_ids": [5, 17, 33], "positions": np.arange(IDS.shape[1])[None]},
-        **{"token": IDS[:, :1], "longer": longer, "next_position": np.array([[IDS.shape[1]]])},
+        **{"ids": IDS, "mask": mask, "feeds": feeds, "positions": np.arange(IDS.shape[1])[None]},
         **{"features": np.zeros((1, 8, 20), np.float32), "decoder_prompt": [50, 52, 54, 56], "end": 51},
         "Any": Any,
         "latents": np.zeros((1, 4, 8, 8), np.float32),

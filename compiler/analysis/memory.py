@@ -53,9 +53,14 @@ class StageMemory:
     adapters: int = 0
 
     @property
+    def held_weights(self) -> int:
+        """The bytes of weights that take memory."""
+        return self.weights - self.in_files
+
+    @property
     def values(self) -> int:
         """The peak bytes of weights and values, while loading or while running, without adapters."""
-        return self.weights - self.in_files + max(self.activations + self.cache, self.loading)
+        return self.held_weights + max(self.activations + self.cache, self.loading)
 
     @property
     def total(self) -> int:
@@ -119,7 +124,7 @@ def adapter_bytes(memory: StageMemory, packs: bool) -> int:
     """
     if not memory.sums:
         return 0
-    packed = memory.weights - memory.in_files if packs else 0
+    packed = memory.held_weights if packs else 0
     return memory.sums + packed + max(memory.activations - memory.passed, memory.loading)
 
 

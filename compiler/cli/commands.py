@@ -19,7 +19,7 @@ from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given, with_options
-from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT, model_there
+from splitc.runtime.cli.shared_options import FILL, JSON, PACKAGE, REPORT, model_there, there
 from splitc.runtime.cli.tables import describe_built
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end, print_warning
 from splitc.runtime.engines.kinds import choose_engine
@@ -51,15 +51,27 @@ MODEL = typer.Argument(
     metavar="MODEL",
     autocompletion=completion.models,
     callback=model_there,
+    is_eager=True,
 )
-# Not checked: it may be another's to know, as a Hub's id.
+
+
+def _source_there(context: typer.Context, model: Path) -> Path | None:
+    """The path, which with --export may be another's to know, as a Hub's id."""
+    return model if context.params.get("export") else model_there(model)
+
+
 SOURCE = typer.Argument(
-    help="The ONNX model, or a folder of several.", metavar="MODEL", autocompletion=completion.models
+    help="The ONNX model, or a folder of several.",
+    metavar="MODEL",
+    autocompletion=completion.models,
+    callback=_source_there,
+    is_eager=True,
 )
 EXPORT = typer.Option(
     False,
     "--export",
     help="Let optimum export MODEL first: transformers' or diffusers' folder, or its id on a Hub.",
+    is_eager=True,  # it is read before MODEL
 )
 MODULES = typer.Option(
     [],
@@ -235,7 +247,10 @@ def compile_command(
     swap: bool = SWAP,
     package: Path = typer.Option(..., "--output", "-o", help="The package's folder, which must not exist yet."),
     plan_path: Path | None = typer.Option(
-        None, "--plan", help="A plan from 'splitc plan -o'. Options below may not say otherwise."
+        None,
+        "--plan",
+        help="A plan from 'splitc plan -o'. Options below may not say otherwise.",
+        callback=there("plan"),
     ),
     weights: str = typer.Option(
         "copy",
@@ -267,8 +282,6 @@ def compile_command(
     given = partial(is_given, context)
     how: dict[str, Any] = {"weights": weights, "force": force, "verify": verify, "jobs": jobs, "build": build}
     how |= {"threads": request.threads, "fills": parse_fills(fill), "warn": print_warning, "say": say}
-    if not export:
-        model_there(model)
     check_target(package, force)
     if export or model.is_dir():
         from splitc.compiler.cli.folders import compile_folder

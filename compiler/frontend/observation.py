@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
 from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.operators.axes import new_axis
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
 # The most elements of a constant that is a list of sizes, scales or axes: no tensor has as many axes. Longer ones are
@@ -153,20 +157,35 @@ def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[O
     return tuple(origins)
 
 
-def refusal(node: ir.Node, shapes: Sequence[Shape | None], fill: Any = np.zeros) -> str | None:
+def refusal(
+    node: ir.Node, shapes: Sequence[Shape | None], fill: Any = np.zeros, made: Sequence[Shape | None] = ()
+) -> str | None:
     """Why ONNX Runtime does not run the node on inputs of these shapes (None: of no input); None if it does.
 
-    None too if the CPU provider has no kernel for the node's types.
+    None too if the CPU provider has no kernel for the node's types. `made` are the outputs' shapes, where known.
     """
     pairs = zip(node.inputs, shapes, strict=True)
     made_up = [shape or () for value, shape in pairs if value is not None and not _is_kept(value)]
     try:
-        _run_filled(node_alone(node, _is_kept, made_up), fill)
+        _run_filled(node_alone(node, _is_kept, made_up), fill, _examples(node, shapes, made))
     except onnxruntime_build.NotImplemented:
         return None
     except FAILURES as error:
         return str(error)
     return None
+
+
+def _examples(node: ir.Node, shapes: Sequence[Shape | None], made: Sequence[Shape | None]) -> dict[str | None, Any]:
+    """What inputs hold where not any data will do, by their names in the graph of the node alone."""
+    if (example := operator_of(node).example_input) is None:
+        return {}
+    inputs, outputs = (
+        [None if shape is None else tuple(map(new_axis, shape)) for shape in of] for of in (shapes, made)
+    )
+    operation = Operation(node, inputs, outputs, [])
+    given = (number for number, shape in enumerate(shapes) if shape is not None)
+    examples = {f"input{number}": example(operation, number) for number in given}
+    return {name: value for name, value in examples.items() if value is not None}
 
 
 def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
@@ -179,8 +198,14 @@ def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
     return made[0] if made[0] == made[1] else None
 
 
-def _run_filled(graph: ir.Graph, fill: Any) -> Made:
-    """What the graph of one node makes of inputs of zeros or ones."""
-    feeds = {v.name: fill(v.shape.numpy(), v.dtype.numpy()) for v in graph.inputs if v.shape is not None and v.dtype}
+def _run_filled(graph: ir.Graph, fill: Any, examples: Mapping[str | None, Any] = MappingProxyType({})) -> Made:
+    """What the graph of one node makes of inputs of zeros or ones, or of what `examples` has for them."""
+    feeds = {
+        v.name: fill(v.shape.numpy(), v.dtype.numpy())
+        if v.name not in examples
+        else np.full(v.shape.numpy(), examples[v.name], v.dtype.numpy())
+        for v in graph.inputs
+        if v.shape is not None and v.dtype
+    }
     arrays = run_alone(serialized(graph), feeds)
     return [(tuple(array.shape), ir.DataType.from_numpy(array.dtype)) for array in arrays]

@@ -166,8 +166,12 @@ def _mask(op: Operation, number: int) -> str:
 
 
 def key_lengths(op: Operation, number: int) -> int | None:
-    """The lengths for GroupQueryAttention: those of the whole cache, since the kernel leaves unused rows unset."""
-    keys = ax.size_of(op.output(1)[2] if op.has_output(1) else op.input(0)[1])
+    """The lengths for GroupQueryAttention: those of the whole cache, since the kernel leaves unused rows unset.
+
+    They count the new tokens: with less, ONNX Runtime 1.23 counts from below zero, and its kernel does not end.
+    """
+    new = ax.size_of(op.input(0)[1])
+    keys = max(new, ax.size_of(op.output(1)[2])) if op.has_output(1) else new
     return {5: keys - 1, 6: keys}.get(number)
 
 

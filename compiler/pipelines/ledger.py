@@ -1,6 +1,7 @@
 """What modules hold of the devices that they share, and what they leave.
 
-Weights, caches and engines add up. Of activations the largest counts, since modules run one after the other.
+Weights, caches, engines and what requests with adapters take add up. Of activations the largest counts, since modules
+run one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class DeviceSum:
 
     `activations` also count what a module needs only while it is loaded. `common` are bytes that several modules have
     and the device holds once; `weights` do not count them again. Of weights that modules swap, `weights` count those of
-    the largest module, which are `swapped`. `engines` count what requests with adapters need, too.
+    the largest module, which are `swapped`. So many of the weights as `mapped` stay in files, and take no memory.
+    `adapters` are what requests with adapters take beside all that.
     """
 
     device: str
@@ -35,11 +37,13 @@ class DeviceSum:
     activations: int = 0
     common: int = 0
     swapped: int = 0
+    mapped: int = 0
+    adapters: int = 0
 
     @property
     def resident(self) -> int:
         """The bytes that stay while other modules run."""
-        return self.weights + self.cache + self.engines
+        return self.weights - self.mapped + self.cache + self.engines + self.adapters
 
     @property
     def total(self) -> int:
@@ -73,7 +77,7 @@ def sum_devices(
         for rank in plan.ranks:
             own.setdefault(str(rank.device), []).append(rank)
         for device, ranks in own.items():
-            moved = sum(rank.memory.weights for rank in ranks if swap and can_swap(plan, rank))
+            moved = sum(rank.memory.held_weights for rank in ranks if swap and can_swap(plan, rank))
             sums[device] = _add(sums.get(device, DeviceSum(device, None)), ranks, moved)
     return [_spare(device_sum, spared.get(device_sum.device, 0)) for device_sum in sums.values()]
 
@@ -96,9 +100,9 @@ def can_swap(plan: Plan, rank: RankPlan) -> bool:
 def _add(before: DeviceSum, ranks: Sequence[RankPlan], moved: int) -> DeviceSum:
     """The sum with the ranks that one module has on the device, of whose weights so many bytes are there in turn."""
     memory = [rank.memory for rank in ranks]
-    weights, cache = (sum(getattr(own, of) for own in memory) for of in ("weights", "cache"))
-    engines = sum(own.engines + own.adapters for own in memory)
-    running = sum(own.total for own in memory) - weights - cache - engines
+    terms = ("weights", "cache", "engines", "adapters", "in_files")
+    weights, cache, engines, adapters, mapped = (sum(getattr(own, term) for own in memory) for term in terms)
+    running = sum(own.total for own in memory) - (weights - mapped + cache + engines + adapters)
     swapped = max(before.swapped, moved)
     return replace(
         before,
@@ -107,6 +111,8 @@ def _add(before: DeviceSum, ranks: Sequence[RankPlan], moved: int) -> DeviceSum:
         engines=before.engines + engines,
         activations=max(before.activations, running),
         swapped=swapped,
+        mapped=before.mapped + mapped,
+        adapters=before.adapters + adapters,
     )
 
 

@@ -32,7 +32,8 @@ class DeviceEntry(Struct, frozen=True):
     """A device: its budget, which may be edited, and for reading what all modules hold of it together.
 
     `common_bytes` are weights that several modules have and the device holds once. Of weights that modules swap, only
-    those of the largest module count, which are `swapped_bytes`.
+    those of the largest module count, which are `swapped_bytes`. `mapped_bytes` are weights that stay in files and take
+    no memory, `adapter_bytes` what requests with adapters take beside the rest.
     """
 
     budget_bytes: int | None = None
@@ -43,6 +44,8 @@ class DeviceEntry(Struct, frozen=True):
     total_bytes: int = 0
     common_bytes: int = 0
     swapped_bytes: int = 0
+    mapped_bytes: int = 0
+    adapter_bytes: int = 0
 
 
 class PipelinePlanFile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,7 +69,18 @@ def to_pipeline_file(plan: PipelinePlan) -> PipelinePlanFile:
         schema=SCHEMA,
         modules={m.name: ModuleEntry(folder.source(m.module), m.why, to_file(m.plan)) for m in plan.modules},
         devices={
-            d.device: DeviceEntry(d.budget, d.weights, d.cache, d.engines, d.activations, d.total, d.common, d.swapped)
+            d.device: DeviceEntry(
+                d.budget,
+                d.weights,
+                d.cache,
+                d.engines,
+                d.activations,
+                d.total,
+                d.common,
+                d.swapped,
+                d.mapped,
+                d.adapters,
+            )
             for d in plan.devices
         },
         files=[file.as_posix() for file in folder.files],

@@ -86,7 +86,7 @@ def _with_mapped(rank: RankPlan) -> RankPlan:
     if rank.device.kind != "cpu":
         return rank
     memory = replace(rank.memory, in_files=rank.memory.weights, loading=0)
-    packed = rank.memory.weights - rank.memory.in_files if memory.adapters else 0
+    packed = rank.memory.held_weights if memory.adapters else 0
     return replace(rank, memory=replace(memory, adapters=memory.adapters - packed))
 
 

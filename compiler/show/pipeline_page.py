@@ -16,8 +16,17 @@ def pipeline_page(plan: PipelinePlan) -> Page:
     """The page of a folder's plan."""
     sums = plan.devices
     ranks = [
-        ShownRank(total.device, (), total.weights, total.activations, total.cache, total.total, total.budget)
-        for total in sums
+        ShownRank(
+            held.device,
+            (),
+            held.weights - held.mapped,
+            held.activations,
+            held.cache,
+            held.total,
+            held.budget,
+            adapters=held.adapters,
+        )
+        for held in sums
     ]
     memory = memory_section([held.device for held in sums], ranks, BUDGET)
     verdict = [

@@ -8,7 +8,7 @@ from splitc.compiler.pipelines.ledger import can_swap
 from splitc.compiler.pipelines.plan import PipelinePlan
 from splitc.compiler.planning.resources import Budget
 from splitc.compiler.show.fused_section import by_kind, fused_in_words
-from splitc.compiler.show.plan_tables import budget_cells
+from splitc.compiler.show.plan_tables import budget_cells, print_beside
 from splitc.runtime.cli.tables import RANK_SIZES, module_title
 from splitc.runtime.cli.terminal import fitted, out, print_warning, table
 from splitc.runtime.units import block_range, first_few, format_bytes
@@ -31,6 +31,7 @@ def print_pipeline(plan: PipelinePlan) -> None:
         sizes = (device.weights, device.activations, device.cache)
         _add(rows, [title, device.device, ""], sizes, device.total, device.budget)
     out.print(rows)
+    print_beside([(device.engines, device.adapters, device.mapped) for device in plan.devices])
     for device in plan.devices:
         if device.common:
             out.print(f"{device.device}: {format_bytes(device.common)} of weights are held once, for several modules")

@@ -39,7 +39,7 @@ def plan_chapter(title: str, plan: Plan, verdict: Sequence[str], why: Sequence[s
         ShownRank(
             str(rank.device),
             [block.name for block in rank.stage.blocks],
-            rank.memory.weights - rank.memory.in_files,
+            rank.memory.held_weights,
             rank.memory.activations,
             rank.memory.cache,
             rank.memory.total,

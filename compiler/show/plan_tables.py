@@ -9,7 +9,6 @@ from rich.bar import Bar
 from rich.text import Text
 
 from splitc.compiler.analysis.blocks import Placed
-from splitc.compiler.analysis.memory import StageMemory
 from splitc.compiler.frontend.merged_weights import Merged
 from splitc.compiler.fusion.fuse import Fate
 from splitc.compiler.lowering.gpu_sizes import why_not_replayed
@@ -56,7 +55,7 @@ def print_plan(plan: Plan) -> None:
         shares = ", ".join(f"{share:.3g}" for share in plan.replicas.shares)
         out.print(f"{plan.groups} groups, each with the whole model; shares of the rows: {shares}")
     out.print(f"budget: {listed}; time: {how_timed(plan)}")
-    print_beside(memories)
+    print_beside([(memory.engines, memory.adapters, memory.in_files) for memory in memories])
     if any(rank.device.kind == "cuda" for rank in plan.ranks):
         out.print(f"engines: {describe_engine(plan.engine)}")
         if plan.engine == ONNXRUNTIME:
@@ -116,15 +115,18 @@ def how_timed(plan: Plan) -> str:
     return f"estimated by {'measured' if measured else 'typical'} speeds"
 
 
-def print_beside(memories: Sequence[StageMemory]) -> None:
-    """Print what the share of the budget has beside the table's terms, and what of these is not in it."""
-    engines, mapped = max(memory.engines for memory in memories), sum(memory.in_files for memory in memories)
-    if engines:
-        out.print(f"of the budget, up to {format_bytes(engines)} are the engine's own")
-    if adapters := max(memory.adapters for memory in memories):
-        out.print(f"of the budget, up to {format_bytes(adapters)} are for requests with adapters")
-    if mapped:
-        out.print(f"not of the budget: {format_bytes(mapped)} of embedding tables, read from their mapped files")
+def print_beside(held: Sequence[tuple[int, int, int]]) -> None:
+    """Print what the share of the budget has beside the table's terms, and what of these is not in it.
+
+    `held` are bytes of each rank or device: the engine's own, those for adapters, and those in mapped files.
+    """
+    engines, adapters, mapped = zip(*held, strict=True)
+    if any(engines):
+        out.print(f"of the budget, up to {format_bytes(max(engines))} are the engine's own")
+    if any(adapters):
+        out.print(f"of the budget, up to {format_bytes(max(adapters))} are for requests with adapters")
+    if any(mapped):
+        out.print(f"not of the budget: {format_bytes(sum(mapped))} of embedding tables, read from their mapped files")
 
 
 def budget_cells(total: int, budget: Budget) -> tuple[Bar | str, str]:

@@ -11,7 +11,7 @@ import typer
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.completion import one_of
 from splitc.runtime.cli.options import is_given, with_options
-from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS
+from splitc.runtime.cli.shared_options import DEVICE, JSON, MODULE, PACKAGE, RANKS, THREADS, there
 from splitc.runtime.cli.terminal import out, print_json
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.pipeline_file import read_pipeline
@@ -40,7 +40,10 @@ class TextOptions:
     """What servers of texts are told: options of the command."""
 
     tokenizer: Path | None = typer.Option(
-        None, "--tokenizer", help="For openai, genai: the folder of tokenizer.json, which goes with the model."
+        None,
+        "--tokenizer",
+        help="For openai, genai: the folder of tokenizer.json, which goes with the model.",
+        callback=there("tokenizer"),
     )
     context_length: int | None = typer.Option(
         None, "--context", min=1, help="For openai, genai: most tokens in a sequence. Default: what the package knows."
@@ -83,15 +86,21 @@ def _serving(
     )
 
 
+SERVER = typer.Argument(
+    help=f"What it is for: {', '.join(SERVERS)}.",
+    metavar="SERVER",
+    autocompletion=one_of(SERVERS.keys()),
+    is_eager=True,  # it is missed before PACKAGE
+)
+
+
 @with_options("serving", _serving)
 @with_options("texts", TextOptions)
 def export(
     context: typer.Context,
     serving: Serving,
     texts: TextOptions,
-    server: str = typer.Argument(
-        help=f"What it is for: {', '.join(SERVERS)}.", metavar="SERVER", autocompletion=one_of(SERVERS.keys())
-    ),
+    server: str = SERVER,
     package: Path = PACKAGE,
     output: Path = typer.Option(..., "--output", "-o", help="The folder to write to, which may hold other models."),
     module: str | None = MODULE,

@@ -15,7 +15,7 @@ from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.generated import Generated
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, loading
-from splitc.runtime.cli.shared_options import JSON, PACKAGE, package_there
+from splitc.runtime.cli.shared_options import JSON, PACKAGE, package_there, there
 from splitc.runtime.cli.terminal import err, muted_stderr, print_warning
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.capacity import USUAL
@@ -35,7 +35,9 @@ class Prompt:
     prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to continue, or to translate.")
     prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3.")
     image: list[Path] = typer.Option([], "--image", help="An image that the prompt is about, repeatable.")
-    audio: Path | None = typer.Option(None, "--audio", help="A WAV file to transcribe or translate.")
+    audio: Path | None = typer.Option(
+        None, "--audio", help="A WAV file to transcribe or translate.", callback=there("file")
+    )
     language: str | None = typer.Option(
         None,
         "--language",
@@ -68,7 +70,10 @@ def generate_command(
     sampling: Sampling,
     package: Path = PACKAGE,
     tokenizer: Path | None = typer.Option(
-        None, "--tokenizer", help="tokenizer.json, or its folder. Default: the package's; without, ids are printed."
+        None,
+        "--tokenizer",
+        help="tokenizer.json, or its folder. Default: the package's; without, ids are printed.",
+        callback=there("tokenizer"),
     ),
     max_new_tokens: int | None = typer.Option(
         None,
@@ -91,6 +96,8 @@ def generate_command(
     """Generate text or tokens with a language model, or with an encoder and its decoder."""
     module, devices = load.keywords["module"], load.keywords["devices"]
     pipeline = read_pipeline(package)
+    if module is not None:
+        find_module(package, module)  # which says so if there is none
     needs_text = given.prompt is not None or given.audio is not None
     file = tokenizer or (find_tokenizer(package, module) if needs_text else None)
     with muted_stderr():

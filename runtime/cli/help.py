@@ -59,8 +59,8 @@ EXAMPLES = {
     "inspect": "splitc inspect package",
     "export": "splitc export triton package -o repository",
     "help": "splitc help planning#budgets",
-    "plan": "splitc plan model.onnx -d 2xcuda --memory 20GiB --shapes input_ids:1x512 --report plan.html",
-    "compile": "splitc compile model.onnx -o package -d cuda0 -d cuda1 --shapes input_ids:1x512",
+    "plan": "splitc plan model.onnx -d 2xcuda --memory 20GiB --report plan.html",
+    "compile": "splitc compile model.onnx -o package -d 2xcuda --shapes input_ids:1x512",
     "build": "splitc build package --jobs 2",
 }
 # What Typer's own options do, in a line each.

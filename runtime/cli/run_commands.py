@@ -23,8 +23,10 @@ from splitc.runtime.cli.shared_options import (
     SEED,
     TRUST_DATA,
     model_there,
+    there,
 )
 from splitc.runtime.cli.terminal import out, print_json, table
+from splitc.runtime.errors import FeedError
 from splitc.runtime.files.written import check_output
 from splitc.runtime.reports.page_writer import check_report, write_page
 from splitc.runtime.tools.bench import bench
@@ -32,13 +34,18 @@ from splitc.runtime.tools.earlier_bench import read_bench
 from splitc.runtime.tools.trace import write_trace
 from splitc.runtime.units import format_shape
 
+BEFORE = typer.Option(None, "--before", help="An earlier bench's --json, to compare with.", callback=there("file"))
+
 
 @with_options("load", loading)
 def run(
     load: Load,
     package: Path = PACKAGE,
     inputs: Path = typer.Option(
-        ..., "--inputs", help="Arrays by input name: .npz, a folder of .npy, polygraphy's JSON."
+        ...,
+        "--inputs",
+        help="Arrays by input name: .npz, a folder of .npy, polygraphy's JSON.",
+        callback=there("file", FeedError),
     ),
     outputs: Path = typer.Option(..., "--outputs", help="Where the outputs go: .npz, or .json for polygraphy's JSON."),
     as_json: bool = JSON,
@@ -79,7 +86,7 @@ def bench_command(
     inputs: Path | None = INPUTS,
     in_flight: int = typer.Option(1, "--in-flight", min=1, metavar="N", help="Requests in flight at the same time."),
     report: Path | None = REPORT,
-    before: Path | None = typer.Option(None, "--before", help="An earlier bench's --json, to compare with."),
+    before: Path | None = BEFORE,
     trace: Path | None = typer.Option(None, "--trace", help="Write a timeline here, for Perfetto or Chrome."),
     runs: int = typer.Option(50, "--runs", min=1, help="Timed runs."),
     warmup: int = typer.Option(5, "--warmup", min=0, help="Runs before the timed ones."),

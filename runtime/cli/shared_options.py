@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
 
 from splitc.runtime.cli import completion
 from splitc.runtime.cli.completion import one_of
-from splitc.runtime.errors import MisuseError, PackageError
+from splitc.runtime.errors import FeedError, MisuseError, PackageError, SplitcError
+from splitc.runtime.package import manifest_file, pipeline_file
 from splitc.runtime.package.verification import WORDS
 from splitc.runtime.requests.rank_kinds import KINDS
 
 
 def package_there(path: Path | None) -> Path | None:
-    """The path. Raises MisuseError if there is nothing: before other options are read, which may be wrong for that."""
-    if path is not None and _is_nothing(path):
-        error = MisuseError(f"{path} does not exist; make one with 'splitc compile'")
+    """The path. Raises MisuseError if it is no package: before other options are read, which may be wrong for that."""
+    if path is not None and all(
+        _is_nothing(path / name) for name in (manifest_file.FILE_NAME, pipeline_file.FILE_NAME)
+    ):
+        error = MisuseError(manifest_file.why_no_package(path))
         error.page = PackageError.page
         raise error
     return path
 
 
-def model_there(path: Path | None) -> Path | None:
-    """The path of a model, or of a folder of models. Raises MisuseError if there is nothing."""
-    if path is not None and _is_nothing(path):
-        raise MisuseError(f"no such model file: {path}")
-    return path
+def there(what: str, error: type[SplitcError] = MisuseError) -> Callable[[Path | None], Path | None]:
+    """A callback of an option for a file that is read. It raises `error` if there is nothing, as in `no such plan: x`.
+
+    Options are looked at in the order in which they are given, and then those that are missing are named.
+    """
+
+    def look(path: Path | None) -> Path | None:
+        if path is not None and _is_nothing(path):
+            raise error(f"no such {what}: {path}")
+        return path
+
+    return look
 
 
 def _is_nothing(path: Path) -> bool:
@@ -40,8 +51,15 @@ def _is_nothing(path: Path) -> bool:
     return False
 
 
+model_there = there("model file")
+
+# Looked at first, as all else is about it.
 PACKAGE = typer.Argument(
-    help="The package's folder.", metavar="PACKAGE", autocompletion=completion.packages, callback=package_there
+    help="The package's folder.",
+    metavar="PACKAGE",
+    autocompletion=completion.packages,
+    callback=package_there,
+    is_eager=True,
 )
 MODULE = typer.Option(
     None, "--module", help="The model to use, of a package that has several.", autocompletion=completion.modules
@@ -61,7 +79,10 @@ VERIFY = typer.Option(
     autocompletion=one_of(WORDS),
 )
 INPUTS = typer.Option(
-    None, "--inputs", help="Arrays by input name: .npz, a folder of .npy, or polygraphy's JSON. Default: made up."
+    None,
+    "--inputs",
+    help="Arrays by input name: .npz, a folder of .npy, or polygraphy's JSON. Default: made up.",
+    callback=there("file", FeedError),
 )
 DEVICE = typer.Option(
     [],

@@ -142,8 +142,8 @@ def _in_our_words(error: Any) -> Exception:
     if not (message := error.format_message()) or type(error).__name__ == "NoArgsIsHelpError":
         return error  # type: ignore[no-any-return]
     usage = UsageError(message[0].lower() + message[1:].rstrip(".") + _value_of(error))
-    names = error.ctx.command_path.split() if error.ctx else []
-    usage.page = names[1] if len(names) > 1 else None
+    # Not from the path of the command, which for `python -m splitc.runtime check` begins with three words.
+    usage.page = error.ctx.info_name if error.ctx and error.ctx.parent else None
     return usage
 
 

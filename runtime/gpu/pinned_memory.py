@@ -31,8 +31,9 @@ class Pins:
         address = memory.ctypes.data
         with self._cuda.Device(self._index):
             self._cuda.runtime.hostRegister(address, memory.nbytes, 0)
-        # When the array is freed, which is before its map is: CUDA must not have memory that is unmapped.
-        end = weakref.finalize(memory, _unregister, self._cuda, self._index, address)
+        # CUDA must not have memory that is unmapped: the map, which is the array's base, stays until it was told. With
+        # Python 3.13 and numpy 2.5 it would go before the array's end is told.
+        end = weakref.finalize(memory, _unregister, self._cuda, self._index, address, memory.base)
         end.atexit = False  # the system does so, without waiting for a GPU that hangs
         self._ends = [end for end in self._ends if end.alive] + [end]
 
@@ -50,6 +51,6 @@ class Pins:
         self._kept += [end.detach() for end in self._ends]
 
 
-def _unregister(cuda: Any, index: int, address: int) -> None:
+def _unregister(cuda: Any, index: int, address: int, _map: object) -> None:
     with suppress(cuda.runtime.CUDARuntimeError), cuda.Device(index):  # of a GPU that has failed, all is gone
         cuda.runtime.hostUnregister(address)

@@ -8,6 +8,7 @@ from typing import Any
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.wiring import find_wiring
 from splitc.runtime.integrations.inference_session import InferenceSession
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import read_pipeline
 from splitc.runtime.session.pipeline import Pipeline
 
@@ -39,7 +40,10 @@ def load(package: str | Path, *, config: str | Path | None = None, **options: An
         from transformers import AutoConfig, GenerationConfig
     except ImportError as error:
         raise MisuseError(f"{NEEDS} ({error})") from error
-    folder = Path(package if config is None else config)
+    package = Path(package)
+    if (pipeline := read_pipeline(package)) is None:
+        read_manifest(package)  # which says so where there is no package
+    folder = package if config is None else Path(config)
     if not (folder / "config.json").is_file():
         raise MisuseError(
             f"{folder} has no config.json: compile the model's folder instead of the file, or name the folder by config"
@@ -47,10 +51,9 @@ def load(package: str | Path, *, config: str | Path | None = None, **options: An
     known = AutoConfig.from_pretrained(str(folder))
     generates = (folder / "generation_config.json").is_file()
     extra = {"generation_config": GenerationConfig.from_pretrained(str(folder))} if generates else {}
-    pipeline = read_pipeline(Path(package))
     if pipeline is not None and len(pipeline.modules) > 1:
         extra.setdefault("generation_config", GenerationConfig.from_model_config(known))
-        return _load_pair(_find_pair(ort_models, known), known, Path(package), options, extra)
+        return _load_pair(_find_pair(ort_models, known), known, package, options, extra)
     kind = _find_class(ort_models, getattr(known, "architectures", None) or [])
     session = InferenceSession(package, **options)
     try:

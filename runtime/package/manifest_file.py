@@ -79,12 +79,17 @@ def read_manifest(package: Path) -> Manifest:
     path = package / FILE_NAME
     manifest = read_sealed(path, _MANIFESTS, READ)
     if manifest is None:
-        what = "has no manifest.json, so it is no package" if package.is_dir() else "does not exist"
-        what = "is a file, and packages are folders" if package.is_file() else what
-        raise PackageError(f"{package} {what}; make one with 'splitc compile'")
+        raise PackageError(why_no_package(package))
     if (wrong := find_contradiction(manifest)) is not None:
         raise PackageError(f"{path} contradicts itself: {wrong}: compile the model again")
     return manifest
+
+
+def why_no_package(path: Path) -> str:
+    """What is there in place of a package."""
+    what = f"has no {FILE_NAME}, so it is no package" if path.is_dir() else "does not exist"
+    what = "is a file, and packages are folders" if path.is_file() else what
+    return f"{path} {what}; make one with 'splitc compile'"
 
 
 def read_sealed(path: Path, decoder: Decoder[Sealed], versions: Sequence[int]) -> Sealed | None:

@@ -38,7 +38,16 @@ def inspect_page(name: str, manifests: Mapping[str, Manifest], files: Sequence[s
         sums = sum_modules(manifests, swap)
         budgets = free_bytes(parse_devices(list(sums)))
         ranks = [
-            ShownRank(device, (), held.weights, held.activations, held.cache, held.total, budget)
+            ShownRank(
+                device,
+                (),
+                held.weights - held.mapped,
+                held.activations,
+                held.cache,
+                held.total,
+                budget,
+                adapters=held.adapters,
+            )
             for (device, held), budget in zip(sums.items(), budgets, strict=True)
         ]
         notes = [IN_TURN] if swap else []

@@ -65,7 +65,7 @@ def _find_files(package: Path, module: str | None, tokenizer: Path | None) -> di
         raise MisuseError(f"no tokenizer.json travels with {package}: name its folder by --tokenizer")
     beside = file if file.is_dir() else file.parent
     if not (beside / FILES[0]).is_file():
-        raise MisuseError(f"--tokenizer {beside} has no {FILES[0]}")
+        raise MisuseError(f"--tokenizer {file} has no {FILES[0]}")
     files = {name: beside / name for name in (*FILES, *CONFIGS) if (beside / name).is_file()}
     pipeline = read_pipeline(package)
     if tokenizer is None and pipeline is not None:

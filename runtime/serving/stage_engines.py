@@ -19,7 +19,7 @@ def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnx
     if manifest.engine not in engines:
         wanted = " and ".join(f"{find_kind(engine).title}'s" for engine in engines)
         raise MisuseError(f"{runner} runs {wanted} engines, and this package has {manifest.engine}'s")
-    check_one_copy(manifest, runner)
+    check_one_copy(manifest, runner, "layer")
     stages = [_only_engine(manifest, rank, runner) for rank in manifest.ranks]
     if manifest.lengths:
         raise MisuseError(
@@ -29,12 +29,12 @@ def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnx
     return stages
 
 
-def check_one_copy(manifest: Manifest, runner: str) -> None:
-    """Raise MisuseError for a package with several groups of ranks, of which `runner` would run one."""
+def check_one_copy(manifest: Manifest, runner: str, mode: str) -> None:
+    """Raise MisuseError for a package with several groups of ranks: `runner`, which is for `mode`, would run one."""
     if manifest.replicas:
         raise MisuseError(
             f"{runner} would run one of the {len(manifest.replicas)} groups of devices that divide the rows of a batch "
-            "in this package: compile for one group, without --split-mode batch and --batch-groups"
+            f"in this package: compile for one group, with --split-mode {mode} and without --batch-groups"
         )
 
 

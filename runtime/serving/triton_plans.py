@@ -66,7 +66,7 @@ def plans_config(name: str, manifest: Manifest) -> str:
 
 def find_plans(manifest: Manifest) -> list[EngineFile]:
     """The ranks' plans, in order. Raises MisuseError, which says why, for a package that the backend can't run."""
-    check_one_copy(manifest, "Triton's TensorRT backend")
+    check_one_copy(manifest, "Triton's TensorRT backend", "tensor")
     check_loadable(manifest, WITH_RANKS, OPTION)
     steps = [step for rank in manifest.ranks for step in rank.program]
     if any(isinstance(step, Reduce) for step in steps):

@@ -20,8 +20,9 @@ IN_TURN = (
 class HeldTogether:
     """The bytes that all modules hold on a device. Modules run one after the other: `activations` are the most of one.
 
-    `running` is the most that one of them needs beyond weights and caches. Of `weights`, so many as `swapped` are there
-    in turn: those of one module, the most.
+    `running` is the most that one of them needs beyond what stays. Of `weights`, so many as `swapped` are there in
+    turn: those of one module, the most; and so many as `mapped` stay in files, and take no memory. `engines` are what
+    the engines take themselves, `adapters` what requests with adapters take beside all that.
     """
 
     weights: int = 0
@@ -29,11 +30,14 @@ class HeldTogether:
     cache: int = 0
     running: int = 0
     swapped: int = 0
+    mapped: int = 0
+    engines: int = 0
+    adapters: int = 0
 
     @property
     def total(self) -> int:
         """The most bytes at any time."""
-        return self.weights + self.cache + self.running
+        return self.weights - self.mapped + self.cache + self.engines + self.adapters + self.running
 
 
 def sum_modules(manifests: Mapping[str, Manifest], swap: bool = False) -> dict[str, HeldTogether]:
@@ -43,22 +47,24 @@ def sum_modules(manifests: Mapping[str, Manifest], swap: bool = False) -> dict[s
         for device in dict.fromkeys(rank.device for rank in manifest.ranks):
             before = sums.get(device, HeldTogether())
             own = [rank for rank in manifest.ranks if rank.device == device]
-            moved = sum(rank.weights_bytes for rank in own if swap and _can_swap(manifest, rank))
+            moved = sum(rank.weights_bytes - rank.mapped_bytes for rank in own if swap and _can_swap(manifest, rank))
             swapped = max(before.swapped, moved)
-            stays = sum(rank.weights_bytes + rank.adapter_bytes for rank in own) - moved
             sums[device] = HeldTogether(
-                before.weights - before.swapped + stays + swapped,
-                max(before.activations, *(rank.activation_bytes for rank in own)),
+                before.weights - before.swapped + sum(rank.weights_bytes for rank in own) - moved + swapped,
+                max(before.activations, sum(rank.activation_bytes for rank in own)),
                 before.cache + sum(rank.cache_bytes for rank in own),
-                max(before.running, *map(_running, own)),
+                max(before.running, sum(map(_running, own))),
                 swapped,
+                before.mapped + sum(rank.mapped_bytes for rank in own),
+                before.engines + sum(rank.engine_bytes for rank in own),
+                before.adapters + sum(rank.adapter_bytes for rank in own),
             )
     return {name: sums[name] for name in sorted(sums, key=_place)}
 
 
 def _running(rank: Rank) -> int:
     """What a rank needs beyond what stays."""
-    return rank.total_bytes - rank.weights_bytes - rank.adapter_bytes - rank.cache_bytes
+    return rank.total_bytes - rank.loaded_bytes - rank.adapter_bytes - rank.cache_bytes
 
 
 def _place(name: str) -> tuple[int, str, int]:

@@ -20,10 +20,10 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-def text_encoder(layers: int) -> Block:
+def text_encoder(layers: int, words: int = 100) -> Block:
     """Ids of a prompt, which become states of 32 numbers."""
     block = Block()
-    value = block.op("Gather", block.w("table", 100, WIDTH), block.input("input_ids", INT, ["batch", "sequence"]))
+    value = block.op("Gather", block.w("table", words, WIDTH), block.input("input_ids", INT, ["batch", "sequence"]))
     for layer in range(layers):
         with block.scope(f"layers.{layer}"):
             inner = block.op("Relu", block.op("MatMul", value, block.w(f"layers.{layer}.up", WIDTH, 4 * WIDTH)))

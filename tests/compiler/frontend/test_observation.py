@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
 from splitc.compiler import Request, plan_model
 from splitc.compiler.frontend.inference import RULES
-from splitc.compiler.frontend.observation import observe
+from splitc.compiler.frontend.observation import observe, refusal
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.operators.registry import REGISTRY
 
@@ -19,14 +20,19 @@ INT, FLOAT = ir.DataType.INT64, ir.DataType.FLOAT
 
 
 def node(
-    operator: str, *inputs: tuple[Sequence[int | str], ir.DataType], domain: str = "com.microsoft", **attributes: Any
+    operator: str,
+    *inputs: tuple[Sequence[int | str], ir.DataType],
+    domain: str = "com.microsoft",
+    outputs: int = 1,
+    **attributes: Any,
 ) -> ir.Node:
     values = [
         ir.Value(name=f"x{number}", shape=ir.Shape(shape), type=ir.TensorType(dtype))
         for number, (shape, dtype) in enumerate(inputs)
     ]
-    made = ir.node(operator, values, attributes, domain=domain)
-    made.outputs[0].name = "y"
+    made = ir.node(operator, values, attributes, domain=domain, num_outputs=outputs)
+    for number, value in enumerate(made.outputs):
+        value.name = f"y{number}"
     ir.Graph(values, made.outputs, nodes=[made], opset_imports={"": 17, "com.microsoft": 1})
     return made
 
@@ -99,3 +105,16 @@ def test_operator_that_is_older_in_onnx_runtime_than_in_onnx(write_model: Callab
     shape = model.graph.node(0).outputs[0].shape
     assert shape is not None
     assert list(shape) == [ir.SymbolicDim("n"), 8]
+
+
+@pytest.mark.parametrize("past", [0, 32])
+@pytest.mark.parametrize("fill", [np.zeros, np.ones])
+def test_lengths_that_are_tried_fit_the_sizes(past: int, fill: Any) -> None:
+    """Any others are refused, or, by ONNX Runtime 1.23, counted from below zero without an end."""
+    caches = [([1, 2, past, 32], FLOAT)] * 2
+    lengths = [([1], ir.DataType.INT32), ([], ir.DataType.INT32)]
+    sizes = [([1, 4, size], FLOAT) for size in (128, 64, 64)]
+    attention = node("GroupQueryAttention", *sizes, *caches, *lengths, outputs=3, num_heads=4, kv_num_heads=2)
+    shapes = [tuple(shape) for shape, _ in (*sizes, *caches, *lengths)]
+    for made in ((), [None, (1, 2, past + 4, 32), (1, 2, past + 4, 32)], [None, (1, 2, 1, 32), None]):
+        assert refusal(attention, shapes, fill, made) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnxruntime
 import pytest
 from msgspec import json
 
@@ -49,6 +50,8 @@ def test_experts_go_with_all_between_them(tmp_path: Path, form: str) -> None:
     assert all(plan.analysis.costs.shapes[name] == (5, WIDE) for name, _, _ in crossing(plan))
     assert all(cut.detour and cut.bytes == 4 * 5 * WIDE * 4 for cut in plan.cuts)
     assert all(".mixture" in name or "Constant" in name for name in held(plan, 1))
+    if form == "quantized" and onnxruntime.__version__.startswith("1.23."):
+        pytest.skip("QMoE of ONNX Runtime 1.23 wants the weights of SwiGLU, whatever its activation")
     compile_model(plan, tmp_path / "package")
     with Session(tmp_path / "package", threads=1) as session:
         for feeds in (mixture_feeds(5), mixture_feeds(1), mixture_feeds(9, 3)):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -54,8 +55,8 @@ def test_so_are_wrong_options(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "many"])
-def test_a_refused_value_is_shown(value: str) -> None:
-    assert value in splitc("bench", "package", "--runs", value, code=2).stderr
+def test_a_refused_value_is_shown(value: str, package: Path) -> None:
+    assert value in splitc("bench", package, "--runs", value, code=2).stderr
 
 
 def test_generated_text_is_sent_as_it_is_but_to_terminals(

@@ -86,7 +86,7 @@ def test_help_is_short_and_has_an_example(command: str, monkeypatch: pytest.Monk
     *shown, example = splitc(command, "--help").stdout.strip().splitlines()
     assert len(shown) < 125
     assert [line for line in shown if len(line) > WIDTH] == []
-    assert example.strip() == help_texts.EXAMPLES[command]
+    assert example.strip() == help_texts.EXAMPLES[command] and len(example) <= 80
     assert "Others" not in shown, "give the option a topic"
 
 

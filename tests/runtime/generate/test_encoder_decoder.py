@@ -208,7 +208,7 @@ def whole_speech(speech: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
             ("--prompt", "w1"),
             "can't read a text with this package: its encoder takes the features of a sound",
         ),
-        (("--audio", "missing.wav"), "can't read missing.wav"),
+        (("--audio", "missing.wav"), "no such file: missing.wav"),
         (("--audio", __file__), "is not an integer WAV file .*ffmpeg"),
         (("--audio", "SOUND", "--language", "fr"), "--language fr: .* has de, en"),
         (("--audio", "SOUND", "--task", "sing"), "--task sing: .* has transcribe, translate"),

@@ -164,7 +164,10 @@ def test_what_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
             list(pipeline.generate([1], sound="speech.wav"))
     refused = splitc("generate", tmp_path / "package", "--image", "cat.png", "--prompt", "w1", code=2)
     assert "no processor_config.json or preprocessor_config.json" in " ".join(refused.stderr.split())
-    assert "--image has no effect without --prompt" in splitc("generate", tmp_path, "--image", "cat.png", code=2).stderr
+    assert (
+        "--image has no effect without --prompt"
+        in splitc("generate", tmp_path / "package", "--image", "cat.png", code=2).stderr
+    )
 
 
 def test_other_packages_read_no_images(package: Path, tmp_path: Path) -> None:

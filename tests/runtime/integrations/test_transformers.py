@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
-from splitc.runtime import MisuseError
+from splitc.runtime import MisuseError, PackageError
 from splitc.runtime.integrations.transformers import load
 from tests.helpers.folders import write_json
 
@@ -146,6 +146,8 @@ def test_other_heads_and_where_configs_are(exported: Callable[[str], Path], tmp_
     compile_model(plan_model(folder / "model.onnx", "2xcpu", Request(split_mode="tensor")), tmp_path / "package")
     with pytest.raises(MisuseError, match="has no config"):
         load(tmp_path / "package")
+    with pytest.raises(PackageError, match="none does not exist"):
+        load(tmp_path / "none")
     own, whole = load(tmp_path / "package", config=folder), ORTModelForFeatureExtraction.from_pretrained(folder)
     feeds = {"input_ids": torch.tensor(ROWS), "attention_mask": torch.ones(4, 5, dtype=torch.long)}
     feeds["token_type_ids"] = torch.zeros_like(feeds["input_ids"])

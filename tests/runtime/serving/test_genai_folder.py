@@ -64,7 +64,8 @@ def test_own_config_stays(package: Path, tmp_path: Path) -> None:
         ([], "needs the token that ends a text"),
         (["--stop", "96"], "the end token 96 is none of the model's 96 tokens"),
         (["--stop", "2", "--threads", "1"], "--threads has no effect with 'genai'"),
-        (["--tokenizer", "nowhere"], "nowhere is not a folder"),
+        (["--tokenizer", "nowhere"], "no such tokenizer: nowhere"),
+        (["--tokenizer", __file__], "is not a folder"),
     ],
 )
 def test_what_is_missing_or_wrong_is_said(package: Path, tmp_path: Path, options: list[str], said: str) -> None:
