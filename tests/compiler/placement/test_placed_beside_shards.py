@@ -8,20 +8,25 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.modes.auto import predict
 from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.packaging import block_check
+from splitc.compiler.packaging.joined_graph import JoinedGraph
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.compiler.request.places import ExpertsPlace, Place
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, EngineError, MisuseError
 from splitc.runtime.hardware.machine import Machine
+from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Receive, Reduce, Run, Send
+from splitc.runtime.tools.compare import Difference
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.command import splitc
 from tests.helpers.greedy import plain_loop
-from tests.helpers.mixtures import FORMS, ROWS, WIDE, mixture_feeds, save_mixture
+from tests.helpers.mixtures import FORMS, ROWS, WIDE, Sizes, mixture_feeds, save_mixture
 
 EXPERTS = ExpertsPlace("cpu2")
 
@@ -187,3 +192,21 @@ def test_one_stage_beside_what_is_placed(tmp_path: Path) -> None:
         MisuseError, match="tensor mode needs groups of two devices or more, all of one size: 1 devices"
     ):
         make_plan(model, "2xcpu", experts=ExpertsPlace("cpu1"))
+
+
+def test_blocks_are_compared_where_the_whole_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the further rank runs of a block too."""
+    monkeypatch.setattr("splitc.compiler.packaging.self_check.LARGEST", 1 << 18)
+    said: list[str] = []
+    plan = make_plan(save_mixture(tmp_path, "dense", 2, Sizes(rows=3000)), experts=EXPERTS)
+    compared: list[str] = []
+    compare_block = block_check._compare_block
+
+    def watched(plan: Plan, joined: JoinedGraph, manifest: Manifest, stage: Stage) -> list[Difference]:
+        compared.append(stage.blocks[0].kind)
+        return compare_block(plan, joined, manifest, stage)
+
+    monkeypatch.setattr(block_check, "_compare_block", watched)
+    compile_model(plan, tmp_path / "package", say=said.append)
+    assert {"placed", "block"} <= set(compared)
+    assert any("of each form, agree with the model's own" in each for each in said)
