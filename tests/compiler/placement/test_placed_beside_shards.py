@@ -22,6 +22,7 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Receive, Reduce, Run, Send
 from splitc.runtime.tools.compare import Difference
+from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.command import splitc
@@ -158,6 +159,15 @@ def test_memory_and_time_are_those_of_both(tmp_path: Path) -> None:
     assert predict(plan, machine, 1).latency > predict(plan, machine, 1).interval * 0.99 > 0
     with pytest.raises(DoesNotFitError, match=r"rank 2 \(cpu2\) needs .* and may use 50.0 KiB"):
         make_plan(model, experts=EXPERTS, memory=["1GiB", "cpu2=50KiB"])
+
+
+def test_measured_peaks_are_those_predicted(tmp_path: Path) -> None:
+    """Of ranks with many small engines too, between sums and transfers."""
+    model = save_mixture(tmp_path, "stacked", 4, Sizes(rows=8000, wide=512, inner=1024, experts=8))
+    plan = make_plan(model, experts=EXPERTS, shapes={"ids": (1, 64)})
+    compile_model(plan, tmp_path / "package", verify=False)
+    for rank in measure_memory(tmp_path / "package", 1, mixture_feeds(64)):
+        assert -2 << 20 < rank.predicted_total - rank.peak < 24 << 20
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
