@@ -101,6 +101,19 @@ class Costs:
         read = dict.fromkeys(value for node in running for value in self._constants[node])
         return {value: self._constant_bytes(value) for value in read}
 
+    def folding(self, nodes: Iterable[ir.Node]) -> int:
+        """The most bytes that an engine of the nodes takes while it folds: what it folded until then, in all steps.
+
+        What a node is made of is read from its file beside that. Values that were only steps go when all is folded.
+        """
+        kept = most = 0
+        for node in nodes:
+            if node in self.graph.folded:
+                made = sum(map(self._constant_bytes, node.outputs))
+                read = sum(map(self._constant_bytes, self.graph.weights(node)))
+                most, kept = max(most, kept + made + read), kept + made
+        return most
+
     @cached_property
     def in_files(self) -> Mapping[ir.Value, int]:
         """Bytes of embedding tables that stay in the mapped file: all but the pages around the rows of a request."""

@@ -34,9 +34,10 @@ class StageMemory:
 
     `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
     all other values, with the engine's scratch and what its allocator wastes. `loading` is the largest weight of a
-    product: ONNX Runtime prepacks weights one by one while loading, and then holds one of them twice. `engines` is the
-    memory of the engines' libraries. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`),
-    and `passed` the inputs and outputs among the activations.
+    product: ONNX Runtime prepacks weights one by one while loading, and then holds one of them twice. Before that it
+    takes `folding` for those that it folds (`Costs.folding`). `engines` is the memory of the engines' libraries.
+    `in_files` are those of the weights that stay in mapped files (`Costs.in_files`), and `passed` the inputs and
+    outputs among the activations.
 
     `adapters` is what requests with adapters take beside all that: A and B of a sum of the planned rank, which are
     `sums`, and the engines with slots, with values and, on CPUs, weights of their own.
@@ -51,6 +52,7 @@ class StageMemory:
     passed: int = 0
     sums: int = 0
     adapters: int = 0
+    folding: int = 0
 
     @property
     def held_weights(self) -> int:
@@ -60,7 +62,8 @@ class StageMemory:
     @property
     def values(self) -> int:
         """The peak bytes of weights and values, while loading or while running, without adapters."""
-        return self.held_weights + max(self.activations + self.cache, self.loading)
+        packed = self.held_weights + max(self.activations + self.cache, self.loading)
+        return max(packed, self.folding)
 
     @property
     def total(self) -> int:
@@ -104,10 +107,18 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
         loading=max((weights.get(weight, 0) for weight in _of_products(costs, stage.nodes)), default=0),
+        folding=_folding(costs, stage.nodes, weights) if costs.maps_weights else 0,
         passed=fed + given,
         in_files=sum(min(size, costs.in_files.get(weight, 0)) for weight, size in weights.items()),
     )
     return with_adapters(memory, costs, weights)
+
+
+def _folding(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:
+    """`Costs.folding` of the shards that a rank holds of what is folded."""
+    whole = {value: size for value, size in costs.held(nodes).items() if value.producer() is not None}
+    held = sum(weights.get(value, size) for value, size in whole.items())
+    return costs.folding(nodes) * held // max(1, sum(whole.values()))
 
 
 def with_adapters(memory: StageMemory, costs: Costs, weights: Mapping[ir.Value, int]) -> StageMemory:

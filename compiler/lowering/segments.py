@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import onnx_ir as ir
 
@@ -37,8 +38,13 @@ class Flow:
         return any(value in self.gives for value in node.outputs)
 
 
-def cut_segments(graph: ir.Graph, outputs: Collection[str], joined: Sequence[ir.Node]) -> list[Segment]:
+def cut_segments(
+    graph: ir.Graph, outputs: Collection[str], joined: Sequence[ir.Node], ordered: bool = False
+) -> list[Segment]:
     """The segments of `graph` between its nodes `joined`, in order. They only give the named `outputs`.
+
+    With `ordered`, each joint comes after the one before it: sums and transfers, of which ranks have different ones,
+    are in one order on all of them.
 
     A node goes into the last segment that is early enough for its readers. What is computed from weights alone is
     repeated in each segment that needs it, since engines fold it. So is shape arithmetic on the sizes of the graph's
@@ -49,6 +55,9 @@ def cut_segments(graph: ir.Graph, outputs: Collection[str], joined: Sequence[ir.
     for node in joined:
         if kind_of(node) == SEND:  # as a step of the program it does not consume the value
             node.outputs[0].replace_all_uses_with(node.inputs[0])  # type: ignore[arg-type]
+    if ordered:
+        for before, after in pairwise(joined):
+            reads[after] += (before.outputs[0],)
     flow = Flow(reads, joints, frozenset(graph.outputs))
     repeated = _repeated_nodes(flow)
     position = {node: number for number, node in enumerate(graph)}

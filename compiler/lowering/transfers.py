@@ -17,6 +17,8 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.origins import described, origin_of
 from splitc.compiler.frontend.walks import producer_of, reached
 from splitc.compiler.lowering.chained import ChainedGraph
+from splitc.compiler.lowering.communication import DOMAIN, RECEIVE, SEND
+from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.planning.rank_plan import RankPlan
 
 
@@ -61,6 +63,19 @@ def find_teams(count: int, transfers: Sequence[Transfer]) -> dict[int, int]:
     return {rank: min({rank, *(other for other in after[rank] if rank in after[other])}) for rank in range(count)}
 
 
+def to_shards(transfers: Sequence[Transfer], parts: int) -> list[Transfer]:
+    """The transfers between ranks where the first stage is that of so many ranks with shards, and each other is one's.
+
+    All of these ranks have what crosses, whole: the first one sends it, and all receive it.
+    """
+    first, others = range(parts), parts - 1
+    return [
+        replace(own, source=own.source and own.source + others, target=target)
+        for own in transfers
+        for target in ([own.target + others] if own.target else first)
+    ]
+
+
 def with_transfers(graph: ir.Graph, rank: int, transfers: Sequence[Transfer], peers: Mapping[int, int]) -> ir.Graph:
     """A stage's graph with the transfers of its rank in place, which change it. `peers` are the numbers of the ranks.
 
@@ -82,3 +97,38 @@ def with_transfers(graph: ir.Graph, rank: int, transfers: Sequence[Transfer], pe
             value = chained.receive(transfer.value.name or "", transfer.value, peers[transfer.source])
             placeholders[transfer.value].replace_all_uses_with(value)
     return chained.finish()
+
+
+def with_steps(graph: ir.Graph, rank: int, transfers: Sequence[Transfer]) -> ir.Graph:
+    """A rank's graph with its transfers among its sums, which change it, for engines that are cut at both.
+
+    `transfers` are those of all ranks, in the model's order, as the graph's nodes are. So ranks that have the same
+    nodes, each with its shards, have sums and transfers in one order: a value that comes stands behind the last one
+    that any of them sends before.
+    """
+    number = {node: place for place, node in enumerate(graph)}
+    values = {value.name: value for node in graph for value in node.outputs}
+    coming = {value.name: value for value in graph.inputs}
+    before, last = graph[0], None  # what is inserted comes before the first node, then after the last that it follows
+    for transfer in transfers:
+        name = transfer.value.name or ""
+        if name in values:
+            maker = producer_of(values[name])
+            last = maker if last is None or number[maker] > number[last] else last
+        if not transfer.has(rank):
+            continue
+        if transfer.source == rank:
+            node = ir.node(SEND, [values[name]], {"peer": transfer.target}, domain=DOMAIN, name=f"{name}/{SEND}")
+        else:
+            node = ir.node(RECEIVE, [], {"peer": transfer.source}, domain=DOMAIN, name=f"{name}/{RECEIVE}")
+            if (placeholder := coming.get(name)) is not None:  # None where only other ranks read it
+                graph.inputs.remove(placeholder)
+                placeholder.replace_all_uses_with(node.outputs[0])
+            node.outputs[0].name, node.outputs[0].shape = name, open_shape(transfer.value)
+        node.outputs[0].type = transfer.value.type
+        if last is None:
+            graph.insert_before(before, node)
+        else:
+            graph.insert_after(last, node)
+            number[node], last = number[last], node
+    return graph

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from splitc.compiler.modes.layer import plan_layers, replan_layers
 from splitc.compiler.modes.mode import Mode, Way
+from splitc.compiler.placement.asked import asked_devices
+from splitc.compiler.request.request import Request
+from splitc.runtime.hardware.devices import Device
 
 
 def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
@@ -13,10 +16,11 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
     return [Way(number, groups=number) for number in numbers if number > 1]
 
 
-MODE = Mode(
-    stages=lambda request, devices: 1,
-    ways=_ways,
-    plan=plan_layers,
-    replan=replan_layers,
-    groups=lambda request, devices: devices,
-)
+def _groups(request: Request, devices: Sequence[Device]) -> int:
+    """A group for each device; with placed weights the most groups of which the first has all of their devices."""
+    least = max(asked_devices(devices, request), default=-1) + 1
+    sizes = range(max(least, 2), len(devices)) if least else [1]
+    return len(devices) // next((size for size in sizes if len(devices) % size == 0), len(devices))
+
+
+MODE = Mode(stages=lambda request, devices: devices, ways=_ways, plan=plan_layers, replan=replan_layers, groups=_groups)

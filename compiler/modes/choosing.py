@@ -85,7 +85,7 @@ def _host_warnings(resources: Resources, request: Request) -> list[str]:
 def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
     mode = find_mode(request.split_mode)
     count = len(resources.devices)
-    groups = mode.groups(request, count)
+    groups = mode.groups(request, resources.devices)
     check_groups(request, count, groups)
     analysis = analyze_for(model, resources.devices, request, mode.stages(request, count // groups))
     if count > groups:

@@ -1,4 +1,4 @@
-"""What is placed on devices of its own, in layer mode: its ranks' memory and time, and what goes there and back."""
+"""What is placed on devices of its own: its ranks' memory and time, and what goes there and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import accumulate
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.blocks import Placed
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import Held, StageMemory, stage_memory
@@ -20,6 +19,7 @@ from splitc.compiler.lowering.transfers import Transfer, find_teams
 from splitc.compiler.placement.placed import with_placed
 from splitc.compiler.placement.relief import reliefs
 from splitc.compiler.planning.clock import Clock, Prediction, find_pace
+from splitc.compiler.planning.measured import as_measured
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Resources
@@ -28,18 +28,20 @@ from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.units import format_bytes
 
 
-def take_placed(
-    analysis: Analysis, devices: Sequence[Device], placed: Mapping[ir.Value, str]
-) -> tuple[Analysis, list[int]]:
-    """The analysis with placed weights out of the blocks, and the numbers of the devices that have blocks.
+def take_placed(analysis: Analysis, devices: Sequence[Device], placed: Mapping[ir.Value, str]) -> Analysis:
+    """The analysis with placed weights out of the blocks.
 
     Devices with placed weights have no blocks. If all have some, the first one has the blocks, and what was
     placed there stays in them.
     """
-    names = [str(device) for device in devices]
-    places = [place for place, name in enumerate(names) if name not in placed.values()] or [0]
-    elsewhere = {weight: name for weight, name in placed.items() if names.index(name) not in places}
-    return with_placed(analysis, elsewhere), places
+    stays = str(devices[0]) if {*map(str, devices)} <= {*placed.values()} else None
+    return with_placed(analysis, {weight: name for weight, name in placed.items() if name != stays})
+
+
+def block_places(analysis: Analysis, devices: Sequence[Device]) -> list[int]:
+    """The numbers of the devices that have blocks."""
+    placed = {own.device for own in analysis.partition.placed}
+    return [place for place, device in enumerate(devices) if str(device) not in placed]
 
 
 def relieved(costs: Costs, resources: Resources, make: Callable[[Mapping[ir.Value, str]], Plan]) -> Plan | None:
@@ -78,26 +80,57 @@ def _least(attempt: Callable[[int], Plan | None], most: int) -> Plan | None:
     return attempt(high) if high else None
 
 
-def place_of(placed: Placed, devices: Sequence[Device]) -> int:
-    """The number of the device of what is placed."""
-    return [str(device) for device in devices].index(placed.device)
-
-
-def placed_seconds(analysis: Analysis, resources: Resources, place: int, stage: Stage) -> float:
+def _placed_seconds(analysis: Analysis, resources: Resources, place: int, stage: Stage) -> float:
     """The estimated seconds of a stage on the device at a place, which works while the others wait."""
     threads = threads_for(resources.devices, resources.threads)
     return find_pace(resources.devices[place], threads, 1, resources.machine).seconds(analysis.costs, stage.nodes)
 
 
-def rank_memory(analysis: Analysis, stage: Stage, number: int, transfers: Sequence[Transfer]) -> StageMemory:
-    """A rank's memory. What comes or goes while it runs is held only until its last reader, on whichever rank, has run.
+def placed_ranks(
+    analysis: Analysis,
+    resources: Resources,
+    stages: Sequence[Stage],
+    transfers: Sequence[Transfer],
+    group: int | None = None,
+    part: int = 0,
+) -> list[RankPlan]:
+    """The ranks of what is placed, whose `stages` are the last ones of those that the `transfers` are between.
+
+    Each is a group of its own, or is numbered from `part` on in a group.
+    """
+    first = len(stages) - len(analysis.partition.placed)
+    ranks = []
+    for number, placed in enumerate(analysis.partition.placed, first):
+        place, stage = [str(device) for device in resources.devices].index(placed.device), stages[number]
+        memory = rank_memory(analysis, stage, number, transfers)
+        rank = RankPlan(
+            resources.devices[place],
+            resources.budgets[place],
+            1.0,
+            stage,
+            number if group is None else group,
+            0 if group is None else part + number - first,
+            as_measured(analysis, resources, place, stage.blocks, memory),
+            _placed_seconds(analysis, resources, place, stage),
+        )
+        ranks.append(rank)
+    return ranks
+
+
+def rank_memory(
+    analysis: Analysis, stage: Stage, number: int, transfers: Sequence[Transfer], held: Held | None = None
+) -> StageMemory:
+    """A rank's memory, of the shards in `held` if it has not all of its stage, which has this `number`.
+
+    What comes or goes while it runs is held only until its last reader, on whichever rank, has run.
 
     So the nodes of all ranks are gone through, and what this one does not have takes nothing.
     """
     costs = analysis.costs
     own = [transfer for transfer in transfers if transfer.inside and transfer.has(number)]
     if not own:
-        return stage_memory(costs, analysis.states, stage)
+        return stage_memory(costs, analysis.states, stage, held)
+    held = held or Held(costs.held(stage.nodes), costs.value_bytes)
     here = {*stage.takes, *(value for node in stage.nodes for value in node.outputs)}
     passing = {transfer.value for transfer in own}
     all_run = replace(
@@ -106,11 +139,9 @@ def rank_memory(analysis: Analysis, stage: Stage, number: int, transfers: Sequen
         receives=tuple(value for value in stage.receives if value not in passing),
         sends=tuple(value for value in stage.sends if value not in passing),
     )
+    own_size = held.size
     return stage_memory(
-        costs,
-        analysis.states,
-        all_run,
-        Held(costs.held(stage.nodes), lambda value: costs.value_bytes(value) if value in here else 0),
+        costs, analysis.states, all_run, replace(held, size=lambda value: own_size(value) if value in here else 0)
     )
 
 
@@ -123,22 +154,29 @@ def detour_cuts(analysis: Analysis, transfers: Sequence[Transfer], first: int, c
     return cuts
 
 
-def predict_detours(
-    ranks: Sequence[RankPlan], transfers: Sequence[Transfer], clock: Clock, seconds: Callable[[RankPlan], float]
-) -> Prediction:
-    """The times of ranks with detours between them, whose own `seconds` are known.
+def rank_seconds(rank: RankPlan, clock: Clock, at_once: int = 1) -> float:
+    """The seconds of a rank that runs whole nodes, while so many ranks are working."""
+    own = rank.seconds if clock.profiled else clock.seconds(rank, rank.stage.nodes, at_once)
+    return own * max(1.0, clock.crowd([rank])) + clock.feeding(rank) + clock.start(rank)
 
-    The ranks of a team work one after the other, and in a stream teams work side by side.
+
+def predict_detours(
+    stages: Sequence[Sequence[RankPlan]], transfers: Sequence[Transfer], clock: Clock, seconds: Sequence[float]
+) -> Prediction:
+    """The times of stages with detours between them: the ranks of each, and its own `seconds`.
+
+    Stages of a team work one after the other, and in a stream teams work side by side. What goes to a stage goes to
+    each of its ranks.
     """
-    team = find_teams(len(ranks), transfers)
+    team = find_teams(len(stages), transfers)
     busy = dict.fromkeys(team.values(), 0.0)
-    for number, rank in enumerate(ranks):
-        busy[team[number]] += seconds(rank)
+    for number, own in enumerate(seconds):
+        busy[team[number]] += own
     for transfer in transfers:
-        source, target = ranks[transfer.source], ranks[transfer.target]
+        source, targets = stages[transfer.source][0], stages[transfer.target]
         size = clock.analysis.costs.value_bytes(transfer.value)
-        took = clock.copy(source, target).seconds(size) + clock.cold(source)
+        took = sum(clock.copy(source, target).seconds(size) + clock.cold(source) for target in targets)
         if transfer.inside and not clock.operators:
-            took += clock.start(target)
+            took += clock.start(targets[0])
         busy[team[transfer.target]] += took
     return Prediction(sum(busy.values()), max(busy.values()))

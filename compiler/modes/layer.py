@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import onnx_ir as ir
 
@@ -17,17 +16,17 @@ from splitc.compiler.lowering.segments import Segment
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.lowering.transfers import Transfer, find_teams, find_transfers, with_transfers
 from splitc.compiler.modes.detours import (
+    block_places,
     detour_cuts,
-    place_of,
-    placed_seconds,
+    placed_ranks,
     predict_detours,
     rank_memory,
+    rank_seconds,
     relieved,
     take_placed,
 )
 from splitc.compiler.modes.mode import Mode, Way, WholeValues
 from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
-from splitc.compiler.placement.asked import asked_places
 from splitc.compiler.planning.assembly import assemble, check_memory, engine_bytes, search_budget
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.measured import as_measured
@@ -72,14 +71,10 @@ class LayerSplit(WholeValues):
         return 0 if inside else sum(transfer.has(rank.group) for transfer in self._inside)
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
-        def stage_seconds(members: Sequence[RankPlan], at_once: int) -> float:
-            (rank,) = members
-            own = rank.seconds if clock.profiled else clock.seconds(rank, rank.stage.nodes, at_once)
-            return own * max(1.0, clock.crowd(members)) + clock.feeding(rank) + clock.start(rank)
-
         if not self.analysis.partition.placed:
-            return predict_pipeline(ranks, cuts, clock, stage_seconds)
-        return predict_detours(ranks, self.transfers, clock, lambda rank: stage_seconds([rank], 1))
+            return predict_pipeline(ranks, cuts, clock, lambda members, n: rank_seconds(members[0], clock, n))
+        own = [rank_seconds(rank, clock) for rank in ranks]
+        return predict_detours([[rank] for rank in ranks], self.transfers, clock, own)
 
     def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
         stage, outputs = ranks[number].stage, names(ranks[number].stage.outputs)
@@ -95,30 +90,29 @@ class LayerSplit(WholeValues):
         segments = engine_segments(graph, {*outputs, *names(sent)}, engine, devices)
         return stage_program(number, stage, segments, self.transfers, group, outputs)
 
-    def file_fields(self) -> Mapping[str, Any]:
-        placed = self.analysis.partition.placed
-        return {"placed": {weight.name: own.device for own in placed for weight in own.weights}}
-
 
 def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """Decide which blocks each device holds. What the request places is on devices that have no blocks.
+    """Decide which blocks each device holds. Devices with placed weights have none.
 
     Where blocks alone do not fit, experts and tables are placed. Raises DoesNotFitError if the devices can't hold the
-    model so either, CannotSplitError if there are more devices than blocks, MisuseError for a place that is not there.
+    model so either, CannotSplitError if there are more devices than blocks.
     """
-    make = partial(_plan_placed, analysis, resources, request)
+
+    def place(placed: Mapping[ir.Value, str]) -> Plan:
+        return _plan_blocks(take_placed(analysis, resources.devices, placed), resources, request)
+
     try:
-        return make(asked_places(analysis.costs, resources.devices, request))
+        return _plan_blocks(analysis, resources, request)
     except DoesNotFitError:
-        if request.places_weights or (plan := relieved(analysis.costs, resources, make)) is None:
+        if request.places_weights or (plan := relieved(analysis.costs, resources, place)) is None:
             raise
         return plan
 
 
-def _plan_placed(analysis: Analysis, resources: Resources, request: Request, placed: Mapping[ir.Value, str]) -> Plan:
-    """The best plan with these weights on their devices. Raises as `plan_layers`."""
+def _plan_blocks(analysis: Analysis, resources: Resources, request: Request) -> Plan:
+    """The best plan with what is placed where it is. Raises as `plan_layers`."""
     devices = resources.devices
-    analysis, places = take_placed(analysis, devices, placed)
+    places = block_places(analysis, devices)
     seconds = block_seconds(analysis, resources, range(len(devices)))
     if len(places) == 1 < len(devices):  # its memory is checked later, once it is known what comes and goes
         chosen = [Assignment(places[0], 0, len(analysis.partition.blocks))]
@@ -168,24 +162,23 @@ def _make_plan(
     partition = analysis.partition
     stages = divide_blocks(analysis.graph, partition, [run.end for run in chosen])
     transfers = find_transfers(stages, partition.position)
-    places = [run.target for run in chosen] + [place_of(placed, resources.devices) for placed in partition.placed]
-    times = [sum(seconds[run.target][run.start : run.end]) for run in chosen]
-    apart = zip(places[len(chosen) :], stages[len(chosen) :], strict=True)
-    times += [placed_seconds(analysis, resources, place, stage) for place, stage in apart]
-    ranks = [
+    own = [
         RankPlan(
-            resources.devices[place],
-            resources.budgets[place],
+            resources.devices[run.target],
+            resources.budgets[run.target],
             1.0,
             stage,
             number,
             0,
-            as_measured(analysis, resources, place, stage.blocks, rank_memory(analysis, stage, number, transfers)),
-            own,
-            again,
+            as_measured(analysis, resources, run.target, stage.blocks, rank_memory(analysis, stage, number, transfers)),
+            sum(seconds[run.target][run.start : run.end]),
         )
-        for number, (place, stage, own, again) in enumerate(
-            zip(places, stages, times, rematerialized(analysis, stages), strict=True)
+        for number, (run, stage) in enumerate(zip(chosen, stages, strict=False))
+    ]
+    ranks = [
+        replace(rank, rematerialized=again)
+        for rank, again in zip(
+            [*own, *placed_ranks(analysis, resources, stages, transfers)], rematerialized(analysis, stages), strict=True
         )
     ]
     cuts = [*stage_cuts(analysis, stages[: len(chosen)]), *detour_cuts(analysis, transfers, len(chosen), len(stages))]

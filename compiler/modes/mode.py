@@ -19,6 +19,7 @@ from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
+from splitc.runtime.hardware.devices import Device
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,11 @@ class Mode:
     plan: makes a plan. Raises CannotSplitError if the mode can't split the model, MisuseError for a request that it
     can't meet, DoesNotFitError if the devices can't hold the model.
     replan: makes the plan of a file, from the assignments of its blocks. Raises as `plan` does.
-    groups: into how many groups that have the whole model each the devices go, for a request and their number.
+    groups: into how many groups that have the whole model each the devices go, for a request.
     """
 
     stages: Callable[[Request, int], int]
     ways: Callable[[Sequence[int], Sequence[int]], Sequence[Way]]
     plan: Callable[[Analysis, Resources, Request], Plan]
     replan: Callable[[Analysis, Resources, Request, PlanFile, Sequence[Assignment]], Plan]
-    groups: Callable[[Request, int], int] = lambda request, devices: request.batch_groups
+    groups: Callable[[Request, Sequence[Device]], int] = lambda request, devices: request.batch_groups

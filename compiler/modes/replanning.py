@@ -111,7 +111,8 @@ def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
 def _check_placed(analysis: Analysis, file: PlanFile) -> dict[ir.Value, str]:
     """The placed weights with their devices. Raises MisuseError for a weight or a device that is not there."""
     weights = {weight.name: weight for weight in weight_uses(analysis.graph)}
-    devices = [rank.device for rank in file.ranks]
+    size = len(file.ranks) // max(1, file.batch_groups)
+    devices = [rank.device for rank in file.ranks[:size]]
     for name, device in file.placed.items():
         line = f'the plan has the line "{name}: {device}" under "placed"'
         if name not in weights:

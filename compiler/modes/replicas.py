@@ -13,9 +13,12 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.modes.detours import block_places, take_placed
 from splitc.compiler.modes.mode import Mode
 from splitc.compiler.modes.rows import planned_rows, tried_rows, with_rows
 from splitc.compiler.modes.table import BATCH
+from splitc.compiler.placement.asked import asked_places
+from splitc.compiler.placement.placed import on_devices
 from splitc.compiler.planning.assembly import check_memory, plan_warnings
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.host_groups import group_devices
@@ -31,6 +34,7 @@ from splitc.compiler.sharding.report import AxisFate
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.rows import share_rows
+from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.profiles import HOST
 
 
@@ -123,22 +127,25 @@ def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request
     batch can't be divided, MisuseError unless the devices can be divided into equal groups.
     """
     count = len(resources.devices)
-    groups = mode.groups(request, count)
+    groups = mode.groups(request, resources.devices)
+    placed = asked_places(analysis.costs, resources.devices, request) if request.places_weights else {}
     if groups == 1:
-        return mode.plan(analysis, resources, request)
+        return mode.plan(take_placed(analysis, resources.devices, placed), resources, request)
     check_groups(request, count, groups)
     rows = tried_rows(analysis)
     size = count // groups
     order = group_devices(resources.devices, resources.budgets, groups, size)
     resources = resources.take(order)
+    tightest = _tightest(resources, size)
+    names = _same_places(resources.devices, tightest.devices)
+    analysis = take_placed(analysis, tightest.devices, {weight: names[device] for weight, device in placed.items()})
     asked = None if request.tensor_split is None else [request.tensor_split[place] for place in order]
-    shares = _speeds(analysis, resources, size) if asked is None else _sums(asked, size)
+    shares = _speeds(analysis, resources, tightest.devices) if asked is None else _sums(asked, size)
     inside = None if asked is None or size == 1 else _inside(asked, size)
     counts = share_rows(planned_rows(analysis, rows), shares)
     analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
     most = analyses[counts.index(max(counts))]
     alone = replace(request, batch_groups=1, tensor_split=inside)
-    tightest = _tightest(resources, size)
     plans = {own: mode.plan(own, tightest, alone) for own in dict.fromkeys((most, *analyses))}
     plan = _joined(analysis, resources, plans[most], [plans[own] for own in analyses], shares, counts, rows)
     check_memory(plan)
@@ -160,10 +167,11 @@ def replan_in_groups(
     rows = tried_rows(analysis)
     asked = [rank.share for rank in file.ranks]
     shares, inside = _sums(asked, size), _inside(asked, size)
+    tightest = _tightest(resources, size)
+    analysis = on_devices(analysis, _same_places(resources.devices, tightest.devices))
     counts = share_rows(planned_rows(analysis, rows), shares)
     analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
     most = analyses[counts.index(max(counts))]
-    tightest = _tightest(resources, size)
     entries = [
         msgspec.structs.replace(rank, share=share) for rank, share in zip(file.ranks[:size], inside, strict=True)
     ]
@@ -174,12 +182,20 @@ def replan_in_groups(
     return plan
 
 
-def _speeds(analysis: Analysis, resources: Resources, size: int) -> list[float]:
-    """The groups' shares of the rows: how fast their devices are together, the first group's being 1."""
-    speeds = [
-        1 / max(sum(seconds), 1e-12) for seconds in block_seconds(analysis, resources, range(len(resources.devices)))
-    ]
-    return _sums(speeds, size)
+def _same_places(devices: Sequence[Device], group: Sequence[Device]) -> dict[str, str]:
+    """For each device, by its name, the one in the same place of a group."""
+    return {str(device): str(group[place % len(group)]) for place, device in enumerate(devices)}
+
+
+def _speeds(analysis: Analysis, resources: Resources, group: Sequence[Device]) -> list[float]:
+    """The groups' shares of the rows: how fast their devices with blocks are together, the first group's being 1.
+
+    `group` are the devices of the one that the analysis is of.
+    """
+    own = block_places(analysis, group)
+    places = [first + place for first in range(0, len(resources.devices), len(group)) for place in own]
+    speeds = [1 / max(sum(seconds), 1e-12) for seconds in block_seconds(analysis, resources, places)]
+    return _sums(speeds, len(own))
 
 
 def _sums(shares: Sequence[float], size: int) -> list[float]:
@@ -238,12 +254,15 @@ def _joined(
     split = ReplicaSplit(first.split, [plan.analysis for plan in plans], counts, ends)
     count = len(first.ranks)
     warnings = dict.fromkeys((*plan_warnings(analysis, ranks), *first.warnings))
+    names = _same_places([rank.device for rank in first.ranks], [rank.device for rank in ranks[: len(first.ranks)]])
     first = replace(
-        first, ranks=tuple(replace(rank, share=own.share) for rank, own in zip(ranks[:count], first.ranks, strict=True))
+        first,
+        analysis=on_devices(first.analysis, names),
+        ranks=tuple(replace(rank, share=own.share) for rank, own in zip(ranks[:count], first.ranks, strict=True)),
     )
     return replace(
         first,
-        analysis=analysis,
+        analysis=replace(analysis, partition=first.analysis.partition),
         split=split,
         ranks=tuple(ranks),
         warnings=tuple(warnings),
@@ -253,13 +272,23 @@ def _joined(
 
 def check_groups(request: Request, count: int, groups: int) -> None:
     """Raise MisuseError unless so many devices can be divided into so many equal groups."""
-    if request.split_mode == BATCH and request.batch_groups not in (1, count):
+    if request.split_mode == BATCH and request.batch_groups not in (1, groups):
         raise MisuseError(
-            f"--batch-groups is {request.batch_groups}, and in batch mode each of the {count} devices is a group: say "
+            f"--batch-groups is {request.batch_groups}, and in batch mode the {count} devices are {groups} groups: say "
             "with --split-mode how a group's devices share the model"
+        )
+    if request.split_mode == BATCH and groups == 1 < count:
+        raise MisuseError(
+            f"the {count} devices are one group with those that weights are placed on: name these for each group, in "
+            "the same places, as in -d 'cuda0&cpu0&cuda1&cpu1' --experts cpu0, or use --split-mode layer"
         )
     if count % groups or groups > count:
         raise MisuseError(
             f"--batch-groups is {groups}, and {count} devices can't be divided into {groups} equal groups: name "
             "more or fewer devices with -d"
+        )
+    if request.places_weights and groups == count > 1:
+        raise MisuseError(
+            f"--batch-groups is {groups}, one for each device, and weights that are placed want another device in each "
+            "group: name more devices with -d, or ask for fewer groups"
         )

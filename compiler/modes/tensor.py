@@ -5,171 +5,73 @@ This is Megatron's tensor parallelism: matrices are column-, then row-parallel, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import StageMemory, stage_memory
+from splitc.compiler.analysis.memory import StageMemory
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.errors import CannotSplitError
-from splitc.compiler.frontend.shapes import BoundShapes
-from splitc.compiler.lowering.engine_segments import engine_segments
-from splitc.compiler.lowering.programs import kept_states, names, stage_program
-from splitc.compiler.lowering.rank_graph import rank_graph
-from splitc.compiler.lowering.transfers import rank_transfers
+from splitc.compiler.lowering.transfers import (
+    find_transfers,
+)
+from splitc.compiler.modes.detours import (
+    block_places,
+    detour_cuts,
+    placed_ranks,
+    rank_memory,
+)
 from splitc.compiler.modes.mode import Mode, Way
-from splitc.compiler.modes.pipeline import choose_stages, predict_pipeline, rematerialized, stage_cuts
+from splitc.compiler.modes.pipeline import choose_stages, rematerialized, stage_cuts
 from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, fast_axes, named_axes, small_axes
+from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.planning.assembly import assemble, check_memory, search_budget
-from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace, sum_link
+from splitc.compiler.planning.clock import block_seconds, find_pace, sum_link
 from splitc.compiler.planning.host_groups import group_devices, numbers_to_try, single_groups
 from splitc.compiler.planning.measured import as_measured
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import PlanFile, check_file_shares
-from splitc.compiler.planning.rank_plan import CutPlan, RankPlan, Rematerialized
+from splitc.compiler.planning.rank_plan import RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
-from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.request.request import Request
-from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.held import held_shards
-from splitc.compiler.sharding.partial import chosen_atoms
-from splitc.compiler.sharding.report import AxisFate, WeightFate, axis_fates, sharded_weights
+from splitc.compiler.sharding.report import WeightFate, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import Device, threads_for
-from splitc.runtime.hardware.profiles import HOST
-from splitc.runtime.package.manifest import Part
 from splitc.runtime.units import format_bytes
 
 # Where unsharded weights are held, for messages.
 WHOLE = "whole on each rank"
 
 
-@dataclass(frozen=True)
-class TensorSplit:
-    """Every rank of a group runs every node of its stage on its shards. The group sums partial values."""
-
-    analysis: Analysis
-    axes: TensorAxes
-    sharded: ShardedModel
-    rewrites = True
-    fixes_ranks = True
-    is_radial = False
-
-    @property
-    def axis_map(self) -> AxisMap:
-        return self.sharded.axis_map
-
-    @property
-    def probe_shapes(self) -> BoundShapes:
-        return self.sharded.axis_map.bound
-
-    @property
-    def collectives(self) -> int:
-        return self.sharded.sums.count
-
-    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
-        return sum(map(self.analysis.costs.value_bytes, self.sharded.sums.exchanged))
-
-    def more_sessions(self, rank: RankPlan, inside: bool) -> int:
-        return 0 if inside else self.collectives
-
-    def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
-        stages = max(rank.group for rank in ranks) + 1
-        return predict_pipeline(ranks, cuts, clock, lambda members, n: self._stage_seconds(members, n, stages, clock))
-
-    def _stage_seconds(self, members: Sequence[RankPlan], at_once: int, stages: int, clock: Clock) -> float:
-        """The seconds of one of `stages` stages: of its slowest rank, and of its collectives."""
-        first = members[0]
-        slowest = max(
-            clock.seconds(rank, rank.stage.nodes, at_once, partial(self.sharded.share, rank.part))
-            for rank in clock.unlike(members, self.sharded.sizes)
-        )
-        slowest = slowest * max(1.0, clock.crowd(members)) + clock.feeding(first)
-        count = self.collectives / stages
-        sums = clock.sums(members, count, self.exchanged_bytes(()) / stages)
-        starts = 1 if clock.operators else count + 1
-        return clock.meeting(slowest) + sums + starts * clock.start(first) + self._joining(clock) / stages
-
-    def _joining(self, clock: Clock) -> float:
-        """The seconds to cut sharded inputs and to join sharded outputs."""
-        graph = self.analysis.graph.graph
-        ends = (value for value in (*graph.inputs, *graph.outputs) if value.name not in clock.states)
-        cut = [value for value in ends if self.sharded.shards(0).splits(self.sharded.axes(value))]
-        size = sum(map(self.analysis.costs.value_bytes, cut))
-        return len(cut) * HOST.part + clock.copying(clock.ranks[0], size)
-
-    def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
-        rank, sharded = ranks[number], self.sharded
-        outputs = [value.name or "" for value in rank.stage.outputs if self._gives(rank, value)]
-        keeps = kept_states(self.analysis.states, rank, outputs)
-        graph = rank_graph(sharded, rank.stage, rank.part)
-        wanted = {*outputs, *keeps, *names(rank.stage.sends)}
-        segments = engine_segments(graph, wanted, engine, [rank.device for rank in ranks])
-        transfers = rank_transfers(ranks, self.analysis.partition.position)
-        group = [place for place, other in enumerate(ranks) if other.group == rank.group]
-        program = stage_program(number, rank.stage, segments, transfers, group, outputs)
-        return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
-
-    def _gives(self, rank: RankPlan, value: ir.Value) -> bool:
-        """Whether the rank gives its shard of an output to the caller. The first rank gives replicated outputs."""
-        ranges = self.sharded.ranges
-        atoms = chosen_atoms(self.sharded.axes(value), ranges)
-        return all(ranges[atom][rank.part].owned for atom in atoms) if atoms else rank.part == 0
-
-    def _parts(self, rank: RankPlan) -> list[Part]:
-        """The rank's shards of inputs and outputs that it has not all of."""
-        shards = self.sharded.shards(rank.part)
-        values = (*rank.stage.feeds, *rank.stage.outputs)
-        parts = [shards.part(value.name or "", self.sharded.axes(value), value.shape) for value in values]
-        return [part for part in parts if part is not None]
-
-    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
-        return self.sharded.shards(part).places(self.sharded.axes(value))
-
-    def is_partial(self, value: ir.Value) -> bool:
-        return value in self.sharded.sums.partial and value not in self.sharded.sums.summed
-
-    def axis_fates(self) -> list[AxisFate]:
-        return axis_fates(self.sharded, self.axes.choice, self.analysis.costs.value_bytes)
-
-    def file_fields(self) -> Mapping[str, Any]:
-        return {"islands": self.axes.islands}
-
-
 def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """Decide which blocks each group of devices runs, and which shards each device has.
 
-    Groups are inside hosts where they can be. Raises CannotSplitError if nothing can be sharded, MisuseError if the
-    devices can't be divided into equal groups of two or more, DoesNotFitError if a rank needs more than its budget.
+    Groups are inside hosts where they can be. Devices with placed weights come last. Raises CannotSplitError if nothing
+    can be sharded, MisuseError if the devices can't be divided into equal groups of two or more, DoesNotFitError if a
+    rank needs more than its budget.
     """
-    stages, devices = request.pipeline_stages, resources.devices
-    count = len(devices) // stages
-    if len(devices) % stages or count < 2:
-        raise MisuseError(
-            f"tensor mode needs groups of two devices or more, all of one size: {len(devices)} devices in "
-            f"{stages} stage{'s' * (stages > 1)} make none"
-        )
-    all_shares, order = (
-        request.tensor_split or resources.shares,
-        group_devices(devices, resources.budgets, stages, count),
-    )
-    resources, shares = resources.take(order), [all_shares[place] for place in order]
+    stages, places = request.pipeline_stages, block_places(analysis, resources.devices)
+    count = len(places) // stages
+    _check_groups(analysis, len(places), stages)
+    all_shares, own = request.tensor_split or resources.shares, resources.take(places)
+    order = [places[place] for place in group_devices(own.devices, own.budgets, stages, count)]
+    apart = [place for place in range(len(resources.devices)) if place not in places]
+    resources, shares = resources.take([*order, *apart]), [all_shares[place] for place in order]
+    devices = resources.devices[: len(order)]
     targets = [
         Target(
             f"group {number}",
             sum(shares[first : first + count]),
             _total(search_budget(request, *own) for own in _with_budgets(resources)[first : first + count]),
-            host=resources.devices[first].host,
+            host=devices[first].host,
         )
         for number, first in enumerate(range(0, len(devices), count))
     ]
@@ -211,24 +113,26 @@ def _make_plan(
 
     `seconds` are the blocks' on each group.
     """
-    count = len(resources.devices) // request.pipeline_stages
+    count = len(shares) // request.pipeline_stages
     stages = divide_blocks(analysis.graph, analysis.partition, [run.end for run in chosen])
     home = {
         weight: run.target
-        for run, stage in reversed(list(zip(chosen, stages, strict=True)))
+        for run, stage in reversed(list(zip(chosen, stages, strict=False)))
         for weight in analysis.costs.weights(stage.nodes)
     }
     groups = [shares[first : first + count] for first in range(0, len(shares), count)]
     sharded = shard_model(analysis.graph, axes.axis_map, axes.choice, groups, home)
+    placed = analysis.partition.placed
+    transfers = find_transfers(stages, analysis.graph.position) if placed else []
     ranks = []
     repeated = rematerialized(analysis, stages)
-    for number, (run, stage) in enumerate(zip(chosen, stages, strict=True)):
+    for number, (run, stage) in enumerate(zip(chosen, stages, strict=False)):
         memories: dict[tuple[int, ...], StageMemory] = {}  # most ranks have shards of the same sizes
         for part in range(count):
             place = run.target * count + part
             if (sizes := sharded.sizes(part)) not in memories:
                 held = held_shards(analysis.costs, sharded, stage.nodes, part)
-                memories[sizes] = stage_memory(analysis.costs, analysis.states, stage, held)
+                memories[sizes] = rank_memory(analysis, stage, number, transfers, held)
             rank = RankPlan(
                 resources.devices[place],
                 resources.budgets[place],
@@ -241,13 +145,30 @@ def _make_plan(
                 repeated[number] if part == 0 else Rematerialized(),
             )
             ranks.append(rank)
-    weights = sharded_weights(analysis, sharded, axes.choice)
+    held_here = {weight.name for rank in ranks for weight in analysis.costs.weights(rank.stage.nodes)}
+    weights = [fate for fate in sharded_weights(analysis, sharded, axes.choice) if fate.name in held_here]
     _check_split(weights)
     _check_drawn(sharded)
-    split = TensorSplit(analysis, axes, sharded)
-    plan = assemble(analysis, request, split, ranks, stage_cuts(analysis, stages), weights, WHOLE)
+    cuts = [*stage_cuts(analysis, stages[: len(chosen)]), *detour_cuts(analysis, transfers, len(chosen), len(stages))]
+    ranks += placed_ranks(analysis, resources, stages, transfers, group=0, part=count)
+    split = TensorSplit(analysis, axes, sharded, tuple(transfers))
+    plan = assemble(analysis, request, split, ranks, cuts, weights, WHOLE)
     check_memory(plan, WHOLE)
     return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded), *broken_rules(axes.broken)))
+
+
+def _check_groups(analysis: Analysis, count: int, stages: int) -> None:
+    """Raise MisuseError unless so many devices with blocks make equal groups, and one if weights are placed."""
+    if analysis.partition.placed and stages > 1:
+        raise MisuseError(
+            f"--pipeline-stages is {stages}, and tensor mode places weights beside a single stage: leave it out, or "
+            "use --split-mode layer"
+        )
+    if count % stages or count < 2 * stages:
+        raise MisuseError(
+            f"tensor mode needs groups of two devices or more, all of one size: {count} devices in "
+            f"{stages} stage{'s' * (stages > 1)} make none"
+        )
 
 
 def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
@@ -299,14 +220,18 @@ def _replan(
     analysis: Analysis, resources: Resources, request: Request, file: PlanFile, chosen: Sequence[Assignment]
 ) -> Plan:
     """The plan of a file. Raises MisuseError unless its ranks are equal groups, in the order of their stages."""
-    numbers = [rank.stage for rank in file.ranks]
+    places = block_places(analysis, resources.devices)
+    if places != list(range(len(places))):
+        raise MisuseError("the plan has placed weights on ranks before those with blocks, which come first")
+    _check_groups(analysis, len(places), request.pipeline_stages)
+    numbers = [rank.stage for rank in file.ranks[: len(places)]]
     count = len(numbers) // request.pipeline_stages
     if numbers != [stage for stage in range(request.pipeline_stages) for _ in range(count)] or count < 2:
         raise MisuseError(
             f"the plan's ranks have the stages {numbers}: tensor mode wants groups of one size, two or more, in order"
         )
     check_file_shares(file.ranks)
-    shares = [rank.share for rank in file.ranks]
+    shares = [rank.share for rank in file.ranks[: len(places)]]
     seconds = block_seconds(analysis, resources, range(0, len(numbers), count))
     _check_islands(analysis, file)
     axes = named_axes(analysis, count, frozenset(file.islands))

@@ -70,7 +70,9 @@ def named_axes(analysis: Analysis, count: int, names: Collection[str]) -> Tensor
 
 def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxes:
     plain = settle(analysis, count, NO_ISLANDS)
-    possible = find_islands(analysis.graph, plain.axis_map, plain.choice, analysis.costs.value_bytes)
+    islands = find_islands(analysis.graph, plain.axis_map, plain.choice, analysis.costs.value_bytes)
+    apart = _apart(analysis)
+    possible = frozenset(island for island in islands if island.node not in apart)
     if not possible:
         return plain
     best = _best_candidates(*_candidates(analysis, frozenset(plain.broken.items()), possible))
@@ -79,6 +81,12 @@ def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxe
         return plain
     axes = settle(analysis, count, worth)
     return axes if _covered(axes) > _covered(plain) else plain
+
+
+def _apart(analysis: Analysis) -> dict[ir.Node, str]:
+    """The nodes that are on other devices than the blocks, with why their axes are whole."""
+    placed = analysis.partition.placed
+    return {node: f"it is on {own.device}" for own in placed for block in own.blocks for node in block.nodes}
 
 
 def _best_candidates(axis_map: AxisMap, candidates: Candidates) -> dict[Island, Candidate]:
@@ -111,9 +119,10 @@ def _covered(axes: TensorAxes) -> int:
 def settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> TensorAxes:
     """The axes to shard over so many ranks.
 
-    A node whose rule does not hold when it is tried is opaque, and the axes are chosen again.
+    A node whose rule does not hold when it is tried is opaque, and the axes are chosen again. What is placed on other
+    devices takes and gives whole values.
     """
-    opaque: dict[ir.Node, str] = {}
+    opaque = _apart(analysis)
     graph, size = analysis.graph, analysis.costs.value_bytes
     while True:
         axis_map, candidates = _candidates(analysis, frozenset(opaque.items()), islands)

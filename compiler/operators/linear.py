@@ -147,6 +147,7 @@ def experts(op: Operation) -> None:
 
     A gated activation may have gate and value rows in one matrix: interleaved, or one half after the other.
     """
+    tokens(op)
     inner, pair = op.input(4)[-1], ax.new_axis(2)
     rows = {0: inner, 1: (*inner, *pair), 2: (*pair, *inner)}.get(op.number("swiglu_fusion", 0))
     of_rows = [op.input(number)[1] for number in (2, 3) if op.has(number)]
@@ -161,6 +162,13 @@ def experts(op: Operation) -> None:
     op.free([inner])
     op.contracted = inner
     op.add_on_one_rank = frozenset([5])
+
+
+def tokens(op: Operation) -> None:
+    """Each token goes by itself, with its own scores: [..., hidden] and [tokens, experts] to [..., hidden]."""
+    data, output = op.input(0), op.output()
+    op.relate_all(data[:-1], output[:-1])
+    op.relate(op.input(1)[0], tuple(factor for axis in data[:-1] for factor in axis))
 
 
 def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
@@ -254,5 +262,5 @@ OPERATORS = (
     ),
     Operator("com.microsoft.CausalConvWithState", causal_convolution),
     Operator("com.microsoft.MoE", experts, expert_flops, experts=(2, 3, 4, 5, 6, 7)),
-    Operator("com.microsoft.QMoE", flops=quantized_expert_flops, experts=tuple(range(2, 14))),
+    Operator("com.microsoft.QMoE", tokens, quantized_expert_flops, experts=tuple(range(2, 14))),
 )

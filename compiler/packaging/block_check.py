@@ -87,7 +87,7 @@ def compare_blocks(plan: Plan, package: Path, manifest: Manifest, most: int) -> 
 
 def _distinct(plan: Plan) -> Iterator[tuple[Hashable, Block]]:
     """One block of each form in each group of devices: operators and the sizes of weights decide."""
-    for group, stage in {rank.group: rank.stage for rank in plan.ranks}.items():
+    for group, stage in dict.fromkeys((rank.group, rank.stage) for rank in plan.ranks):
         for block in reversed(stage.blocks):
             yield (group, tuple(_describe(node) for node in block.nodes)), block
 

@@ -71,8 +71,10 @@ def divide_request(folder: ModelFolder, devices: Sequence[str], request: Request
 def _check_modes(request: Request, modes: Collection[str]) -> None:
     """Raise MisuseError for an option of a split mode that no module has."""
     for option in request.foreign_options("").values():
-        if option.only not in modes:
-            raise MisuseError(f"{option.flag} is for --split-mode {option.only}, which no module has{option.why}")
+        if not set(option.only) & set(modes):
+            raise MisuseError(
+                f"{option.flag} is for --split-mode {', '.join(option.only)}, which no module has{option.why}"
+            )
 
 
 def _place(device: Device) -> tuple[int, str, int]:

@@ -20,6 +20,20 @@ from splitc.runtime.units import first_few, format_bytes
 NAMED = 8
 
 
+def asked_devices(devices: Sequence[Device], request: Request) -> list[int]:
+    """The places of the devices that weights are to lie on. Raises MisuseError for one that is not among these."""
+    named = _named(devices, request)
+    return [place for place, device in enumerate(devices) if str(device) in named]
+
+
+def _named(devices: Sequence[Device], request: Request) -> list[str]:
+    """The device of each `--place`, then that of `--experts`."""
+    named = [_device(f"--place {place}", place.device, devices) for place in request.place]
+    if request.experts is not None:
+        named.append(_device(f"--experts {request.experts}", request.experts.device, devices))
+    return named
+
+
 def asked_places(costs: Costs, devices: Sequence[Device], request: Request) -> dict[ir.Value, str]:
     """The device of each weight that the request places. What `--place` does not match may be an expert.
 
@@ -27,14 +41,13 @@ def asked_places(costs: Costs, devices: Sequence[Device], request: Request) -> d
     experts.
     """
     uses = placeable(costs)
-    places = [(place, _device(f"--place {place}", place.device, devices)) for place in request.place]
-    matches = [_matching(costs, uses, place) for place, _ in places]
-    placed: dict[ir.Value, str] = {}
-    for weights, (_, device) in zip(matches, places, strict=True):
-        placed.update({weight: device for weight in weights if weight not in placed})
+    named = _named(devices, request)
+    matches = [_matching(costs, uses, place) for place in request.place]
     if request.experts is not None:
-        device = _device(f"--experts {request.experts}", request.experts.device, devices)
-        placed = {**dict.fromkeys(_experts(costs, request.experts), device), **placed}
+        matches.append(_experts(costs, request.experts))
+    placed: dict[ir.Value, str] = {}
+    for weights, device in zip(matches, named, strict=True):
+        placed.update({weight: device for weight in weights if weight not in placed})
     return {weight: placed[weight] for weight in uses if weight in placed}
 
 

@@ -73,6 +73,12 @@ def with_placed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> Analysis
     )
 
 
+def on_devices(analysis: Analysis, names: Mapping[str, str]) -> Analysis:
+    """The analysis with what is placed on other devices: the `names` of these by those before."""
+    placed = tuple(replace(own, device=names[own.device]) for own in analysis.partition.placed)
+    return replace(analysis, partition=replace(analysis.partition, placed=placed))
+
+
 def _fixed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> dict[ir.Node, str]:
     """The nodes that read placed weights, and their devices."""
     uses = weight_uses(analysis.graph)

@@ -178,6 +178,7 @@ def to_file(plan: Plan) -> PlanFile:
         choice=plan.choice,
         batch_groups=plan.groups,
         weights_at=plan.weights_at,
+        placed={weight.name or "": own.device for own in analysis.partition.placed for weight in own.weights},
         **plan.split.file_fields(),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ class Option:
     """A field's command line option, of type `kind`. `read` makes the field's value from what is given there.
 
     `default` is the command line's default, as text would give it. `minimum` is the smallest number that it takes.
-    An option with `only` belongs to that split mode, and `why` says what other modes do instead. One that is `ranged`
+    An option with `only` belongs to those split modes, and `why` says what others do instead. One that is `ranged`
     belongs to engines that are built for sizes. `planned` is what a PlanFile says of it, as the option gives it, or
     None if the file has no such thing; without `planned`, a plan leaves it open.
     """
@@ -31,7 +31,7 @@ class Option:
     read: Callable[[Any], Any] = as_given
     minimum: int | None = None
     metavar: str | None = None
-    only: str | None = None
+    only: Sequence[str] = ()
     why: str = ""
     ranged: bool = False
     planned: Callable[[Any], Any] | None = None

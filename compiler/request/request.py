@@ -26,7 +26,9 @@ OBJECTIVES = ("throughput", "latency")
 DEFAULT_HEADROOM = 1 << 30
 # Default of --row-min. A choice: smaller matrices hold little, and each costs a send and a receive.
 ROW_MIN = 256
-_PLACED = ": in other modes no device holds some weights apart from the rest"
+# The modes that put weights on other devices than the blocks.
+PLACING = ("layer", "tensor", "batch")
+_PLACED = ": in row mode the main device holds all that is not sliced"
 
 
 def _read_shares(text: str | None) -> list[float] | None:
@@ -84,7 +86,7 @@ class Request:
         minimum=1,
         kind=int,
         help="In tensor mode: groups of devices, each of which shares a run of blocks.",
-        only="tensor",
+        only=["tensor"],
         why="; layer mode makes a stage for each device",
         planned=lambda file: 1 + max((rank.stage for rank in file.ranks), default=0),
     )
@@ -101,7 +103,7 @@ class Request:
         "--main-device",
         kind=str | None,
         help="In row mode: it runs the model. Default: the first.",
-        only="row",
+        only=["row"],
         why="; in other modes no device is the main one",
         planned=lambda file: file.ranks[0].device if file.split_mode == "row" and file.ranks else None,
     )
@@ -111,7 +113,7 @@ class Request:
         minimum=1,
         kind=int,
         help="In row mode: the shortest side of a weight that is sliced.",
-        only="row",
+        only=["row"],
         planned=lambda file: file.row_min,
     )
     fallback: str | None = request_field(
@@ -138,7 +140,7 @@ class Request:
         read=parse_places,
         shown=[],
         help="Weights so named go there; the first match counts.",
-        only="layer",
+        only=PLACING,
         why=_PLACED,
         planned=_used_up,
     )
@@ -149,7 +151,7 @@ class Request:
         kind=str | None,
         read=parse_experts,
         help="The experts of all, or of so many, layers go there.",
-        only="layer",
+        only=PLACING,
         why=_PLACED,
         planned=_used_up,
     )
@@ -307,10 +309,7 @@ class Request:
     def check_modes(self) -> None:
         """Raise MisuseError if an option of another split mode is given."""
         for option in self.foreign_options(self.split_mode).values():
-            raise MisuseError(f"{option.flag} is for --split-mode {option.only}{option.why}")
-        if self.places_weights and self.batch_groups > 1:
-            flag = "--place" if self.place else "--experts"
-            raise MisuseError(f"{flag} is for one group of devices, and --batch-groups asks for several")
+            raise MisuseError(f"{option.flag} is for --split-mode {', '.join(option.only)}{option.why}")
 
     def foreign_options(self, mode: str) -> dict[str, Option]:
         """The options that are given and belong to another split mode than `mode`, by field."""
@@ -318,7 +317,7 @@ class Request:
         return {
             name: option
             for name, option in options_of_requests().items()
-            if option.only not in (None, mode) and getattr(self, name) != getattr(default, name)
+            if option.only and mode not in option.only and getattr(self, name) != getattr(default, name)
         }
 
     def in_mode(self, mode: str) -> Request:

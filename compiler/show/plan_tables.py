@@ -63,7 +63,7 @@ def print_plan(plan: Plan) -> None:
     if plan.weights_at == DISK:
         mapped = [str(rank.device) for rank in plan.ranks if rank.device.kind == "cpu"]
         out.print(f"weights stay in their files on {first_few(mapped)}, and count for no budget")
-    print_cuts(plan.named_cuts, plan.split.is_radial)
+    print_cuts(plan.named_cuts, plan.split.is_radial, len(plan.written.ranks))
     if plan.weights:
         _print_split(plan)
     for placed in plan.analysis.partition.placed:
@@ -90,7 +90,14 @@ def _placed_in_words(plan: Plan, placed: Placed) -> str:
     """What a device has of blocks that are on others: `placed on cpu1: 24 weights, 4.50 MiB, with 249 nodes`."""
     size = sum(map(plan.analysis.costs.value_bytes, placed.weights))
     nodes = sum(len(block.nodes) for block in placed.blocks)
-    return f"placed on {placed.device}: {len(placed.weights)} weights, {format_bytes(size)}, with {nodes} nodes"
+    where = first_few(_devices_of(plan, placed))
+    return f"placed on {where}: {len(placed.weights)} weights, {format_bytes(size)}, with {nodes} nodes"
+
+
+def _devices_of(plan: Plan, placed: Placed) -> list[str]:
+    """The devices of what is placed, one for each group that has the whole model."""
+    devices = [str(rank.device) for rank in plan.ranks]
+    return devices[devices.index(placed.device) :: len(devices) // plan.groups]
 
 
 def merged_in_words(merged: Merged) -> str:
@@ -234,7 +241,7 @@ def _print_placed(plan: Plan) -> None:
             readers = first_few([node.name or node.op_type for node in uses[weight].readers])
             size = format_bytes(plan.analysis.costs.value_bytes(weight))
             name, readers = (fitted(text, out.width // 3) for text in (weight.name or "", readers))
-            rows.add_row(name, size, placed.device, readers)
+            rows.add_row(name, size, first_few(_devices_of(plan, placed)), readers)
     out.print(rows)
 
 

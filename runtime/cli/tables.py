@@ -34,7 +34,7 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
         blocks = block_range([fitted(block, out.width // 5) for block in rank.blocks])
         rows.add_row(f"{number} {rank.device}", blocks, *sizes)
     out.print(rows)
-    print_cuts(manifest.cuts, words.is_radial)
+    print_cuts(manifest.cuts, words.is_radial, len(manifest.ranks))
     if manifest.collectives:
         out.print(f"{manifest.collectives} {words.exchanges} a run")
     if (text := describe_collectives(manifest)) is not None:
@@ -141,12 +141,16 @@ def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> Non
         out.print(f"  {fitted(name, out.width // 2)} {format_bytes(size)}: {reason}")
 
 
-def print_cuts(cuts: Sequence[Cut], from_main: bool) -> None:
-    """Print what crosses each cut: between consecutive ranks, or between the main rank and each other rank."""
+def print_cuts(cuts: Sequence[Cut], from_main: bool, ranks: int) -> None:
+    """Print what crosses each cut: between consecutive ranks, or between the main rank and each other rank.
+
+    Detours are to the last ones of so many `ranks`.
+    """
+    first = ranks - len(cuts)
     for number, cut in enumerate(cuts):
         names = cut.values
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        place = f"detour to rank {number + 1}" if cut.detour else f"cut {0 if from_main else number}-{number + 1}"
+        place = f"detour to rank {first + number}" if cut.detour else f"cut {0 if from_main else number}-{number + 1}"
         start = f"{place}: {format_bytes(cut.bytes)} a run ("
         width = out.width - len(start) - len(more) - 1
         listed = ", ".join(fitted(name, width // min(3, len(names)) - 2) for name in names[:3]) + more

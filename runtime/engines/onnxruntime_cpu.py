@@ -23,7 +23,7 @@ from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import host_memory
-from splitc.runtime.hardware.heap import trim_heap
+from splitc.runtime.hardware.heap import compact_heap
 from splitc.runtime.package.manifest import Weight
 from splitc.runtime.units import format_bytes
 
@@ -195,9 +195,8 @@ class OnnxRuntimeBackend:
         attends: bool = True,
     ) -> OnnxRuntimeEngine:
         how = self._trusts_data, self._stays_mapped, self._limit is not None
-        with contextlib.nullcontext() if self._is_loading else limited_arena(self._limit):
+        with compact_heap(), contextlib.nullcontext() if self._is_loading else limited_arena(self._limit):
             session = open_session(path, self._threads, communicator, *how)
-        trim_heap()
         return OnnxRuntimeEngine(path.name, session, self._options, communicator, self._limit)
 
     def fetch(

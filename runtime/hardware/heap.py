@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -11,11 +14,38 @@ import numpy as np
 LARGEST_LEARNT = 32 << 20
 
 
-def trim_heap() -> None:
-    """Give back to the system what loading has freed, up to a tenth of a model."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+# mallopt(3): blocks from the first size on are pages of their own, and from the second on what is free goes back.
+_OWN_PAGES, _GIVEN_BACK = -3, -1
+# Blocks from this size on are pages of their own while engines are loaded: parts of weights, and not nodes.
+LARGE = 256 << 10
+
+_LOCK = threading.Lock()
+_loading = 0
+
+
+@contextlib.contextmanager
+def compact_heap() -> Iterator[None]:
+    """Have what is freed meanwhile, as engines are loaded, go back to the system at once, and the rest at the end.
+
+    ONNX Runtime folds and packs weights one by one, and frees what they were made of. In a heap that leaves gaps which
+    the next ones do not fit into: they took up to half of a model's weights. Later, blocks of up to LARGEST_LEARNT come
+    from the heap, as glibc would have learnt.
+    """
+    global _loading
+    libc = ctypes.CDLL(None)
+    set_option = getattr(libc, "mallopt", lambda option, size: 0)
+    with _LOCK:
+        _loading += 1
+        set_option(_OWN_PAGES, LARGE)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _loading -= 1
+            if not _loading:
+                set_option(_OWN_PAGES, LARGEST_LEARNT)
+                set_option(_GIVEN_BACK, 2 * LARGEST_LEARNT)
+        getattr(libc, "malloc_trim", lambda left: 0)(0)
 
 
 def keep_freed_arrays() -> None:

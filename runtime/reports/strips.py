@@ -52,7 +52,9 @@ def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[Cut], is_radial: bo
         stages.append(StripStage(blocks, shown, None if is_last else _bytes(cuts, number)))
     rows = []
     for number, cut in enumerate(cuts):
-        place = f"to {number + 1} and back" if cut.detour else f"{0 if is_radial else number}-{number + 1}"
+        place = (
+            f"to {size - len(cuts) + number} and back" if cut.detour else f"{0 if is_radial else number}-{number + 1}"
+        )
         rows.append((place, format_bytes(cut.bytes), first_few(cut.values) or "nothing"))
     tables = [Table("What crosses the cuts", ("cut", "a run", "values"), rows, right=("a run",))] if rows else []
     note = _say(is_radial, any(len(group) > 1 for group in firsts), len(groups) > 1)

@@ -37,6 +37,9 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--plans", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--first", type=int, default=0, help="the first of the plans to run: those before are drawn only"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end after these")
     options = parser.parse_args()
     draw = random.Random(options.seed)
@@ -49,6 +52,8 @@ def main() -> None:
         mode, count, threads, share = draw.choice(MODES), draw.randint(2, 3), draw.randint(1, 2), draw.uniform(0.8, 1.3)
         shapes = draw_shapes(model, draw)
         what = f"{number} {model.name} {mode} on {count}, {threads} threads, {share:.2f}, {shapes}"
+        if number < options.first:
+            continue
         result, own = run_plan(model / "model.onnx", mode, count, threads, share, shapes)
         counts[result.split(":")[0]] += 1
         ratios += own

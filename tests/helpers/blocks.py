@@ -16,7 +16,7 @@ import pytest
 from models.writer import Writer, save
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.modes.row import RowSplit
-from splitc.compiler.modes.tensor import TensorSplit
+from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.sharding.slices import SlicedProducts
 from splitc.runtime import Session

@@ -15,7 +15,7 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
 from splitc.compiler.modes.replanning import plan_from_file
-from splitc.compiler.modes.tensor import TensorSplit
+from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.planning.plan_file import to_file, write_plan

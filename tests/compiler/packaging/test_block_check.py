@@ -10,7 +10,7 @@ import pytest
 
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.frontend.cut_tensor import CutTensor
-from splitc.compiler.modes.tensor import TensorSplit
+from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.packaging import self_check
 from splitc.compiler.sharding import shards
 from splitc.runtime.errors import OutputsDifferError

@@ -53,3 +53,24 @@ def test_gpus_exchange_inside_engines_and_a_gpu_with_a_cpu_between_them(
     inside = devices == ["cuda0", "cuda1"]
     assert [len(rank.engines) == 1 for rank in ranks] == [inside] * len(ranks)
     assert {tuple(engine.group) for rank in ranks for engine in rank.engines} == {(0, 1) if inside else ()}
+
+
+GROUPS = [
+    ("tensor", ["cuda0", "cuda1", "cpu0"]),
+    ("tensor", ["cuda0", "cuda1", "cuda2"]),
+    ("batch", ["cuda0", "cpu0", "cuda1", "cpu1"]),
+]
+
+
+@pytest.mark.parametrize(("mode", "devices"), GROUPS)
+def test_beside_shards_and_in_groups(decoder: Path, tmp_path: Path, mode: str, devices: list[str]) -> None:
+    """Sums are between GPUs alone, and each group of batch mode has a device for what is placed."""
+    memory = [f"{device}=4GiB" for device in devices]
+    place = devices[1] if mode == "batch" else devices[-1]
+    plan = plan_model(decoder, devices, Request(mode, place=[Place("mlp", place)], memory=memory))
+    assert [str(rank.device) for rank in plan.ranks] == devices
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package", verify="never") as session:
+        for length in (3, 1, 4, 3, 3, 3, 3, 3):
+            feeds = decoder_feeds(2, length, 5)
+            assert_close(session.run(feeds), run_whole(decoder, feeds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 
 from models.llama import Size, build
@@ -15,6 +16,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
+from tests.helpers.blocks import Block
 
 # What an ONNX Runtime session takes for itself, about 12 MiB, and as much again for how the system counts.
 ENGINE = 32 << 20
@@ -52,6 +54,35 @@ def test_requests_with_adapters_hold_what_was_predicted(mode: str, tmp_path: Pat
         assert all(abs(rank.peak - rank.predicted_total) < 16 << 20 for rank in measured)
         peaks.append([rank.peak for rank in measured])
     assert [more - plain > 32 << 20 for plain, more in zip(*peaks, strict=True)] == slotted
+
+
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_weights_that_are_made_of_others_while_loading(steps: int, mode: str, tmp_path: Path) -> None:
+    """Matrices that are split off stacks, as exporters write experts: all are folded before the first is packed.
+
+    With a second step each is in memory twice then.
+    """
+    b, wide = Block(), 1024
+    x = b.data("x", (2, wide), ["n", wide])
+
+    def parts(name: str) -> list[ir.Value]:
+        if steps == 1:
+            return list(b.ops("Split", b.w(name, 6 * wide, wide), b.ints(*[wide] * 6), axis=0, outputs=6))
+        stacked = b.ops("Split", b.w(name, 6, wide, wide), b.ints(*[1] * 6), axis=0, outputs=6)
+        return [b.op("Squeeze", part, b.ints(0)) for part in stacked]
+
+    for number in range(3):
+        for up, down in zip(parts(f"up{number}"), parts(f"down{number}"), strict=True):
+            x = b.op("Softmax", b.op("MatMul", b.op("Tanh", b.op("MatMul", x, up)), down))
+    b.give(x, "y")
+    save(b.model(), tmp_path / "model.onnx")
+    asked = Request(split_mode=mode, tensor_split=[1, 1], shapes={"x": (2, wide)})
+    plan = plan_model(tmp_path / "model.onnx", "2xcpu", asked)
+    compile_model(plan, tmp_path / "package", verify=False)
+    for rank in measure_memory(tmp_path / "package", 1, b.feeds):
+        assert rank.predicted_weights > 64 << 20
+        assert abs(rank.peak / rank.predicted_total - 1) < 0.1
 
 
 def test_rank_that_fails_is_named(package: Path) -> None:

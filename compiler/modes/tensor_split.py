@@ -1,0 +1,186 @@
+"""What the ranks of tensor mode run: their shards of the blocks, and what is placed on other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.lowering.communication import communicates
+from splitc.compiler.lowering.engine_segments import engine_segments
+from splitc.compiler.lowering.programs import kept_states, names, stage_program
+from splitc.compiler.lowering.rank_graph import rank_graph
+from splitc.compiler.lowering.segments import cut_segments
+from splitc.compiler.lowering.stage_graph import stage_graph
+from splitc.compiler.lowering.transfers import (
+    Transfer,
+    rank_transfers,
+    to_shards,
+    with_steps,
+    with_transfers,
+)
+from splitc.compiler.modes.detours import (
+    predict_detours,
+    rank_seconds,
+)
+from splitc.compiler.modes.pipeline import predict_pipeline
+from splitc.compiler.modes.tensor_axes import TensorAxes
+from splitc.compiler.planning.clock import Clock, Prediction
+from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
+from splitc.compiler.planning.split import RankProgram
+from splitc.compiler.sharding.axis_map import AxisMap
+from splitc.compiler.sharding.partial import chosen_atoms
+from splitc.compiler.sharding.report import AxisFate, axis_fates
+from splitc.compiler.sharding.sharded_model import ShardedModel
+from splitc.runtime.hardware.profiles import HOST
+from splitc.runtime.package.manifest import Part
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """Every rank of a group runs every node of its stage on its shards. The group sums partial values.
+
+    What is placed on other devices are stages of a rank each behind the only one of the blocks. `transfers` are those
+    between these stages.
+    """
+
+    analysis: Analysis
+    axes: TensorAxes
+    sharded: ShardedModel
+    transfers: tuple[Transfer, ...] = ()
+    rewrites = True
+    fixes_ranks = True
+    is_radial = False
+
+    @property
+    def axis_map(self) -> AxisMap:
+        return self.sharded.axis_map
+
+    @property
+    def probe_shapes(self) -> BoundShapes:
+        return self.sharded.axis_map.bound
+
+    @property
+    def collectives(self) -> int:
+        return self.sharded.sums.count
+
+    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
+        return sum(map(self.analysis.costs.value_bytes, self.sharded.sums.exchanged))
+
+    def more_sessions(self, rank: RankPlan, inside: bool) -> int:
+        if not self._apart:
+            return 0 if inside else self.collectives
+        sums = self.collectives if self._has_shards(rank) else 0
+        return sums + sum(own.inside and own.has(self._stage_of(rank)) for own in self.transfers)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether some weights are placed on other devices."""
+        return bool(self.analysis.partition.placed)
+
+    def _has_shards(self, rank: RankPlan) -> bool:
+        """Whether it is one of those that share the blocks."""
+        return rank.part < self.sharded.ranks
+
+    def _stage_of(self, rank: RankPlan) -> int:
+        """The number of the rank's stage among those that `transfers` are between."""
+        return max(0, rank.part - self.sharded.ranks + 1)
+
+    def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
+        stages = max(rank.group for rank in ranks) + 1
+        if not self._apart:
+            return predict_pipeline(
+                ranks, cuts, clock, lambda members, n: self._stage_seconds(members, n, stages, clock)
+            )
+        first, apart = ranks[: self.sharded.ranks], ranks[self.sharded.ranks :]
+        clock = replace(clock, operators=False)
+        own = [self._stage_seconds(first, len(first), 1, clock), *(rank_seconds(rank, clock) for rank in apart)]
+        return predict_detours([first, *([rank] for rank in apart)], self.transfers, clock, own)
+
+    def _stage_seconds(self, members: Sequence[RankPlan], at_once: int, stages: int, clock: Clock) -> float:
+        """The seconds of one of `stages` stages: of its slowest rank, and of its collectives."""
+        first = members[0]
+        slowest = max(
+            clock.seconds(rank, rank.stage.nodes, at_once, partial(self.sharded.share, rank.part))
+            for rank in clock.unlike(members, self.sharded.sizes)
+        )
+        slowest = slowest * max(1.0, clock.crowd(members)) + clock.feeding(first)
+        count = self.collectives / stages
+        sums = clock.sums(members, count, self.exchanged_bytes(()) / stages)
+        starts = 1 if clock.operators else count + 1
+        return clock.meeting(slowest) + sums + starts * clock.start(first) + self._joining(clock) / stages
+
+    def _joining(self, clock: Clock) -> float:
+        """The seconds to cut sharded inputs and to join sharded outputs."""
+        graph = self.analysis.graph.graph
+        ends = (value for value in (*graph.inputs, *graph.outputs) if value.name not in clock.states)
+        cut = [value for value in ends if self.sharded.shards(0).splits(self.sharded.axes(value))]
+        size = sum(map(self.analysis.costs.value_bytes, cut))
+        return len(cut) * HOST.part + clock.copying(clock.ranks[0], size)
+
+    def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
+        rank, sharded = ranks[number], self.sharded
+        if self._apart:
+            return self._program_with_placed(rank, number, len(ranks))
+        outputs = [value.name or "" for value in rank.stage.outputs if self._gives(rank, value)]
+        keeps = kept_states(self.analysis.states, rank, outputs)
+        graph = rank_graph(sharded, rank.stage, rank.part)
+        wanted = {*outputs, *keeps, *names(rank.stage.sends)}
+        segments = engine_segments(graph, wanted, engine, [rank.device for rank in ranks])
+        transfers = rank_transfers(ranks, self.analysis.partition.position)
+        group = [place for place, other in enumerate(ranks) if other.group == rank.group]
+        program = stage_program(number, rank.stage, segments, transfers, group, outputs)
+        return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
+
+    def _program_with_placed(self, rank: RankPlan, number: int, count: int) -> RankProgram:
+        """The program of a rank where some weights are apart: engines are cut at sums and transfers."""
+        stage, group = rank.stage, range(self.sharded.ranks)
+        transfers = to_shards(self.transfers, len(group))
+        inside = [own for own in transfers if own.inside]
+        outputs, keeps = names(stage.outputs), list[str]()
+        if self._has_shards(rank):
+            outputs = [value.name or "" for value in stage.outputs if self._gives(rank, value)]
+            keeps = kept_states(self.analysis.states, rank, outputs)
+            graph = with_steps(rank_graph(self.sharded, stage, rank.part), number, inside)
+        else:
+            graph = stage_graph(self.analysis.graph, stage)
+            graph = with_transfers(graph, number, inside, {peer: peer for peer in range(count)})
+        sent = [own.value for own in transfers if own.source == number and not own.inside]
+        joints = [node for node in graph if communicates(node)]
+        segments = cut_segments(graph, {*outputs, *keeps, *names(sent)}, joints, ordered=True)
+        program = stage_program(number, stage, segments, transfers, group, outputs)
+        return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
+
+    def _gives(self, rank: RankPlan, value: ir.Value) -> bool:
+        """Whether the rank gives its shard of an output to the caller. The first rank gives replicated outputs."""
+        ranges = self.sharded.ranges
+        atoms = chosen_atoms(self.sharded.axes(value), ranges)
+        return all(ranges[atom][rank.part].owned for atom in atoms) if atoms else rank.part == 0
+
+    def _parts(self, rank: RankPlan) -> list[Part]:
+        """The rank's shards of inputs and outputs that it has not all of."""
+        if not self._has_shards(rank):
+            return []
+        shards = self.sharded.shards(rank.part)
+        values = (*rank.stage.feeds, *rank.stage.outputs)
+        parts = [shards.part(value.name or "", self.sharded.axes(value), value.shape) for value in values]
+        return [part for part in parts if part is not None]
+
+    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
+        return self.sharded.shards(part).places(self.sharded.axes(value)) if part < self.sharded.ranks else {}
+
+    def is_partial(self, value: ir.Value) -> bool:
+        return value in self.sharded.sums.partial and value not in self.sharded.sums.summed
+
+    def axis_fates(self) -> list[AxisFate]:
+        return axis_fates(self.sharded, self.axes.choice, self.analysis.costs.value_bytes)
+
+    def file_fields(self) -> Mapping[str, Any]:
+        return {"islands": self.axes.islands}

@@ -1,0 +1,222 @@
+"""Tensor mode with placed weights: ranks with shards, and a further one that holds what was placed, whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from models.writer import save
+from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.modes.auto import predict
+from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.packaging import block_check
+from splitc.compiler.packaging.joined_graph import JoinedGraph
+from splitc.compiler.planning.plan_file import to_file, write_plan
+from splitc.compiler.request.places import ExpertsPlace, Place
+from splitc.runtime import Session
+from splitc.runtime.errors import DoesNotFitError, EngineError, MisuseError
+from splitc.runtime.hardware.machine import Machine
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.steps import Receive, Reduce, Run, Send
+from splitc.runtime.tools.compare import Difference
+from splitc.runtime.tools.rank_memory import measure_memory
+from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.helpers.blocks import Block
+from tests.helpers.command import splitc
+from tests.helpers.greedy import plain_loop
+from tests.helpers.mixtures import FORMS, ROWS, WIDE, Sizes, mixture_feeds, save_mixture
+
+EXPERTS = ExpertsPlace("cpu2")
+
+
+def make_plan(model: Path, devices: str = "3xcpu", **asked: object) -> Plan:
+    return plan_model(model, devices, Request(**{"split_mode": "tensor", "memory": ["1GiB"], **asked}))  # type: ignore[arg-type]
+
+
+def assert_same(model: Path, plan: Plan, package: Path, ranks: str = "threads") -> None:
+    """The package gives the model's outputs, also in a stream of requests of all lengths."""
+    compile_model(plan, package)
+    with Session(package, threads=1, in_flight=3, ranks=ranks) as session:
+        given = [mixture_feeds(length, rows) for length, rows in ((5, 1), (1, 1), (9, 3), (5000, 1), (1, 2))]
+        for feeds, outputs in zip(given, session.map(given), strict=True):
+            assert_close(outputs, run_whole(model, feeds), 2e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_beside_shards(tmp_path: Path, form: str) -> None:
+    """Attention and the shared expert are sharded. Tokens go from the first rank, and come back to all of them."""
+    model = save_mixture(tmp_path, form)
+    plan = make_plan(model, experts=EXPERTS, shapes={"ids": (1, 5)})
+    assert [(str(rank.device), rank.part) for rank in plan.ranks] == [("cpu0", 0), ("cpu1", 1), ("cpu2", 2)]
+    assert all(cut.detour and cut.bytes == 4 * 5 * WIDE * 4 for cut in plan.cuts)
+    split = {fate.name for fate in plan.weights if fate.split}
+    assert split >= {f"layers.{layer}.{part}" for layer in (0, 1) for part in ("up", "down", "attention.v")}
+    assert not any(".mixture." in fate.name and ".router" not in fate.name for fate in plan.weights)
+    assert_same(model, plan, tmp_path / "package")
+
+
+@pytest.mark.parametrize("shares", [None, [1.0, 3.0, 1.0, 1.0, 1.0], [5.0, 1.0, 2.0, 1.0, 1.0]])
+def test_more_ranks_and_places(tmp_path: Path, shares: list[float] | None) -> None:
+    """Three ranks with shards of any shares, and two with what is placed, one of which is named before them."""
+    model = save_mixture(tmp_path, "dense")
+    places = [Place("^table$", "cpu0"), Place("head", "cpu0")]
+    plan = make_plan(model, "5xcpu", experts=ExpertsPlace("cpu4"), place=places, tensor_split=shares)
+    assert sorted(map(str, (rank.device for rank in plan.ranks[3:]))) == ["cpu0", "cpu4"]
+    assert_same(model, plan, tmp_path / "package")
+
+
+def test_ranks_in_processes(tmp_path: Path) -> None:
+    model = save_mixture(tmp_path, "stacked")
+    assert_same(model, make_plan(model, experts=EXPERTS), tmp_path / "package", "processes")
+
+
+def test_groups_of_shards_with_places(tmp_path: Path) -> None:
+    """Two copies of the model, each with two ranks with shards and one for the experts."""
+    model = save_mixture(tmp_path, "gathered")
+    plan = make_plan(model, "6xcpu", experts=EXPERTS, batch_groups=2, shapes={"ids": (4, 5)})
+    assert [rank.replica for rank in plan.ranks] == [0, 0, 0, 1, 1, 1]
+    assert_same(model, plan, tmp_path / "package")
+
+
+def test_table_is_read_before_and_comes_as_a_step(tmp_path: Path) -> None:
+    """Nothing goes back to it, so that in a stream it is ahead of the ranks with shards."""
+    model = save_mixture(tmp_path, "fused")
+    plan = make_plan(model, place=[Place("^table$", "cpu2")])
+    assert_same(model, plan, tmp_path / "package")
+    programs = [rank.program for rank in read_manifest(tmp_path / "package").ranks]
+    assert [type(step) for step in programs[2]] == [Run, Send, Send]
+    assert [isinstance(program[0], Receive) for program in programs] == [True, True, False]
+    assert not any(isinstance(step, Send) for program in programs[:2] for step in program)
+
+
+def test_sums_and_transfers_have_one_order(tmp_path: Path) -> None:
+    """A rank that reads none of what comes, since another one adds it to a sum, receives it where that one does."""
+    model = save_mixture(tmp_path, "dense", 3)
+    plan = make_plan(model, "4xcpu", experts=ExpertsPlace("cpu3"))
+
+    def exchanges(number: int) -> list[object]:
+        steps = plan.program(number).steps
+        return [
+            step.wholes if isinstance(step, Reduce) else step.value
+            for step in steps
+            if isinstance(step, Reduce | Receive)
+        ]
+
+    assert exchanges(0) == exchanges(1) == exchanges(2)
+    assert sum(isinstance(step, str) for step in exchanges(0)) == 3
+
+
+def test_state_of_a_placed_layer_stays_with_it(decoder: Path, tmp_path: Path) -> None:
+    """Its cache is whole on the other device, and those of the other layers are shards."""
+    plan = make_plan(decoder, place=[Place(r"layers\.2\.", "cpu2")])
+    past = {value.name for value in plan.ranks[2].stage.feeds if "past" in (value.name or "")}
+    assert past >= {"past_key_values.2.key", "past_key_values.2.value"}
+    assert not past & {f"past_key_values.{layer}.key" for layer in (0, 1, 3)}
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package", threads=1) as session:
+        assert_close(session.run(decoder_feeds()), run_whole(decoder, decoder_feeds()))
+        assert list(session.generate([5, 9, 2], max_new_tokens=12)) == plain_loop(decoder, [5, 9, 2], 12)
+
+
+def test_placed_weight_that_exchanges_nothing(tmp_path: Path) -> None:
+    """Its rank takes an input of the model and gives an output, and has no transfer at all."""
+    b = Block()
+    x = b.data("x", (2, 5, WIDE), ["n", "t", WIDE])
+    up, down = b.w("up", WIDE, 64), b.w("down", 64, WIDE)
+    b.give(b.op("Softmax", b.op("MatMul", b.op("Tanh", b.op("MatMul", b.op("Softmax", x), up)), down)), "y")
+    b.give(b.op("Tanh", b.op("MatMul", x, b.w("own", WIDE, WIDE))), "z")
+    save(b.model(), tmp_path / "model.onnx")
+    plan = make_plan(tmp_path / "model.onnx", place=[Place("own", "cpu2")])
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package", threads=1) as session:
+        assert_close(session.run(b.feeds), run_whole(tmp_path / "model.onnx", b.feeds))
+
+
+def test_plan_is_read_back(tmp_path: Path) -> None:
+    model = save_mixture(tmp_path, "fused")
+    plan = make_plan(model, "4xcpu", experts=EXPERTS, tensor_split=[1, 2, 9, 1])
+    assert [str(rank.device) for rank in plan.ranks] == ["cpu0", "cpu1", "cpu3", "cpu2"]
+    path = tmp_path / "plan.json"
+    write_plan(plan, path)
+    assert to_file(plan_from_file(model, path)) == to_file(plan)
+    text = path.read_text()
+    path.write_text(text.replace('.first": "cpu2"', '.first": "cpu1"').replace('.second": "cpu2"', '.second": "cpu1"'))
+    with pytest.raises(MisuseError, match="placed weights on ranks before those with blocks"):
+        plan_from_file(model, path)
+
+
+def test_memory_and_time_are_those_of_both(tmp_path: Path) -> None:
+    """Ranks with shards hold no experts, and a request takes what all of it and the way there and back take."""
+    model = save_mixture(tmp_path, "stacked")
+    plan, plain = make_plan(model, experts=EXPERTS), make_plan(model, "2xcpu")
+    experts = sum(fate.bytes for fate in plain.weights if ".mixture." in fate.name and ".router" not in fate.name)
+    assert plan.ranks[2].memory.weights >= experts
+    assert all(own.memory.weights <= other.memory.weights for own, other in zip(plan.ranks, plain.ranks, strict=False))
+    machine = Machine()
+    assert predict(plan, machine, 1).latency > predict(plan, machine, 1).interval * 0.99 > 0
+    with pytest.raises(DoesNotFitError, match=r"rank 2 \(cpu2\) needs .* and may use 50.0 KiB"):
+        make_plan(model, experts=EXPERTS, memory=["1GiB", "cpu2=50KiB"])
+
+
+def test_measured_peaks_are_those_predicted(tmp_path: Path) -> None:
+    """Of ranks with many small engines too, between sums and transfers."""
+    model = save_mixture(tmp_path, "stacked", 4, Sizes(rows=8000, wide=512, inner=1024, experts=8))
+    plan = make_plan(model, experts=EXPERTS, shapes={"ids": (1, 64)})
+    compile_model(plan, tmp_path / "package", verify=False)
+    for rank in measure_memory(tmp_path / "package", 1, mixture_feeds(64)):
+        assert -2 << 20 < rank.predicted_total - rank.peak < 24 << 20
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_request_that_fails_fails_alone(tmp_path: Path, ranks: str) -> None:
+    model = save_mixture(tmp_path, "loop")
+    compile_model(make_plan(model, experts=EXPERTS), tmp_path / "package")
+    with Session(tmp_path / "package", threads=1, in_flight=3, ranks=ranks) as session:
+        given = [mixture_feeds(200 + length, last=ROWS if length % 3 == 2 else 1) for length in range(1, 10)]
+        futures = [session.submit(feeds) for feeds in given]
+        for length, (feeds, future) in enumerate(zip(given, futures, strict=True), 1):
+            if length % 3 == 2:
+                with pytest.raises(EngineError, match="Gather"):
+                    future.result(20)
+            else:
+                assert_close(future.result(20), run_whole(model, feeds), 2e-5)
+
+
+def test_what_is_shown_names_the_rank(tmp_path: Path) -> None:
+    model = save_mixture(tmp_path, "fused")
+    asked = ("-d", "3xcpu", "--split-mode", "tensor", "--experts", "cpu2", "--memory", "1GiB")
+    said = splitc("plan", model, *asked, "--explain").stdout
+    assert "detour to rank 2: " in said and "placed on cpu2: " in said
+
+
+def test_one_stage_beside_what_is_placed(tmp_path: Path) -> None:
+    model = save_mixture(tmp_path, "fused", 4)
+    with pytest.raises(
+        MisuseError, match="--pipeline-stages is 2, and tensor mode places weights beside a single stage"
+    ):
+        make_plan(model, "5xcpu", experts=ExpertsPlace("cpu4"), pipeline_stages=2)
+    with pytest.raises(
+        MisuseError, match="tensor mode needs groups of two devices or more, all of one size: 1 devices"
+    ):
+        make_plan(model, "2xcpu", experts=ExpertsPlace("cpu1"))
+
+
+def test_blocks_are_compared_where_the_whole_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the further rank runs of a block too."""
+    monkeypatch.setattr("splitc.compiler.packaging.self_check.LARGEST", 1 << 18)
+    said: list[str] = []
+    plan = make_plan(save_mixture(tmp_path, "dense", 2, Sizes(rows=3000)), experts=EXPERTS)
+    compared: list[str] = []
+    compare_block = block_check._compare_block
+
+    def watched(plan: Plan, joined: JoinedGraph, manifest: Manifest, stage: Stage) -> list[Difference]:
+        compared.append(stage.blocks[0].kind)
+        return compare_block(plan, joined, manifest, stage)
+
+    monkeypatch.setattr(block_check, "_compare_block", watched)
+    compile_model(plan, tmp_path / "package", say=said.append)
+    assert {"placed", "block"} <= set(compared)
+    assert any("of each form, agree with the model's own" in each for each in said)

@@ -1,0 +1,131 @@
+"""Placed weights in groups that have the whole model each: every group has them on a device of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.modes.auto import predict
+from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.planning.plan_file import to_file, write_plan
+from splitc.compiler.request.places import ExpertsPlace, Place
+from splitc.runtime import Session
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.hardware.machine import Machine
+from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.helpers.greedy import plain_loop
+from tests.helpers.mixtures import FORMS, Sizes, mixture_feeds, save_mixture
+
+EXPERTS = ExpertsPlace("cpu1")
+
+
+def make_plan(model: Path, devices: str = "4xcpu", split_mode: str = "batch", **asked: object) -> Plan:
+    shapes = asked.pop("shapes", {"ids": (4, 5)})
+    return plan_model(model, devices, Request(split_mode, shapes=shapes, **asked))  # type: ignore[arg-type]
+
+
+def devices_of(plan: Plan) -> list[tuple[str, int]]:
+    return [(str(rank.device), rank.replica) for rank in plan.ranks]
+
+
+def assert_same(model: Path, plan: Plan, package: Path, ranks: str = "threads") -> None:
+    """The package gives the model's outputs for any rows, also in a stream of requests."""
+    compile_model(plan, package)
+    with Session(package, threads=1, in_flight=3, ranks=ranks) as session:
+        given = [mixture_feeds(length, rows) for length, rows in ((5, 4), (1, 1), (9, 3), (2, 7), (1, 2))]
+        for feeds, outputs in zip(given, session.map(given), strict=True):
+            assert_close(outputs, run_whole(model, feeds), 2e-5)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "loop"])  # whose rows meet where they are scattered
+def test_experts_of_whole_copies(tmp_path: Path, form: str) -> None:
+    model = save_mixture(tmp_path, form)
+    plan = make_plan(model, experts=EXPERTS)
+    assert devices_of(plan) == [("cpu0", 0), ("cpu1", 0), ("cpu2", 1), ("cpu3", 1)]
+    for number in (1, 3):
+        weights = plan.analysis.costs.weights(plan.ranks[number].stage.nodes)
+        assert all(".mixture" in (weight.name or "") or "Constant" in (weight.name or "") for weight in weights)
+    assert to_file(plan).placed.keys() >= {weight.name for weight in plan.analysis.partition.placed[0].weights}
+    assert_same(model, plan, tmp_path / "package")
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_groups_in_layer_mode(tmp_path: Path, ranks: str) -> None:
+    """Each group has two stages, and a device for the experts of both."""
+    model = save_mixture(tmp_path, "dense", 4)
+    plan = make_plan(model, "6xcpu", "layer", experts=ExpertsPlace("cpu2"), batch_groups=2, spread=True)
+    assert devices_of(plan) == [(f"cpu{number}", number // 3) for number in range(6)]
+    assert_same(model, plan, tmp_path / "package", ranks)
+
+
+def test_all_devices_of_a_group_are_named(tmp_path: Path) -> None:
+    """What is placed on the first one stays in its blocks, as in layer mode. Any group's devices may be named."""
+    model = save_mixture(tmp_path, "fused")
+    plan = make_plan(model, place=[Place("layers.0.*mixture", "cpu0")], experts=ExpertsPlace("cpu1"))
+    held = {weight.name for weight in plan.analysis.costs.weights(plan.ranks[2].stage.nodes)}
+    assert "layers.0.mixture.first" in held and "layers.1.mixture.first" not in held
+    other = make_plan(model, "4xcpu", "layer", batch_groups=2, experts=ExpertsPlace("cpu3"))
+    assert to_file(other).placed == to_file(make_plan(model, experts=EXPERTS)).placed
+
+
+def test_plan_is_read_back(tmp_path: Path) -> None:
+    """Also where another group than the first has least memory, so that the plan is made for that one's devices."""
+    model = save_mixture(tmp_path, "gathered")
+    memory = ["1GiB", "cpu2=900MiB", "cpu3=800MiB"]
+    plan = make_plan(model, experts=EXPERTS, memory=memory)
+    assert {own.device for own in plan.analysis.partition.placed} == {"cpu1"}
+    write_plan(plan, tmp_path / "plan.json")
+    again = plan_from_file(model, tmp_path / "plan.json")
+    assert to_file(again) == to_file(plan)
+    text = (tmp_path / "plan.json").read_text()
+    (tmp_path / "plan.json").write_text(
+        text.replace('"layers.0.mixture.first": "cpu1"', '"layers.0.mixture.first": "cpu3"')
+    )
+    with pytest.raises(MisuseError, match='cpu3" under "placed": placed weights go to ranks without blocks'):
+        plan_from_file(model, tmp_path / "plan.json")
+
+
+def test_states_stay_with_their_group(decoder: Path, tmp_path: Path) -> None:
+    """A layer's weights are placed: its cache is on the other device of whichever group has the sequence."""
+    plan = make_plan(decoder, place=[Place(r"layers\.2\.", "cpu1")], shapes={})
+    compile_model(plan, tmp_path / "package")
+    with Session(tmp_path / "package", threads=1) as session:
+        feeds = decoder_feeds(batch=5)
+        assert_close(session.run(feeds), run_whole(decoder, feeds))
+        assert list(session.generate([5, 9, 2], max_new_tokens=12)) == plain_loop(decoder, [5, 9, 2], 12)
+
+
+def test_predicted_time_is_that_of_a_groups_rows(tmp_path: Path) -> None:
+    """Two groups halve a request's time where the rows compute for longer than weights are read."""
+    model = save_mixture(tmp_path, "stacked", 2, Sizes(rows=2000, wide=256, inner=512))
+    asked = {"experts": EXPERTS, "shapes": {"ids": (8, 128)}}
+    grouped, alone = (
+        predict(make_plan(model, devices, mode, **asked), Machine(), 1).latency
+        for devices, mode in (("4xcpu", "batch"), ("2xcpu", "layer"))
+    )
+    assert 0.45 * alone < grouped < 0.65 * alone
+
+
+def test_groups_relieve_themselves(tmp_path: Path) -> None:
+    """Blocks alone do not fit: the planner places experts in each group, and the plan says on which devices."""
+    model = save_mixture(tmp_path, "dense", 4, Sizes(rows=6000, wide=256, inner=256, experts=8))
+    asked = {"spread": True, "batch_groups": 2, "shapes": {"ids": (2, 3)}}
+    engines = max(rank.memory.engines for rank in make_plan(model, "4xcpu", "layer", **asked).ranks)
+    for tenths in range(220, 160, -5):
+        plan = make_plan(model, "4xcpu", "layer", **asked, memory=[f"{engines + tenths * (1 << 20) // 10}"])
+        if plan.analysis.partition.placed:
+            break
+    assert [own.device for own in plan.analysis.partition.placed] == [str(plan.ranks[1].device)]
+    write_plan(plan, tmp_path / "plan.json")
+    assert to_file(plan_from_file(model, tmp_path / "plan.json")).placed == to_file(plan).placed
+    assert_same(model, plan, tmp_path / "package")
+
+
+def test_each_group_needs_its_device(tmp_path: Path) -> None:
+    model = save_mixture(tmp_path, "fused")
+    with pytest.raises(MisuseError, match="the 3 devices are one group with those that weights are placed on"):
+        make_plan(model, "3xcpu", experts=ExpertsPlace("cpu2"))
+    with pytest.raises(MisuseError, match="in batch mode the 4 devices are 2 groups"):
+        make_plan(model, experts=EXPERTS, batch_groups=4)
