@@ -28,8 +28,10 @@ def attention_for(known_shapes: bool) -> Iterator[Mapping[str, str]]:
         yield {}
         return
     with _lock:
-        os.environ[XQA] = "0"  # read when a session is made
+        # Read when a session is made. Not by os.environ: other threads, and processes that they start meanwhile, would
+        # take it for the user's choice.
+        os.putenv(XQA, "0")
         try:
             yield {"sdpa_kernel": str(_FOR_KNOWN_SHAPES if known_shapes else _FOR_NEW_SHAPES)}
         finally:
-            del os.environ[XQA]
+            os.unsetenv(XQA)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 
 import pytest
 
@@ -16,12 +18,36 @@ def user(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def chosen() -> str | None:
+    """What a library reads."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    value: bytes | None = getenv(XQA.encode())
+    return None if value is None else value.decode()
+
+
 @pytest.mark.parametrize("known_shapes", [False, True])
 def test_what_has_to_plan_is_for_known_shapes(known_shapes: bool) -> None:
     with attention_for(known_shapes) as options:
-        assert os.environ[XQA] == "0"
+        assert chosen() == "0"
         assert bool(int(options["sdpa_kernel"]) & 8) == known_shapes
-    assert XQA not in os.environ
+    assert chosen() is None
+
+
+def test_others_do_not_take_it_for_the_users_choice() -> None:
+    """Another thread's sessions have cuDNN's kernels too, and so do processes that are started meanwhile."""
+
+    def choose() -> bool:
+        with attention_for(True) as options:
+            return bool(options)
+
+    with ThreadPoolExecutor(1) as pool:
+        with attention_for(True):
+            assert XQA not in {**os.environ}
+            other = pool.submit(choose)
+            with pytest.raises(TimeoutError):
+                other.result(0.2)
+        assert other.result(10)
 
 
 @pytest.mark.parametrize("name", [CUDNN, XQA])
@@ -35,4 +61,4 @@ def test_what_the_user_chose_stays(name: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_session_that_can_not_be_made_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="no"), attention_for(False):
         raise ValueError("no")
-    assert XQA not in os.environ
+    assert chosen() is None
