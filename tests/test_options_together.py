@@ -128,6 +128,10 @@ def test_all_commands_look_at_the_rules() -> None:
         (["plan", "MODEL", "-d", "2xcpu", "--memory", "1GiB", "--headroom", "0"], "--memory gives the budget of every"),
     ],
 )
-def test_options_without_effect(arguments: list[str], message: str, decoder: Path, package: Path) -> None:
-    places = {"MODEL": decoder, "PACKAGE": package}
+def test_options_without_effect(
+    arguments: list[str], message: str, decoder: Path, package: Path, tmp_path: Path
+) -> None:
+    inputs = tmp_path / "x.npz"
+    inputs.touch()
+    places = {"MODEL": decoder, "PACKAGE": package, "x.npz": inputs}
     assert message in said(*(places.get(word, word) for word in arguments))

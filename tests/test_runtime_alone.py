@@ -67,8 +67,12 @@ def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path,
     assert "generate" in usage
 
 
-def test_what_compiling_needs_is_named(alone: dict[str, str]) -> None:
-    commands = [["plan", __file__, "-d", "cpu0"], ["compile", __file__, "-d", "cpu0", "-o", "P"], ["build", __file__]]
+def test_what_compiling_needs_is_named(alone: dict[str, str], package: Path) -> None:
+    commands = [
+        ["plan", __file__, "-d", "cpu0"],
+        ["compile", __file__, "-d", "cpu0", "-o", "P"],
+        ["build", str(package)],
+    ]
     found = splitc_several([*commands, *([command[0], "--help"] for command in commands)], alone)
     for refused, usage in zip(found[:3], found[3:]):
         assert refused.returncode == 2

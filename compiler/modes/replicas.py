@@ -262,12 +262,17 @@ def _joined(
     )
     return replace(
         first,
-        analysis=replace(analysis, partition=first.analysis.partition),
+        analysis=_placed_as(analysis, first.analysis),
         split=split,
         ranks=tuple(ranks),
         warnings=tuple(warnings),
         replicas=Replicas(first, tuple(shares), rows),
     )
+
+
+def _placed_as(analysis: Analysis, other: Analysis) -> Analysis:
+    """The analysis with what is placed in another one, of fewer rows."""
+    return replace(analysis, partition=other.partition) if other.partition.placed else analysis
 
 
 def check_groups(request: Request, count: int, groups: int) -> None:

@@ -297,10 +297,12 @@ def _adapted(path: Path) -> Path:
 
 def _without_masks(plan: Plan, graphs: Mapping[Path, ir.Graph]) -> dict[Path, ir.Graph]:
     """A rank's graph without masks, by its path: of a rank with one graph, whose forms share their weights."""
-    (path, graph), *others = graphs.items()
     preamble = plan.analysis.preamble
+    if preamble is None or len(graphs) != 1 or find_kind(plan.engine).is_built:
+        return {}
+    ((path, graph),) = graphs.items()
     weights = {name: value.const_value for name, value in graph.initializers.items() if value.const_value is not None}
-    if preamble is None or others or find_kind(plan.engine).is_built or not _are_shareable(weights, graph):
+    if not _are_shareable(weights, graph):
         return {}
     form = without_masks(graph, preamble.masks)
     return {} if form is None else {_unmasked(path): form}

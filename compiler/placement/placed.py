@@ -75,6 +75,8 @@ def with_placed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> Analysis
 
 def on_devices(analysis: Analysis, names: Mapping[str, str]) -> Analysis:
     """The analysis with what is placed on other devices: the `names` of these by those before."""
+    if not analysis.partition.placed:
+        return analysis  # the same one, of which more is known
     placed = tuple(replace(own, device=names[own.device]) for own in analysis.partition.placed)
     return replace(analysis, partition=replace(analysis.partition, placed=placed))
 
