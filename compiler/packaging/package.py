@@ -43,11 +43,15 @@ from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import check_fills
+from splitc.runtime.gpu.weight_places import PASSED_ON
 from splitc.runtime.hardware.devices import cores
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.manifest_file import FILE_NAME, encode
 
 WEIGHTS = ("copy", "link")
+# Weights of types that sessions can't share on a GPU are each session's own, if they are less than this share of
+# all: the truths by which a rank knows its rows of an embedding. A choice: otherwise sessions share nothing.
+OWN_SHARE = 0.01
 
 
 def compile_model(
@@ -344,6 +348,10 @@ def _weights(graph: ir.Graph) -> list[m.Weight] | None:
     written = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
     if not _are_shareable(written, graph):
         return None
+    passed_on = {name: tensor for name, tensor in written.items() if _type(tensor) in PASSED_ON}
+    total, rest = (sum(tensor.nbytes for tensor in some.values()) for some in (written, passed_on))
+    if total - rest < OWN_SHARE * total:
+        written = passed_on
     return [
         m.Weight(name, _type(tensor), list(tensor.shape.numpy()), str(tensor.location), tensor.offset or 0)
         for name, tensor in written.items()

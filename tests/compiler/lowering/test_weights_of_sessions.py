@@ -1,4 +1,4 @@
-"""Weights that exporters transpose are multiplied as they are in engines for GPUs, whose sessions share them."""
+"""Weights that sessions on a GPU share: as they are stored, whatever an exporter does with them before a product."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
+from models.llama import Size, build
+from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.lowering.transposed_weights import multiply_as_stored
 from splitc.runtime import Session
+from splitc.runtime.gpu.weight_places import can_share
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close, run_whole
 
@@ -62,3 +65,20 @@ def test_a_weight_that_is_read_in_another_way_stays(body: str) -> None:
     multiply_as_stored(graph)
     fused = [node for node in graph if node.op_type == "FusedMatMul"]
     assert [value.name for node in fused for value in node.inputs[1:] if value is not None] == ["up"]
+
+
+def test_truths_of_a_sharded_embedding_keep_no_weight_from_being_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions can't share booleans on a GPU. They are few bytes, so each has its own."""
+    monkeypatch.setattr("splitc.compiler.sharding.candidates.LOOKUP_BYTES", 1)
+    model, package = tmp_path / "model.onnx", tmp_path / "package"
+    save(build(Size(layers=1, hidden=256, heads=4, kv_heads=2, feed_forward=512, vocabulary=4000)), model)
+    compile_model(plan_model(model, ["cuda0", "cuda1"], Request(split_mode="tensor", spread=True)), package)
+    for rank in read_manifest(package).ranks:
+        (engine,) = rank.engines
+        initializers = ir.load(package / engine.path).graph.initializers.values()
+        outside = [value for value in initializers if isinstance(value.const_value, ir.ExternalTensor)]
+        assert any(value.dtype == ir.DataType.BOOL for value in outside)
+        assert can_share(engine.weights)
+        assert len(engine.weights or ()) > 5
