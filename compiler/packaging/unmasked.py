@@ -1,8 +1,4 @@
-"""A form of engines without masks, for requests in which these hide nothing but later tokens.
-
-On GPUs, attention with a cache is slower if something is added to its scores: ONNX Runtime then has no kernel that
-reads the filled rows alone, and repeats the keys and values of each group of heads over all the room that there is.
-"""
+"""A form of engines without masks (fusion/masks.py), for requests in which these hide nothing but later tokens."""
 
 from __future__ import annotations
 

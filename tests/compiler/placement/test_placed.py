@@ -19,10 +19,10 @@ from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Receive, Run, Send
-from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block
-from tests.helpers.greedy import plain_loop
 from tests.helpers.mixtures import FORMS, ROWS, WIDE, Sizes, mixture_feeds, save_mixture
+from tests.helpers.placed import assert_layer_has_its_cache
 
 SHAPES = {"ids": (1, 5)}
 
@@ -133,13 +133,7 @@ def test_both_ends_of_a_tied_model(
 def test_layer_goes_with_its_cache(decoder: Path, tmp_path: Path) -> None:
     """All weights of a layer are placed: so are the states and the attention between them."""
     plan = make_plan(decoder, r"layers\.2\.=cpu1")
-    past = {value.name for value in plan.ranks[1].stage.feeds if "past" in (value.name or "")}
-    assert past >= {"past_key_values.2.key", "past_key_values.2.value"}
-    assert not past & {f"past_key_values.{layer}.key" for layer in (0, 1, 3)}
-    compile_model(plan, tmp_path / "package")
-    with Session(tmp_path / "package", threads=1) as session:
-        assert_close(session.run(decoder_feeds()), run_whole(decoder, decoder_feeds()))
-        assert list(session.generate([5, 9, 2], max_new_tokens=12)) == plain_loop(decoder, [5, 9, 2], 12)
+    assert_layer_has_its_cache(decoder, plan, 1, tmp_path / "package")
 
 
 def test_plan_is_read_back(tmp_path: Path) -> None:

@@ -16,33 +16,26 @@ from splitc.compiler.packaging.joined_graph import JoinedGraph
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.compiler.request.places import ExpertsPlace, Place
 from splitc.runtime import Session
-from splitc.runtime.errors import DoesNotFitError, EngineError, MisuseError
+from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Receive, Reduce, Run, Send
 from splitc.runtime.tools.compare import Difference
 from splitc.runtime.tools.rank_memory import measure_memory
-from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.command import splitc
-from tests.helpers.greedy import plain_loop
-from tests.helpers.mixtures import FORMS, ROWS, WIDE, Sizes, mixture_feeds, save_mixture
+from tests.helpers.mixtures import FORMS, WIDE, Sizes, mixture_feeds, save_mixture
+from tests.helpers.placed import assert_failures_are_alone, assert_layer_has_its_cache, assert_same
 
 EXPERTS = ExpertsPlace("cpu2")
+# Lengths and rows of requests.
+SIZES = ((5, 1), (1, 1), (9, 3), (5000, 1), (1, 2))
 
 
 def make_plan(model: Path, devices: str = "3xcpu", **asked: object) -> Plan:
     return plan_model(model, devices, Request(**{"split_mode": "tensor", "memory": ["1GiB"], **asked}))  # type: ignore[arg-type]
-
-
-def assert_same(model: Path, plan: Plan, package: Path, ranks: str = "threads") -> None:
-    """The package gives the model's outputs, also in a stream of requests of all lengths."""
-    compile_model(plan, package)
-    with Session(package, threads=1, in_flight=3, ranks=ranks) as session:
-        given = [mixture_feeds(length, rows) for length, rows in ((5, 1), (1, 1), (9, 3), (5000, 1), (1, 2))]
-        for feeds, outputs in zip(given, session.map(given), strict=True):
-            assert_close(outputs, run_whole(model, feeds), 2e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -55,7 +48,7 @@ def test_experts_beside_shards(tmp_path: Path, form: str) -> None:
     split = {fate.name for fate in plan.weights if fate.split}
     assert split >= {f"layers.{layer}.{part}" for layer in (0, 1) for part in ("up", "down", "attention.v")}
     assert not any(".mixture." in fate.name and ".router" not in fate.name for fate in plan.weights)
-    assert_same(model, plan, tmp_path / "package")
+    assert_same(model, plan, tmp_path / "package", SIZES)
 
 
 @pytest.mark.parametrize("shares", [None, [1.0, 3.0, 1.0, 1.0, 1.0], [5.0, 1.0, 2.0, 1.0, 1.0]])
@@ -65,12 +58,12 @@ def test_more_ranks_and_places(tmp_path: Path, shares: list[float] | None) -> No
     places = [Place("^table$", "cpu0"), Place("head", "cpu0")]
     plan = make_plan(model, "5xcpu", experts=ExpertsPlace("cpu4"), place=places, tensor_split=shares)
     assert sorted(map(str, (rank.device for rank in plan.ranks[3:]))) == ["cpu0", "cpu4"]
-    assert_same(model, plan, tmp_path / "package")
+    assert_same(model, plan, tmp_path / "package", SIZES)
 
 
 def test_ranks_in_processes(tmp_path: Path) -> None:
     model = save_mixture(tmp_path, "stacked")
-    assert_same(model, make_plan(model, experts=EXPERTS), tmp_path / "package", "processes")
+    assert_same(model, make_plan(model, experts=EXPERTS), tmp_path / "package", SIZES, "processes")
 
 
 def test_groups_of_shards_with_places(tmp_path: Path) -> None:
@@ -78,14 +71,14 @@ def test_groups_of_shards_with_places(tmp_path: Path) -> None:
     model = save_mixture(tmp_path, "gathered")
     plan = make_plan(model, "6xcpu", experts=EXPERTS, batch_groups=2, shapes={"ids": (4, 5)})
     assert [rank.replica for rank in plan.ranks] == [0, 0, 0, 1, 1, 1]
-    assert_same(model, plan, tmp_path / "package")
+    assert_same(model, plan, tmp_path / "package", SIZES)
 
 
 def test_table_is_read_before_and_comes_as_a_step(tmp_path: Path) -> None:
     """Nothing goes back to it, so that in a stream it is ahead of the ranks with shards."""
     model = save_mixture(tmp_path, "fused")
     plan = make_plan(model, place=[Place("^table$", "cpu2")])
-    assert_same(model, plan, tmp_path / "package")
+    assert_same(model, plan, tmp_path / "package", SIZES)
     programs = [rank.program for rank in read_manifest(tmp_path / "package").ranks]
     assert [type(step) for step in programs[2]] == [Run, Send, Send]
     assert [isinstance(program[0], Receive) for program in programs] == [True, True, False]
@@ -112,13 +105,7 @@ def test_sums_and_transfers_have_one_order(tmp_path: Path) -> None:
 def test_state_of_a_placed_layer_stays_with_it(decoder: Path, tmp_path: Path) -> None:
     """Its cache is whole on the other device, and those of the other layers are shards."""
     plan = make_plan(decoder, place=[Place(r"layers\.2\.", "cpu2")])
-    past = {value.name for value in plan.ranks[2].stage.feeds if "past" in (value.name or "")}
-    assert past >= {"past_key_values.2.key", "past_key_values.2.value"}
-    assert not past & {f"past_key_values.{layer}.key" for layer in (0, 1, 3)}
-    compile_model(plan, tmp_path / "package")
-    with Session(tmp_path / "package", threads=1) as session:
-        assert_close(session.run(decoder_feeds()), run_whole(decoder, decoder_feeds()))
-        assert list(session.generate([5, 9, 2], max_new_tokens=12)) == plain_loop(decoder, [5, 9, 2], 12)
+    assert_layer_has_its_cache(decoder, plan, 2, tmp_path / "package")
 
 
 def test_placed_weight_that_exchanges_nothing(tmp_path: Path) -> None:
@@ -175,14 +162,7 @@ def test_request_that_fails_fails_alone(tmp_path: Path, ranks: str) -> None:
     model = save_mixture(tmp_path, "loop")
     compile_model(make_plan(model, experts=EXPERTS), tmp_path / "package")
     with Session(tmp_path / "package", threads=1, in_flight=3, ranks=ranks) as session:
-        given = [mixture_feeds(200 + length, last=ROWS if length % 3 == 2 else 1) for length in range(1, 10)]
-        futures = [session.submit(feeds) for feeds in given]
-        for length, (feeds, future) in enumerate(zip(given, futures, strict=True), 1):
-            if length % 3 == 2:
-                with pytest.raises(EngineError, match="Gather"):
-                    future.result(20)
-            else:
-                assert_close(future.result(20), run_whole(model, feeds), 2e-5)
+        assert_failures_are_alone(session, model, 9)
 
 
 def test_what_is_shown_names_the_rank(tmp_path: Path) -> None:

@@ -16,9 +16,12 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.machine import Machine
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.greedy import plain_loop
-from tests.helpers.mixtures import FORMS, Sizes, mixture_feeds, save_mixture
+from tests.helpers.mixtures import FORMS, Sizes, save_mixture
+from tests.helpers.placed import assert_same
 
 EXPERTS = ExpertsPlace("cpu1")
+# Lengths and rows of requests.
+SIZES = ((5, 4), (1, 1), (9, 3), (2, 7), (1, 2))
 
 
 def make_plan(model: Path, devices: str = "4xcpu", split_mode: str = "batch", **asked: object) -> Plan:
@@ -30,15 +33,6 @@ def devices_of(plan: Plan) -> list[tuple[str, int]]:
     return [(str(rank.device), rank.replica) for rank in plan.ranks]
 
 
-def assert_same(model: Path, plan: Plan, package: Path, ranks: str = "threads") -> None:
-    """The package gives the model's outputs for any rows, also in a stream of requests."""
-    compile_model(plan, package)
-    with Session(package, threads=1, in_flight=3, ranks=ranks) as session:
-        given = [mixture_feeds(length, rows) for length, rows in ((5, 4), (1, 1), (9, 3), (2, 7), (1, 2))]
-        for feeds, outputs in zip(given, session.map(given), strict=True):
-            assert_close(outputs, run_whole(model, feeds), 2e-5)
-
-
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "loop"])  # whose rows meet where they are scattered
 def test_experts_of_whole_copies(tmp_path: Path, form: str) -> None:
     model = save_mixture(tmp_path, form)
@@ -48,7 +42,7 @@ def test_experts_of_whole_copies(tmp_path: Path, form: str) -> None:
         weights = plan.analysis.costs.weights(plan.ranks[number].stage.nodes)
         assert all(".mixture" in (weight.name or "") or "Constant" in (weight.name or "") for weight in weights)
     assert to_file(plan).placed.keys() >= {weight.name for weight in plan.analysis.partition.placed[0].weights}
-    assert_same(model, plan, tmp_path / "package")
+    assert_same(model, plan, tmp_path / "package", SIZES)
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -57,7 +51,7 @@ def test_groups_in_layer_mode(tmp_path: Path, ranks: str) -> None:
     model = save_mixture(tmp_path, "dense", 4)
     plan = make_plan(model, "6xcpu", "layer", experts=ExpertsPlace("cpu2"), batch_groups=2, spread=True)
     assert devices_of(plan) == [(f"cpu{number}", number // 3) for number in range(6)]
-    assert_same(model, plan, tmp_path / "package", ranks)
+    assert_same(model, plan, tmp_path / "package", SIZES, ranks)
 
 
 def test_all_devices_of_a_group_are_named(tmp_path: Path) -> None:
@@ -120,7 +114,7 @@ def test_groups_relieve_themselves(tmp_path: Path) -> None:
     assert [own.device for own in plan.analysis.partition.placed] == [str(plan.ranks[1].device)]
     write_plan(plan, tmp_path / "plan.json")
     assert to_file(plan_from_file(model, tmp_path / "plan.json")).placed == to_file(plan).placed
-    assert_same(model, plan, tmp_path / "package")
+    assert_same(model, plan, tmp_path / "package", SIZES)
 
 
 def test_each_group_needs_its_device(tmp_path: Path) -> None:

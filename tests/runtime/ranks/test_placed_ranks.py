@@ -10,10 +10,10 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.request.places import ExpertsPlace, Place
 from splitc.runtime import Session
 from splitc.runtime.engines.operator_library import is_built
-from splitc.runtime.errors import EngineError
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close, run_whole
-from tests.helpers.mixtures import ROWS, mixture_feeds, save_mixture
+from tests.helpers.mixtures import mixture_feeds, save_mixture
+from tests.helpers.placed import assert_failures_are_alone
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
 
@@ -49,11 +49,4 @@ def test_request_that_fails_fails_alone(tmp_path: Path, table: str | None, ranks
     groups = [tuple(engine.group) for rank in read_manifest(package).ranks for engine in rank.engines]
     assert groups == ([(0, 2), (), (0, 2)] if table == "cpu2" else [(0, 1, 2)] * 3)
     with Session(package, threads=1, in_flight=4, ranks=ranks) as session:
-        given = [mixture_feeds(200 + length, last=ROWS if length % 3 == 2 else 1) for length in range(1, 25)]
-        futures = [session.submit(feeds) for feeds in given]
-        for length, (feeds, future) in enumerate(zip(given, futures, strict=True), 1):
-            if length % 3 == 2:
-                with pytest.raises(EngineError, match="Gather"):
-                    future.result(20)
-            else:
-                assert_close(future.result(20), run_whole(model, feeds), 2e-5)
+        assert_failures_are_alone(session, model, 24)
