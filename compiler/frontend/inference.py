@@ -55,10 +55,11 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
     observed: set[str] = set()
     _observed.set(observed)
     nodes = list(all_nodes(model.graph))
-    rules = {
-        (domain, name): _find_rule(domain, name, model.opset_imports.get(domain, 1))
-        for domain, name in {(node.domain, node.op_type) for node in nodes}
-    }
+    operators = {(node.domain, node.op_type) for node in nodes}
+    with _lock:  # a list of rules can't be read while another thread adds one
+        rules = {
+            (domain, name): _find_rule(domain, name, model.opset_imports.get(domain, 1)) for domain, name in operators
+        }
     with repetitions() as repeated:
         if len(nodes) > len(model.graph) or not _infer_in_order(model, nodes, rules):
             repeated.clear()
@@ -233,7 +234,7 @@ def _own_registry() -> OpShapeInferenceRegistry:
 @contextmanager
 def _own_rules() -> Iterator[None]:
     """Have the library infer by our rules meanwhile."""
-    with _swapping:
+    with _lock:
         _registry.registry = RULES
         try:
             yield
@@ -242,4 +243,5 @@ def _own_rules() -> Iterator[None]:
 
 
 RULES = _own_registry()
-_swapping = RLock()
+# Held while RULES is read or changed.
+_lock = RLock()

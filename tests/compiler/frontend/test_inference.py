@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 from onnx_shape_inference import infer_symbolic_shapes, registry
 
@@ -71,3 +74,22 @@ def test_sizes_that_the_library_writes_and_can_not_read_are_known(
     model = read_graph(path).model
     infer_shapes(model)
     assert [str(size) for size in model.graph[0].outputs[0].shape or ()][:2] == ["batch", "4"]
+
+
+def test_threads_may_infer_models_of_many_versions_at_once() -> None:
+    """Each version of an operator that the library lacks gets a rule, in a list that only one thread may use."""
+
+    def infer(version: int) -> None:
+        model = ir.from_onnx_text(f"""
+            <ir_version: 8, opset_import: ["" : 17, "threads.test" : {version}]>
+            strange (float[4] x) => (float[4] y) {{ y = threads.test.Strange (x) }}
+        """)
+        inference.infer_shapes_and_types(model)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(infer, range(400, 0, -1)))
+    finally:
+        sys.setswitchinterval(interval)
