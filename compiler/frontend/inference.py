@@ -67,7 +67,7 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
             with _own_rules(), suppress(ValueError):
                 infer_symbolic_shapes(model, warn_on_missing=False)
     if any(value.dtype in UNKNOWN for node in model.graph for value in node.outputs if value.name):
-        _add_types(model)
+        add_types(model)
     return Inference(frozenset(observed), frozenset(repeated))
 
 
@@ -180,7 +180,7 @@ def _with_constants_inside(model: ir.Model) -> ir.Model:
     return model
 
 
-def _add_types(model: ir.Model) -> None:
+def add_types(model: ir.Model) -> None:
     """Set types that are missing, by ONNX's own inference."""
     inferred = ShapeInferencePass(strict_mode=False)(model.clone()).model
     types = {value.name: value.type for node in inferred.graph for value in node.outputs}

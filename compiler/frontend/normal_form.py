@@ -8,6 +8,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.errors import ModelError
+from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
 from splitc.compiler.frontend.unused import remove_unused
 
@@ -25,6 +26,24 @@ def lift(model: ir.Model) -> None:
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
         passes.NameFixPass()(model)  # what was lifted may have the name of a value of another branch
     bypass_lone(model.graph)
+    name_types(model)
+
+
+def name_types(model: ir.Model) -> None:
+    """Let CastLike be Cast, in place.
+
+    torch's exporter casts constants so, if it does not optimize. They would seem to depend on the numbers of what has
+    their type.
+    """
+    casts = [node for node in all_nodes(model.graph) if node.op_type == "CastLike" and not node.domain]
+    if any(node.inputs[1] is not None and node.inputs[1].dtype in UNKNOWN for node in casts):
+        add_types(model)
+    for node in casts:
+        like = node.inputs[1]
+        if like is not None and like.dtype not in UNKNOWN:
+            node.op_type = "Cast"
+            node.attributes["to"] = ir.AttrInt64("to", like.dtype)
+            node.resize_inputs(1)
 
 
 def bypass_lone(graph: ir.Graph) -> None:

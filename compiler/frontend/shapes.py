@@ -200,7 +200,11 @@ def _bind(
     shapes = {name: value.shape for name, value in named.items() if value.shape is not None}
     return BoundShapes(
         {name: tuple(size if isinstance(size, int) else 1 for size in shape) for name, shape in shapes.items()},
-        frozenset(name for name in named if name not in shapes or not shapes[name].is_static()),
+        frozenset(
+            name
+            for name, value in named.items()
+            if not _has_sizes(value) and (value.uses() or value.is_graph_output())  # nobody minds the others
+        ),
         {name: value.const_value.numpy() for name, value in named.items() if value.const_value is not None},
         observed,
         inference.repeated,
@@ -213,7 +217,11 @@ def _bind(
 
 
 def _is_known(graph: ir.Graph) -> bool:
-    return all(value.shape is not None and value.shape.is_static() for node in graph for value in node.outputs)
+    return all(_has_sizes(value) for node in graph for value in node.outputs)
+
+
+def _has_sizes(value: ir.Value) -> bool:
+    return value.shape is not None and value.shape.is_static()
 
 
 def shape_of(value: ir.Value | None, shapes: Mapping[str, Shape] = MappingProxyType({})) -> Shape:

@@ -14,14 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.lowering.cpu_values import place_values, runs_on_gpu, why_not_captured
+from splitc.compiler.lowering.cpu_values import SMALL, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.operators.gpu_kernels import host_inputs
 from splitc.compiler.request.shapes import Shape
+
+Array = npt.NDArray[Any]
 
 WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
 # A list of sizes has as many numbers as a value has axes, or a few times as many: more are left to be copied.
@@ -55,15 +59,44 @@ def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -
 
 
 def _give_kernel(node: ir.Node, editor: Editor) -> None:
-    """Let a node of a type without a kernel have one where another type has the same results."""
-    value = node.inputs[0] if node.inputs else None
-    if value is None or runs_on_gpu(node):
+    """Let a node have a kernel that needs no copy where another operator, or another type, has the same results."""
+    if node.op_type == "OneHot" and not node.domain:
+        _pick(node, editor)
+    if runs_on_gpu(node):
         return
-    if node.op_type in ("ArgMax", "ArgMin") and described(value).dtype == ir.DataType.INT32:
+    value = node.inputs[0] if node.inputs else None
+    if value is not None and node.op_type in ("ArgMax", "ArgMin") and described(value).dtype == ir.DataType.INT32:
         # A double holds each of these numbers.
         double = editor.before(node, "Cast", value, to=ir.DataType.DOUBLE)
         _describe(double, f"{node.outputs[0].name}/double", ir.DataType.DOUBLE, described(value).shape)
         node.replace_input_with(0, double)
+    elif node.op_type == "DequantizeLinear" and all(v is None or _constant(v) is not None for v in node.inputs):
+        # A bias of INT32, which ONNX Runtime would compute in each run.
+        (array,) = run_alone(serialized(node_alone(node, lambda _: True)), {})
+        node.outputs[0].replace_all_uses_with(editor.constant(array))
+        editor.graph.remove(node, safe=True)
+
+
+def _pick(node: ir.Node, editor: Editor) -> None:
+    """Let OneHot of constant places be Gather, which stays on the CPU if what it picks from does.
+
+    torch's repeat_interleave is written so: it picks the number of times, and 1 for the other axes.
+    """
+    places, depth, values = node.inputs
+    if places is None or depth is None or (wanted := _constant(places)) is None or (most := _constant(depth)) is None:
+        return
+    count = int(most.item())
+    if wanted.size * count <= SMALL:
+        wanted = wanted[..., None]
+        picked = (wanted >= -count) & (wanted < count) & (wanted % count == np.arange(count))
+        picked = np.moveaxis(picked, -1, node.attributes.get_int("axis", -1))
+        editor.replace(node, ir.node("Gather", [values, editor.constant(picked.astype(np.int64))]))
+
+
+def _constant(value: ir.Value) -> Array | None:
+    """The numbers of what no request changes."""
+    tensor = value.const_value
+    return None if tensor is None or not value.is_initializer() or value.is_graph_input() else tensor.numpy()
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class ShapeEngine:
 
 
 def _known(name: str, bound: BoundShapes) -> Known:
-    return Known(None if name in bound.uncertain else bound.shapes[name], bound.constants.get(name))
+    return Known(None if name in bound.uncertain else bound.shapes.get(name), bound.constants.get(name))
 
 
 def engine_sizes(

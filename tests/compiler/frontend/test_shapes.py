@@ -148,6 +148,35 @@ def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> No
     assert bind_shapes(graph.model, {"x": (1, 3)}).shapes["y"] == (3,)
 
 
+@pytest.mark.parametrize("types", [", int64 n", ""])
+def test_constants_of_the_type_of_a_size_depend_on_no_data(write_model: WriteModel, types: str) -> None:
+    """torch's exporter writes the arguments of Range so, if it does not optimize."""
+    path = write_model(f"""
+        <ir_version: 8, opset_import: ["" : 18]>
+        places (float[length, 4] x) => (int64[length] y)
+        <int64 zero = {{0}}, int64 one = {{1}}{types}>
+        {{ all = Shape <end = 1> (x)  n = Squeeze (all)  from = CastLike (zero, n)  by = CastLike (one, n)
+           y = Range (from, n, by) }}
+    """)
+    graph = read_graph(path)
+    infer_shapes(graph.model)
+    bound = bind_shapes(graph.model, {"x": (3, 4)})
+    assert bound.shapes["y"] == (3,) and not bound.uncertain
+
+
+def test_what_nobody_reads_makes_no_size_uncertain(write_model: WriteModel) -> None:
+    """Exporters name outputs for training, which have no shape rule."""
+    path = write_model("""
+        <ir_version: 8, opset_import: ["" : 18, "com.microsoft" : 1]>
+        normed (float[length, 4] x) => (float[length, 4] y, float[length, 4] sum)
+        <float[4] scale = {1, 1, 1, 1}>
+        { y, mean, deviation, sum = com.microsoft.SkipSimplifiedLayerNormalization (x, x, scale) }
+    """)
+    graph = read_graph(path)
+    infer_shapes(graph.model)
+    assert not bind_shapes(graph.model, {"x": (3, 4)}).uncertain
+
+
 def test_sizes_that_depend_on_data_are_uncertain(write_model: WriteModel) -> None:
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>

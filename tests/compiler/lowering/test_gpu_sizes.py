@@ -61,7 +61,20 @@ def largest(block: Block, x: ir.Value) -> None:
     block.give(block.op("ArgMax", whole, axis=1, keepdims=0), shape=["n"], dtype=ir.DataType.INT64)
 
 
-FORMS = [compared, scaled, listed, chosen, largest]
+def repeated(block: Block, x: ir.Value) -> None:
+    """As many times as its axis is long, as torch's repeat_interleave is written."""
+    times = block.op("Concat", block.ints(1), block.op("Unsqueeze", length(block, x), block.ints(0)), axis=0)
+    picked = block.op("OneHot", block.ints(-1), block.constant(2, np.int64), times)
+    block.give(block.op("Tile", x, block.op("Reshape", picked, block.ints(2))), shape=["n", "m"])
+
+
+def dequantized(block: Block, x: ir.Value) -> None:
+    """A bias of whole numbers, as tools that quantize write it."""
+    bias, scale = block.constant(np.arange(-4, 4), np.int32), block.constant(0.25, np.float32)
+    block.give(block.op("Add", x, block.op("DequantizeLinear", bias, scale)), shape=["n", 8])
+
+
+FORMS = [compared, scaled, listed, chosen, largest, repeated, dequantized]
 
 
 def written(tmp_path: Path, form: Callable[[Block, ir.Value], None]) -> tuple[Path, Block]:
