@@ -26,10 +26,10 @@ def lift(model: ir.Model) -> None:
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
         passes.NameFixPass()(model)  # what was lifted may have the name of a value of another branch
     bypass_lone(model.graph)
-    name_types(model)
+    replace_cast_like(model)
 
 
-def name_types(model: ir.Model) -> None:
+def replace_cast_like(model: ir.Model) -> None:
     """Let CastLike be Cast, in place.
 
     torch's exporter casts constants so, if it does not optimize. They would seem to depend on the numbers of what has

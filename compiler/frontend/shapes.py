@@ -203,7 +203,7 @@ def _bind(
         frozenset(
             name
             for name, value in named.items()
-            if not _has_sizes(value) and (value.uses() or value.is_graph_output())  # nobody minds the others
+            if not _has_sizes(value) and (value.uses() or value.is_graph_output())  # what is unread does not matter
         ),
         {name: value.const_value.numpy() for name, value in named.items() if value.const_value is not None},
         observed,

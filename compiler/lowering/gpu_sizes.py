@@ -61,7 +61,7 @@ def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -
 def _give_kernel(node: ir.Node, editor: Editor) -> None:
     """Let a node have a kernel that needs no copy where another operator, or another type, has the same results."""
     if node.op_type == "OneHot" and not node.domain:
-        _pick(node, editor)
+        _replace_one_hot(node, editor)
     if runs_on_gpu(node):
         return
     value = node.inputs[0] if node.inputs else None
@@ -77,7 +77,7 @@ def _give_kernel(node: ir.Node, editor: Editor) -> None:
         editor.graph.remove(node, safe=True)
 
 
-def _pick(node: ir.Node, editor: Editor) -> None:
+def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
     """Let OneHot of constant places be Gather, which stays on the CPU if what it picks from does.
 
     torch's repeat_interleave is written so: it picks the number of times, and 1 for the other axes.
