@@ -113,7 +113,8 @@ class _Raising:
     def raised(self, value: ir.Value) -> ir.Value | None:
         """The value on the GPU, made there without a copy; None if that can't be."""
         if value not in self._done:
-            self._done[value] = self._by_range(value) if described(value).dtype in WHOLE else self._computed(value)
+            ranges = self._by_range(value) if described(value).dtype in WHOLE else None
+            self._done[value] = ranges if ranges is not None else self._computed(value)
         return self._done[value]
 
     def _computed(self, value: ir.Value) -> ir.Value | None:
@@ -135,7 +136,7 @@ class _Raising:
         )
 
     def _by_range(self, value: ir.Value) -> ir.Value | None:
-        """Each of its numbers by a Range of one step."""
+        """Each of its numbers by a Range of one step; None if there are too many."""
         shape = self._shape(value)
         if shape is None or not 0 < (count := math.prod(shape)) <= MOST:
             return None

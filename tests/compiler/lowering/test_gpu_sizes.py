@@ -68,13 +68,20 @@ def repeated(block: Block, x: ir.Value) -> None:
     block.give(block.op("Tile", x, block.op("Reshape", picked, block.ints(2))), shape=["n", "m"])
 
 
+def spread(block: Block, x: ir.Value) -> None:
+    """Forty times the place in the middle, as tables of positions are made."""
+    half = block.op("Div", length(block, x), block.constant(2, np.int64))
+    places = block.op("Expand", block.op("Unsqueeze", half, block.ints(0)), block.ints(40))
+    block.give(block.op("Gather", x, places), shape=[40, 8])
+
+
 def dequantized(block: Block, x: ir.Value) -> None:
     """A bias of whole numbers, as tools that quantize write it."""
     bias, scale = block.constant(np.arange(-4, 4), np.int32), block.constant(0.25, np.float32)
     block.give(block.op("Add", x, block.op("DequantizeLinear", bias, scale)), shape=["n", 8])
 
 
-FORMS = [compared, scaled, listed, chosen, largest, repeated, dequantized]
+FORMS = [compared, scaled, listed, chosen, largest, repeated, spread, dequantized]
 
 
 def written(tmp_path: Path, form: Callable[[Block, ir.Value], None]) -> tuple[Path, Block]:
