@@ -10,12 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.packaging.build_messages import BLOCK
 from splitc.compiler.packaging.engine_sizes import engine_sizes
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.package.manifest import Sizes
 
-# The metadata key of a node's block.
-BLOCK = "splitc.block"
 # The block of nodes that belong to none: masks, rotary tables, and nodes that a split adds.
 SHARED = "shared"
 # Beyond the end of any shape.

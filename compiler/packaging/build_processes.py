@@ -9,7 +9,7 @@ from typing import IO
 
 import onnx_ir as ir
 
-from splitc.compiler.packaging.builder import Job
+from splitc.compiler.packaging.build_messages import Job
 from splitc.runtime.hardware.devices import cores, host_memory
 
 # The memory of a process that builds: its libraries, and so many times the engine's weights. TensorRT-RTX 1.7 took 0.6

@@ -7,13 +7,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-from msgspec import Struct
-
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.packaging.build_messages import Job, Refusal
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import SplitcError
-from splitc.runtime.package.manifest import BuildOptions, Built, Sizes
+from splitc.runtime.package.manifest import BuildOptions, Built
 
 # Called with the number of engines that are built, with a fraction for the current one, and the number of all.
 Building = Callable[[float, int], None]
@@ -23,31 +22,6 @@ class BuildError(SplitcError):
     """An engine can't be built, or its builder does not support a node of the model."""
 
     page = "engines"
-
-
-class Job(Struct, frozen=True):
-    """One engine to build for a GPU: from the ONNX file `source` to the file `engine` (None: only parse the source).
-
-    `where` names the engine in messages.
-    """
-
-    source: str
-    engine: str | None
-    sizes: dict[str, Sizes]
-    where: str
-    gpu: int = 0
-
-
-class Refusal(Struct, frozen=True):
-    """A node that a builder does not support, with its name, operator and block, and the reason."""
-
-    node: str
-    operator: str
-    block: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.block}: '{self.node}' ({self.operator})"
 
 
 class Builder(Protocol):

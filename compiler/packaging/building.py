@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from splitc.compiler.packaging.builder import Building, Job, find_builder
+from splitc.compiler.packaging.build_messages import Job
+from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError, PackageError

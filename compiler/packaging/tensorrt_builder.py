@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-from msgspec import Struct
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.packaging.build_graphs import fit_to_build
+from splitc.compiler.packaging.build_messages import Failed, Finished, Job, Message, Order, Progress, Refusal
 from splitc.compiler.packaging.build_processes import Processes, divide_jobs
-from splitc.compiler.packaging.builder import BuildError, Building, Job, Refusal
+from splitc.compiler.packaging.builder import BuildError, Building
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError
@@ -36,39 +36,6 @@ from splitc.runtime.threads.futures import first_error
 PER_RANK = "model.plan.rank"
 # How many nodes an error lists.
 LISTED = 8
-
-
-class Order(Struct, frozen=True):
-    """What the process is to build: engines of one kind."""
-
-    kind: str
-    jobs: list[Job]
-    options: BuildOptions
-    timing_cache: str | None
-
-
-class Progress(Struct, frozen=True, tag="progress"):
-    """The progress of one job, from 0 to 1."""
-
-    job: int
-    done: float
-
-
-class Failed(Struct, frozen=True, tag="failed"):
-    """A failed job: the nodes that were refused; or TensorRT's message, and the nodes that it names."""
-
-    job: int
-    refused: list[Refusal]
-    message: str = ""
-
-
-class Finished(Struct, frozen=True, tag="finished"):
-    """All jobs are done."""
-
-    built: Built
-
-
-Message = Progress | Failed | Finished
 
 
 class TensorrtBuilder:

@@ -1,6 +1,7 @@
 """The process that builds TensorRT engines: reads an order from standard input, writes messages to standard output.
 
-All differences between TensorRT 8.6 to 11 and TensorRT-RTX are in `_open_network` and `_config`.
+All differences between TensorRT 8.6 to 11 and TensorRT-RTX are in `_open_network` and `_config`. What takes longer to
+import than a small engine takes to build (onnx_ir, polygraphy) is imported where it is used.
 """
 
 from __future__ import annotations
@@ -17,13 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import msgspec
-import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
-from splitc.compiler.nodes import operator_name
-from splitc.compiler.packaging.build_graphs import BLOCK
-from splitc.compiler.packaging.builder import Job, Refusal
-from splitc.compiler.packaging.tensorrt_builder import Failed, Finished, Order, Progress
+from splitc.compiler.packaging.build_messages import BLOCK, Failed, Finished, Job, Order, Progress, Refusal
 from splitc.runtime.engines.kinds import TENSORRT_RTX, find_kind
 from splitc.runtime.hardware.gpus import find_cupy
 from splitc.runtime.package.manifest import Built
@@ -158,11 +154,11 @@ def _config(
         return create_config_rtx(builder, network, **wanted)
     if not hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED"):
         types = _number_types(job)
-        wanted["fp16"] = ir.DataType.FLOAT16 in types
-        if ir.DataType.FLOAT16 in types:
+        wanted["fp16"] = "FLOAT16" in types
+        if "FLOAT16" in types:
             _keep_float32(trt, network, job)
             wanted["precision_constraints"] = "obey"
-        wanted["int8"] = ir.DataType.INT8 in types
+        wanted["int8"] = "INT8" in types
     # Collectives inside engines were a preview in 10.16.
     previews = [feature for name, feature in trt.PreviewFeature.__members__.items() if name.startswith("MULTIDEVICE")]
     if previews:
@@ -175,6 +171,9 @@ def _keep_float32(trt: ModuleType, network: Any, job: Job) -> None:
 
     Types come from the ONNX file, by the tensors' names: TensorRT reports float32 for all tensors until it builds.
     """
+    import onnx_ir as ir
+    from onnx_ir.passes.common import ShapeInferencePass
+
     model = ShapeInferencePass()(ir.load(job.source)).model
     single = {value.name for node in model.graph for value in node.outputs if value.dtype == ir.DataType.FLOAT}
     untyped = (trt.LayerType.CONSTANT, trt.LayerType.SHAPE)
@@ -188,10 +187,12 @@ def _keep_float32(trt: ModuleType, network: Any, job: Job) -> None:
             layer.set_output_type(number, trt.float32)
 
 
-def _number_types(job: Job) -> set[ir.DataType | None]:
+def _number_types(job: Job) -> set[str]:
     """The number types of the graph's inputs, outputs and weights."""
+    import onnx_ir as ir
+
     graph = ir.load(job.source).graph
-    return {value.dtype for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
+    return {str(value.dtype) for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
 
 
 def _monitor(trt: ModuleType, report: Callable[[float], None]) -> Any:
@@ -225,6 +226,10 @@ def _monitor(trt: ModuleType, report: Callable[[float], None]) -> Any:
 
 def _nodes(job: Job) -> list[Refusal]:
     """The nodes of the job's ONNX file, without a reason."""
+    import onnx_ir as ir
+
+    from splitc.compiler.nodes import operator_name
+
     return [
         Refusal(
             node.name or node.outputs[0].name or "",

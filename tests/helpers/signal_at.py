@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,11 @@ from typing import Any
 ROOT, TESTS = (str(Path(__file__).resolve().parents[up]) for up in (2, 1))
 # Modules in whose code signals come, besides splitc's: those that have locks, threads and processes.
 OTHERS = ("threading", "concurrent", "contextlib", "queue", "signal", "socket", "subprocess", "tempfile", "weakref")
+
+
+@cache
+def _is_counted(file: str) -> bool:
+    return not file.startswith(TESTS) and (file.startswith(ROOT) or any(f"/{other}" in file for other in OTHERS))
 
 
 @dataclass
@@ -45,7 +51,7 @@ class SignalAt:
                 self.begin = ""
             return
         file = code.co_filename
-        if file.startswith(TESTS) or not (file.startswith(ROOT) or any(f"/{other}" in file for other in OTHERS)):
+        if not _is_counted(file):
             return
         self.count += 1
         if self.at and self.count != self.at:

@@ -17,8 +17,9 @@ from msgspec.structs import replace
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.packaging.build_messages import Job
 from splitc.compiler.packaging.build_processes import Processes, divide_jobs
-from splitc.compiler.packaging.builder import BuildError, Job
+from splitc.compiler.packaging.builder import BuildError
 from splitc.compiler.packaging.building import BuildSettings, build_package
 from splitc.compiler.packaging.refusals import describe_refusals
 from splitc.runtime.engines.built_here import check_built_here
@@ -53,16 +54,19 @@ def short_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def compile_here(model: Path, package: Path, mode: str, build: BuildSettings = BuildSettings()) -> Manifest:
+def compile_here(
+    model: Path, package: Path, mode: str, build: BuildSettings = BuildSettings(), jobs: int = 1
+) -> Manifest:
+    """Compile for two GPUs, in one process by default: each takes longer to start than an engine to build."""
     request = Request(split_mode=mode, engine=KIND, shapes=shapes_of(1, 8), memory=["1GiB"])
-    return compile_model(plan_model(model, ["2xcuda"], request), package, build=build)
+    return compile_model(plan_model(model, ["2xcuda"], request), package, build=build, jobs=jobs)
 
 
 @pytest.fixture(scope="module")
 def stages(short_decoder: Path) -> tuple[Path, Manifest]:
     """A package in layer mode, and what its compile gave."""
     package = short_decoder.with_name("stages")
-    return package, compile_here(short_decoder, package, "layer")
+    return package, compile_here(short_decoder, package, "layer", jobs=2)
 
 
 def test_stages_are_engines(stages: tuple[Path, Manifest]) -> None:
@@ -115,7 +119,7 @@ def test_what_is_written_later_is_built_where_it_runs(short_decoder: Path, tmp_p
     assert told[0] == (0, 2) and told[-1] == (2, 2) and told == sorted(told)
     verify_files(package, built.files)
     assert {path: path.stat().st_mtime_ns for path in package.rglob("*.onnx")} == before
-    again = build_package(package)
+    again = build_package(package, jobs=1)
     assert [engine for rank in again.ranks for engine in rank.engines] == [e for r in built.ranks for e in r.engines]
     assert [path.name for path in tmp_path.iterdir()] == ["package"]
 
@@ -196,7 +200,7 @@ def test_engines_are_built_at_once_and_end_together(
 
     monkeypatch.setattr(Processes, "start", start_one_that_fails)
     with pytest.raises(BuildError, match=r"ended with exit code 1 while it built .*\nit fails"):
-        compile_here(short_decoder, tmp_path / "package", "layer")
+        compile_here(short_decoder, tmp_path / "package", "layer", jobs=2)
     assert len(started) == 2 and all(process.poll() is not None for process in started)
     assert not list(tmp_path.iterdir())
 
@@ -268,6 +272,6 @@ def test_commands(short_decoder: Path, tmp_path: Path) -> None:
     assert f"run 'splitc build {package}'" in later.replace("\n", " ")
     assert "not built yet" in splitc("inspect", package).stdout
     assert "are not built yet" in splitc("check", package, "-m", short_decoder, code=1).stderr
-    assert "built 2 engines with tensorrt-rtx" in splitc("build", package).stdout
+    assert "built 2 engines with tensorrt-rtx" in splitc("build", package, "--jobs", 1).stdout
     assert json.loads(splitc("inspect", package, "--json").stdout)["build"]["built"]["version"] == RTX.__version__
     assert "runs on GPUs" in splitc("check", package, "-m", short_decoder, "-d", "2xcpu", code=2).stderr
