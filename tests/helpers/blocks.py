@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,22 @@ import pytest
 
 from models.writer import Writer, save
 from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.modes import choosing
+from splitc.compiler.modes.asked import analyze_for
 from splitc.compiler.modes.row import RowSplit
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.sharding.slices import SlicedProducts
 from splitc.runtime import Session
+from splitc.runtime.hardware.devices import parse_devices
 from tests.conftest import Arrays, assert_close, run_whole
 
 # An ONNX Runtime of this version or later runs all that is tested; what an older one lacks is left out with it.
 RUNTIME, COMPLETE = tuple(map(int, ort.__version__.split(".")[:2])), (1, 24)
 FLOAT, INT = ir.DataType.FLOAT, ir.DataType.INT64
-# About even shares; and two and four ranks with even ones, two and three with such that one lacks units of some axes.
-EVEN = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (3, 1))
-SHARES = ((1, 1), (1, 1, 1, 1), (1, 16), (30, 1, 1))
+# Row mode: even and uneven shares. Tensor mode: even ones, and some with which the first and last rank lack units.
+EVEN = ((1, 1), (3, 1, 1, 1))
+SHARES = ((1, 1, 1, 1), (1, 30, 1))
 
 
 class Block(Writer):
@@ -132,9 +137,7 @@ def _check(
         pytest.skip(f"ONNX Runtime {RUNTIME} does not run the whole model: {error}")
     shapes = {name: array.shape for name, array in block.feeds.items()}
     plans = []
-    for share in shares:
-        request = Request(shapes=shapes, tensor_split=share, memory=["1GiB"], **mode)
-        plan = plan_model(model, [f"{len(share)}xcpu"], request)
+    for plan in _planned(model, shares, Request(shapes=shapes, memory=["1GiB"], **mode)):
         fates = {weight.name: weight for weight in plan.weights}
         assert {name for name in split if fates[name].reason} == set(), fates
         assert {name for name in whole if not fates[name].reason} == set(), fates
@@ -143,3 +146,12 @@ def _check(
             assert_close(session.run(block.feeds), expected, tolerance)
         plans.append(plan)
     return plans
+
+
+def _planned(model: Path, shares: Sequence[Sequence[float]], request: Request) -> Iterator[Plan]:
+    """A plan for each of the shares. As where auto mode compares modes, all are of one analysis."""
+    analysis = cache(partial(analyze_for, model, parse_devices(["2xcpu"]), request, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing, "analyze_for", lambda *_: analysis())
+        for share in shares:
+            yield plan_model(model, [f"{len(share)}xcpu"], replace(request, tensor_split=share))
