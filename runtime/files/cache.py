@@ -1,4 +1,4 @@
-"""The user's cache folder: small files with measurements of this machine."""
+"""The user's cache folder: measurements of this machine, and what takes long to make."""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.cache import read_cache, write_cache
 from splitc.runtime.files.visible_text import visible
 from splitc.runtime.files.written import check_output, written_whole
 from splitc.runtime.units import block_range, format_bytes
@@ -71,7 +73,16 @@ def _searches(page: Page) -> list[list[Sequence[str]]]:
 
 @cache
 def _script() -> str:
-    """Vega, Vega-Lite and what embeds them, in the version that the charts are made for."""
+    """Vega, Vega-Lite and what embeds them, in the version that the charts are made for.
+
+    It is kept in the user's cache, if that can be written: it takes seconds to make.
+    """
     vega_lite = importlib.import_module("altair").SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
-    script: str = importlib.import_module("vl_convert").javascript_bundle(vl_version=vega_lite)
+    maker = importlib.import_module("vl_convert")
+    name = f"vega-lite-{vega_lite}-{maker.__version__}.js"
+    script: str = read_cache(name).decode()
+    if not script:
+        script = maker.javascript_bundle(vl_version=vega_lite)
+        with suppress(MisuseError):
+            write_cache(name, script.encode())
     return script

@@ -242,3 +242,20 @@ def test_a_page_is_refused_before_any_work(
     said = splitc(command, *arguments, "--report", tmp_path / "page.html", code=2).stderr
     assert "--report needs altair, not installed here: pip install 'splitc[report]'" in " ".join(said.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_scripts_are_made_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each time where the cache can't be written."""
+    made: list[str] = []
+
+    def javascript_bundle(vl_version: str) -> str:
+        made.append(vl_version)
+        return f"// Vega-Lite {vl_version}"
+
+    monkeypatch.setattr("vl_convert.javascript_bundle", javascript_bundle)
+    script = page_writer._script.__wrapped__
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert script() == script() == f"// Vega-Lite {made[0]}" and len(made) == 1
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert script() == script() == f"// Vega-Lite {made[0]}" and len(made) == 3
