@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from models.llama import Size, build
+from models.llama import Size, build, save_sparse
 from models.writer import Writer, save
 from splitc.runtime.arrays.files import save_arrays
 from splitc.runtime.package.files import hash_file
@@ -166,7 +166,12 @@ def test_mistakes_end_the_process(decoder: Path, package: Path, tmp_path: Path) 
 
 def test_killed_compile_leaves_no_package(tmp_path: Path) -> None:
     """A model large enough that the signal comes while its weights are written."""
-    save(build(Size(layers=2, hidden=768, heads=8, kv_heads=8, feed_forward=3072)), tmp_path / "model.onnx")
+    w, size = Writer(), 4096
+    x = w.input("x", ir.DataType.FLOAT, ["n", size])
+    for name in "AB":
+        x = w.op("MatMul", x, w.weight(name, ir.tensor(np.zeros((size, size), np.float32))))
+    w.output(x, "y", ir.DataType.FLOAT, ["n", size])
+    save_sparse(w.model(), tmp_path / "model.onnx")
     command = [SCRIPT, "compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "package"), "-d", "2xcpu", *LAYERS]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen(

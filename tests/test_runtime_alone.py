@@ -16,6 +16,7 @@ from splitc.compiler.request.request import ROW_MIN
 from splitc.runtime.arrays.files import save_arrays
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import SCRIPT, splitc_process, splitc_several
+from tests.helpers.packages import compile_mode
 
 STARTS = {"script": [SCRIPT], "module": [sys.executable, "-m", "splitc.runtime"]}
 
@@ -46,7 +47,7 @@ def test_package_is_run_however_the_command_starts(
 
 def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path, package: Path, tmp_path: Path) -> None:
     commands: list[list[object]] = [
-        ["check", package, "--model", decoder],
+        ["check", compile_mode(decoder, "one device"), "--model", decoder],
         ["bench", package, "--runs", 2, "--no-memory"],
         ["generate", package, "--prompt-ids", "1,2", "-n", 3],
         ["inspect", package, "--report", tmp_path / "page.html"],

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from splitc.runtime.files.explained import explained
 from tests.conftest import decoder_feeds, listen_to_interrupts
 from tests.helpers.command import SCRIPT, splitc, splitc_process
 from tests.helpers.fuzz import MORE
+from tests.helpers.packages import compile_mode
 from tests.helpers.small_disk import is_possible, on_small_disk
 
 
@@ -51,7 +53,7 @@ def test_compile_to_a_disk_that_gets_full(mode: str, decoder: Path, tmp_path: Pa
     if not is_possible():
         pytest.skip("no file systems of one's own here")
     compile_ = [SCRIPT, "compile", decoder, "-d", "2xcpu", "--split-mode", mode, "--memory", "1GiB", "-o", "p"]
-    sizes = np.random.default_rng(len(mode)).integers(8, 1300, MORE)
+    sizes = np.random.default_rng(len(mode)).integers(8, 1300, MORE - 1)
     # What is seen to be too little before anything is written is so in all modes.
     for size in (*([8] if mode == "layer" else []), 780, *map(int, sizes)):
         code, errors, there = on_small_disk(tmp_path, size, ["sh", "-c", f"{shlex.join(map(str, compile_))} >&2"])
@@ -79,8 +81,11 @@ def test_files_on_a_disk_that_gets_full(decoder: Path, package: Path, tmp_path: 
         assert f"error: can't write {command[-1]}: the disk is full (No space left on device), with" in errors
 
 
-def test_reader_that_ends_does_not_stop_a_compile(decoder: Path, tmp_path: Path) -> None:
-    command = f"set -o pipefail; {SCRIPT} compile {decoder} -d 2xcpu --split-mode layer -o {tmp_path}/p | true"
+def test_reader_that_ends_does_not_stop_a_compile(write_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = write_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (float[n] x) => (float[n] y) { a = Relu(x) y = Neg(a) }'
+    )
+    command = f"set -o pipefail; {SCRIPT} compile {model} -d 2xcpu --split-mode layer -o {tmp_path}/p | true"
     shell(command, 0)
     splitc("inspect", tmp_path / "p")
 
@@ -147,7 +152,8 @@ def test_working_folder_that_is_gone(decoder: Path, tmp_path: Path) -> None:
     assert "No such file or directory" in said
 
 
-def test_programs_in_the_working_folder_are_not_run(decoder: Path, package: Path, tmp_path: Path) -> None:
+def test_programs_in_the_working_folder_are_not_run(decoder: Path, tmp_path: Path) -> None:
+    package = compile_mode(decoder, "one device")
     for name in ("msgspec", "numpy", "onnx", "splitc"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('this is not yours to run')")
     for command in (["check", package, "--model", decoder], ["bench", package, "--runs", "1", "--ranks", "processes"]):
@@ -178,7 +184,7 @@ def test_what_the_system_raises_is_explained() -> None:
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="names of files are UTF-8 there")
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_package_in_a_folder_whose_name_is_no_utf_8(package: Path, tmp_path: Path, ranks: str) -> None:
-    copied = shutil.copytree(package, tmp_path / os.fsdecode(b"p\xff"))
+def test_package_in_a_folder_whose_name_is_no_utf_8(decoder: Path, tmp_path: Path, ranks: str) -> None:
+    copied = shutil.copytree(compile_mode(decoder, "one device"), tmp_path / os.fsdecode(b"p\xff"))
     shown = shell(f"{SCRIPT} bench {os.fsdecode(os.fsencode(copied))} --runs 1 --no-memory --ranks {ranks}", 1)
     assert "not UTF-8" in shown
