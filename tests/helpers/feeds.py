@@ -13,7 +13,7 @@ Arrays = dict[str, Array]
 LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 4, 4, 2, 16, 96
 
 
-def decoder_feeds(batch: int = 2, new: int = 3, past: int = 5) -> Arrays:
+def decoder_feeds(batch: int = 2, new: int = 3, past: int = 5, layers: int = LAYERS) -> Arrays:
     """Feeds for the decoder, from a seed."""
     generator = np.random.default_rng(0)
     cache = (batch, KV_HEADS, past, HEAD)
@@ -22,7 +22,7 @@ def decoder_feeds(batch: int = 2, new: int = 3, past: int = 5) -> Arrays:
         "attention_mask": np.ones((batch, past + new), np.int64),
         "position_ids": np.broadcast_to(np.arange(past, past + new), (batch, new)).copy(),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         for part in ("key", "value"):
             feeds[f"past_key_values.{layer}.{part}"] = generator.standard_normal(cache).astype(np.float32)
     return feeds

@@ -95,7 +95,7 @@ def test_cache_is_both_past_and_present(decoder: Path) -> None:
     shapes = {"input_ids": (2, 3), "past_key_values.0.key": (2, 2, 5, 16)}
     plan = plan_model(decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", shapes=shapes))
     one_layer = 2 * (2 * 2 * (5 + 8) * 16 * 4)
-    assert [rank.memory.cache for rank in plan.ranks] == [2 * one_layer, 2 * one_layer]
+    assert [rank.memory.cache for rank in plan.ranks] == [one_layer, one_layer]
 
 
 def test_bound_for_the_planner_is_never_too_large(decoder: Path) -> None:

@@ -20,12 +20,12 @@ from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit
 from tests.helpers.fuzz import damage_bytes, damage_message, seeds
 
-SIZE = Size(layers=2, hidden=16, heads=2, kv_heads=2, feed_forward=32, vocabulary=24)
+SIZE = Size(layers=1, hidden=16, heads=2, kv_heads=2, feed_forward=32, vocabulary=24)
 FEEDS = {
     "input_ids": np.array([[1, 2, 3]]),
     "attention_mask": np.ones((1, 3), np.int64),
     "position_ids": np.array([[0, 1, 2]]),
-    **{f"past_key_values.{n}.{part}": np.zeros((1, 2, 0, 8), "f4") for n in range(2) for part in ("key", "value")},
+    **{f"past_key_values.0.{part}": np.zeros((1, 2, 0, 8), "f4") for part in ("key", "value")},
 }
 
 
@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("seed", seeds(4))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_damage_ends_in_a_message(whole: onnx.ModelProto, seed: int, tmp_path: Path) -> None:
     random = np.random.default_rng(seed)
     for number in range(8):

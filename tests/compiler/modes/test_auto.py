@@ -20,7 +20,8 @@ from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.hardware.profiles import HOPPER, Link
-from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.compiler.conftest import decoder_feeds
+from tests.conftest import assert_close, run_whole
 from tests.helpers.command import splitc
 
 # Budgets here are those of tiny models.
@@ -71,11 +72,11 @@ def test_all_ways_are_compared(decoder: Path) -> None:
     assert list(chosen.peaks) == [rank.memory.total for rank in plan.ranks]
 
 
-def test_streams_go_through_copies_or_stages_and_one_request_through_one_device(decoder: Path) -> None:
+def test_streams_go_through_copies_or_stages_and_one_request_through_one_device(deep_decoder: Path) -> None:
     """Copies are a little faster, and stages hold half as much."""
-    assert plan_model(decoder, ["2xcpu"], Request(memory=["1GiB"])).split_mode == "batch"
-    assert plan_model(decoder, ["2xcpu"], Request(memory=["600KiB"])).split_mode == "layer"
-    assert len(plan_model(decoder, ["2xcpu"], Request(objective="latency", memory=["1GiB"])).ranks) == 1
+    assert plan_model(deep_decoder, ["2xcpu"], Request(memory=["1GiB"])).split_mode == "batch"
+    assert plan_model(deep_decoder, ["2xcpu"], Request(memory=["600KiB"])).split_mode == "layer"
+    assert len(plan_model(deep_decoder, ["2xcpu"], Request(objective="latency", memory=["1GiB"])).ranks) == 1
 
 
 @pytest.mark.parametrize(("link", "mode", "ranks"), [(FREE, "tensor", 2), (SLOW, "layer", 1)])

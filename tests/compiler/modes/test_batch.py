@@ -22,8 +22,9 @@ from splitc.compiler.planning.plan_file import write_plan
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
+from tests.compiler.conftest import decoder_feeds
 from tests.compiler.sharding.test_random_blocks import RandomBlock
-from tests.conftest import Arrays, assert_close, decoder_feeds, run_whole
+from tests.conftest import Arrays, assert_close, run_whole
 from tests.helpers.command import splitc
 from tests.helpers.packages import compile_mode
 
@@ -253,12 +254,12 @@ def test_impossible_groups_are_refused(decoder: Path, devices: str, asked: dict[
         plan_model(decoder, [devices], request(decoder_feeds(), **asked))
 
 
-def test_copies_that_do_not_fit_are_refused_and_stages_are_not(decoder: Path) -> None:
+def test_copies_that_do_not_fit_are_refused_and_stages_are_not(deep_decoder: Path) -> None:
     """The second device has less than the whole model. Caches in place, which older versions lack, take another KiB."""
     memory = ["cpu0=1GiB", "cpu1=600KiB"]
     with pytest.raises(DoesNotFitError, match=r"cpu1 holds prologue to layers\.2: 59[34] KiB of 600 KiB"):
-        plan_model(decoder, ["2xcpu"], Request(split_mode="batch", memory=memory))
-    assert plan_model(decoder, ["2xcpu"], Request(memory=["600KiB"])).replicas is None
+        plan_model(deep_decoder, ["2xcpu"], Request(split_mode="batch", memory=memory))
+    assert plan_model(deep_decoder, ["2xcpu"], Request(memory=["600KiB"])).replicas is None
 
 
 def test_groups_are_inside_hosts(decoder: Path) -> None:

@@ -19,7 +19,8 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.hardware.devices import parse_devices
-from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, run_split, run_whole
+from tests.compiler.conftest import decoder_feeds
+from tests.conftest import LAYER, Arrays, assert_close, run_split, run_whole
 
 
 def test_only_the_hidden_state_crosses(decoder: Path) -> None:

@@ -23,7 +23,8 @@ from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Reduce
-from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
+from tests.compiler.conftest import DECODER, decoder_feeds
+from tests.conftest import assert_close, run_whole
 from tests.helpers.app import app
 from tests.helpers.blocks import Block, sharded
 

@@ -25,8 +25,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "splitc" / "block_costs.json"
 
 
-def test_blocks_are_measured_and_equal_ones_once(decoder: Path, cache: Path) -> None:
-    analysis = analyze(decoder, AskedShapes({"input_ids": (1, 8)}), 1)
+def test_blocks_are_measured_and_equal_ones_once(deep_decoder: Path, cache: Path) -> None:
+    analysis = analyze(deep_decoder, AskedShapes({"input_ids": (1, 8)}), 1)
     costs = profile.measure_blocks(analysis, parse_devices(["2xcpu"]), 1)
     assert len(costs) == 6
     assert all(block.seconds > 0 for block in costs)
@@ -70,17 +70,17 @@ def test_a_home_that_can_t_be_written_costs_time_only(
     assert len(measured) == 2 * 4  # one of each form on one device and on two, for all candidates
 
 
-def test_planner_goes_by_what_was_measured(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_goes_by_what_was_measured(deep_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first layer that takes as long as all others together gets a device of its own."""
     costs = [EngineCosts(seconds, 0) for seconds in (0.0, 3.0, 1.0, 1.0, 1.0, 0.0)]
     monkeypatch.setattr(api, "measure_blocks", lambda *_: costs)
-    plan = plan_model(decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", profile=True))
+    plan = plan_model(deep_decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", profile=True))
     assert [block.name for block in plan.ranks[0].stage.blocks] == ["prologue", "layers.0"]
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
 def test_measured_memory_stands_in_place_of_what_is_predicted(
-    decoder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    deep_decoder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """A layer takes 64 MiB: so does its rank, or all that have a shard of it, and a budget of less is refused."""
     costs = [EngineCosts(1.0, size) for size in (0, 0, 64 << 20, 0, 0, 0)]
@@ -88,8 +88,8 @@ def test_measured_memory_stands_in_place_of_what_is_predicted(
     request = Request(split_mode=mode, spread=mode == "layer")
     if mode == "row":
         request = replace(request, row_min=32)
-    predicted = plan_model(decoder, ["2xcpu"], request).ranks
-    measured = plan_model(decoder, ["2xcpu"], replace(request, profile=True)).ranks
+    predicted = plan_model(deep_decoder, ["2xcpu"], request).ranks
+    measured = plan_model(deep_decoder, ["2xcpu"], replace(request, profile=True)).ranks
     more = [new.memory.activations - old.memory.activations for new, old in zip(measured, predicted, strict=True)]
     if mode == "tensor":
         assert min(more) > 16 << 20
@@ -97,5 +97,5 @@ def test_measured_memory_stands_in_place_of_what_is_predicted(
         assert 45 << 20 < more[0] < 64 << 20
         assert more[1] <= 0
     with pytest.raises(DoesNotFitError):
-        plan_model(decoder, ["2xcpu"], replace(request, profile=True, memory=["40MiB"]))
-    assert plan_model(decoder, ["2xcpu"], replace(request, memory=["40MiB"]))
+        plan_model(deep_decoder, ["2xcpu"], replace(request, profile=True, memory=["40MiB"]))
+    assert plan_model(deep_decoder, ["2xcpu"], replace(request, memory=["40MiB"]))

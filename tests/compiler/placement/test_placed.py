@@ -130,10 +130,10 @@ def test_both_ends_of_a_tied_model(
             assert_close(outputs, run_whole(model, feeds))
 
 
-def test_layer_goes_with_its_cache(decoder: Path, tmp_path: Path) -> None:
+def test_layer_goes_with_its_cache(deep_decoder: Path, tmp_path: Path) -> None:
     """All weights of a layer are placed: so are the states and the attention between them."""
-    plan = make_plan(decoder, r"layers\.2\.=cpu1")
-    assert_layer_has_its_cache(decoder, plan, 1, tmp_path / "package")
+    plan = make_plan(deep_decoder, r"layers\.2\.=cpu1")
+    assert_layer_has_its_cache(deep_decoder, plan, 1, tmp_path / "package")
 
 
 def test_plan_is_read_back(tmp_path: Path) -> None:

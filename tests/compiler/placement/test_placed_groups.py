@@ -14,7 +14,8 @@ from splitc.compiler.request.places import ExpertsPlace, Place
 from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.machine import Machine
-from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.compiler.conftest import decoder_feeds
+from tests.conftest import assert_close, run_whole
 from tests.helpers.greedy import plain_loop
 from tests.helpers.mixtures import FORMS, Sizes, save_mixture
 from tests.helpers.placed import assert_same
@@ -81,14 +82,14 @@ def test_plan_is_read_back(tmp_path: Path) -> None:
         plan_from_file(model, tmp_path / "plan.json")
 
 
-def test_states_stay_with_their_group(decoder: Path, tmp_path: Path) -> None:
+def test_states_stay_with_their_group(deep_decoder: Path, tmp_path: Path) -> None:
     """A layer's weights are placed: its cache is on the other device of whichever group has the sequence."""
-    plan = make_plan(decoder, place=[Place(r"layers\.2\.", "cpu1")], shapes={})
+    plan = make_plan(deep_decoder, place=[Place(r"layers\.2\.", "cpu1")], shapes={})
     compile_model(plan, tmp_path / "package")
     with Session(tmp_path / "package", threads=1) as session:
-        feeds = decoder_feeds(batch=5)
-        assert_close(session.run(feeds), run_whole(decoder, feeds))
-        assert list(session.generate([5, 9, 2], max_new_tokens=12)) == plain_loop(decoder, [5, 9, 2], 12)
+        feeds = decoder_feeds(batch=5, layers=4)
+        assert_close(session.run(feeds), run_whole(deep_decoder, feeds))
+        assert list(session.generate([5, 9, 2], max_new_tokens=12)) == plain_loop(deep_decoder, [5, 9, 2], 12)
 
 
 def test_predicted_time_is_that_of_a_groups_rows(tmp_path: Path) -> None:

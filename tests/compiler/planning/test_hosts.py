@@ -19,7 +19,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices, parse_hosts
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.hardware.profiles import Link
-from tests.conftest import DECODER
+from tests.compiler.conftest import DECODER
 from tests.helpers.command import splitc
 
 FREE = Machine({"cpu-cpu": Link(0.0, 0.0)}, {"cpu-cpu": Link(0.0, 0.0)}, interconnect=Link(0.0, 0.0))
@@ -152,12 +152,12 @@ def test_hosts_in_a_plan_file(decoder: Path, tmp_path: Path) -> None:
         plan_from_file(decoder, path)
 
 
-def test_command_line(decoder: Path, tmp_path: Path) -> None:
+def test_command_line(deep_decoder: Path, tmp_path: Path) -> None:
     options = ["--hosts", "2x2xcpu", "--memory", "1GiB", "--interconnect", "25GB/s,5us"]
-    shown = splitc("plan", decoder, *options, "-o", tmp_path / "plan.json").stdout
+    shown = splitc("plan", deep_decoder, *options, "-o", tmp_path / "plan.json").stdout
     assert "2 hosts, groups inside" in shown
     package = tmp_path / "package"
-    splitc("compile", decoder, "--plan", tmp_path / "plan.json", "-o", package)
-    assert "start them with mpirun" in splitc("check", package, "--model", decoder, code=2).stderr
+    splitc("compile", deep_decoder, "--plan", tmp_path / "plan.json", "-o", package)
+    assert "start them with mpirun" in splitc("check", package, "--model", deep_decoder, code=2).stderr
     count = len(json.loads((package / "manifest.json").read_text())["ranks"])
-    splitc("check", package, "--model", decoder, "-d", f"{count}xcpu", "--no-memory")
+    splitc("check", package, "--model", deep_decoder, "-d", f"{count}xcpu", "--no-memory")
