@@ -208,8 +208,8 @@ def test_signal_at_a_call_or_return_of_a_command(seed: int, decoder: Path, packa
     ("use", "ranks", "every"),
     [
         ("run", "threads", 53),
-        ("generate", "processes", 151),
-        ("session", "threads", 211),
+        ("generate", "processes", 301),
+        ("session", "threads", 431),
         ("session", "processes", 5003),
     ],
 )

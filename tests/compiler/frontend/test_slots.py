@@ -114,10 +114,10 @@ def test_check_gives_the_models_own_slots_the_same(tmp_path: Path) -> None:
         assert_close(session.run(feeds), {"y": expected})
     np.savez(tmp_path / "inputs.npz", **feeds)
     asked = ("check", package, "--model", model, "--inputs", tmp_path / "inputs.npz")
-    for adapters in ((), ("--adapter", style), ("--adapter", f"{style}:-0.5")):
+    for adapters in (("--no-memory",), ("--adapter", style), ("--no-memory", "--adapter", f"{style}:-0.5")):
         assert "1 of 1 outputs agree" in splitc(*asked, *adapters).stdout
     peft = write_peft(tmp_path / "peft", pairs, lora_alpha=3 * 2)  # the model's factor of 2 is in it
-    assert "1 of 1 outputs agree" in splitc(*asked, "--adapter", peft).stdout
+    assert "1 of 1 outputs agree" in splitc(*asked, "--no-memory", "--adapter", peft).stdout
 
 
 def test_quantized_layers_have_slots(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model, plan_pipeline
@@ -23,7 +22,7 @@ from splitc.compiler.show.pipeline_tables import print_pipeline
 from splitc.compiler.show.plan_page import plan_chapter
 from splitc.compiler.show.plan_tables import check_explained, print_explained, print_plan
 from splitc.runtime import Session
-from tests.conftest import run_whole
+from tests.conftest import run_whole, whole_session
 from tests.helpers.written_attention import TRUTHS, Form, Size, feeds, operators, write
 
 SIZE = Size()
@@ -74,11 +73,10 @@ def fused(model: onnx.ModelProto, folder: Path, size: Size, form: Form) -> Fused
     return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
 
 
-def run(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return np.asarray(session.run(None, inputs)[0])
+def run(model: onnx.ModelProto, *inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """What the model gives for each of the inputs."""
+    session = whole_session(model.SerializeToString())
+    return [np.asarray(session.run(None, each)[0]) for each in inputs]
 
 
 @pytest.mark.parametrize("number", range(0, len(FORMS)))
@@ -96,9 +94,9 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
         assert "Transpose" not in names
     proto = ir.to_proto(made.graph.model)
     sizes = [SIZE, replace(SIZE, batch=3) if form.bias in ("learned", "both") else OTHER]
-    for size in sizes:
-        inputs = feeds(form, size, seed=number)
-        np.testing.assert_allclose(run(proto, inputs), run(model, inputs), rtol=0, atol=2e-6)
+    inputs = [feeds(form, size, seed=number) for size in sizes]
+    for actual, expected in zip(run(proto, *inputs), run(model, *inputs), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
     for value in (value for node in made.graph.graph for value in node.outputs):
         assert value.name in made.bound.shapes
 

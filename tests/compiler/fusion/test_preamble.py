@@ -49,8 +49,9 @@ def compiled(style: Style, folder: Path, mode: str, devices: list[str]) -> Path:
     return folder / "package"
 
 
-@pytest.mark.parametrize("name", STYLES)
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
+@pytest.mark.parametrize(
+    ("name", "mode"), [*((name, "tensor") for name in STYLES), ("transformers", "layer"), ("optimum", "layer")]
+)
 def test_packages_for_gpus_give_what_the_model_gives(tmp_path: Path, name: str, mode: str) -> None:
     """Whoever feeds the pasts, and in sequences with room and without."""
     style = replace(STYLES[name], dtype=HALF)
@@ -178,15 +179,13 @@ def test_only_what_attention_adds_for_all_heads_is_a_mask() -> None:
     assert find_masks(graph.inputs, [], sizes) == {}
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_memory_is_measured_and_processes_are_fed(tmp_path: Path, kind: str) -> None:
+def test_memory_is_measured_and_processes_are_fed(tmp_path: Path) -> None:
     style = replace(OPTIMUM, dtype=HALF)
     path = compiled(style, tmp_path, "layer", ["cuda0", "cuda1"])
     request = feeds(style, 1, 1, 6)
-    with Session(path, devices=["cpu0", "cpu1"], ranks=kind) as session:
+    with Session(path, devices=["cpu0", "cpu1"], ranks="processes") as session:
         assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)
-    if kind == "processes":
-        assert [memory.peak > 0 for memory in measure_memory(path, 1, request)] == [True, True]
+    assert [memory.peak > 0 for memory in measure_memory(path, 1, request)] == [True, True]
 
 
 def test_several_tokens_after_others_are_run_row_by_row(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from tests.helpers.blocks import Block, check_rows, check_split
+from tests.helpers.fuzz import seeds
 
 
 class RandomBlock(Block):
@@ -143,14 +144,16 @@ def random_shares(chance: np.random.Generator) -> list[float]:
     return [round(float(share), 4) for share in np.exp(chance.uniform(-spread, spread, ranks))]
 
 
-@pytest.mark.parametrize("seed", range(28))
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", seeds(16))
 def test_random_transformer(seed: int, tmp_path: Path) -> None:
     block = RandomBlock(seed)
     check_split(block, tmp_path, block.split, [random_shares(block.chance)], tolerance=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(28, 42))
+@pytest.mark.fuzz
+@pytest.mark.parametrize("seed", seeds(8))
 def test_random_transformer_by_row(seed: int, tmp_path: Path) -> None:
-    block = RandomBlock(seed)
+    block = RandomBlock(28 + seed)
     shares = [round(float(share), 2) for share in block.chance.uniform(0.5, 3, int(block.chance.integers(2, 5)))]
     check_rows(block, tmp_path, [], [shares], tolerance=1e-4)
