@@ -58,7 +58,7 @@ def test_helpers_hold_slices_and_the_main_device_all_else(decoder: Path, tmp_pat
         assert_close(session.run(feeds), run_whole(decoder, feeds))
 
 
-@pytest.mark.parametrize("devices", ["2xcpu", "3xcpu", "4xcpu"])
+@pytest.mark.parametrize("devices", ["2xcpu", "4xcpu"])  # three have many requests below
 def test_package_runs_sizes_that_were_not_planned(decoder: Path, tmp_path: Path, devices: str) -> None:
     compile_model(plan_model(decoder, [devices], ROW), tmp_path / "package")
     with Session(tmp_path / "package") as session:

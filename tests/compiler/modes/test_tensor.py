@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from models.writer import save
-from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.modes.tensor_split import TensorSplit
@@ -31,28 +31,41 @@ from tests.helpers.blocks import Block, sharded
 TENSOR = Request(split_mode="tensor")
 
 
-def test_decoder_takes_two_sums_a_layer_and_its_blocks_are_split(decoder: Path, tmp_path: Path) -> None:
-    plan = plan_model(decoder, ["2xcpu"], TENSOR)
+@pytest.fixture(scope="module")
+def two_ranks(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
+    """A plan and its package."""
+    plan, package = plan_model(decoder, ["2xcpu"], TENSOR), tmp_path_factory.mktemp("two") / "package"
+    compile_model(plan, package)
+    return plan, package
+
+
+@pytest.fixture(scope="module")
+def three_ranks(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    package = tmp_path_factory.mktemp("three") / "package"
+    compile_model(plan_model(decoder, ["3xcpu"], TENSOR), package)
+    return package
+
+
+def test_decoder_takes_two_sums_a_layer_and_its_blocks_are_split(two_ranks: tuple[Plan, Path]) -> None:
+    plan, package = two_ranks
     inside = [weight for weight in plan.weights if weight.in_block]
     assert sum(each.split for each in inside) > 0.95 * sum(each.bytes for each in inside)
     assert sharded(plan).sums.count == 2 * DECODER.layers
-    compile_model(plan, tmp_path / "package")
-    manifest = read_manifest(tmp_path / "package")
+    manifest = read_manifest(package)
     assert manifest.collectives == 2 * DECODER.layers
     for number, rank in enumerate(manifest.ranks):
         (engine,) = rank.engines
         assert engine.group == [0, 1]
-        nodes = [node.op_type for node in ir.load(tmp_path / "package" / f"rank{number}" / "stage0.onnx").graph]
+        nodes = [node.op_type for node in ir.load(package / f"rank{number}" / "stage0.onnx").graph]
         assert nodes.count("AllReduce") == manifest.collectives
         assert rank.weights_bytes < 0.6 * sum(weight.bytes for weight in plan.weights)
         cache = [part for part in rank.parts if part.name.startswith(("past", "present"))]
         assert len(cache) == 4 * DECODER.layers
 
 
-def test_same_request_gives_the_same_bits(decoder: Path, tmp_path: Path) -> None:
-    compile_model(plan_model(decoder, ["3xcpu"], TENSOR), tmp_path / "package")
+def test_same_request_gives_the_same_bits(three_ranks: Path) -> None:
     feeds = decoder_feeds()
-    with Session(tmp_path / "package") as session:
+    with Session(three_ranks) as session:
         first = session.run(feeds)
         for _ in range(20):
             again = session.run(feeds)
@@ -142,9 +155,8 @@ def test_outputs_that_differ_are_found_before_anything_is_written(
     compile_model(plan, tmp_path / "package", verify=False)
 
 
-def test_package_runs_sizes_that_were_not_planned(decoder: Path, tmp_path: Path) -> None:
-    compile_model(plan_model(decoder, ["3xcpu"], TENSOR), tmp_path / "package")
-    with Session(tmp_path / "package") as session:
+def test_package_runs_sizes_that_were_not_planned(decoder: Path, three_ranks: Path) -> None:
+    with Session(three_ranks) as session:
         for batch, new, past in ((1, 1, 0), (1, 1, 9), (3, 7, 0), (2, 4, 11)):
             feeds = decoder_feeds(batch, new, past)
             assert_close(session.run(feeds), run_whole(decoder, feeds), 2e-5)
@@ -184,10 +196,9 @@ def test_without_the_library_there_are_sums_between_engines(
     np.testing.assert_allclose(found, run_whole(decoder, decoder_feeds())["logits"], rtol=1e-4, atol=1e-5)
 
 
-def test_measured_memory_of_ranks(decoder: Path, tmp_path: Path) -> None:
+def test_measured_memory_of_ranks(two_ranks: tuple[Plan, Path]) -> None:
     from splitc.runtime.tools.rank_memory import measure_memory
 
-    compile_model(plan_model(decoder, ["2xcpu"], TENSOR), tmp_path / "package")
-    found = measure_memory(tmp_path / "package", 1, decoder_feeds())
+    found = measure_memory(two_ranks[1], 1, decoder_feeds())
     assert [rank.device for rank in found] == ["cpu0", "cpu1"]
     assert all(np.isfinite(rank.peak) and rank.peak > 0 for rank in found)

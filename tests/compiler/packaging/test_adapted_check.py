@@ -17,8 +17,7 @@ from splitc.runtime import OutputsDifferError
 COMPARED = "; with a random adapter, "
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor", "row", "batch"])
-@pytest.mark.parametrize("slots", [None, 2])
+@pytest.mark.parametrize(("mode", "slots"), [("layer", 2), ("tensor", 2), ("row", 2), ("batch", 2), ("tensor", None)])
 def test_engines_with_slots_are_compared(decoder: Path, tmp_path: Path, mode: str, slots: int | None) -> None:
     """Where the package is compared at all."""
     said: list[str] = []

@@ -27,11 +27,10 @@ def shapes(batch: int = 2, new: int = NEW, past: int = PAST) -> dict[str, tuple[
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
-@pytest.mark.parametrize("devices", ["2xcpu", "3xcpu"])
 def test_sizes_are_those_that_engines_see(
-    decoder: Path, tmp_path: Path, mode: str, devices: str, monkeypatch: pytest.MonkeyPatch
+    decoder: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_model(decoder, [devices], Request(split_mode=mode, shapes=shapes()))
+    plan = plan_model(decoder, ["3xcpu"], Request(split_mode=mode, shapes=shapes()))
     programs = [plan.program(number) for number in range(len(plan.ranks))]
     expected = engine_sizes(programs, [plan.analysis.shapes] * 3)
     compile_model(plan, tmp_path / "package")
