@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -73,7 +73,11 @@ def fused(model: onnx.ModelProto, folder: Path, size: Size, form: Form) -> Fused
     return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
 
 
-def run(model: onnx.ModelProto, *inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+def run(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    return run_each(model, [inputs])[0]
+
+
+def run_each(model: onnx.ModelProto, inputs: Sequence[dict[str, np.ndarray]]) -> list[np.ndarray]:
     """What the model gives for each of the inputs."""
     session = whole_session(model.SerializeToString())
     return [np.asarray(session.run(None, each)[0]) for each in inputs]
@@ -95,7 +99,7 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
     proto = ir.to_proto(made.graph.model)
     sizes = [SIZE, replace(SIZE, batch=3) if form.bias in ("learned", "both") else OTHER]
     inputs = [feeds(form, size, seed=number) for size in sizes]
-    for actual, expected in zip(run(proto, *inputs), run(model, *inputs), strict=True):
+    for actual, expected in zip(run_each(proto, inputs), run_each(model, inputs), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
     for value in (value for node in made.graph.graph for value in node.outputs):
         assert value.name in made.bound.shapes

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,12 @@ def test_plan_says_what_was_not_checked(short_decoder: Path, monkeypatch: pytest
     monkeypatch.setattr("splitc.compiler.packaging.refusals.is_installed", lambda engine: False)
     (line,) = describe_refusals(plan)
     assert line == "which operators tensorrt takes was not checked: it is not installed here (pip install tensorrt)"
+
+
+def test_process_starts_without_what_takes_long_to_import() -> None:
+    program = "import splitc.compiler.packaging.tensorrt_process, sys; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert {"onnx", "onnx_ir", "sympy", "polygraphy"}.isdisjoint(found.stdout.split())
 
 
 def test_process_that_dies_is_named(short_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
