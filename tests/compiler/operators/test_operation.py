@@ -49,7 +49,6 @@ LINEAR: dict[str, Middle] = {
     "Identity": through("Identity"),
     "Dropout": through("Dropout"),
     "Cast": through("Cast", to=FLOAT),
-    "CastLike": lambda b, v: b.op("CastLike", v, number(b, 0)),
     "Where": where,
     "Reshape": lambda b, v: b.op("Reshape", v, b.ints(0, 0, 4, 3)),
     "Flatten": through("Flatten", axis=2),
