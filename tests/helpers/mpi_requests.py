@@ -15,7 +15,7 @@ from splitc.runtime.errors import SplitcError
 
 PROMPT = [5, 17, 33]
 # In flight at once.
-REQUESTS = 6
+REQUESTS = 3
 
 
 def main(folder: str, *packages: str) -> None:
