@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,16 @@ def compiled(folder: Path, package: Path, mode: str, names: tuple[str, ...] = ()
 
 
 @pytest.fixture(scope="module")
-def tensor_text(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_package(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The text folder in each mode, compiled once."""
+    folder = tmp_path_factory.mktemp("package")
+    return cache(lambda mode: compiled(text, folder / mode, mode))
+
+
+@pytest.fixture(scope="module")
+def tensor_text(text_package: Callable[[str], Path]) -> Path:
     """The text folder in tensor mode."""
-    return compiled(text, tmp_path_factory.mktemp("package") / "text", "tensor")
+    return text_package("tensor")
 
 
 @pytest.fixture(scope="module", params=["layer", "tensor"])
@@ -91,11 +99,12 @@ def run(package: Path, *options: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_texts_become_the_tokens_of_the_unsplit_models(text: Path, tmp_path: Path, mode: str) -> None:
-    package = compiled(text, tmp_path / "package", mode)
+def test_texts_become_the_tokens_of_the_unsplit_models(
+    text: Path, text_package: Callable[[str], Path], mode: str
+) -> None:
     expected = expected_text(text, 20)
     assert len(set(expected)) > 3
-    found = run(package, "--prompt", WORDS, "-n", 20)
+    found = run(text_package(mode), "--prompt", WORDS, "-n", 20)
     assert found["tokens"] == expected
     assert found["text"] == " ".join(f"w{token}" for token in expected)
     assert found["timings"]["encoder_seconds"] > 0

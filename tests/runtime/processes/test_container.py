@@ -31,7 +31,7 @@ from pathlib import Path
 import psutil
 from splitc.runtime import Session
 from splitc.runtime.errors import SplitcError
-from tests.conftest import decoder_feeds
+from tests.helpers.feeds import decoder_feeds
 assert os.getpid() == 1
 for place in (Path.home(), Path("/dev/shm"), Path(sys.argv[1])):
     try:

@@ -222,7 +222,7 @@ STOPPED = """
 import sys
 from splitc.runtime import Session
 from splitc.runtime.processes import ranks
-from tests.conftest import decoder_feeds
+from tests.helpers.feeds import decoder_feeds
 ranks.PATIENCE = 2.5
 with Session(sys.argv[1], threads=1, ranks="processes") as session:
     for _ in range(2):
@@ -253,7 +253,7 @@ def test_stop_of_all_processes_does_not_break_the_session(decoder: Path) -> None
 DESCRIPTORS = """
 import gc, os, sys
 from splitc.runtime import Session
-from tests.conftest import decoder_feeds
+from tests.helpers.feeds import decoder_feeds
 gc.disable()
 for _ in range(3):
     with Session(sys.argv[1], threads=1, ranks="processes") as session:
@@ -264,7 +264,7 @@ for _ in range(3):
 
 def test_closed_session_has_no_descriptors(decoder: Path) -> None:
     """Also before the garbage collector runs."""
-    command = [sys.executable, "-c", DESCRIPTORS, str(compile_mode(decoder, "layer"))]
+    command = [sys.executable, "-c", DESCRIPTORS, str(compile_mode(decoder, "tensor"))]
     first, *later = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     assert later == [first, first]
 
