@@ -58,12 +58,24 @@ def options_as_typed() -> Iterator[None]:
         yield
 
 
+def saved(size: Size, folders: pytest.TempPathFactory) -> Path:
+    """A decoder with its weights beside it, in a folder of its own."""
+    path = folders.mktemp("decoder") / "decoder.onnx"
+    save(build(size), path)
+    return path
+
+
+def in_three_stages(model: Path, folders: pytest.TempPathFactory) -> Path:
+    """A package of the model in layer mode, in a folder of its own."""
+    path = folders.mktemp("package") / "decoder"
+    compile_model(plan_model(model, ["3xcpu"], LAYER), path)
+    return path
+
+
 @pytest.fixture(scope="session")
 def deep_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder of four layers with its weights beside it."""
-    path = tmp_path_factory.mktemp("decoder") / "decoder.onnx"
-    save(build(DECODER), path)
-    return path
+    return saved(DECODER, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -75,9 +87,7 @@ def decoder(deep_decoder: Path) -> Path:
 @pytest.fixture(scope="session")
 def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The decoder as a package of three stages."""
-    path = tmp_path_factory.mktemp("package") / "decoder"
-    compile_model(plan_model(decoder, parse_devices(["3xcpu"]), LAYER), path)
-    return path
+    return in_three_stages(decoder, tmp_path_factory)
 
 
 def listen_to_interrupts() -> None:
