@@ -65,13 +65,20 @@ def _give_kernel(node: ir.Node, editor: Editor) -> None:
     if runs_on_gpu(node):
         return
     value = node.inputs[0] if node.inputs else None
-    if value is not None and node.op_type in ("ArgMax", "ArgMin") and described(value).dtype == ir.DataType.INT32:
+    if value is None or described(value).dtype != ir.DataType.INT32:
+        return
+    if node.op_type in ("ArgMax", "ArgMin"):
         # A double holds each of these numbers.
         double = editor.before(node, "Cast", value, to=ir.DataType.DOUBLE)
         _describe(double, f"{node.outputs[0].name}/double", ir.DataType.DOUBLE, described(value).shape)
         node.replace_input_with(0, double)
-    elif node.op_type == "DequantizeLinear" and all(v is None or _constant(v) is not None for v in node.inputs):
-        # A bias of INT32, which ONNX Runtime would compute in each run.
+    elif node.op_type == "DequantizeLinear" and not node.outputs[0].is_graph_output():
+        _dequantize(node, editor)
+
+
+def _dequantize(node: ir.Node, editor: Editor) -> None:
+    """Compute a constant bias, which ONNX Runtime would do in each run. Weights are of fewer bits, and stay packed."""
+    if all(value is None or _constant(value) is not None for value in node.inputs):
         (array,) = run_alone(serialized(node_alone(node, lambda _: True)), {})
         node.outputs[0].replace_all_uses_with(editor.constant(array))
         editor.graph.remove(node, safe=True)

@@ -134,6 +134,20 @@ def test_what_depends_on_data_stays_where_it_is(tmp_path: Path) -> None:
     assert file.not_captured.startswith("Range '") and file.not_captured.endswith("which is computed on the GPU")
 
 
+@pytest.mark.parametrize(("dtype", "is_output"), [(np.int16, False), (np.int32, True)])
+def test_packed_weights_and_outputs_are_dequantized_as_they_run(dtype: type, is_output: bool) -> None:
+    numbers = [ir.tensor(np.arange(8, dtype=dtype), name="numbers"), ir.tensor(np.float32(0.5), name="scale")]
+    constants = [ir.Value(name=each.name, type=ir.TensorType(each.dtype), const_value=each) for each in numbers]
+    node = ir.node("DequantizeLinear", constants)
+    read = ir.node("Neg", node.outputs)
+    outputs = [*read.outputs, *(node.outputs if is_output else ())]
+    for number, value in enumerate((*node.outputs, *read.outputs)):
+        value.name = f"value{number}"
+    graph = ir.Graph([], outputs, nodes=[node, read], initializers=constants, opset_imports={"": 21})
+    keep_on_gpu(graph, 21, {})
+    assert [kept.op_type for kept in graph] == ["DequantizeLinear", "Neg"]
+
+
 def test_control_flow_and_missing_kernels_are_named() -> None:
     def graph(node: ir.Node, *inputs: ir.Value) -> ir.Graph:
         node.outputs[0].name = "y"
