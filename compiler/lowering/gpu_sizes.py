@@ -18,7 +18,6 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.cpu_values import SMALL, place_values, runs_on_gpu, why_not_captured
@@ -62,26 +61,14 @@ def _give_kernel(node: ir.Node, editor: Editor) -> None:
     """Let a node have a kernel that needs no copy where another operator, or another type, has the same results."""
     if node.op_type == "OneHot" and not node.domain:
         _replace_one_hot(node, editor)
-    if runs_on_gpu(node):
-        return
     value = node.inputs[0] if node.inputs else None
-    if value is None or described(value).dtype != ir.DataType.INT32:
+    if value is None or described(value).dtype != ir.DataType.INT32 or runs_on_gpu(node):
         return
     if node.op_type in ("ArgMax", "ArgMin"):
         # A double holds each of these numbers.
         double = editor.before(node, "Cast", value, to=ir.DataType.DOUBLE)
         _describe(double, f"{node.outputs[0].name}/double", ir.DataType.DOUBLE, described(value).shape)
         node.replace_input_with(0, double)
-    elif node.op_type == "DequantizeLinear" and not node.outputs[0].is_graph_output():
-        _dequantize(node, editor)
-
-
-def _dequantize(node: ir.Node, editor: Editor) -> None:
-    """Compute a constant bias, which ONNX Runtime would do in each run. Weights are of fewer bits, and stay packed."""
-    if all(value is None or _constant(value) is not None for value in node.inputs):
-        (array,) = run_alone(serialized(node_alone(node, lambda _: True)), {})
-        node.outputs[0].replace_all_uses_with(editor.constant(array))
-        editor.graph.remove(node, safe=True)
 
 
 def _replace_one_hot(node: ir.Node, editor: Editor) -> None:

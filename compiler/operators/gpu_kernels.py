@@ -12,7 +12,6 @@ from splitc.compiler.nodes import operator_name
 
 # Sizes, axes, bounds: the numbers of the inputs that are in the host's memory.
 HOST_INPUTS: dict[str, tuple[int, ...]] = {
-    "Clip": (1, 2),
     "ConstantOfShape": (0,),
     "CumSum": (1,),
     "Dropout": (1, 2),

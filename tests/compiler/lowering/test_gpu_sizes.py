@@ -75,13 +75,14 @@ def spread(block: Block, x: ir.Value) -> None:
     block.give(block.op("Gather", x, places), shape=[40, 8])
 
 
-def dequantized(block: Block, x: ir.Value) -> None:
-    """A bias of whole numbers, as tools that quantize write it."""
-    bias, scale = block.constant(np.arange(-4, 4), np.int32), block.constant(0.25, np.float32)
-    block.give(block.op("Add", x, block.op("DequantizeLinear", bias, scale)), shape=["n", 8])
+def clipped(block: Block, x: ir.Value) -> None:
+    """Places up to a length, which the kernel for GPUs reads there."""
+    whole = block.op("Cast", block.op("Mul", x, block.constant(9.0, np.float32)), to=ir.DataType.INT64)
+    places = block.op("Clip", whole, block.constant(0, np.int64), length(block, x))
+    block.give(block.op("Cast", places, to=ir.DataType.FLOAT), shape=["n", 8])
 
 
-FORMS = [compared, scaled, listed, chosen, largest, repeated, spread, dequantized]
+FORMS = [compared, scaled, listed, chosen, largest, repeated, spread, clipped]
 
 
 def written(tmp_path: Path, form: Callable[[Block, ir.Value], None]) -> tuple[Path, Block]:
@@ -132,20 +133,6 @@ def test_what_depends_on_data_stays_where_it_is(tmp_path: Path) -> None:
     model, _ = written(tmp_path, counted)
     (file,) = read_manifest(package(model, "cuda0")).ranks[0].engines
     assert file.not_captured.startswith("Range '") and file.not_captured.endswith("which is computed on the GPU")
-
-
-@pytest.mark.parametrize(("dtype", "is_output"), [(np.int16, False), (np.int32, True)])
-def test_packed_weights_and_outputs_are_dequantized_as_they_run(dtype: type, is_output: bool) -> None:
-    numbers = [ir.tensor(np.arange(8, dtype=dtype), name="numbers"), ir.tensor(np.float32(0.5), name="scale")]
-    constants = [ir.Value(name=each.name, type=ir.TensorType(each.dtype), const_value=each) for each in numbers]
-    node = ir.node("DequantizeLinear", constants)
-    read = ir.node("Neg", node.outputs)
-    outputs = [*read.outputs, *(node.outputs if is_output else ())]
-    for number, value in enumerate((*node.outputs, *read.outputs)):
-        value.name = f"value{number}"
-    graph = ir.Graph([], outputs, nodes=[node, read], initializers=constants, opset_imports={"": 21})
-    keep_on_gpu(graph, 21, {})
-    assert [kept.op_type for kept in graph] == ["DequantizeLinear", "Neg"]
 
 
 def test_control_flow_and_missing_kernels_are_named() -> None:
