@@ -35,6 +35,7 @@ from splitc.compiler.fusion.rotary_embedding import write_rotary
 from splitc.compiler.fusion.sizes import Sizes, known_shapes
 from splitc.compiler.fusion.softmax import Softmax, find_softmax
 from splitc.compiler.fusion.tables import Tables
+from splitc.compiler.fusion.views import join_views
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Role
 from splitc.runtime.package.states import Length, State
@@ -90,6 +91,7 @@ def fuse(
     lengths = work.lengths.entries() if work.held else ()
     if not any(fate.operator for fate in fates):
         return Fused(graph, bound, tuple(fates))
+    work.join_views()
     if any(fate.operator in (OPERATOR, GROUPED, ROTARY) for fate in fates):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
     reads, preamble = complete(graph.model), None
@@ -145,6 +147,10 @@ class _Work:
         pasts = [past for past, _ in self.held.values()]
         states = [state.input for state in self.states]
         return Lengths(self.editor, self._sizes, pasts, states, self.gains.has_room)
+
+    def join_views(self) -> None:
+        """Spare the engines views of views."""
+        join_views(self.editor, self._sizes)
 
     def preamble(self, roles: Mapping[str, Role]) -> Preamble:
         """What is computed before the ranks. Raises NotFusedError if nothing can be."""

@@ -1,0 +1,71 @@
+"""Views of views are read through where their sizes say the same, and numbers stay as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.fusion.sizes import Sizes
+from splitc.compiler.fusion.views import join_views
+
+MODEL = """<ir_version: 8, opset_import: ["" : 18]>
+graph (float[b, s, 8] x) => (float{axes} y{output}) {{
+    heads = Constant <value_ints = {heads}> ()  again = Constant <value_ints = {again}> ()
+    h = Reshape (x, heads)  v = Reshape (h, again)  y = Neg (v)
+}}"""
+# Those of x.
+SIZES = {"planned": (2, 3, 8), "probe": (5, 7, 8)}
+
+
+def views(heads: list[int], again: list[int], output: str = "", differ: bool = True) -> tuple[ir.Model, ir.Model]:
+    """The model as it was, and with its views joined."""
+    axes = str([f"n{place}" for place in range(len(again))]).replace("'", "")
+    text = MODEL.format(heads=heads, again=again, axes=axes, output=output and f", float{axes} {output}")
+    shapes = {}
+    for name, own in SIZES.items():
+        x = np.zeros(own, np.float32)
+        h = x.reshape([size or own[place] for place, size in enumerate(heads)])
+        v = h.reshape([size or h.shape[place] for place, size in enumerate(again)])
+        shapes[name] = {"x": x.shape, "h": h.shape, "v": v.shape, "y": v.shape}
+    before, after = (ir.from_proto(onnx.parser.parse_model(text)) for _ in range(2))
+    for node in [node for node in after.graph if node.op_type == "Constant"]:
+        numbers = np.array(node.attributes["value_ints"].as_ints(), np.int64)
+        node.outputs[0].const_value = ir.tensor(numbers, name=node.outputs[0].name)
+    join_views(Editor(after.graph), Sizes(shapes["planned"], shapes["probe"], differ))
+    remove_unused(after.graph)
+    return before, after
+
+
+@pytest.mark.parametrize(
+    ("heads", "again", "left"),
+    [
+        ([0, 0, 2, 4], [0, 0, 8], 0),  # as it was
+        ([0, 0, 2, 4], [1, -1, 8], 1),
+        ([0, 0, 2, 4], [0, -1], 1),
+        ([1, -1, 8], [0, 0, 2, 4], 2),  # two sizes that only the first view has
+        ([1, -1, 8], [0, -1, 4], 2),  # one that is 1 there, beside another
+        ([-1, 4], [0, 1, 4], 1),  # one such size, which a Reshape finds by itself
+        ([0, -1], [0, 2, -1], 1),
+    ],
+)
+def test_views_read_what_is_below(heads: list[int], again: list[int], left: int) -> None:
+    before, after = views(heads, again)
+    assert sum(node.op_type == "Reshape" for node in after.graph) == left
+    for shape in ((2, 3, 8), (4, 2, 8), (1, 1, 8), *([(0, 3, 8)] if -1 not in again else [])):
+        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        one, other = (
+            ort.InferenceSession(ir.to_proto(model).SerializeToString()).run(["y"], {"x": x})[0]
+            for model in (before, after)
+        )
+        np.testing.assert_array_equal(one, other)
+
+
+def test_outputs_and_sizes_that_may_be_equal_by_chance_stay() -> None:
+    for how in ({"output": "v"}, {"differ": False}):
+        _, after = views([0, 0, 2, 4], [0, 0, 8], **how)  # type: ignore[arg-type]
+        assert sum(node.op_type == "Reshape" for node in after.graph) == 1 + ("differ" in how)
