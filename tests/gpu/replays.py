@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--devices", default="cuda0,cuda0", help="those of the two ranks")
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--only", nargs="+", help="names of models")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS)
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no model is begun")
     parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -55,7 +56,7 @@ def main() -> None:
         print(_try(options.folder, options.one, options.devices.split(",")))
         return
     models = sorted(path.parent for path in options.folder.glob("*/model.onnx"))
-    wanted = [(each, way) for each in models for way in WAYS if each.name in (options.only or [each.name])]
+    wanted = [(each, way) for each in models for way in options.ways if each.name in (options.only or [each.name])]
     end = time.monotonic() + options.limit
     counts: Counter[str] = Counter()
     with ThreadPoolExecutor(options.jobs) as pool:
