@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -21,6 +22,7 @@ from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.requests import preamble
 from splitc.runtime.requests.preamble import is_causal
 from splitc.runtime.tools.rank_memory import measure_memory
 from tests.compiler.fusion.test_caches import OPTIMUM
@@ -135,23 +137,26 @@ def test_masks_that_hide_nothing_but_later_tokens_are_left_out(
         assert len(loaded) == 4
 
 
-@pytest.mark.parametrize(("tokens", "before"), [(1, 0), (1, 6), (4, 0), (3, 5)])
-def test_a_mask_is_causal_if_it_hides_later_tokens_and_no_others(tokens: int, before: int) -> None:
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(("tokens", "before"), [(1, 0), (1, 6), (4, 0), (5, 3)])
+def test_a_mask_is_causal_if_it_hides_later_tokens_and_no_others(
+    tokens: int, before: int, dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preamble, "BLOCK", 2)
     rows = before + tokens
     shown = np.tri(tokens, rows, before, np.bool_)
-    behind = np.full((1, 1, tokens, 2), -1e9, np.float32)  # room, which is not read
-    for least in (-1e4, float(np.finfo(np.float16).min), -np.inf):
-        mask = np.concatenate([np.where(shown, -0.0, least)[None, None].astype(np.float32), behind], axis=-1)
+    behind = np.full((1, 1, tokens, 2), -1e4, dtype)  # room, which is not read
+    for least in (-1e4, -65504.0, -np.inf):
+        mask = np.concatenate([np.where(shown, -0.0, least)[None, None].astype(dtype), behind], axis=-1)
         assert is_causal(mask, before)
         assert is_causal(mask[..., :rows], before)
         for row, place in product(range(tokens), range(rows)):
             other = mask.copy()
             other[..., row, place] = least if shown[row, place] else 0
             assert not is_causal(other, before)
-        other = mask.copy()
-        other[..., 0, 0] = np.nan
-        assert not is_causal(other, before)
-    assert not is_causal(np.where(shown, 0, -10).astype(np.float32)[None, None], before) or shown.all()
+            other[..., row, place] = np.nan
+            assert not is_causal(other, before)
+    assert not is_causal(np.where(shown, 0, -10).astype(dtype)[None, None], before) or shown.all()
 
 
 def test_only_what_attention_adds_for_all_heads_is_a_mask() -> None:
