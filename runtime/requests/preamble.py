@@ -15,8 +15,8 @@ from splitc.runtime.package.states import Preamble
 # What is added to a score that is to be hidden: this, or less. A choice: exporters write -10000, the least number of
 # the type, or minus infinity, and the exponential of -10000 is zero in each type.
 HIDING = -1e4
-# Tokens whose masks are looked at together: what is compared stays in a processor's caches. A mask of 2,048 tokens takes
-# some 20 ms so, and 170 as a whole, most of it for new pages. numpy compares the bits of halves faster than halves.
+# Tokens whose masks are looked at together: what is compared stays in a processor's caches. A mask of 2,048 tokens
+# takes some 20 ms so, and 170 as a whole, most of it for new pages.
 BLOCK = 64
 
 
@@ -64,7 +64,7 @@ def is_causal(mask: Array, before: int) -> bool:
 
 
 def _is_zero(added: Array) -> bool:
-    if added.dtype.itemsize == 2:
+    if added.dtype.itemsize == 2:  # numpy compares the bits of halves faster than halves
         return not (added.view(np.uint16) << 1).any()
     return not added.any()
 
