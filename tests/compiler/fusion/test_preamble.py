@@ -145,7 +145,7 @@ def test_a_mask_is_causal_if_it_hides_later_tokens_and_no_others(
     monkeypatch.setattr(preamble, "BLOCK", 2)
     rows = before + tokens
     shown = np.tri(tokens, rows, before, np.bool_)
-    behind = np.full((1, 1, tokens, 2), -1e4, dtype)  # room, which is not read
+    behind: np.ndarray[Any, Any] = np.full((1, 1, tokens, 2), -1e4, dtype)  # room, which is not read
     for least in (-1e4, -65504.0, -np.inf):
         mask = np.concatenate([np.where(shown, -0.0, least)[None, None].astype(dtype), behind], axis=-1)
         assert is_causal(mask, before)
