@@ -17,6 +17,7 @@ from splitc.compiler.frontend.external_data import SMALL
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.engines.kind import release
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 
@@ -50,7 +51,7 @@ def check_accepted(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.
 
 def _check_crashes(graph: Graph) -> None:
     """Raise RefusedError for a node that ONNX Runtime loads, and that ends the process when it runs."""
-    if tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 32):
+    if release(onnxruntime.__version__) >= (1, 32):
         return
     for node in graph.nodes:
         number = operator_of(node).crashes_without

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
+import onnxruntime
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
@@ -78,6 +79,7 @@ def make_manifest(
         slots=list(analysis.slots),
         maps_weights=plan.weights_at == DISK,
         most_rank=plan.most_rank,
+        onnxruntime=onnxruntime.__version__,
         merged=[
             m.MergedAdapter(Path(merged.adapter.name).name, merged.strength, len(merged.matches.updates))
             for merged in analysis.merged

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.kind import release
+from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import list_gpus
@@ -54,3 +56,18 @@ def check_built_here(package: Path, manifest: Manifest, devices: Sequence[Device
                 f"{package} was built for {built.gpu} (compute capability {built.compute_capability}), and cuda"
                 f"{gpu.index} is {gpu.name} ({gpu.compute_capability}): build it again with '{again}'"
             )
+
+
+@contextlib.contextmanager
+def newer_named(manifest: Manifest) -> Iterator[None]:
+    """Name both versions in the PackageError of an ONNX file, if the one of ONNX Runtime here is the older one."""
+    try:
+        yield
+    except PackageError as error:
+        made, installed = manifest.onnxruntime, find_kind(ONNXRUNTIME).version or ""
+        if release(installed) >= release(made):
+            raise
+        raise PackageError(
+            f"{error}. The package was compiled with ONNX Runtime {made}, and {installed} is installed, which is "
+            f"older: install at least {made}, or compile {manifest.source.name} again with {installed}"
+        ) from error

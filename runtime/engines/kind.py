@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -70,13 +71,17 @@ class EngineKind:
         version = self.version if self.is_installed else None
         if version is None:
             return False
-        count = len(self.collectives_since)
-        return tuple(int(number) for number in version.split(".")[:count]) >= self.collectives_since
+        return release(version) >= self.collectives_since
 
     def need_installed(self) -> None:
         """Raise MisuseError, which names the package to install, if such engines can't be built or run here."""
         if not self.is_installed:
             raise MisuseError(f"{self.name} is not installed: pip install {self.package}")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, to compare; () for ""."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, byte
 from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.arena_limit import beyond_limit, host_limit, limited_arena, take_limited_arena
-from splitc.runtime.engines.kind import BackendOptions
+from splitc.runtime.engines.kind import BackendOptions, release
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.errors import EngineError, FollowingError, HandOverError, PackageError
 from splitc.runtime.gpu.weight_places import SwapBuffer
@@ -36,6 +36,8 @@ ERRORS: tuple[type[Exception], ...] = (
 )
 
 
+# Earlier ones don't replace the process's arena, which has the limit of a rank's memory (arena_limit.py).
+OLDEST = (1, 23)
 # States from this many bytes on are compared with the free memory, whose look-up takes 0.2 ms
 # where to fill as many bytes takes 5 (measured on two cores).
 LARGE = 1 << 26
@@ -176,7 +178,10 @@ class OnnxRuntimeBackend:
 
     @classmethod
     def create(cls, options: BackendOptions) -> OnnxRuntimeBackend:
-        """The backend of a CPU device."""
+        """The backend of a CPU device. Raises PackageError if ONNX Runtime is too old."""
+        if release(ort.__version__) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise PackageError(f"ONNX Runtime {ort.__version__} is too old: pip install 'onnxruntime-gpu>={oldest}'")
         return cls(options.threads, options.trusts_data)
 
     def attach(self) -> None:

@@ -299,6 +299,7 @@ class Manifest(Struct, frozen=True):
     that all outputs follow from: where these have several, another input may have one row for all. `merged` are
     adapters in the weights, `slots` places for those of requests, whose sums may have `most_rank` in all at a time,
     if budgets limit them. With `maps_weights`, CPUs take weights from files. The `preamble` is run before the ranks.
+    `onnxruntime` is the version that loaded the ONNX files when the package was compiled.
     """
 
     schema: int
@@ -330,6 +331,7 @@ class Manifest(Struct, frozen=True):
     maps_weights: bool = False
     preamble: Preamble | None = None
     most_rank: int | None = None
+    onnxruntime: str = ""
 
     def __repr__(self) -> str:
         ranks = f"{len(self.devices)} rank{'s' * (len(self.devices) != 1)}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
+from splitc.runtime.engines.built_here import newer_named
 from splitc.runtime.engines.forms import EngineForms
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.memory_use import RankMemory
@@ -101,7 +102,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     engines: list[LoadedEngine] = []
     choices = choices_of(setup.manifest, rank)
     is_whole = len(rank.engines) == 1  # segments are too many to have two sessions each
-    with backend.loading():
+    with newer_named(setup.manifest), backend.loading():
         for file in rank.engines:
             group = tuple(file.group)
             if group and group not in communicators:

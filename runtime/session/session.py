@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.engines.built_here import check_built_here, check_host_code
+from splitc.runtime.engines.built_here import check_built_here, check_host_code, newer_named
 from splitc.runtime.engines.kinds import choose_engine, make_backend
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.batches import cut_batches, join_batches
@@ -164,7 +164,8 @@ class Session(Requests, Listed):
             self._workers.wait_loaded()
             verification.finish()
             if self.manifest.preamble is not None:
-                self._preamble = PreambleEngine(self.package, self.manifest.preamble)
+                with newer_named(self.manifest):
+                    self._preamble = PreambleEngine(self.package, self.manifest.preamble)
         except BaseException as error:
             with later_interrupts():  # another one
                 verification.stop()

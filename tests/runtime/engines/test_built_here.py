@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import onnx
+import onnxruntime
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.errors import SplitcError
+from splitc.runtime.errors import PackageError, SplitcError
+from splitc.runtime.package.files import describe_files
 from splitc.runtime.package.manifest_file import seal
 from splitc.runtime.serving.served_package import ServedPackage
 from splitc.runtime.serving.serving_file import Serving, write_serving
@@ -53,3 +58,29 @@ def test_commands_allow_it_too(compatible: Path) -> None:
 
 def test_others_need_not_allow_it(decoder: Path) -> None:
     Session(compile_mode(decoder, "layer"), threads=1).close()
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_an_older_onnxruntime_is_named(decoder: Path, tmp_path: Path, ranks: str) -> None:
+    """Where it lacks an operator: an error with both versions, and what to do."""
+    package: Path = shutil.copytree(compile_mode(decoder, "layer"), tmp_path / "package")
+    path = package / "manifest.json"
+    fields = json.loads(path.read_bytes())
+    assert fields["onnxruntime"] == onnxruntime.__version__
+    engine = package / fields["ranks"][1]["engines"][0]["path"]
+    model = onnx.load(engine, load_external_data=False)
+    model.graph.node[-1].op_type = "OfTomorrow"
+    engine.write_bytes(model.SerializeToString())
+    both = f"compiled with ONNX Runtime 99.1.0, and {re.escape(onnxruntime.__version__)} is installed"
+    for made, message in (("99.1.0", both), (onnxruntime.__version__, "OfTomorrow[^.]*$")):
+        fields.update(onnxruntime=made, files=msgspec.to_builtins(describe_files(package, package.glob("rank*/*"))))
+        path.write_bytes(seal(json.dumps(fields).encode()))
+        with pytest.raises(PackageError, match=message):
+            Session(package, ranks=ranks, threads=1)
+
+
+def test_an_older_onnxruntime_runs_what_it_knows(decoder: Path, tmp_path: Path) -> None:
+    package: Path = shutil.copytree(compile_mode(decoder, "layer"), tmp_path / "package")
+    path = package / "manifest.json"
+    path.write_bytes(seal(json.dumps({**json.loads(path.read_bytes()), "onnxruntime": "99.1.0"}).encode()))
+    Session(package, threads=1).close()

@@ -7,8 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
+import pytest
 
+from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
+from splitc.runtime.errors import PackageError
+from tests.helpers.packages import compile_mode
 
 MODEL = '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Neg(x) }'
 
@@ -39,3 +44,11 @@ def test_a_state_does_not_keep_the_one_before(write_model: Callable[[str], Path]
 def test_options_of_a_run_have_an_entry() -> None:
     """Without one, each run goes through an exception of ONNX Runtime's."""
     assert OnnxRuntimeBackend(1)._options.get_run_config_entry("gpu_graph_id") == "-1"
+
+
+def test_onnxruntime_that_is_too_old_is_refused(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error about arenas would be a traceback."""
+    package = compile_mode(decoder, "layer")
+    monkeypatch.setattr(ort, "__version__", "1.22.1")
+    with pytest.raises(PackageError, match=r"ONNX Runtime 1.22.1 is too old: pip install 'onnxruntime-gpu>=1.23'"):
+        Session(package, threads=1)
