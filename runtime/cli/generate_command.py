@@ -102,8 +102,8 @@ def generate_command(
     file = tokenizer or (find_tokenizer(package, module) if needs_text else None)
     with muted_stderr():
         result = Generated(Text.load(file) if file else None)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop_tokens": stop}
-    options["timings"] = result.timings
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "timings": result.timings}
+    options |= {"stop_tokens": stop, "other_stop_tokens": [] if stop else _stops(result)}
     if pipeline is not None and len(pipeline.modules) > 1 and module is None:
         if devices or prefill:
             raise MisuseError(f"{'--device' if devices else '--prefill'} is for one model: name it by --module")
@@ -130,7 +130,6 @@ def _generate_with_one(
         option, parts = ("--image", "a vision model") if given.image else ("--audio", "an encoder")
         raise MisuseError(f"{option} is for a package with {parts} and a decoder, and this is one model")
     ids = _read_prompt(result, given)
-    options = {**options, "stop_tokens": options["stop_tokens"] or _stops(result)}
     with ExitStack() as stack:
         with shown_bars():
             session = stack.enter_context(load(package))
@@ -157,10 +156,7 @@ def _generate_with_modules(
     with ExitStack() as stack:
         with shown_bars():
             modules = stack.enter_context(Pipeline(package, **opening))
-        stream = modules.generate(
-            ids, other_stop_tokens=_stops(result), warn=print_warning, **speech, **seen, **options
-        )
-        result.take(stream, as_json)
+        result.take(modules.generate(ids, warn=print_warning, **speech, **seen, **options), as_json)
 
 
 def _read_prompt(result: Generated, given: Prompt) -> list[int]:

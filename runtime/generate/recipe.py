@@ -90,7 +90,7 @@ def generate_from_encoder(
     config = generation_config(package, decoder)
     if (beams := config.get("num_beams") or 1) > 1:
         warn(f"the generation config asks for {beams} beams; splitc takes the likeliest token each time")
-    stops = stop_tokens or _read_stops(config) or other_stop_tokens
+    others = _read_stops(config) or other_stop_tokens
     timings = Timings() if timings is None else timings
     if sound is None:
         inputs = _encode_prompt(model, prompt, timings)
@@ -103,14 +103,15 @@ def generate_from_encoder(
             # A length that configs state is that of an answer, which a user's own prompt may exceed.
             stated = {key: value for key, value in config.items() if key != "max_length"} if own else config
             most = _most_tokens(stated, len(first), max_new_tokens)
-            rules = read_rules(config, len(first), most, list(stops))
+            rules = read_rules(config, len(first), most, list(stop_tokens or others))
         text = Timings()
         ended = yield from model.generate(
             encoded,
             first,
             max_new_tokens=most - len(first),
             sampling=sampling,
-            stop_tokens=stops,
+            stop_tokens=stop_tokens,
+            other_stop_tokens=others,
             timings=text,
             rules=rules,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -72,6 +73,16 @@ def find_logits(manifest: Manifest) -> list[Tensor]:
     outputs = [tensor for tensor in manifest.outputs if may_have(tensor, 3)]
     named = [tensor for tensor in outputs if "logits" in tensor.name.lower()]
     return named or [tensor for tensor in outputs if tensor.shape is not None and tensor.shape[-1] in rows]
+
+
+def need_tokens(manifest: Manifest, logits: str, tokens: Collection[int]) -> None:
+    """Raise MisuseError for tokens to end at that the model, by the shape of its logits, never gives."""
+    shape = next(tensor.shape for tensor in manifest.outputs if tensor.name == logits)
+    vocabulary = None if shape is None else shape[-1]
+    end = vocabulary if isinstance(vocabulary, int) else math.inf
+    if strange := [token for token in tokens if not 0 <= token < end]:
+        known = "token ids count from 0" if end == math.inf else f"they are 0 to {end - 1}"
+        raise MisuseError(f"the end token {strange[0]} is none of the model's tokens: {known}")
 
 
 def find_handed(manifest: Manifest, made: Collection[str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.capacity import USUAL, count_tokens
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
 from splitc.runtime.generate.sampling import Sampling, choose_token
-from splitc.runtime.generate.signature import LanguageSignature, find_signature
+from splitc.runtime.generate.signature import LanguageSignature, find_signature, need_tokens
 from splitc.runtime.package.manifest import Manifest
 
 # Changes the logits of the next token, [vocabulary], given all tokens so far, the prompt's among them.
@@ -53,6 +53,7 @@ def generate(
     max_new_tokens: int | None = None,
     sampling: Sampling = Sampling(),
     stop_tokens: Collection[int] = (),
+    other_stop_tokens: Collection[int] = (),
     prompt_chunk: int = PROMPT_CHUNK,
     prefill: ModelRunner | None = None,
     timings: Timings | None = None,
@@ -60,11 +61,13 @@ def generate(
 ) -> Generator[int, None, str]:
     """Yield the tokens that follow a prompt, without the stop token that ends them. Returns STOP, LIMIT or ROOM.
 
+    Without `stop_tokens` the `other_stop_tokens` end them, which may be a tokenizer's that has more than the model.
     Without `max_new_tokens` they are 100, or fewer if the model has no room for more. The caches stay on the ranks. A
     long prompt is run in chunks of `prompt_chunk` tokens, or at once by the package `prefill`: a model that makes
     caches but takes none, as exporters write it beside the decoder. A model without states reads all tokens again for
     each new one. `timings` is filled meanwhile. `rules` change the logits before a token is chosen. Raises MisuseError
-    for an empty prompt, for more tokens than the model has room for, and for a model that is no language model.
+    for an empty prompt, for more tokens than the model has room for, for a stop token that it never gives, and for a
+    model that is no language model.
     """
     signature = find_signature(session.manifest, None if prefill is None else prefill.manifest)
     if prefill is not None and not session.manifest.states:
@@ -73,6 +76,8 @@ def generate(
             "for the prompt (--prefill)"
         )
     prompt = _check_prompt(session.manifest, signature, prompt)
+    need_tokens(session.manifest, signature.logits, stop_tokens)
+    ends = stop_tokens or other_stop_tokens
     tokens = list(prompt)
     count = count_tokens(session.manifest, signature, len(prompt), max_new_tokens)
     timings = timings if timings is not None else Timings()
@@ -88,7 +93,7 @@ def generate(
         timings.prompt_tokens, timings.prompt_seconds = len(prompt), time.perf_counter() - start
         for number in range(count):
             token = choose_token(logits if rules is None else rules(logits, tokens), sampling, generator)
-            if token in stop_tokens:
+            if token in ends:
                 return STOP
             yield token
             tokens.append(token)

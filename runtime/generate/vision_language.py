@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,6 @@ def generate_about_images(
     prompt: Callable[[], ImagePrompt] | Sequence[int] | None,
     positions: Callable[[ImagePrompt], Positions],
     *,
-    stop_tokens: Collection[int] = (),
-    other_stop_tokens: Collection[int] = (),
     timings: Timings | None = None,
     sound: str | Path | None = None,
     language: str | None = None,
@@ -101,8 +99,8 @@ def generate_about_images(
     """Yield the tokens after a question about images, which is read by calling `prompt`, or after a prompt's tokens.
 
     `positions` says where the tokens of a prompt with images are, for a decoder to which that matters. For the other
-    options and what is returned see `tokens.generate`; without `stop_tokens`, a text ends at the `other_stop_tokens`.
-    Raises MisuseError for what is asked of speech (`sound`, `language`, `task`).
+    options and what is returned see `tokens.generate`. Raises MisuseError for what is asked of speech
+    (`sound`, `language`, `task`).
     """
     if sound is not None or language is not None or task is not None:
         raise MisuseError("these modules read a text and images (--prompt, --image), and no sound")
@@ -113,10 +111,9 @@ def generate_about_images(
     asked = prompt() if callable(prompt) else ImagePrompt(prompt, NO_IMAGE, {})
     first, step = _embedded(modules, wiring, asked, positions)
     timings.encoder_seconds += time.perf_counter() - start if asked.arrays else 0.0
-    ends: dict[str, Any] = {"stop_tokens": stop_tokens or other_stop_tokens, "timings": timings}
     model = step or first
     assert model is not None
-    return (yield from generate(model, asked.ids, prefill=first if step else None, **ends, **options))
+    return (yield from generate(model, asked.ids, prefill=first if step else None, timings=timings, **options))
 
 
 def _embedded(

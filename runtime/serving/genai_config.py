@@ -8,7 +8,7 @@ from typing import Any
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.capacity import find_capacity
-from splitc.runtime.generate.signature import LanguageSignature, find_signature
+from splitc.runtime.generate.signature import LanguageSignature, find_signature, need_tokens
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.serving.cache_names import find_caches
@@ -60,8 +60,7 @@ def _new_config(
     vocabulary = None if logits.shape is None else logits.shape[-1]
     if not isinstance(vocabulary, int):
         raise MisuseError(f"the output '{logits.name}' has no fixed number of tokens, which genai needs")
-    if strange := [token for token in endings if not 0 <= token < vocabulary]:
-        raise MisuseError(f"the end token {strange[0]} is none of the model's {vocabulary} tokens")
+    need_tokens(manifest, signature.logits, endings)
     capacity = find_capacity(manifest, signature)
     if context is not None and capacity is not None and context > capacity:
         raise MisuseError(f"--context {context}: the model has room for {capacity} tokens")

@@ -143,7 +143,7 @@ class Texts:
             question.prompt,
             max_new_tokens=question.most,
             sampling=question.sampling,
-            stop_tokens=self._ends,
+            other_stop_tokens=self._ends,
             rules=chances,
         )
         length = 0

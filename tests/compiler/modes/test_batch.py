@@ -278,7 +278,7 @@ def test_auto_divides_a_batch_where_that_is_faster(decoder: Path, monkeypatch: p
     asked = Request(objective="latency", threads=1, memory=["1GiB"], shapes=long)
     plan = plan_model(decoder, ["2xcpu"], asked)
     times = {candidate.name: candidate.latency for candidate in plan.alternatives}
-    assert times["batch on 2"] < 0.8 * times["one device"]
+    assert times["batch on 2"] < 0.85 * times["one device"]
     assert plan.split_mode in ("batch", "tensor")
     grouped = plan_model(decoder, ["4xcpu"], Request(memory=["1GiB"], batch_groups=2))
     assert {candidate.name for candidate in grouped.alternatives} == {

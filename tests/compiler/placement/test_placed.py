@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import onnxruntime
 import pytest
 from msgspec import json
 
@@ -22,6 +21,7 @@ from splitc.runtime.package.steps import Receive, Run, Send
 from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.mixtures import FORMS, ROWS, WIDE, Sizes, mixture_feeds, save_mixture
+from tests.helpers.needs import need_experts
 from tests.helpers.placed import assert_layer_has_its_cache
 
 SHAPES = {"ids": (1, 5)}
@@ -50,8 +50,7 @@ def test_experts_go_with_all_between_them(tmp_path: Path, form: str) -> None:
     assert all(plan.analysis.costs.shapes[name] == (5, WIDE) for name, _, _ in crossing(plan))
     assert all(cut.detour and cut.bytes == 4 * 5 * WIDE * 4 for cut in plan.cuts)
     assert all(".mixture" in name or "Constant" in name for name in held(plan, 1))
-    if form == "quantized" and onnxruntime.__version__.startswith("1.23."):
-        pytest.skip("QMoE of ONNX Runtime 1.23 wants the weights of SwiGLU, whatever its activation")
+    need_experts(form)
     compile_model(plan, tmp_path / "package")
     with Session(tmp_path / "package", threads=1) as session:
         for feeds in (mixture_feeds(5), mixture_feeds(1), mixture_feeds(9, 3)):

@@ -27,6 +27,7 @@ from tests.conftest import assert_close, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.command import splitc
 from tests.helpers.mixtures import FORMS, WIDE, Sizes, mixture_feeds, save_mixture
+from tests.helpers.needs import need_experts
 from tests.helpers.placed import assert_failures_are_alone, assert_layer_has_its_cache, assert_same
 
 EXPERTS = ExpertsPlace("cpu2")
@@ -45,6 +46,7 @@ def test_experts_beside_shards(tmp_path: Path, form: str) -> None:
     plan = make_plan(model, experts=EXPERTS, shapes={"ids": (1, 5)})
     assert [(str(rank.device), rank.part) for rank in plan.ranks] == [("cpu0", 0), ("cpu1", 1), ("cpu2", 2)]
     assert all(cut.detour and cut.bytes == 4 * 5 * WIDE * 4 for cut in plan.cuts)
+    need_experts(form)
     split = {fate.name for fate in plan.weights if fate.split}
     assert split >= {f"layers.{layer}.{part}" for layer in (0, 1) for part in ("up", "down", "attention.v")}
     assert not any(".mixture." in fate.name and ".router" not in fate.name for fate in plan.weights)

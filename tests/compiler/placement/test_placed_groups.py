@@ -18,6 +18,7 @@ from tests.compiler.conftest import decoder_feeds
 from tests.conftest import assert_close, run_whole
 from tests.helpers.greedy import plain_loop
 from tests.helpers.mixtures import FORMS, Sizes, save_mixture
+from tests.helpers.needs import need_experts
 from tests.helpers.placed import assert_same
 
 EXPERTS = ExpertsPlace("cpu1")
@@ -36,6 +37,7 @@ def devices_of(plan: Plan) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "loop"])  # whose rows meet where they are scattered
 def test_experts_of_whole_copies(tmp_path: Path, form: str) -> None:
+    need_experts(form)
     model = save_mixture(tmp_path, form)
     plan = make_plan(model, experts=EXPERTS)
     assert devices_of(plan) == [("cpu0", 0), ("cpu1", 0), ("cpu2", 1), ("cpu3", 1)]

@@ -98,7 +98,7 @@ def test_damaged_files_beside_a_tokenizer_are_said(
     assert isinstance(found.exception, MisuseError)
     with pytest.raises(MisuseError, match=message):
         raise found.exception
-    assert generate(package, tokenizer, "--stop", "95").exit_code == 0
+    assert generate(package, tokenizer, "--stop", "40").exit_code == 0
 
 
 def test_what_is_no_file_is_said(tokenizer: Path) -> None:

@@ -128,6 +128,8 @@ def test_model_that_gives_no_logits_is_refused(tmp_path: Path) -> None:
         (["--prompt-ids", "1,a"], "can't read --prompt-ids 1,a"),
         (["--prompt-ids", "1,5000"], "the token 5000, and the model has a vocabulary of 96"),
         (["--prompt-ids", "1", "--temperature", "-1"], "temperature -1"),
+        (["--prompt-ids", "1", "--stop", "96"], "the end token 96 is none of the model's tokens: they are 0 to 95"),
+        (["--prompt-ids", "1", "--stop", "3", "--stop", "-1"], "the end token -1 is none of the model's tokens"),
         (["--prompt-ids", "1", "--tokenizer", "nowhere"], "no such tokenizer"),
         ([], "give the prompt as --prompt"),
     ],
@@ -148,6 +150,13 @@ def test_generate_on_the_command_line(package: Path, decoder: Path) -> None:
     assert stopped.stdout.split()[: expected.index(expected[2])] == [
         str(t) for t in expected[: expected.index(expected[2])]
     ]
+
+
+def test_a_tokenizer_may_know_more_ends_than_the_model(package: Path, decoder: Path) -> None:
+    expected = plain_loop(decoder, PROMPT, 8)
+    with Session(package, threads=1) as session:
+        ended = session.generate(PROMPT, max_new_tokens=8, other_stop_tokens=[96, expected[4]])
+        assert list(ended) == expected[: expected.index(expected[4])]
 
 
 SMALL = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)

@@ -62,7 +62,7 @@ def test_own_config_stays(package: Path, tmp_path: Path) -> None:
     ("options", "said"),
     [
         ([], "needs the token that ends a text"),
-        (["--stop", "96"], "the end token 96 is none of the model's 96 tokens"),
+        (["--stop", "96"], "the end token 96 is none of the model's tokens: they are 0 to 95"),
         (["--stop", "2", "--threads", "1"], "--threads has no effect with 'genai'"),
         (["--tokenizer", "nowhere"], "no such tokenizer: nowhere"),
         (["--tokenizer", __file__], "is not a folder"),

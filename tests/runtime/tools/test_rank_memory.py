@@ -17,6 +17,7 @@ from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.blocks import Block
+from tests.helpers.needs import needs_parts_freed
 
 # What an ONNX Runtime session takes for itself, about 12 MiB, and as much again for how the system counts.
 ENGINE = 32 << 20
@@ -56,6 +57,7 @@ def test_requests_with_adapters_hold_what_was_predicted(mode: str, tmp_path: Pat
     assert [more - plain > 32 << 20 for plain, more in zip(*peaks, strict=True)] == slotted
 
 
+@needs_parts_freed
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_weights_that_are_made_of_others_while_loading(steps: int, mode: str, tmp_path: Path) -> None:
