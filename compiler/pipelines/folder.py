@@ -12,10 +12,8 @@ from typing import Any
 
 from splitc.compiler.errors import ModelError
 from splitc.compiler.pipelines.facts import ModelFacts, read_facts
-from splitc.compiler.pipelines.folder_names import GENAI, files_of_folder, find_models, name_models
+from splitc.compiler.pipelines.folder_names import GENAI, files_of_folder, find_models, is_package, name_models
 from splitc.compiler.pipelines.names import names_of_uses, need_modules
-from splitc.runtime.package.manifest_file import FILE_NAME as MANIFEST
-from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 
 # Weights for other programs, and their tables of contents. They are what the ONNX files hold already.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".onnx_data")
@@ -70,7 +68,7 @@ def read_folder(
     Raises ModelError for a folder without models or with two of one name, and for a file that is a link to outside,
     unless `trusts_links`; MisuseError for a wanted module that is not there.
     """
-    if (path / PIPELINE).is_file() or ((path / MANIFEST).is_file() and (path / "rank0").is_dir()):
+    if is_package(path):
         raise ModelError(f"{path} is a package, made by 'splitc compile': name the folder of the ONNX models")
     files = list(files_of_folder(path))
     _check_names_readable(files)

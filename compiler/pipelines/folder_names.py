@@ -11,16 +11,23 @@ from typing import Any
 from splitc.compiler.errors import ModelError
 from splitc.compiler.pipelines.names import module_name
 from splitc.runtime.files.written import check_regular, parse_json
+from splitc.runtime.package.manifest_file import FILE_NAME as MANIFEST
+from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 
 GENAI = "genai_config.json"
 
 
 def files_of_folder(folder: Path) -> Iterator[PurePosixPath]:
-    """The files of a folder and its subfolders, by their paths in it, without hidden ones."""
+    """The files of a folder and its subfolders, by their paths in it, without hidden ones and packages of splitc's."""
     for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and not is_package(Path(place, name)))
         for name in sorted(file for file in names if not file.startswith(".")):
             yield PurePosixPath(Path(place, name).relative_to(folder).as_posix())
+
+
+def is_package(folder: Path) -> bool:
+    """Whether a folder is what `splitc compile` makes: its engines are ONNX files too."""
+    return (folder / PIPELINE).is_file() or ((folder / MANIFEST).is_file() and (folder / "rank0").is_dir())
 
 
 def find_models(files: Collection[PurePosixPath]) -> list[PurePosixPath]:

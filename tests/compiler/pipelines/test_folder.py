@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from models.writer import save
+from splitc.compiler import compile_model, plan_model
 from splitc.compiler.errors import ModelError
 from splitc.compiler.pipelines.config_sizes import find_sizes
 from splitc.compiler.pipelines.facts import Dimension, ModelFacts
@@ -44,6 +45,17 @@ def test_one_of_several_files_keeps_its_own_name(tmp_path: Path) -> None:
     for name in ("onnx/model.onnx", "onnx/model_fp16.onnx", "vision.onnx", "sound/encoder.onnx"):
         write(tmp_path / name)
     assert sorted(read_folder(tmp_path).names) == ["model_fp16", "onnx", "sound", "vision"]
+
+
+def test_packages_that_lie_in_it_are_no_models(tmp_path: Path) -> None:
+    """Nor do their files travel with the models: a package is made in the models' own folder, and once more."""
+    write(tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", "2xcpu"), tmp_path / "package")
+    write(tmp_path / "several" / "unet" / "rank0" / "stage0.onnx")
+    write_json(tmp_path / "several" / "pipeline.json", {})
+    folder = read_folder(tmp_path)
+    assert [folder.source(module) for module in folder.modules] == ["model.onnx"]
+    assert not folder.files and not folder.left_out
 
 
 def test_merged_decoder_gives_way_to_the_two_that_it_holds(tmp_path: Path) -> None:
