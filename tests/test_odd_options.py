@@ -70,6 +70,7 @@ def test_odd_values_end_in_a_message(command: str, seed: int, decoder: Path, pac
         (["--shapes", "input_ids:1x" + "9" * 20], "--shapes gives 'input_ids' the size 99999999999999999999"),
         (["--shapes", "input_ids:1x" + "9" * 5000], "and the largest is"),
         (["--headroom", "9" * 5000], "more memory than there can be"),
+        (["--lora-slots", "9" * 20], "--lora-slots 99999999999999999999: the rank of adapters is at most 65,536"),
         (["-d", "100000xcpu"], "too many devices: splitc plans for at most 1024"),
         (["-d", "cpu" + "9" * 5000], "unknown device 'cpu999"),
     ],

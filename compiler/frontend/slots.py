@@ -23,6 +23,7 @@ from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.frontend.walks import only_reader
 from splitc.runtime.adapters.loaded import padded_rank
 from splitc.runtime.adapters.matching import Layer
+from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Slot, Tensor
 
 _SLOT, _INSIDE = "splitc.slot", "splitc.slot.inside"
@@ -31,12 +32,19 @@ RANK = "lora_rank"
 # The rank that memory is planned for where a model has slots and nothing was asked for. A choice: most files have 4 to
 # 32.
 USUAL_RANK = 16
+# The largest. A choice: more than the sides of most matrices, so that a product of two would be larger than these.
+MOST_RANK = 1 << 16
 # What says where a convolution looks. B's looks at each place that A's gives.
 _PLACES = ("strides", "pads", "dilations", "auto_pad")
 
 
 def planned_rank(asked: int | None) -> int:
-    """The rank that memory is planned for: that of the ranks' arrays for adapters of the rank that was asked for."""
+    """The rank that memory is planned for: that of the ranks' arrays for adapters of the rank that was asked for.
+
+    Raises MisuseError for one that is too large.
+    """
+    if asked is not None and asked > MOST_RANK:
+        raise MisuseError(f"--lora-slots {asked}: the rank of adapters is at most {MOST_RANK:,}")
     return padded_rank(USUAL_RANK if asked is None else asked)
 
 

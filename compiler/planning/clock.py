@@ -88,7 +88,7 @@ class Clock:
         held: Counter[int | None] = Counter()
         for rank in self.ranks:
             held[rank.device.host] += rank.memory.total
-        return max(held.values()) < cache_bytes()
+        return max(held.values()) * self.replicas < cache_bytes()
 
     def crowd(self, ranks: Sequence[RankPlan]) -> float:
         """The share of their host's cores that these ranks use, on the fullest host; 0 for GPUs."""

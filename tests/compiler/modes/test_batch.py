@@ -270,6 +270,23 @@ def test_groups_are_inside_hosts(decoder: Path) -> None:
     assert describe_hosts(plan.ranks) == "2 hosts, groups inside"
 
 
+def test_each_replica_takes_its_own_room_in_the_cache(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the prediction: a cache that holds what one of them reads, but not both, does not keep them from waiting."""
+    long = {name: feed.shape for name, feed in decoder_feeds(batch=2, new=100, past=0).items()}
+    asked = Request(objective="latency", threads=1, memory=["1GiB"], shapes=long)
+
+    def latency() -> float:
+        plan = plan_model(decoder, ["2xcpu"], asked)
+        return next(each.latency for each in plan.alternatives if each.name == "batch on 2")
+
+    held = plan_model(decoder, ["2xcpu"], replace(asked, split_mode="batch")).ranks[0].memory.total
+    monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 2)
+    monkeypatch.setattr("splitc.compiler.planning.clock.cache_bytes", lambda: 3 * held)
+    both = latency()
+    monkeypatch.setattr("splitc.compiler.planning.clock.cache_bytes", lambda: 1.5 * held)
+    assert latency() > 1.02 * both
+
+
 def test_auto_divides_a_batch_where_that_is_faster(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the prediction: with a thread each, a long prompt of two rows takes half as long on two devices."""
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 2)
