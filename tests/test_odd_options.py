@@ -64,6 +64,7 @@ def test_odd_values_end_in_a_message(command: str, seed: int, decoder: Path, pac
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--tensor-split", ""], "can't read --tensor-split '': write one number a device"),
         (["--tensor-split", "1,nan"], "shares above 0"),
         (["--tensor-split", "inf,1"], "shares above 0"),
         (["--memory", "9" * 5000 + "GiB"], "more memory than there can be"),
@@ -79,3 +80,11 @@ def test_numbers_that_are_too_large(decoder: Path, arguments: list[str], message
     result = splitc("plan", decoder, "-d", "2xcpu", *arguments, code=2)
     assert message in " ".join(result.stderr.split())
     assert len(result.stderr) < 400
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e400"])
+@pytest.mark.parametrize("option", ["--rtol", "--atol"])
+def test_tolerances_that_are_none(decoder: Path, package: Path, option: str, value: str) -> None:
+    """With these every package would pass, or none."""
+    found = splitc("check", package, "--model", decoder, option, value, code=2)
+    assert "a tolerance of" in found.stderr and "it is a number from 0 on" in found.stderr

@@ -33,9 +33,9 @@ _PLACED = ": in row mode the main device holds all that is not sliced"
 
 def _read_shares(text: str | None) -> list[float] | None:
     try:
-        return [float(share) for share in text.split(",")] if text else None
+        return [float(share) for share in text.split(",")] if text is not None else None
     except ValueError:
-        raise MisuseError(f"can't read --tensor-split {text}: write one number a device, as in 3,1") from None
+        raise MisuseError(f"can't read --tensor-split '{text}': write one number a device, as in 3,1") from None
 
 
 def _shapes(flag: str, help: str, planned: Callable[[Any], Any], ranged: bool = True) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,6 +62,13 @@ class Checked:
         return [difference.name for difference in self.outputs if not difference.passed]
 
 
+def _tolerance(value: float | None) -> float | None:
+    """The value. Raises MisuseError for one that passes all, or nothing."""
+    if value is not None and not 0 <= value < math.inf:
+        raise MisuseError(f"a tolerance of {value}: it is a number from 0 on")
+    return value
+
+
 @dataclass(frozen=True)
 class Comparison:
     """How packages are compared with unsplit models: options of the command."""
@@ -80,8 +88,12 @@ class Comparison:
         autocompletion=completion.settings,
     )
     trusts_data: bool = TRUST_DATA
-    rtol: float | None = typer.Option(None, "--rtol", help="Tolerance relative to each output's largest value.")
-    atol: float | None = typer.Option(None, "--atol", help="Absolute tolerance, added to the relative one.")
+    rtol: float | None = typer.Option(
+        None, "--rtol", help="Tolerance relative to each output's largest value.", callback=_tolerance
+    )
+    atol: float | None = typer.Option(
+        None, "--atol", help="Absolute tolerance, added to the relative one.", callback=_tolerance
+    )
     seed: int = SEED
     fill: list[str] = FILL
     memory: bool = MEASURE
