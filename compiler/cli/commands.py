@@ -340,10 +340,7 @@ def _print_written(package: Path, manifest: Manifest) -> None:
 
 
 def build_command(
-    package: Path = PACKAGE,
-    timing_cache: Path | None = TIMING_CACHE,
-    jobs: int | None = JOBS,
-    as_json: bool = JSON,
+    package: Path = PACKAGE, timing_cache: Path | None = TIMING_CACHE, jobs: int | None = JOBS, as_json: bool = JSON
 ) -> None:
     """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
     _need_libraries()

@@ -158,12 +158,7 @@ def settle_weights(model: ir.Model, folder: Path) -> None:
             if tensor.location not in paths:
                 paths[tensor.location] = (folder / tensor.location).resolve()
             value.const_value = ir.ExternalTensor(
-                paths[tensor.location],
-                tensor.offset,
-                tensor.length,
-                tensor.dtype,
-                shape=tensor.shape,
-                name=tensor.name,
+                paths[tensor.location], tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name
             )
         elif isinstance(tensor, ir.TensorProtoTensor) and tensor.nbytes <= SMALL:
             value.const_value = ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name)

@@ -15,15 +15,8 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.errors import CannotSplitError
-from splitc.compiler.lowering.transfers import (
-    find_transfers,
-)
-from splitc.compiler.modes.detours import (
-    block_places,
-    detour_cuts,
-    placed_ranks,
-    rank_memory,
-)
+from splitc.compiler.lowering.transfers import find_transfers
+from splitc.compiler.modes.detours import block_places, detour_cuts, placed_ranks, rank_memory
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.pipeline import choose_stages, rematerialized, stage_cuts
 from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, fast_axes, named_axes, small_axes

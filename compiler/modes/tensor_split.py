@@ -19,17 +19,8 @@ from splitc.compiler.lowering.programs import kept_states, names, stage_program
 from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.lowering.segments import cut_segments
 from splitc.compiler.lowering.stage_graph import stage_graph
-from splitc.compiler.lowering.transfers import (
-    Transfer,
-    rank_transfers,
-    to_shards,
-    with_steps,
-    with_transfers,
-)
-from splitc.compiler.modes.detours import (
-    predict_detours,
-    rank_seconds,
-)
+from splitc.compiler.lowering.transfers import Transfer, rank_transfers, to_shards, with_steps, with_transfers
+from splitc.compiler.modes.detours import predict_detours, rank_seconds
 from splitc.compiler.modes.pipeline import predict_pipeline
 from splitc.compiler.modes.tensor_axes import TensorAxes
 from splitc.compiler.planning.clock import Clock, Prediction

@@ -255,10 +255,7 @@ OPERATORS = (
     Operator("Conv", convolution, convolution_flops, is_product=True, scratch=scratch.convolution),
     Operator("ConvInteger", convolution, convolution_flops),
     Operator(
-        "ConvTranspose",
-        transposed_convolution,
-        transposed_convolution_flops,
-        scratch=scratch.transposed_convolution,
+        "ConvTranspose", transposed_convolution, transposed_convolution_flops, scratch=scratch.transposed_convolution
     ),
     Operator("com.microsoft.CausalConvWithState", causal_convolution),
     Operator("com.microsoft.MoE", experts, expert_flops, experts=(2, 3, 4, 5, 6, 7)),

@@ -126,10 +126,7 @@ def _messages(order: Order, processes: Processes) -> Iterator[Iterator[Message]]
     find_kind(order.kind).need_installed()
     command = python_command("from splitc.compiler.packaging.tensorrt_process import main; main()")
     environment = {**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1" if order.kind == TENSORRT_RTX else "0"}
-    with (
-        tempfile.TemporaryFile() as log,
-        processes.start(command, log, environment) as process,
-    ):
+    with tempfile.TemporaryFile() as log, processes.start(command, log, environment) as process:
         try:
             assert process.stdin is not None and process.stdout is not None
             with suppress(BrokenPipeError):  # the process has died: `_read` reports its last words

@@ -231,12 +231,7 @@ def _nodes(job: Job) -> list[Refusal]:
     from splitc.compiler.nodes import operator_name
 
     return [
-        Refusal(
-            node.name or node.outputs[0].name or "",
-            operator_name(node),
-            node.metadata_props.get(BLOCK, "?"),
-            "",
-        )
+        Refusal(node.name or node.outputs[0].name or "", operator_name(node), node.metadata_props.get(BLOCK, "?"), "")
         for node in ir.load(job.source).graph
     ]
 

@@ -57,10 +57,7 @@ def _shape(tensor: ir.TensorProtocol) -> tuple[int, ...]:
 
 
 def write_weight_files(
-    files: Sequence[WeightFile],
-    writer: PackageWriter,
-    jobs: int = 1,
-    progress: Progress = lambda done, total: None,
+    files: Sequence[WeightFile], writer: PackageWriter, jobs: int = 1, progress: Progress = lambda done, total: None
 ) -> None:
     """Write the files, `jobs` of them at once. `progress` is called by threads, after each piece.
 

@@ -173,11 +173,7 @@ class Request:
         planned=_used_up,
     )
     weights_at: str = request_field(
-        HOST,
-        "--weights-at",
-        kind=str,
-        help="disk: CPU devices map weights.",
-        planned=lambda file: file.weights_at,
+        HOST, "--weights-at", kind=str, help="disk: CPU devices map weights.", planned=lambda file: file.weights_at
     )
     interconnect: str | None = request_field(
         None,
@@ -211,9 +207,7 @@ class Request:
         planned=lambda file: file.opt_shapes or file.shapes,
     )
     max_shapes: Mapping[str, Shape] | None = _shapes(
-        "--max-shapes",
-        help="An input's largest shape, for TensorRT's engines.",
-        planned=lambda file: file.shapes,
+        "--max-shapes", help="An input's largest shape, for TensorRT's engines.", planned=lambda file: file.shapes
     )
     settings: Mapping[str, Any] = request_field(
         {},

@@ -89,10 +89,7 @@ def probe_sizes(analysis: Analysis) -> BoundShapes:
 
 
 def find_axes_separately(
-    graph: Graph,
-    bound: BoundShapes,
-    nodes: Collection[ir.Node],
-    opaque: Mapping[ir.Node, str] = MappingProxyType({}),
+    graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node], opaque: Mapping[ir.Node, str] = MappingProxyType({})
 ) -> AxisMap:
     """Relate the axes of these nodes, each separately: they share only the axes of weights and of folded weights.
 

@@ -62,11 +62,7 @@ class ShardedModel:
 
 
 def shard_model(
-    graph: Graph,
-    axis_map: AxisMap,
-    choice: Choice,
-    shares: Sequence[Sequence[float]],
-    home: Mapping[ir.Value, int],
+    graph: Graph, axis_map: AxisMap, choice: Choice, shares: Sequence[Sequence[float]], home: Mapping[ir.Value, int]
 ) -> ShardedModel:
     """Divide the chosen axes among the ranks of a group.
 

@@ -74,8 +74,7 @@ def _chart(plan: Plan) -> Chart:
         for label, rank in zip(labels, plan.ranks, strict=True)
     ]
     base = alt.Chart(alt.Data(values=rows)).encode(
-        y=alt.Y("rank:N", sort=labels, title=None, scale=alt.Scale(paddingInner=0.3)),
-        x=alt.X("time:Q", title=unit),
+        y=alt.Y("rank:N", sort=labels, title=None, scale=alt.Scale(paddingInner=0.3)), x=alt.X("time:Q", title=unit)
     )
     paint = alt.Scale(domain=labels, range=[f"var(--d{colour_of(str(rank.device))})" for rank in plan.ranks])
     bars = base.mark_bar().encode(

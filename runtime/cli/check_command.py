@@ -106,11 +106,7 @@ class Comparison:
 
     def make(self, load_session: Load, model: Path) -> Checked:
         """Run the package and the model on the same inputs."""
-        with (
-            shown_bars(),
-            load_session() as session,
-            open_feeds(session, self.inputs, self.seed, self.fill) as feeds,
-        ):
+        with shown_bars(), load_session() as session, open_feeds(session, self.inputs, self.seed, self.fill) as feeds:
             actual = session.run(feeds)
             opened = open_reference(
                 model,

@@ -140,12 +140,7 @@ def _generate_with_one(
 
 
 def _generate_with_modules(
-    load: Load,
-    package: Path,
-    given: Prompt,
-    result: Generated,
-    as_json: bool,
-    options: Mapping[str, Any],
+    load: Load, package: Path, given: Prompt, result: Generated, as_json: bool, options: Mapping[str, Any]
 ) -> None:
     """Generate with all modules of a package together."""
     is_given = given.prompt is not None or given.prompt_ids is not None

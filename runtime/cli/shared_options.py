@@ -114,11 +114,7 @@ MEASURE = typer.Option(
     True, "--memory/--no-memory", help="Measure each rank's memory, in a separate process, beside the prediction."
 )
 SEED = typer.Option(0, "--seed", min=0, help="Seed of made-up inputs.")
-TRUST_DATA = typer.Option(
-    False,
-    "--trust-external-data",
-    help="Also read weights that lie outside the model's folder.",
-)
+TRUST_DATA = typer.Option(False, "--trust-external-data", help="Also read weights that lie outside the model's folder.")
 FILL = typer.Option(
     [],
     "--fill",

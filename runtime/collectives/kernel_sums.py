@@ -75,12 +75,7 @@ class _SumKernels(ctypes.Structure):
 class _KernelSums(ctypes.Structure):
     """The C library's `KernelSums`."""
 
-    _fields_ = (
-        ("launch", ctypes.c_void_p),
-        ("small", _SumKernels),
-        ("large", _SumKernels),
-        ("most", ctypes.c_size_t),
-    )
+    _fields_ = (("launch", ctypes.c_void_p), ("small", _SumKernels), ("large", _SumKernels), ("most", ctypes.c_size_t))
 
 
 def small_bytes(ranks: int) -> int:

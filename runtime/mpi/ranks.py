@@ -37,11 +37,7 @@ class MpiRanks(RemoteRanks):
     _wire: MpiWire
 
     def __init__(
-        self,
-        world: World,
-        deployment: Deployment,
-        verify: str,
-        broken: Callable[[BaseException], None],
+        self, world: World, deployment: Deployment, verify: str, broken: Callable[[BaseException], None]
     ) -> None:
         super().__init__(deployment, broken)
         devices = deployment.all_devices or deployment.devices

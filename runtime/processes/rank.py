@@ -59,12 +59,7 @@ class RankProcess:
     """
 
     def __init__(
-        self,
-        setup: Setup,
-        backend: Backend,
-        control: Control,
-        collectives: ProcessCollectives,
-        cuda_graphs: bool,
+        self, setup: Setup, backend: Backend, control: Control, collectives: ProcessCollectives, cuda_graphs: bool
     ) -> None:
         self._control = control
         self._collectives = collectives

@@ -95,11 +95,7 @@ class Writer:
         return self._texts.read_answer(prompt.text, text, prompt.tools) if prompt.tools else Message(text)
 
     async def _stream(
-        self,
-        answers: Sequence[tuple[str, AsyncGenerator[str, None]]],
-        prompt: Prompt,
-        reply: Reply,
-        with_usage: bool,
+        self, answers: Sequence[tuple[str, AsyncGenerator[str, None]]], prompt: Prompt, reply: Reply, with_usage: bool
     ) -> AsyncGenerator[bytes, None]:
         """The events of answers that have begun with texts, one answer after the other.
 

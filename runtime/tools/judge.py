@@ -60,11 +60,7 @@ def _without_random(judged: Judged, own: Sequence[Difference]) -> Judged:
 
 
 def _without_optimizations(
-    judged: Judged,
-    expected: Arrays,
-    actual: Arrays,
-    plain: Arrays,
-    compared: Compare,
+    judged: Judged, expected: Arrays, actual: Arrays, plain: Arrays, compared: Compare
 ) -> Judged:
     """Compare outputs that differ with those of the unsplit model without optimizations, if these change it."""
     bad = {output.name for output in judged.differences if not output.passed and output.name in plain}

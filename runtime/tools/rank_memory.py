@@ -153,11 +153,7 @@ def _run_together(
 
 
 def _load(
-    backend: Backend,
-    package: Path,
-    manifest: Manifest,
-    rank: Rank,
-    join: Callable[[Sequence[int]], Communicator],
+    backend: Backend, package: Path, manifest: Manifest, rank: Rank, join: Callable[[Sequence[int]], Communicator]
 ) -> list[LoadedEngine]:
     """The rank's engines. `join` gives its end of the meeting of engines with collectives inside."""
     ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
