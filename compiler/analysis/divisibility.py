@@ -40,7 +40,9 @@ def _way_out(graph: Graph, node: ir.Node) -> str:
     deciding = _deciding_inputs(graph, node) if node.op_type == "If" else []
     if not deciding:
         return "export the model without it"
-    values = " and ".join(f"--set {value.name}={_example(value)}" for value in deciding)
+    values = " and ".join(
+        f"--set {value.name}={'true' if value.dtype == ir.DataType.BOOL else 'VALUE'}" for value in deciding
+    )
     names = ", ".join(f"'{value.name}'" for value in deciding)
     return f"its condition depends on the input {names}: bind it to a constant, as in {values}"
 
@@ -52,7 +54,3 @@ def _deciding_inputs(graph: Graph, node: ir.Node) -> list[ir.Value]:
     inputs = [value for value in graph.graph.inputs if value in read]
     sizes = (value.shape.numpy() if value.shape is not None and value.shape.is_static() else None for value in inputs)
     return inputs if all(shape is not None and math.prod(shape) <= FEW for shape in sizes) else []
-
-
-def _example(value: ir.Value) -> str:
-    return "true" if value.dtype == ir.DataType.BOOL else "VALUE"

@@ -177,7 +177,9 @@ def _try(
     try:
         plan = plan_in_groups(mode, analyses.get(mode.stages(wanted, inside), inside), taken, wanted)
     except (ModelError, DoesNotFitError, MisuseError) as error:
-        return Alternative(option.name, option.mode, way.devices, refused=_in_short(error)), None
+        return Alternative(
+            option.name, option.mode, way.devices, refused=re.split(r"[:;]", str(error), maxsplit=1)[0]
+        ), None
     prediction = predict(plan, taken.machine, request.threads, _measured(plan.analysis, taken, request))
     return _describe(option, plan, prediction), plan
 
@@ -192,11 +194,6 @@ def predict(plan: Plan, machine: Machine, threads: int | None, measured: float =
     threads_each = threads_for(devices, threads)
     clock = Clock(plan.analysis, plan.ranks, machine, threads_each, measured, plan.profiled, operators)
     return plan.split.predict(plan.ranks, plan.cuts, clock)
-
-
-def _in_short(error: Exception) -> str:
-    """The first clause of an error's message."""
-    return re.split(r"[:;]", str(error), maxsplit=1)[0]
 
 
 def _measured(analysis: Analysis, resources: Resources, request: Request) -> float:

@@ -260,19 +260,15 @@ def _joined(
         analysis=on_devices(first.analysis, names),
         ranks=tuple(replace(rank, share=own.share) for rank, own in zip(ranks[:count], first.ranks, strict=True)),
     )
+    partition = first.analysis.partition  # with what is placed, which fewer rows do not change
     return replace(
         first,
-        analysis=_placed_as(analysis, first.analysis),
+        analysis=replace(analysis, partition=partition) if partition.placed else analysis,
         split=split,
         ranks=tuple(ranks),
         warnings=tuple(warnings),
         replicas=Replicas(first, tuple(shares), rows),
     )
-
-
-def _placed_as(analysis: Analysis, other: Analysis) -> Analysis:
-    """The analysis with what is placed in another one, of fewer rows."""
-    return replace(analysis, partition=other.partition) if other.partition.placed else analysis
 
 
 def check_groups(request: Request, count: int, groups: int) -> None:

@@ -37,7 +37,7 @@ from splitc.compiler.sharding.report import WeightFate, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.hardware.devices import Device, threads_for
+from splitc.runtime.hardware.devices import threads_for
 from splitc.runtime.units import format_bytes
 
 # Where unsharded weights are held, for messages.
@@ -59,11 +59,12 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
     apart = [place for place in range(len(resources.devices)) if place not in places]
     resources, shares = resources.take([*order, *apart]), [all_shares[place] for place in order]
     devices = resources.devices[: len(order)]
+    budgets = list(zip(resources.devices, resources.budgets, strict=True))
     targets = [
         Target(
             f"group {number}",
             sum(shares[first : first + count]),
-            _total(search_budget(request, *own) for own in _with_budgets(resources)[first : first + count]),
+            _total(search_budget(request, *own) for own in budgets[first : first + count]),
             host=devices[first].host,
         )
         for number, first in enumerate(range(0, len(devices), count))
@@ -197,10 +198,6 @@ def _check_drawn(sharded: ShardedModel) -> None:
                 f"{describe_node(node)} ({node.op_type}) draws random numbers, and gives '{value.name}', which is no "
                 "tensor of numbers: the ranks can't hand it over to each other. Use --split-mode layer."
             )
-
-
-def _with_budgets(resources: Resources) -> list[tuple[Device, Budget]]:
-    return list(zip(resources.devices, resources.budgets, strict=True))
 
 
 def _total(budgets: Iterable[Budget]) -> Budget:

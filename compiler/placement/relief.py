@@ -28,12 +28,7 @@ def reliefs(costs: Costs) -> list[list[ir.Value]]:
         for weight, use in uses.items()
         if weight not in known
         and costs.value_bytes(weight) >= least
-        and any(_looks_up(node, weight) for node in use.readers)
+        and any(node.inputs[table] is weight for node in use.readers for _, table in operator_of(node).lookups)
     ]
     groups = [[weight for weight in group if weight not in costs.in_files] for group in (*experts, *tables)]
     return sorted(filter(None, groups), key=lambda group: -sum(map(costs.value_bytes, group)))
-
-
-def _looks_up(node: ir.Node, weight: ir.Value) -> bool:
-    """Whether a node picks rows of a weight."""
-    return any(node.inputs[table] is weight for _, table in operator_of(node).lookups)

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.generate.conversation import ModelRunner, StateHolder
-from splitc.runtime.package.manifest import Manifest
 
 
 class BoundModel:
@@ -19,12 +18,7 @@ class BoundModel:
         self._session = session
         self._feeds = feeds
         open_inputs = [tensor for tensor in session.manifest.inputs if tensor.name not in feeds]
-        self._manifest = msgspec.structs.replace(session.manifest, inputs=open_inputs)
-
-    @property
-    def manifest(self) -> Manifest:
-        """The package's manifest, without the bound inputs."""
-        return self._manifest
+        self.manifest = msgspec.structs.replace(session.manifest, inputs=open_inputs)
 
     @property
     def replays(self) -> bool:

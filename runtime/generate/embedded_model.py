@@ -14,7 +14,7 @@ from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.conversation import ModelRunner, StateHolder
 from splitc.runtime.generate.image_positions import Positions
-from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Tensor
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,7 @@ class EmbeddedModel:
         ids = msgspec.structs.replace(embedding.ids, shape=shape, sample_shape=None, min_shape=None, max_shape=most)
         if places is not None:
             inputs[positions] = _without_rows(inputs[positions])
-        self._manifest = msgspec.structs.replace(decoder.manifest, inputs=[ids, *inputs.values()])
-
-    @property
-    def manifest(self) -> Manifest:
-        """The decoder's manifest, with tokens in place of embeddings."""
-        return self._manifest
+        self.manifest = msgspec.structs.replace(decoder.manifest, inputs=[ids, *inputs.values()])
 
     @property
     def replays(self) -> bool:

@@ -35,7 +35,7 @@ def part_shape(shape: Sequence[int], part: Part) -> tuple[int, ...]:
     """The shape of a shard, for an array of this shape."""
     sizes = list(shape)
     for axis in part.axes:
-        sizes[axis.axis] = _part_size(axis, sizes[axis.axis])
+        sizes[axis.axis] = sizes[axis.axis] // _known(axis) * math.prod(_lengths(axis))
     return tuple(sizes)
 
 
@@ -44,7 +44,7 @@ def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:
     first, array = parts[0]
     shape = list(array.shape)
     for axis in first.axes:
-        shape[axis.axis] = _whole_size(axis, shape[axis.axis])
+        shape[axis.axis] = shape[axis.axis] // math.prod(_lengths(axis)) * _known(axis)
     whole = np.empty(shape, array.dtype)
     try:
         for part, own in parts:
@@ -65,12 +65,8 @@ def _lengths(axis: AxisPart) -> list[int]:
     ]
 
 
-def _part_size(axis: AxisPart, whole: int) -> int:
-    return whole // math.prod(size for size in axis.sizes if size != -1) * math.prod(_lengths(axis))
-
-
-def _whole_size(axis: AxisPart, part: int) -> int:
-    return part // math.prod(_lengths(axis)) * math.prod(size for size in axis.sizes if size != -1)
+def _known(axis: AxisPart) -> int:
+    return math.prod(size for size in axis.sizes if size != -1)
 
 
 def _factors(shape: Sequence[int], part: Part) -> list[int]:

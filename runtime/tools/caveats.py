@@ -23,7 +23,7 @@ def time_caveats(ranks: Sequence[Rank], requests: Timeline) -> list[str]:
     said = {
         REPLAYED: any(isinstance(span.step, Replay) for _, span in ran),
         LAUNCHED: any(is_launch(span, rank) for rank, span in ran),
-        INSIDE: any(_meets(span, rank) for rank, span in ran),
+        INSIDE: any(isinstance(span.step, Run) and rank.engines[span.step.engine].group for rank, span in ran),
     }
     return [text for text, holds in said.items() if holds]
 
@@ -31,7 +31,3 @@ def time_caveats(ranks: Sequence[Rank], requests: Timeline) -> list[str]:
 def is_launch(span: Span, rank: Rank) -> bool:
     """Whether a step only launched work on a GPU."""
     return isinstance(span.step, Run) and device_named(rank.device).kind == "cuda"
-
-
-def _meets(span: Span, rank: Rank) -> bool:
-    return isinstance(span.step, Run) and bool(rank.engines[span.step.engine].group)

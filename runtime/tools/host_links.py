@@ -48,7 +48,7 @@ def measure_hosts(world: World) -> Link | None:
 
     To be called in process 0. Raises the error of the other process too.
     """
-    other = _other(world)
+    other = next((rank for rank, machine in enumerate(world.machines) if machine), None)
     if other is None:
         return None
     world.control.send(other, (Call(_take_part), None))
@@ -58,11 +58,6 @@ def measure_hosts(world: World) -> Link | None:
 
 def _take_part(world: World) -> None:
     attempt(lambda: _measure(world, world.rank, 1))  # process 0 gets the error
-
-
-def _other(world: World) -> int | None:
-    """The first process on another host than process 0."""
-    return next((rank for rank, machine in enumerate(world.machines) if machine), None)
 
 
 def _measure(world: World, other: int, place: int) -> list[tuple[int, float]]:
