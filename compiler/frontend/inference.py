@@ -12,8 +12,8 @@ from threading import RLock
 from typing import Any
 
 import onnx
+import onnx.shape_inference
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 from onnx_shape_inference import (
     SYM_DATA_KEY,
     OpShapeInferenceRegistry,
@@ -132,7 +132,7 @@ def _forgiving(rule: Rule | None) -> Rule:
     """
 
     @once_a_form
-    def infer(context: Any, node: ir.Node) -> None:
+    def infer_one(context: Any, node: ir.Node) -> None:
         if rule is not None:
             try:
                 rule(context, node)
@@ -146,7 +146,28 @@ def _forgiving(rule: Rule | None) -> Rule:
             for value, (shape, dtype) in zip(values, made, strict=True):
                 context.set_shape_and_dtype(value, context.name_anonymous_dims_in_shape(ir.Shape(shape)), dtype)
 
+    def infer(context: Any, node: ir.Node) -> None:
+        infer_one(context, node)
+        for value in node.outputs:
+            _tell_bodies(value)
+
     return infer
+
+
+def _tell_bodies(value: ir.Value) -> None:
+    """Set the type of a sequence, or an optional value, in the bodies of loops that carry it.
+
+    The library would take it for a tensor there: it hands on the elements' type only.
+    """
+    if value.type is None or isinstance(value.type, ir.TensorType):
+        return
+    for node, number in value.uses():
+        body = node.attributes.get("body")
+        if node.op_type == "Loop" and node.domain in ("", "ai.onnx") and body is not None:
+            carried = body.as_graph().inputs[number]
+            if carried.type is None:
+                carried.type = value.type
+                _tell_bodies(carried)
 
 
 def count_axes(model: ir.Model) -> dict[ir.Value, int]:
@@ -157,7 +178,7 @@ def count_axes(model: ir.Model) -> dict[ir.Value, int]:
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs if value.name)]
     counts = {value: len(value.shape) for value in values if value.shape is not None}
     if len(counts) < len(values):
-        inferred = ShapeInferencePass(strict_mode=False)(_with_constants_inside(model.clone())).model
+        inferred = _inferred_by_onnx(_with_constants_inside(model.clone()))
         shapes = {value.name: value.shape for node in inferred.graph for value in node.outputs}
         others = ((value, shapes.get(value.name)) for value in values if value not in counts)
         counts.update({value: len(shape) for value, shape in others if shape is not None})
@@ -182,13 +203,29 @@ def _with_constants_inside(model: ir.Model) -> ir.Model:
 
 def add_types(model: ir.Model) -> None:
     """Set types that are missing, by ONNX's own inference."""
-    inferred = ShapeInferencePass(strict_mode=False)(model.clone()).model
+    inferred = _inferred_by_onnx(model.clone())
     types = {value.name: value.type for node in inferred.graph for value in node.outputs}
     for value in (value for node in model.graph for value in node.outputs):
         if value.dtype in UNKNOWN:
             value.type = types.get(value.name)
         if value.dtype in UNKNOWN:  # the file may say so too
             value.type = None
+
+
+def _inferred_by_onnx(model: ir.Model) -> ir.Model:
+    """The model with the shapes and types that ONNX's own inference tells. Long weights become inputs.
+
+    onnx_ir's pass would take a sequence for a tensor. A model that ONNX finds wrong stays as it is.
+    """
+    for value in tuple(model.graph.initializers.values()):
+        if value.const_value is not None and value.const_value.size > MOST_SIZES:
+            value.shape, value.dtype = ir.Shape(value.const_value.shape.numpy()), value.const_value.dtype
+            del model.graph.initializers[value.name or ""]
+            if not value.is_graph_input():
+                model.graph.inputs.append(value)
+    with suppress(onnx.shape_inference.InferenceError):
+        return ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True))
+    return model
 
 
 def _not_beyond(rule: Rule) -> Rule:

@@ -11,6 +11,7 @@ import pytest
 from onnx_shape_inference import infer_symbolic_shapes, registry
 
 from splitc.compiler.frontend import inference
+from splitc.compiler.frontend.normal_form import replace_cast_like
 from splitc.compiler.frontend.shapes import infer_shapes
 from tests.helpers.graphs import read_graph
 
@@ -93,3 +94,37 @@ def test_threads_may_infer_models_of_many_versions_at_once() -> None:
             list(threads.map(infer, range(400, 0, -1)))
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_a_sequence_that_a_loop_carries_stays_one() -> None:
+    """As exporters write it: what the body carries has no type, and CastLike makes ONNX's own inference run first."""
+
+    def tensor(name: str, kind: ir.DataType, *sizes: int) -> ir.Value:
+        return ir.Value(name=name, shape=ir.Shape(sizes), type=ir.TensorType(kind))
+
+    x, steps, go = (
+        tensor("x", ir.DataType.FLOAT, 2, 4),
+        tensor("steps", ir.DataType.INT64),
+        tensor("go", ir.DataType.BOOL),
+    )
+    number, going, so_far = (
+        tensor("number", ir.DataType.INT64),
+        tensor("going", ir.DataType.BOOL),
+        ir.Value(name="so_far"),
+    )
+    grown = ir.node("SequenceInsert", [so_far, x], outputs=[ir.Value(name="grown")])
+    still = ir.node("Identity", [going], outputs=[ir.Value(name="still")])
+    body = ir.Graph([number, going, so_far], [*still.outputs, *grown.outputs], nodes=[still, grown], name="body")
+    empty = ir.node("SequenceEmpty", [])
+    loop = ir.node("Loop", [steps, go, empty.outputs[0]], {"body": body})
+    joined = ir.node("ConcatFromSequence", [loop.outputs[0]], {"axis": 0})
+    like = ir.node("CastLike", [x, joined.outputs[0]])
+    nodes = [empty, loop, joined, like]
+    model = ir.Model(
+        ir.Graph([x, steps, go], like.outputs, nodes=nodes, opset_imports={"": 18}, name="g"), ir_version=8
+    )
+    replace_cast_like(model)
+    inference.infer_shapes_and_types(model)
+    carried = [value.type for value in (*empty.outputs, so_far, *grown.outputs, *loop.outputs)]
+    assert carried == [ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))] * 4
+    assert joined.outputs[0].type == ir.TensorType(ir.DataType.FLOAT)
