@@ -180,10 +180,16 @@ def check_types(plan: Plan) -> None:
         for value in values:
             if not isinstance(value.type, ir.TensorType):
                 raise ModelError(f"the {place} '{value.name}' is a {value.type}, and splitc passes on only tensors")
-            if value.type.dtype == ir.DataType.STRING or str(value.type.dtype.numpy()) not in KNOWN:
+            is_text = value.type.dtype == ir.DataType.STRING
+            if is_text or str(value.type.dtype.numpy()) not in KNOWN:
+                remedy = (
+                    "Turn text into numbers outside of the model"
+                    if is_text
+                    else "Let the model begin and end with a Cast"
+                )
                 raise ModelError(
-                    f"the {place} '{value.name}' is of type {value.type.dtype.name}, which ONNX Runtime does not "
-                    f"support in Python. It supports: {', '.join(KNOWN)}. Let the model begin and end with a Cast"
+                    f"the {place} '{value.name}' is of type {value.type.dtype.name}, and splitc passes on only "
+                    f"{', '.join(KNOWN)}. {remedy}"
                 )
 
 

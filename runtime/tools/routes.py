@@ -42,7 +42,7 @@ def _exchanging(manifest: Manifest) -> set[tuple[str, str]]:
             fed = (
                 [member for member in engine.group if is_fed(ranks[member])]
                 if is_fed(rank)
-                else [engine.group[0], number]
+                else [*engine.group[:1], number]
             )
             numbers.update(permutations(fed, 2))
     pairs = {(ranks[one].device, ranks[other].device) for one, other in numbers}

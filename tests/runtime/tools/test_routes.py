@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,3 +46,12 @@ def test_nobody_looks_for_gpus_that_a_package_has_not(decoder: Path, tmp_path: P
         raise AssertionError
 
     assert find_routes(read_manifest(tmp_path / "package"), look) == {}
+
+
+def test_a_rank_that_takes_nothing_exchanges_nothing(write_model: Callable[[str], Path], tmp_path: Path) -> None:
+    constant = write_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        fixed () => (float[4] y) <float[4] w = {1, 2, 3, 4}> { y = Relu (w) }
+    """)
+    compile_model(plan_model(constant, ["cpu0"]), tmp_path / "package")
+    assert find_routes(read_manifest(tmp_path / "package"), list) == {}
