@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
@@ -10,6 +11,8 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
 
 LINEAR = (frozenset([0]),)
+# An end that lies beyond any axis.
+WHOLE = 2**31 - 1
 
 
 def reshape(op: Operation) -> None:
@@ -171,9 +174,17 @@ def shape(op: Operation) -> None:
     op.free(op.input(0))
 
 
-def whole_axes(op: Operation, number: int) -> int | None:
-    """Starts, ends and steps with which a Slice takes its axes whole."""
-    return {1: 0, 2: 2**31 - 1, 4: 1}.get(number)
+def slice_bounds(op: Operation, number: int) -> Any:
+    """Starts, ends and steps with which a Slice takes as much of its axes as its result has, else these whole."""
+    target, rank = op.outputs[0], len(op.input(0))
+    axes = op.numbers(3) if op.has(3) else list(range(rank))
+    steps = op.numbers(4) if op.has(4) else [1]
+    if number != 2 or target is None or axes is None or steps is None or {*steps} != {1}:
+        return {1: 0, 2: WHOLE, 4: 1}.get(number)
+    starts = op.numbers(1) or [0] * len(axes)
+    lengths = [(ax.size_of(op.input(0)[axis]), ax.size_of(target[axis])) for axis in axes]
+    cut = (WHOLE if size == left else start + left for start, (size, left) in zip(starts, lengths, strict=False))
+    return [min(end, WHOLE) for end in cut] if min(starts) >= 0 else WHOLE
 
 
 OPERATORS = (
@@ -195,7 +206,7 @@ OPERATORS = (
         passes_sizes=True,
         rearranges=True,
         sizes_are_offsets=True,
-        example_input=whole_axes,
+        example_input=slice_bounds,
     ),
     Operator("Pad", pad),
     Operator("Resize", resize),

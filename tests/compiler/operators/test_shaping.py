@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+from splitc.compiler.operators.axes import new_axis
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.shaping import WHOLE, slice_bounds
 from tests.helpers.blocks import FLOAT, SHARES, Block
 from tests.helpers.operators import INNER, Middle, Tiny, as_float, as_image, check_operator, sandwich
 
@@ -202,3 +206,16 @@ def test_operator(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_form(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
+
+
+def test_a_slice_whose_end_is_not_known_is_tried_with_one_that_leaves_what_its_result_has() -> None:
+    """As exporters write relative positions. It took its axis whole, and its rule, of the shapes, seemed wrong."""
+    values = [ir.Value(name=name) for name in ("data", "starts", "ends", "axes")]
+    inputs = [tuple(map(new_axis, sizes)) for sizes in ((4, 23), (1,), (1,), (1,))]
+    operation = Operation(
+        ir.node("Slice", values), inputs, [tuple(map(new_axis, (4, 12)))], [None] * 3 + [np.array([-1])]
+    )
+    assert slice_bounds(operation, 2) == [12]
+    starting_at_three = replace(operation, constants=[None, np.array([3]), None, np.array([-1])])
+    assert slice_bounds(starting_at_three, 2) == [15]
+    assert slice_bounds(replace(operation, outputs=[None]), 2) == WHOLE
