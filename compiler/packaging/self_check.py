@@ -178,13 +178,13 @@ def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | Non
     held = session.adapters.sum(adapters)
     for inputs in _candidates(plan, session.inputs):
         given = make_inputs(inputs)
-        if session.manifest.batch is None and needs_one_row(session.manifest.lengths, given):
-            continue  # the package refuses it in words
         feeds: Arrays = given if held is None else {**given, **held.arrays}
         try:
+            if session.manifest.batch is None and needs_one_row(session.manifest.lengths, given):
+                continue  # the package refuses it in words
             expected = whole.run(feeds)
         except SplitcError:
-            continue  # the model does not take these sizes together
+            continue  # the model does not take these sizes together, such as caches of two lengths
         compared = partial(compare, number_type=session.manifest.number_type)
         return _result(whole, judge(compared, whole, feeds, expected, session.run(given, adapters=adapters)))
     return None

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -206,3 +207,15 @@ def test_one_file_a_weight_in_folders_below(decoder: Path, tmp_path: Path) -> No
         compile_model(plan, tmp_path / weights, weights=weights)
         with Session(tmp_path / weights) as session:
             assert_close(session.run(feeds), run_whole(decoder, feeds))
+
+
+def test_made_up_caches_of_two_lengths_are_not_compared(decoder: Path, tmp_path: Path) -> None:
+    """As torch.export names them: each cache has a symbol of its own, and the package takes one length."""
+    proto = onnx.load(decoder)
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 1  # with no rows to divide, nothing ran the model first
+        if value.name.startswith("past") and value.name.endswith("value"):
+            value.type.tensor_type.shape.dim[2].dim_param = f"length of {value.name}"
+    onnx.save(proto, tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor")), tmp_path / "package")
+    assert read_manifest(tmp_path / "package").lengths
