@@ -146,9 +146,10 @@ class _Flow:
             return frozenset()
         rest = inputs - incoming.keys()
         weights = all(_is_weight(operation, number) for number in rest)
-        joins = (
-            bool(operation.add_on_one_rank) and rest <= operation.add_on_one_rank and self.size(output) == max(sizes)
-        )
+        # What is left out may give the result neither elements nor axes.
+        axes = {len(operation.inputs[number] or ()) for number in incoming} | {len(operation.outputs[0] or ())}
+        keeps = self.size(output) == max(sizes) and len(axes) == 1
+        joins = keeps and bool(operation.add_on_one_rank) and rest <= operation.add_on_one_rank
         return rest if joins and (weights or self._meets_partial(output)) else None
 
     def _meets_partial(self, value: ir.Value) -> bool:

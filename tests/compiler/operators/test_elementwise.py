@@ -141,6 +141,17 @@ def test_bias_of_a_sum_is_added_once(tmp_path: Path) -> None:
     check_split(b, tmp_path, {"A", "B"}, whole={"bias"}, sums=1)
 
 
+def test_a_bias_that_adds_an_axis_is_added_to_the_sum(tmp_path: Path) -> None:
+    """As scikit-learn's means are written. Ranks that left it out would lack the axis."""
+    b = Block()
+    product = b.op(
+        "MatMul", b.op("MatMul", b.data("x", (2, 5, 12), ["n", "t", 12]), b.w("A", 12, 24)), b.w("B", 24, 12)
+    )
+    b.give(b.op("Add", product, b.w("bias", 1, 1, 1, 1)), shape=[1, "n", "t", 12])
+    (plan,) = check_split(b, tmp_path, "AB", ((3, 1),), sums=1)
+    assert plan.warnings == ()
+
+
 def test_halves_are_summed_whether_a_rank_adds_the_bias_or_not(tmp_path: Path) -> None:
     """On the CPU, ONNX Runtime adds a bias in half precision and takes the product without it in single precision."""
     b = Block(opset=20)
