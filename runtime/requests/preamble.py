@@ -56,10 +56,12 @@ def is_causal(mask: Array, before: int) -> bool:
     for first in range(0, tokens, BLOCK):
         added = mask[..., first : first + BLOCK, : before + tokens]
         count, place = added.shape[-2], before + first
-        own, shown = added[..., place : place + count], np.tri(count, dtype=np.bool_)
-        earlier, later = added[..., :place], added[..., place + count :]
-        if not (all(map(_is_zero, (earlier, own[..., shown]))) and all(map(_hides, (own[..., ~shown], later)))):
+        if not (_is_zero(added[..., : place + 1]) and _hides(added[..., place + count :])):
             return False
+        if count > 1:
+            own, shown = added[..., place : place + count], np.tri(count, dtype=np.bool_)
+            if not (_is_zero(own[..., shown]) and _hides(own[..., ~shown])):
+                return False
     return True
 
 
