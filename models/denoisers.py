@@ -91,17 +91,20 @@ def unet_inputs(config: Mapping[str, Any], torch: Any) -> dict[str, Any]:
 
 
 def flux_inputs(config: Mapping[str, Any], torch: Any) -> dict[str, Any]:
-    """One step of an image of 1024 pixels, 4096 tokens, and a prompt of 512; a small model has 64 and 16."""
+    """One step of two images of 1024 pixels, 4096 tokens, and prompts of 512; a small model has 64 and 16.
+
+    The batch may have any size.
+    """
     image, text = (4096, 512) if config["num_layers"] > 8 else (64, 16)
     half = torch.float16
     return {
-        "hidden_states": torch.zeros(1, image, config["in_channels"], dtype=half),
-        "encoder_hidden_states": torch.zeros(1, text, config["joint_attention_dim"], dtype=half),
-        "pooled_projections": torch.zeros(1, config["pooled_projection_dim"], dtype=half),
-        "timestep": torch.zeros(1, dtype=half),
+        "hidden_states": torch.zeros(2, image, config["in_channels"], dtype=half),
+        "encoder_hidden_states": torch.zeros(2, text, config["joint_attention_dim"], dtype=half),
+        "pooled_projections": torch.zeros(2, config["pooled_projection_dim"], dtype=half),
+        "timestep": torch.zeros(2, dtype=half),
         "img_ids": torch.zeros(image, 3, dtype=half),
         "txt_ids": torch.zeros(text, 3, dtype=half),
-        "guidance": torch.zeros(1, dtype=half),
+        "guidance": torch.zeros(2, dtype=half),
     }
 
 
@@ -138,10 +141,15 @@ def export_flux(config: Mapping[str, Any]) -> ir.Model:
             super().__init__()
             self.transformer = FluxTransformer2DModel(**config)
 
-        def forward(self, **inputs):  # type: ignore[no-untyped-def]
-            return self.transformer(**inputs, return_dict=False)[0]
+        def forward(  # type: ignore[no-untyped-def]
+            self, hidden_states, encoder_hidden_states, pooled_projections, timestep, img_ids, txt_ids, guidance
+        ):
+            embedded = (hidden_states, encoder_hidden_states, pooled_projections)
+            return self.transformer(*embedded, timestep, img_ids, txt_ids, guidance, return_dict=False)[0]
 
-    return _export(Step, lambda: flux_inputs(config, torch), "out_hidden_states")
+    batch = torch.export.Dim("batch")
+    pictures = {name: {0: batch} for name in flux_inputs(config, torch)} | {"img_ids": None, "txt_ids": None}
+    return _export(Step, lambda: flux_inputs(config, torch), "out_hidden_states", pictures)
 
 
 def _export(

@@ -33,7 +33,10 @@ NEW, AGAIN, STREAM = "new", "again", f"{IN_FLIGHT} in flight"
 
 @dataclass
 class Row:
-    """What is known of a package: its largest error, medians of seconds by the name of the time, what went wrong."""
+    """What is known of a package: its largest error, seconds by the name of the time, what went wrong.
+
+    `times` are medians of what was measured, `predicted` what the plan says.
+    """
 
     error: float | None = None
     problem: str = ""
@@ -42,6 +45,7 @@ class Row:
     failure: str = ""
     notes: list[str] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
+    predicted: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def noted(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Any models in a folder: their packages' outputs, times and memory, beside those of ONNX Runtime, as one table.
 
     python -m tests.gpu.graphs FOLDER --devices 2xcuda --modes layer,tensor --limit 540
+    python -m tests.gpu.graphs FOLDER --devices 4xcuda --modes batch,2xtensor   # two groups with tensor mode inside
     python -m tests.gpu.graphs FOLDER --devices 2xcpu                           # the same, without a GPU
 
 External data that are missing are made, of random numbers, and written beside the model. NAME.json beside NAME.onnx
@@ -11,8 +12,9 @@ output, relative to the output's largest value, against the unsplit model in ONN
 --cpu on the CPU. Times are medians of seconds from arrays to arrays, taken in turns: `new`, the first request of one of
 the other shapes; `again`, a request of the shapes that were planned for; and a request where several are under way.
 Behind each: how many times faster that is than on one device, and than the unsplit model with IO binding, which takes
-one request at a time. The unsplit model where inputs and outputs stay on the device is `kept`. Memory is each device's
-peak, while the package is loaded and tried.
+one request at a time. `predicted` is what the plan says, by what `splitc devices --measure` found. The unsplit model
+where inputs and outputs stay on the device is `kept`. Memory is each device's peak, while the package is loaded and
+tried.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler import compile_model, plan_model
+from splitc.compiler.planning.clock import Prediction
 from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.hardware.devices import Device, parse_devices
@@ -50,11 +53,12 @@ from tests.gpu.graph_times import (
     make_feeds,
 )
 from tests.gpu.made_weights import make_missing_weights
+from tests.gpu.ways import predicted, way_request
 
 # Rows by the names of their packages, by the name of their model.
 Rows = dict[str, dict[str, Row]]
-# A package that is compiled, or its error.
-Made = Mapping[str, Future[Path]]
+# A package that is compiled and its plan's times, or its error.
+Made = Mapping[str, Future[tuple[Path, Prediction]]]
 START = time.monotonic()
 
 
@@ -108,16 +112,15 @@ def _compile_all(
     return made
 
 
-def _compile(model: Path, package: Path, mode: str, devices: list[str]) -> Path:
+def _compile(model: Path, package: Path, mode: str, devices: list[str]) -> tuple[Path, Prediction]:
     start = time.monotonic()
     shutil.rmtree(package, ignore_errors=True)
     package.parent.mkdir(parents=True, exist_ok=True)
     shapes = {name: tuple(shape) for name, shape in _shapes(model)[0].items()}
-    request = Request(split_mode=mode, engine="onnxruntime", spread=True, shapes=shapes)
-    plan = plan_model(model, devices, request)
+    plan = plan_model(model, devices, way_request(mode, engine="onnxruntime", shapes=shapes))
     compile_model(plan, package, weights="link" if mode == "layer" else "copy", verify=False)
     print(f"{model.stem}, {package.name}: compiled in {time.monotonic() - start:.1f} s", flush=True)
-    return package
+    return package, predicted(plan)
 
 
 def _shapes(model: Path) -> tuple[dict[str, list[int]], list[dict[str, list[int]]]]:
@@ -132,7 +135,8 @@ def _measure(model: Path, packages: Made, device: Device, options: argparse.Name
     ready: dict[str, Path] = {}
     for name, future in packages.items():
         with rows[name].noted():
-            ready[name] = future.result()
+            ready[name], times = future.result()
+            rows[name].predicted = {AGAIN: times.latency, STREAM: times.interval}
     if not ready:
         return
     manifest = read_manifest(next(iter(ready.values())))
@@ -164,8 +168,9 @@ def _load(package: Path, options: argparse.Namespace) -> Iterator[Session]:
 
 def _print(rows: Rows) -> None:
     times = (NEW, AGAIN, STREAM)
-    columns = [column for name in times for column in (name, "x one", "x whole")]
-    found = table("model", "package", "error", *columns, "weights", "memory", right=("x one", "x whole", *times))
+    columns = [column for name in times for column in (name, "x one", "x whole", "predicted")]
+    right = ("x one", "x whole", "predicted", *times)
+    found = table("model", "package", "error", *columns, "weights", "memory", right=right)
     for model, packages in rows.items():
         for name, row in packages.items():
             cells = [cell for each in times for cell in _cells(each, row, packages)]
@@ -178,14 +183,15 @@ def _print(rows: Rows) -> None:
                 out.print(f"{model}, {name}: {note}", markup=False)
 
 
-def _cells(what: str, row: Row, packages: Mapping[str, Row]) -> tuple[str, str, str]:
-    """The time, and how many times faster it is than on one device, and than the unsplit model."""
+def _cells(what: str, row: Row, packages: Mapping[str, Row]) -> tuple[str, str, str, str]:
+    """The time, how many times faster it is than on one device and than the unsplit model, and what was predicted."""
     seconds = row.times.get(what)
     if seconds is None:
-        return "", "", ""
+        return "", "", "", ""
     one, whole = packages[ONE].times.get(what), packages[UNSPLIT].times.get(AGAIN if what == STREAM else what)
     ratios = [f"{other / seconds:.2f}" if other else "" for other in (one, whole)]
-    return format_seconds(seconds), ratios[0], ratios[1]
+    said = row.predicted.get(what)
+    return format_seconds(seconds), ratios[0], ratios[1], "" if said is None else format_seconds(said)
 
 
 def _sizes(sizes: Iterable[int]) -> str:

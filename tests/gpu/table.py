@@ -36,7 +36,7 @@ import onnx_ir as ir
 from models import llama, llama_fused
 from models.llama import Size, save_sparse
 from models.writer import save
-from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler import compile_model, plan_model
 from splitc.compiler.packaging.building import BuildSettings
 from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
@@ -46,6 +46,7 @@ from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit
 from splitc.runtime.units import format_bytes, format_seconds
+from tests.gpu.ways import predicted, way_request
 
 Feeds = dict[str, npt.NDArray[Any]]
 # Requests under way at the same time, rounds of turns, and prompts in each.
@@ -192,13 +193,17 @@ def _compile(model: Path, name: str, mode: str, devices: list[str], options: arg
     if not options.capacity_only:
         shapes["past_key_values.0.key"] = (1, *_size(options, 1).cache_shape(2 * options.cache))
     memory = () if "cpu" in options.devices[0] else ("120GiB",)  # what is free has the other packages in it
-    request = Request(split_mode=mode, engine=options.engine, spread=True, shapes=shapes, memory=memory)
-    plan = plan_model(model, devices, request)
+    plan = plan_model(model, devices, way_request(mode, engine=options.engine, shapes=shapes, memory=memory))
     tactics: list[str] | None = None if options.engine == "onnxruntime" else []
     build_options = BuildOptions(optimization_level=options.optimization_level, tactic_sources=tactics)
     weights = "link" if mode == "layer" and options.engine == "onnxruntime" else "copy"
     compile_model(plan, target, weights=weights, verify=False, build=BuildSettings(build_options))
-    print(f"{model.parent.name}, {name}: compiled in {time.monotonic() - start:.1f} s", flush=True)
+    times = predicted(plan)
+    print(
+        f"{model.parent.name}, {name}: compiled in {time.monotonic() - start:.1f} s; a token is predicted to take "
+        f"{format_seconds(times.latency)}, or one every {format_seconds(times.interval)}",
+        flush=True,
+    )
     return target
 
 
