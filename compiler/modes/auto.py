@@ -26,9 +26,9 @@ from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.threads.progress import counted
 from splitc.runtime.units import format_seconds
 
-# Alternatives are equally fast if their times differ by less than this share, by objective and whether the blocks were
-# profiled. Predictions of throughput are less exact than that anyway, since a stream hides delays of single devices.
-SLACK = {("throughput", False): 0.1, ("throughput", True): 0.05, ("latency", False): 0.02, ("latency", True): 0.02}
+# Alternatives are equally fast if their times differ by less than this share, by objective. Predictions of throughput
+# are less exact, since a stream hides delays of single devices.
+SLACK = {"throughput": 0.05, "latency": 0.02}
 # Minimum share of its memory by which another device must relieve the fullest one. A choice: with none, auto mode would
 # take another device for a few bytes. With 0 the plans of 11 models are the same; with 0.1 all but one.
 LEAST_MEMORY_GAIN = 0.02
@@ -63,29 +63,27 @@ def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
     alternatives = [alternative for alternative, _ in tried]
     if not plans:
         raise DoesNotFitError(_explain_misfit(alternatives))
-    chosen = choose(alternatives, request.objective, request.profile)
+    chosen = choose(alternatives, request.objective)
     reason = _reason(chosen, alternatives, request)
     return replace(plans[chosen.name], alternatives=tuple(alternatives), choice=reason)
 
 
-def choose(alternatives: Sequence[Alternative], objective: str, profiled: bool) -> Alternative:
+def choose(alternatives: Sequence[Alternative], objective: str) -> Alternative:
     """The alternative with the most free memory on its fullest device, among those within SLACK of the fastest.
 
     It uses no more hosts than needed for that speed, and no more devices than needed: another one must relieve the
     fullest device by LEAST_MEMORY_GAIN.
     """
-    good = _on_fewest_hosts(_about_as_fast(alternatives, objective, profiled))
+    good = _on_fewest_hosts(_about_as_fast(alternatives, objective))
     least = min(candidate.fullest for candidate in good)
     free = [candidate for candidate in good if candidate.fullest <= least * (1 + LEAST_MEMORY_GAIN)]
     return min(free, key=lambda candidate: (candidate.devices, _time(candidate, objective)))
 
 
-def _about_as_fast(alternatives: Sequence[Alternative], objective: str, profiled: bool) -> list[Alternative]:
+def _about_as_fast(alternatives: Sequence[Alternative], objective: str) -> list[Alternative]:
     possible = [candidate for candidate in alternatives if candidate.refused is None]
     best = min(_time(candidate, objective) for candidate in possible)
-    return [
-        candidate for candidate in possible if _time(candidate, objective) <= best * (1 + SLACK[objective, profiled])
-    ]
+    return [candidate for candidate in possible if _time(candidate, objective) <= best * (1 + SLACK[objective])]
 
 
 def _on_fewest_hosts(alternatives: Sequence[Alternative]) -> list[Alternative]:
@@ -193,7 +191,8 @@ def predict(plan: Plan, machine: Machine, threads: int | None, measured: float =
     operators = has_operators(plan.engine, devices)
     threads_each = threads_for(devices, threads)
     clock = Clock(plan.analysis, plan.ranks, machine, threads_each, measured, plan.profiled, operators)
-    return plan.split.predict(plan.ranks, plan.cuts, clock)
+    prediction = plan.split.predict(plan.ranks, plan.cuts, clock)
+    return replace(prediction, interval=prediction.interval * (1 + clock.held_up))
 
 
 def _measured(analysis: Analysis, resources: Resources, request: Request) -> float:
@@ -229,7 +228,7 @@ def _time(alternative: Alternative, objective: str) -> float:
 
 
 def _reason(chosen: Alternative, alternatives: Sequence[Alternative], request: Request) -> str:
-    good = _about_as_fast(alternatives, request.objective, request.profile)
+    good = _about_as_fast(alternatives, request.objective)
     what = "a request" if request.objective == "latency" else "between requests that stream"
     time = format_seconds(_time(chosen, request.objective))
     if len(good) == 1:
@@ -237,7 +236,7 @@ def _reason(chosen: Alternative, alternatives: Sequence[Alternative], request: R
     best = format_seconds(min(_time(candidate, request.objective) for candidate in good))
     beyond = len(good) - len(_on_fewest_hosts(good))
     hosts = f"; {beyond} of them need more hosts" if beyond else ""
-    slack = SLACK[request.objective, request.profile]
+    slack = SLACK[request.objective]
     return (
         f"{chosen.name}: {time} {what}; of {len(good)} candidates within {slack:.0%} (fastest: {best}{hosts}), "
         "the one that leaves the most free memory, on the fewest devices"

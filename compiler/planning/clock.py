@@ -96,6 +96,16 @@ class Clock:
         most = max(Counter(rank.device.host for rank in ranks).values(), default=0)
         return most * self.replicas * self.threads / cores() if on_cpu else 0.0
 
+    @property
+    def held_up(self) -> float:
+        """The share by which a stream's requests take longer than single ones.
+
+        While devices compute, the caller feeds and reads other requests. Where all cores are taken by threads, or by
+        ranks, that wait for each other, what the caller takes of one holds up the others.
+        """
+        together = max(Counter((rank.replica, rank.group) for rank in self.ranks).values()) * self.threads
+        return HOST.jitter if together > 1 and self.crowd(self.ranks) >= 1 else 0.0
+
     def unlike(self, ranks: Sequence[RankPlan], sizes: Callable[[int], tuple[int, ...]]) -> list[RankPlan]:
         """One rank of each kind: ranks on devices alike take the same time if the `sizes` of their parts are equal."""
         kinds = {(rank.device.kind, self.machine.speed(rank.device), sizes(rank.part)): rank for rank in ranks}

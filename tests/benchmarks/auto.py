@@ -101,7 +101,7 @@ def _compare(
         rows.add_row(name, *map(format_seconds, cells))
     out.print(rows)
     for number, objective in enumerate(reversed(OBJECTIVES)):
-        chosen = choose([alternative for alternative, _ in tried], objective, options.profile).name
+        chosen = choose([alternative for alternative, _ in tried], objective).name
         best = min(measured, key=lambda name: measured[name][number])
         ratio = measured[chosen][number] / measured[best][number]
         summary.add_row(title, objective, chosen, best, f"{ratio:.2f}")

@@ -128,15 +128,14 @@ def test_among_about_as_fast_ones_room_decides() -> None:
     slow = Alternative("c", "tensor", 2, 0.9, 2.0, 0.1)
     impossible = Alternative("d", "row", 2, refused="too small")
     everyone = [fast, roomy, slow, impossible]
-    assert choose(everyone, "throughput", profiled=False) == roomy
-    assert choose(everyone, "throughput", profiled=True) == roomy
-    assert choose(everyone, "latency", profiled=False) == slow
+    assert choose(everyone, "throughput") == roomy
+    assert choose(everyone, "latency") == slow
 
 
 def test_little_room_is_not_worth_another_device() -> None:
     one = Alternative("a", "layer", 1, 1.0, 1.0, 0.100)
     two = Alternative("b", "layer", 2, 1.0, 0.99, 0.099)
-    assert choose([one, two], "throughput", profiled=False) == one
+    assert choose([one, two], "throughput") == one
 
 
 @pytest.mark.parametrize("is_built", [True, False])
@@ -215,6 +214,26 @@ def test_prediction_knows_streams_sums_and_crossing(decoder: Path) -> None:
     gained = predict(tensor, slow, 1).latency - predict(tensor, free, 1).latency
     assert gained == pytest.approx(tensor.split.collectives), "each sum costs the link once"
     assert predict(tensor, free, 1, measured=2.0).latency > predict(tensor, free, 1).latency
+
+
+def test_caller_of_a_stream_holds_up_threads_that_wait_for_each_other(
+    decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One device with a thread on each core computes while the caller, too, needs one."""
+    monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 2)
+    free = Machine({"cpu-cpu": FREE}, {"cpu-cpu": FREE})
+    one = plan_model(decoder, ["cpu0"], Request())
+    tensor, layer = (
+        plan_model(decoder, ["2xcpu"], Request(split_mode=mode, spread=True)) for mode in ("tensor", "layer")
+    )
+
+    def held_up(plan: Plan, threads: int) -> bool:
+        prediction = predict(plan, free, threads)
+        return prediction.interval > prediction.latency
+
+    assert held_up(one, 2) and not held_up(one, 1)
+    assert held_up(tensor, 1)
+    assert not held_up(layer, 1)
 
 
 def test_states_stay_where_they_are(decoder: Path) -> None:

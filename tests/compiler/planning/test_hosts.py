@@ -84,8 +84,8 @@ def test_another_host_must_be_worth_it() -> None:
     near = Alternative("a", "tensor", 8, 1.0, 1.0, 0.3, hosts=1)
     roomy = Alternative("b", "tensor", 16, 1.01, 1.0, 0.1, hosts=2)
     fast = Alternative("c", "layer", 16, 1.5, 0.5, 0.1, hosts=2)
-    assert choose([near, roomy, fast], "latency", profiled=False) == near
-    assert choose([near, roomy, fast], "throughput", profiled=False) == fast
+    assert choose([near, roomy, fast], "latency") == near
+    assert choose([near, roomy, fast], "throughput") == fast
 
 
 def test_crossing_to_another_host_takes_its_link(decoder: Path) -> None:
