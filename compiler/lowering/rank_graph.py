@@ -59,7 +59,8 @@ class _RankGraph:
         for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
             self._fit_shape(value)
         self._name_new()
-        remove_unused(self._graph)
+        # Other ranks wait for this one in sums whose result it leaves out, such as a bias.
+        remove_unused(self._graph, [node for node in self._graph if node.op_type == forms.COLLECTIVE])
         remove_unused_inputs(self._graph)
         return self._graph
 

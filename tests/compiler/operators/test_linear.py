@@ -212,6 +212,18 @@ def test_operator(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
 
 
+def test_bias_that_is_itself_a_sum(tmp_path: Path) -> None:
+    """One rank alone adds it, but all take part in its sum."""
+    b = Block()
+    x = b.op("Softmax", b.data("x", (5, 12), ["t", 12]))
+    bias = b.op("Sigmoid", b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", 12, INNER))), b.w("B", INNER, 12)))
+    made = b.op("MatMul", b.op("Relu", b.op("MatMul", bias, b.w("C", 12, INNER))), b.w("D", INNER, 12))
+    b.give(
+        b.op("Softmax", b.op("Gemm", b.op("Relu", b.op("MatMul", x, b.w("E", 12, INNER))), b.w("F", INNER, 12), made))
+    )
+    check_split(b, tmp_path, "ABCDEF", SHARES, sums=3)
+
+
 @pytest.mark.parametrize(
     ("kind", "attributes", "shapes", "flops"),
     [
