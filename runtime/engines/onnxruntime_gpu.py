@@ -324,7 +324,9 @@ def _load_libraries() -> None:
 def _load_libraries_once() -> None:
     # Each session has its own cuBLAS, with 70 MiB of scratch space by default: more than many segments need.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
-    ort.set_default_logger_severity(3)  # otherwise each session warns about a missing plug-in
+    # Otherwise each session warns about a missing plug-in, and each convolution of a new shape says which of cuDNN's plans
+    # it does without. What ends a request is an exception.
+    ort.set_default_logger_severity(4)
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
             ort.preload_dlls()
