@@ -92,3 +92,13 @@ def test_the_pool_gives_back_what_is_many_times_too_large(gpu: FakeBackend) -> N
     assert take(LEAST * WASTE * 2, 100) == 0
     assert take(100) == 1
     assert take(100, LEAST) == 1
+
+
+def test_large_outputs_are_not_copied_again(gpu: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the pinned memory that the GPU wrote; small ones are copies, so that this is free for the next ones."""
+    monkeypatch.setattr(gpu_device, "LARGEST_LEARNT", 4000)
+    numbers = {"small": np.arange(1000, dtype=np.float32), "large": np.arange(1001, dtype=np.float32)}
+    found = gpu.download({name: gpu.upload(array) for name, array in numbers.items()})
+    for name, array in numbers.items():
+        np.testing.assert_array_equal(found[name], array)
+    assert {name: found[name].base is None for name in found} == {"small": True, "large": False}
