@@ -324,7 +324,7 @@ def _load_libraries() -> None:
 def _load_libraries_once() -> None:
     # Each session has its own cuBLAS, with 70 MiB of scratch space by default: more than many segments need.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE)
-    # Otherwise each session warns about a missing plug-in, and convolutions of new shapes say which of cuDNN's plans they
+    # Otherwise each session warns about a missing plug-in, and convolutions of new shapes say which cuDNN plans they
     # do without. What ends a request is an exception.
     ort.set_default_logger_severity(4)
     if hasattr(ort, "preload_dlls"):
