@@ -22,10 +22,12 @@ from splitc.runtime.gpu.pinned_memory import Pins
 from splitc.runtime.gpu.weight_places import SwapBuffer, lay_out
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import need_cupy
-from splitc.runtime.hardware.heap import LARGEST_LEARNT
 from splitc.runtime.hardware.profiles import find_profile
 from splitc.runtime.units import format_bytes
 
+# Outputs from this size on are handed over in the pinned memory that the GPU wrote. A copy is new pages, of which the
+# logits of 2,048 tokens, 125 MiB, took 20 ms. A choice: new pinned memory, for callers that keep outputs, costs as much.
+NOT_COPIED = 4 << 20
 # Seconds that a rank waits for its GPU before it reports that it hangs. A choice: longer than any run of an engine.
 PATIENCE = 120.0
 # Seconds between two polls of a GPU. Polling without a pause would keep Python's global lock from the threads of other
@@ -184,9 +186,8 @@ class GpuDevice:
             self.wait(made)
             if allocate is not None:
                 return copied
-            # A large array would be new pages each time: logits of 2,048 tokens took 26 ms so. Its pinned memory goes
-            # back to the pool when the caller drops it.
-            return {name: array if array.nbytes > LARGEST_LEARNT else array.copy() for name, array in copied.items()}
+            # Pinned memory goes back to the pool when the caller drops the array.
+            return {name: array if array.nbytes >= NOT_COPIED else array.copy() for name, array in copied.items()}
 
         return wait
 

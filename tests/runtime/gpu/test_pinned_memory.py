@@ -96,7 +96,7 @@ def test_the_pool_gives_back_what_is_many_times_too_large(gpu: FakeBackend) -> N
 
 def test_large_outputs_are_not_copied_again(gpu: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are the pinned memory that the GPU wrote; small ones are copies, so that this is free for the next ones."""
-    monkeypatch.setattr(gpu_device, "LARGEST_LEARNT", 4000)
+    monkeypatch.setattr(gpu_device, "NOT_COPIED", 4004)
     numbers = {"small": np.arange(1000, dtype=np.float32), "large": np.arange(1001, dtype=np.float32)}
     found = gpu.download({name: gpu.upload(array) for name, array in numbers.items()})
     for name, array in numbers.items():
