@@ -25,8 +25,8 @@ from splitc.runtime.hardware.gpus import need_cupy
 from splitc.runtime.hardware.profiles import find_profile
 from splitc.runtime.units import format_bytes
 
-# Outputs from this size on are handed over in the pinned memory that the GPU wrote. A copy is new pages, of which the
-# logits of 2,048 tokens, 125 MiB, took 20 ms. A choice: new pinned memory, for callers that keep outputs, costs as much.
+# Outputs from this size on are handed over in the pinned memory that the GPU wrote. A copy is new pages: those of the
+# logits of 2,048 tokens, 125 MiB, took 20 ms. A choice: for callers that keep outputs, new pinned memory costs as much.
 NOT_COPIED = 4 << 20
 # Seconds that a rank waits for its GPU before it reports that it hangs. A choice: longer than any run of an engine.
 PATIENCE = 120.0
