@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
@@ -10,13 +10,8 @@ import onnx_ir.passes.common as passes
 from splitc.compiler.frontend.reads import has_subgraphs, node_reads, subgraphs
 
 
-def remove_unused(graph: ir.Graph, needed: Sequence[ir.Node] = ()) -> None:
-    """Remove the nodes, the weights and the optional outputs that no output of the graph needs, in place.
-
-    What the nodes `needed` read stays too, and so do they.
-    """
-    outputs = len(graph.outputs)
-    graph.outputs.extend(node.outputs[0] for node in needed)
+def remove_unused(graph: ir.Graph) -> None:
+    """Remove the nodes, the weights and the optional outputs that no output of the graph needs, in place."""
     if has_subgraphs(graph):
         wanted = set(graph.outputs)
         for node in reversed(graph):
@@ -25,7 +20,6 @@ def remove_unused(graph: ir.Graph, needed: Sequence[ir.Node] = ()) -> None:
             else:
                 wanted.update(node_reads(node))
     passes.RemoveUnusedNodesPass()(ir.Model(graph, ir_version=10))
-    del graph.outputs[outputs:]
 
 
 def remove_unused_inputs(graph: ir.Graph, among: Collection[ir.Value] | None = None) -> list[ir.Value]:

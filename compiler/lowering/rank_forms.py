@@ -156,6 +156,15 @@ def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
         wrap(value, kind, "Cast", suffix="sum", to=kind)
 
 
+def zero_added(editor: Editor, node: ir.Node, number: int) -> None:
+    """Have a node add zeros in place of an input, which may be infinite, and still depend on it."""
+    value = node.inputs[number]
+    assert value is not None
+    zeros = editor.before(node, "Where", editor.constant(np.array(False)), value, editor.scalar(0, value))
+    zeros.type, zeros.shape = value.type, value.shape
+    node.replace_input_with(number, zeros)
+
+
 def drop_added(editor: Editor, node: ir.Node, added: frozenset[int], contracts: bool) -> ir.Value:
     """Drop the inputs `added` of an addition, or of a product with a bias, since another rank adds them to the sum.
 

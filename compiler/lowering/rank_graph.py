@@ -10,7 +10,9 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import mark_part
 from splitc.compiler.frontend.origins import origin_of
+from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
+from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.lowering import borders
 from splitc.compiler.lowering import rank_forms as forms
 from splitc.compiler.lowering.size_rewriter import SizeRewriter
@@ -27,14 +29,24 @@ def rank_graph(split: ShardedModel, stage: Stage, rank: int) -> ir.Graph:
     """The stage's graph as one rank runs it.
 
     Values keep the model's names. The result of an all-reduce has the name of the whole value.
+
+    A rank leaves out what another one adds to a sum. If it then does not need an earlier sum, in which the others wait
+    for it, the graph is built again, with zeros in place of what depends on sums.
     """
-    return _RankGraph(split, stage, rank).build()
+    built = _RankGraph(split, stage, rank)
+    graph = built.build()
+    return graph if built.collectives == _collectives(graph) else _RankGraph(split, stage, rank, waits=True).build()
 
 
 class _RankGraph:
-    """One rank's graph under construction."""
+    """One rank's graph under construction. With `waits` it depends on sums that it could leave out.
 
-    def __init__(self, split: ShardedModel, stage: Stage, rank: int) -> None:
+    `collectives` is how many it has before those that it does not need are removed.
+    """
+
+    def __init__(self, split: ShardedModel, stage: Stage, rank: int, waits: bool = False) -> None:
+        self._waits = waits
+        self.collectives = 0
         self._split = split
         self._rank = rank
         self._shards = split.shards(rank)
@@ -59,8 +71,8 @@ class _RankGraph:
         for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
             self._fit_shape(value)
         self._name_new()
-        # Other ranks wait for this one in sums whose result it leaves out, such as a bias.
-        remove_unused(self._graph, [node for node in self._graph if node.op_type == forms.COLLECTIVE])
+        self.collectives = _collectives(self._graph)
+        remove_unused(self._graph)
         remove_unused_inputs(self._graph)
         return self._graph
 
@@ -126,10 +138,16 @@ class _RankGraph:
             node.replace_input_with(number, shard)
 
     def _drop_added(self, node: ir.Node, origin: ir.Node, operation: Operation) -> ir.Value | None:
-        """Drop the inputs that another rank adds to the sum. Returns the new result; None if there are none."""
+        """Drop the inputs that another rank adds to the sum. Returns the new result; None if none is dropped."""
         added = self._split.sums.added_on_one_rank.get(origin, frozenset())
         if not added or self._split.adds(self._rank, operation):
             return None
+        if self._waits:
+            summed = {number for number in added if _depends_on_sum(node.inputs[number])}
+            for number in summed:
+                forms.zero_added(self._editor, node, number)
+            if not (added := added - summed):
+                return None
         contracts = bool(chosen_atoms([operation.contracted], self._split.ranges))
         return forms.drop_added(self._editor, node, added, contracts)
 
@@ -160,3 +178,14 @@ class _RankGraph:
                 if value.name is None:
                     node.name = f"splitc_{node.op_type}_{number}"
                     value.name = f"{node.name}_{place}"
+
+
+def _collectives(graph: ir.Graph) -> int:
+    """The number of a graph's collectives."""
+    return sum(node.op_type == forms.COLLECTIVE for node in graph)
+
+
+def _depends_on_sum(value: ir.Value | None) -> bool:
+    """Whether the value is computed from a collective's result."""
+    producer = None if value is None else value.producer()
+    return producer is not None and any(node.op_type == forms.COLLECTIVE for node in ancestors([producer], node_reads))

@@ -212,8 +212,11 @@ def test_operator(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
 
 
-def test_bias_that_is_itself_a_sum(tmp_path: Path) -> None:
-    """One rank alone adds it, but all take part in its sum."""
+@pytest.mark.parametrize("has_operators", [True, False])
+def test_bias_that_is_itself_a_sum(tmp_path: Path, has_operators: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank alone adds it, but all take part in its sum, in engines and between them."""
+    if not has_operators:
+        monkeypatch.setattr("splitc.runtime.engines.operator_library.is_built", lambda: False)
     b = Block()
     x = b.op("Softmax", b.data("x", (5, 12), ["t", 12]))
     bias = b.op("Sigmoid", b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", 12, INNER))), b.w("B", INNER, 12)))
