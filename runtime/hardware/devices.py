@@ -7,14 +7,13 @@ machine. Which machine is `host1` is not known before a package runs.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
-
-import psutil
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.control_groups import cpu_limit, memory_limit
@@ -154,6 +153,8 @@ def list_devices() -> list[DeviceStatus]:
 
 def host_memory() -> tuple[int, int]:
     """The bytes of memory that this process may use on this machine, and those that are free."""
+    import psutil  # ranks' processes and most commands begin sooner without it
+
     memory, (most, free) = psutil.virtual_memory(), memory_limit()
     return int(min(memory.total, most)), max(0, int(min(memory.available, free)))
 
@@ -170,6 +171,10 @@ def within_limit(count: int) -> int:
 
 def bound_cores() -> list[int]:
     """The numbers of the cores that this process is bound to: all of the machine, unless it was bound to some."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    import psutil
+
     process = psutil.Process()
     # Not every platform can pin a process (macOS has no affinity).
     return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
