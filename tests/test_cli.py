@@ -14,11 +14,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from models.llama import Size, build, save_sparse
+from models.llama import build, save_sparse
 from models.writer import Writer, save
 from splitc.runtime.arrays.files import save_arrays
 from splitc.runtime.package.files import hash_file
-from tests.conftest import assert_close, decoder_feeds, listen_to_interrupts, run_whole
+from tests.conftest import DECODER, assert_close, decoder_feeds, listen_to_interrupts, run_whole
 from tests.helpers.command import SCRIPT, splitc, splitc_process
 
 LAYERS = ("--split-mode", "layer")
@@ -29,16 +29,16 @@ def test_compile_run_check_bench_inspect(decoder: Path, tmp_path: Path) -> None:
     compiled = splitc_process(
         "compile", decoder, "-o", package, "-d", "cpu0", "-d", "cpu1", *LAYERS, "--shapes", "input_ids:2x3"
     )
-    assert "prologue..layers.1 (3)" in compiled.stdout
+    assert "prologue..layers.0 (2)" in compiled.stdout
     assert "cut 0-1" in compiled.stdout
     save_arrays(tmp_path / "in.npz", feeds)
     splitc("run", package, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
-    assert "9 of 9 outputs agree" in splitc("check", package, "--model", decoder, "--no-memory").stdout
+    assert "5 of 5 outputs agree" in splitc("check", package, "--model", decoder, "--no-memory").stdout
     ids = np.arange(3)[None]
     np.savez(tmp_path / "prompt.npz", input_ids=ids, attention_mask=np.ones_like(ids), position_ids=ids)
     checked = splitc("check", package, "-m", decoder, "--no-memory", "--inputs", tmp_path / "prompt.npz").stdout
-    assert "9 of 9 outputs agree" in checked, "states that are not fed begin empty, in the model too"
+    assert "5 of 5 outputs agree" in checked, "states that are not fed begin empty, in the model too"
     timed = splitc("bench", package, "--baseline", decoder, "--runs", 3, "--threads", 2, "--no-memory").stdout
     assert [line.split()[1] for line in timed.splitlines() if line.startswith("unsplit")] == ["4", "2"]
     assert "layer mode, 2 ranks" in splitc("inspect", package).stdout
@@ -52,13 +52,13 @@ def test_results_as_json(decoder: Path, package: Path, tmp_path: Path) -> None:
     assert "--rank is 3" in splitc("inspect", package, "--rank", 3, code=2).stderr
     facts = json.loads(splitc("inspect", package, "--json").stdout)
     assert facts["split_mode"] == "layer"
-    assert facts["blocks"] == 6
+    assert facts["blocks"] == 4
     assert len(facts["ranks"]) == 3
     assert facts["cut_bytes"] == [16 * 64 * 4] * 2
     assert {"device", "weights_bytes", "activation_bytes", "cache_bytes", "blocks", "engines"} <= set(facts["ranks"][0])
     assert (facts["collectives"], facts["unsplit"], facts["engine"]) == (0, [], "onnxruntime")
     assert json.loads(splitc("devices", "--json").stdout)[0]["total_bytes"] > 0
-    assert json.loads(splitc("plan", decoder, "-d", "2xcpu", *LAYERS, "--json").stdout)["blocks"]["layers.3"] == 1
+    assert json.loads(splitc("plan", decoder, "-d", "2xcpu", *LAYERS, "--json").stdout)["blocks"]["layers.1"] == 1
     checked = json.loads(splitc("check", package, "-m", decoder, "--json").stdout)
     assert all(output["passed"] for output in checked["outputs"])
     assert [rank["predicted_weights"] for rank in checked["memory"]] == [r["weights_bytes"] for r in facts["ranks"]]
@@ -78,8 +78,8 @@ def test_plan_is_edited_and_compiled(decoder: Path, tmp_path: Path) -> None:
 
 
 def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
-    model = build(Size(layers=4, hidden=64, heads=4, kv_heads=2, feed_forward=160, vocabulary=96))
-    weight = model.graph.initializers["model.layers.2.mlp.up_proj.weight"]
+    model = build(DECODER)
+    weight = model.graph.initializers["model.layers.1.mlp.up_proj.weight"]
     weight.const_value = ir.tensor(np.zeros((64, 160), np.float32), name=weight.name)
     save(model, tmp_path / "other.onnx")
     result = splitc("check", package, "--model", tmp_path / "other.onnx", "--no-memory", code=4)

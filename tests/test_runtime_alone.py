@@ -59,7 +59,7 @@ def test_every_command_of_the_runtime_runs(alone: dict[str, str], decoder: Path,
     found = splitc_several(commands, alone)
     assert [(each.returncode, "Traceback" in each.stderr) for each in found] == [(0, False)] * len(commands)
     checked, timed, generated, inspected, *exported, devices, usage = (" ".join(each.stdout.split()) for each in found)
-    assert "9 of 9 outputs agree" in checked
+    assert "5 of 5 outputs agree" in checked
     assert "package" in timed
     assert len(generated.split()) == 3
     assert "3 ranks" in inspected

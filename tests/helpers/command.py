@@ -1,6 +1,6 @@
 """The command `splitc`: in this process, in one of its own, or several times in a process of its own.
 
-python -m tests.helpers.command '[["inspect", "package"], ["devices", "--json"]]'
+python tests/helpers/command.py '[["inspect", "package"], ["devices", "--json"]]'
 """
 
 from __future__ import annotations
@@ -47,11 +47,19 @@ def splitc_process(*arguments: object, code: int = 0, start: Sequence[str] = (SC
 
 def splitc_several(commands: Sequence[Sequence[object]], env: Mapping[str, str]) -> list[Result]:
     """Run several commands, one after the other, in one process with this environment."""
-    texts = json.dumps([[str(each) for each in command] for command in commands])
-    program = [sys.executable, "-m", __name__, texts]
-    found = subprocess.run(program, capture_output=True, text=True, timeout=120, env=dict(env), cwd=ROOT)
+    found = subprocess.run(several(commands), capture_output=True, text=True, timeout=120, env=dict(env), cwd=ROOT)
     assert found.returncode == 0, found.stderr
-    return [Result(*each) for each in json.loads(found.stdout)]
+    return results(found.stdout)
+
+
+def several(commands: Sequence[Sequence[object]]) -> list[str]:
+    """The command of a process that runs these, one after the other, and prints what `results` reads."""
+    return [sys.executable, __file__, json.dumps([[str(each) for each in command] for command in commands])]
+
+
+def results(printed: str) -> list[Result]:
+    """What came of several commands."""
+    return [Result(*each) for each in json.loads(printed)]
 
 
 def _check(result: Result, code: int) -> Result:
@@ -80,5 +88,5 @@ def _run(arguments: Sequence[str]) -> Result:
 
 
 if __name__ == "__main__":
-    results = [_run(arguments) for arguments in json.loads(sys.argv[1])]
-    print(json.dumps([(each.returncode, each.stdout, each.stderr) for each in results]))
+    found = [_run(arguments) for arguments in json.loads(sys.argv[1])]
+    print(json.dumps([(each.returncode, each.stdout, each.stderr) for each in found]))

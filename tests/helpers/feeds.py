@@ -10,7 +10,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 # Sizes of the decoder.
-LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 4, 4, 2, 16, 96
+LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 2, 4, 2, 16, 96
 
 
 def decoder_feeds(batch: int = 2, new: int = 3, past: int = 5, layers: int = LAYERS) -> Arrays:

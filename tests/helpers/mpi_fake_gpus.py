@@ -1,6 +1,6 @@
 """Sessions one after the other on GPUs that are not there, in processes that MPI has started.
 
-mpirun -n 2 python -m tests.helpers.mpi_fake_gpus PACKAGE OUTPUTS
+mpirun -n 2 python -m tests.helpers.mpi_fake_gpus FOLDER PACKAGE...: the outputs are FOLDER/NAME.npz, by its name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,19 @@ def shared() -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def main(package: str, written: str) -> None:
+def main(folder: str, *packages: str) -> None:
     install_cupy(for_good)
     for_good("splitc.runtime.mpi.rank.make_backend", make_backend)
     for_good("splitc.runtime.mpi.rank.identify_gpu", lambda gpu: GpuIdentity(str(gpu), "fake", 1 << 40))
     for_good("splitc.runtime.collectives.nccl.find_nccl", lambda: fake_nccl)
     with shared() as file:
-        for number in range(SESSIONS):
+        for package, number in product(packages, range(SESSIONS)):
             with Session(package, devices=["2xcuda"]) as session:
                 for _ in range(RUNS):
                     outputs: dict[str, Any] = session.run(decoder_feeds())
                 left = [path.name for path in file.parent.glob(f"{NAME}-*")]
             print(f"session {number} ended with {len(fake_nccl.connected)} communicators and files {left}", flush=True)
-        np.savez(written, **outputs)
+            np.savez(f"{folder}/{Path(package).name}.npz", **outputs)
 
 
 if __name__ == "__main__":

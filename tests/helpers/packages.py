@@ -12,8 +12,8 @@ from splitc.runtime.package.manifest_file import read_seal
 from splitc.runtime.package.pipeline_file import Module, PipelineFile, write_pipeline
 
 MODES = {
-    "layer": ("3xcpu", Request(split_mode="layer")),
-    "row": ("3xcpu", Request(split_mode="row", row_min=16)),
+    "layer": ("2xcpu", Request(split_mode="layer")),
+    "row": ("2xcpu", Request(split_mode="row", row_min=16)),
     "tensor": ("2xcpu", Request(split_mode="tensor")),
     "more ranks than heads": ("3xcpu", Request(split_mode="tensor")),
     "tensor in layers": ("4xcpu", Request(split_mode="tensor", pipeline_stages=2)),

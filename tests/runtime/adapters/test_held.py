@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,13 @@ from splitc.runtime.ranks.kept_recordings import Home, KeptRecordings, kind_of
 from splitc.runtime.ranks.request import InFlightRequest
 from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
+from tests.helpers.feeds import LAYERS
 from tests.helpers.workers import workers_of
 
-SIZES = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(4)}
+SIZES = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(LAYERS)}
+
+# A and B of seven products in each layer, and of the head.
+SLOTS = 2 * (7 * LAYERS + 1)
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +33,11 @@ def style(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_peft(tmp_path_factory.mktemp("adapter") / "style", random_pairs(SIZES, 4, size=0.2))
 
 
-def slotted(decoder: Path, folder: Path, mode: str) -> Path:
-    request = Request(split_mode=mode, lora_slots=4)
-    compile_model(plan_model(decoder, "2xcpu", request), folder / mode)
-    return folder / mode
+@cache
+def slotted(decoder: Path, mode: str) -> Path:
+    package = decoder.with_name(f"held-{mode}")
+    compile_model(plan_model(decoder, "2xcpu", Request(split_mode=mode, lora_slots=4)), package)
+    return package
 
 
 def spy_orders(session: Session, monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
@@ -47,9 +53,9 @@ def spy_orders(session: Session, monkeypatch: pytest.MonkeyPatch) -> list[set[st
     return sent
 
 
-def test_processes_are_sent_a_sum_once(decoder: Path, style: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_processes_are_sent_a_sum_once(decoder: Path, style: Path, monkeypatch: Any) -> None:
     feeds = decoder_feeds(2, 5, 3)
-    with Session(slotted(decoder, tmp_path, "tensor"), ranks="processes") as session:
+    with Session(slotted(decoder, "tensor"), ranks="processes") as session:
         session.adapters.load("style", style)
         sent = spy_orders(session, monkeypatch)
         first = session.run(feeds, adapters="style")
@@ -57,7 +63,7 @@ def test_processes_are_sent_a_sum_once(decoder: Path, style: Path, tmp_path: Pat
         with session.start(adapters="style") as sequence:
             sequence.run({name: feed for name, feed in decoder_feeds(2, 5, 0).items() if "past" not in name})
         half = session.run(feeds, adapters={"style": 0.5})
-        assert [len(names) for names in sent] == [58, 0, 0, 58]
+        assert [len(names) for names in sent] == [SLOTS, 0, 0, SLOTS]
         np.testing.assert_array_equal(first["logits"], again["logits"])
         assert np.abs(first["logits"] - half["logits"]).max() > 1e-2
         assert len(session._workers._held) == 2  # type: ignore[union-attr]
@@ -68,27 +74,27 @@ def test_processes_are_sent_a_sum_once(decoder: Path, style: Path, tmp_path: Pat
         assert not session._workers._held  # type: ignore[union-attr]
 
 
-def test_it_comes_again_after_a_failure(decoder: Path, style: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_it_comes_again_after_a_failure(decoder: Path, style: Path, monkeypatch: Any) -> None:
     good = decoder_feeds(2, 5, 3)
     bad: Mapping[str, Any] = {**good, "input_ids": np.full_like(good["input_ids"], 10**6)}
-    with Session(slotted(decoder, tmp_path, "tensor"), ranks="processes") as session:
+    with Session(slotted(decoder, "tensor"), ranks="processes") as session:
         session.adapters.load("style", style)
         sent = spy_orders(session, monkeypatch)
         with pytest.raises(EngineError):
             session.run(bad, adapters="style")
         given = session.run(good, adapters="style")
-        assert [len(names) for names in sent] == [58, 58]
-    with Session(tmp_path / "tensor", ranks="threads") as session:
+        assert [len(names) for names in sent] == [SLOTS, SLOTS]
+    with Session(slotted(decoder, "tensor"), ranks="threads") as session:
         session.adapters.load("style", style)
         assert_close(given, session.run(good, adapters="style"))
 
 
 def test_rank_that_has_not_got_a_sum_gets_it_with_the_next_request(
-    decoder: Path, style: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it could not put the arrays on its device, or the request that had them failed before."""
     feeds = decoder_feeds(2, 5, 3)
-    with Session(slotted(decoder, tmp_path, "tensor"), ranks="threads") as session:
+    with Session(slotted(decoder, "tensor"), ranks="threads") as session:
         session.adapters.load("style", style)
         expected = session.run(feeds, adapters={"style": 0.5})
         with monkeypatch.context() as patch:
@@ -97,7 +103,7 @@ def test_rank_that_has_not_got_a_sum_gets_it_with_the_next_request(
                 session.run(feeds, adapters="style")
         assert [len(rank.computation.adapters) for rank in workers_of(session)] == [2, 1]
         whole = session.run(feeds, adapters="style")
-    with Session(tmp_path / "tensor", ranks="processes") as session:
+    with Session(slotted(decoder, "tensor"), ranks="processes") as session:
         session.adapters.load("style", style)
         assert_close(session.run(feeds, adapters={"style": 0.5}), expected)
         held = session.adapters.sum("style")
@@ -113,8 +119,8 @@ def fail(*_: Any) -> Any:
     raise EngineError("no memory")
 
 
-def test_threads_free_what_nobody_has(decoder: Path, style: Path, tmp_path: Path) -> None:
-    with Session(slotted(decoder, tmp_path, "batch"), ranks="threads") as session:
+def test_threads_free_what_nobody_has(decoder: Path, style: Path) -> None:
+    with Session(slotted(decoder, "batch"), ranks="threads") as session:
         session.adapters.load("style", style)
         session.run(decoder_feeds(4, 5, 3), adapters="style")
         ranks = workers_of(session)

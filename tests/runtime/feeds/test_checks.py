@@ -46,7 +46,7 @@ FAR_SIZE = f"""<ir_version: 8, opset_import: ["" : 17]>
             {"position_ids": np.ones((2, 2), np.int64)},
             "'sequence' is 3 in the input 'input_ids' and 2 in 'position_ids'",
         ),
-        ({"past_key_values.2.key": np.ones((2, 2, 7, 16), np.float32)}, "'past' is 5 in the input 'past_key_values.0"),
+        ({"past_key_values.1.key": np.ones((2, 2, 7, 16), np.float32)}, "'past' is 5 in the input 'past_key_values.0"),
         (
             {"attention_mask": np.ones((2, 3), np.int64)},
             "'past . sequence' is 8 by the other inputs and 3 in 'att",

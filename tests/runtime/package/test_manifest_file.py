@@ -32,8 +32,8 @@ def copy(request: pytest.FixtureRequest, decoder: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def layers(decoder: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(compile_mode(decoder, "layer"), tmp_path / "copy")
+def layers(package: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(package, tmp_path / "copy")
 
 
 @pytest.fixture

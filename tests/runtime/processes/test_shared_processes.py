@@ -21,13 +21,17 @@ from tests.helpers.packages import compile_mode, write_modules
 
 # Seconds within which a request ends with an error.
 BOUND = 10.0
-MODES = {"first": "layer", "second": "tensor", "third": "one device"}
 
 
 @pytest.fixture
-def pipeline(decoder: Path, tmp_path: Path) -> Path:
+def pipeline(decoder: Path, package: Path, tmp_path: Path) -> Path:
     """One model as three modules, on three devices, two, and one."""
-    return write_modules(tmp_path / "pipeline", {name: compile_mode(decoder, mode) for name, mode in MODES.items()})
+    packages = {
+        "first": package,
+        "second": compile_mode(decoder, "tensor"),
+        "third": compile_mode(decoder, "one device"),
+    }
+    return write_modules(tmp_path / "pipeline", packages)
 
 
 def pids(session: Session) -> list[int]:
@@ -71,8 +75,8 @@ def test_memory_of_a_model_that_is_closed_is_freed(pipeline: Path) -> None:
 
 def test_many_modules_take_few_descriptors_and_threads(decoder: Path, tmp_path: Path) -> None:
     """A descriptor for each rank, in the caller and in its process; a thread for each rank, in its process alone."""
-    count, ranks, few, caller = 8, 3, 8, psutil.Process()
-    modes = ["layer", "more ranks than heads"]
+    count, ranks, few, caller = 8, 2, 8, psutil.Process()
+    modes = ["layer", "tensor"]
     folder = write_modules(
         tmp_path / "pipeline", {f"module{n}": compile_mode(decoder, modes[n % 2]) for n in range(count)}
     )

@@ -38,13 +38,12 @@ RUNS = NEW + 4
 # A thread, and processes.
 PLACES = [
     ("layer", ["cuda1"]),
-    ("layer", ["cuda0", "cuda1", "cuda2"]),
+    ("layer", ["cuda0", "cuda1"]),
     ("row", ["cuda0", "cuda1"]),
     ("tensor", ["cuda2", "cuda0", "cuda1"]),
 ]
 # Ranks that exchange over the host.
 MIXED = [
-    ("layer", ["cuda0", "cpu0"]),
     ("layer", ["cuda1", "cuda1"]),
     ("tensor", ["cpu0", "cuda0", "cuda0"]),
     ("row", ["cuda0", "cpu1"]),
@@ -135,8 +134,7 @@ ROOM = 12
 SMALL = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(("mode", "in_place"), [("layer", True), ("tensor", False)])
 def test_states_are_where_the_graph_left_them(
     tmp_path: Path, mode: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,14 +198,13 @@ def test_sequences_with_other_room_have_states_of_their_own(tmp_path: Path) -> N
                     assert_close(sequence.run(feeds), expected.run(feeds))
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_sequences_that_grow_go_on_eagerly_and_are_replayed_again(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the tokens so far in larger states, also where an ended sequence left some of that size."""
     model = tmp_path / "model" / "model.onnx"
     save(build_fused(SMALL), model)
-    place = package(model, mode, 2)
+    place = package(model, "tensor", 2)
 
     def run(sequence: Any, step: int, room: int) -> Any:
         mask = (np.arange(room) <= step).astype(np.int64)[None]
@@ -295,10 +292,14 @@ def test_sizes_that_depend_on_data_are_never_captured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "ranks", "engine"),
-    [("layer", 1, "stage0.onnx"), ("layer", 2, "stage1.onnx"), ("tensor", 2, "rank1/stage0.1.onnx")],
+    ("mode", "ranks", "engine", "captured"),
+    [
+        ("layer", 1, "stage0.onnx", False),
+        ("layer", 1, "stage0.onnx", True),
+        ("layer", 2, "stage1.onnx", True),
+        ("tensor", 2, "rank1/stage0.1.onnx", False),
+    ],
 )
-@pytest.mark.parametrize("captured", [False, True])
 def test_rank_that_fails_while_it_is_recorded(
     decoder: Path, mode: str, ranks: int, engine: str, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,14 +317,11 @@ def test_rank_that_fails_while_it_is_recorded(
         assert any("an engine failed on purpose" in note for note in session.notes) == captured
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
-def test_first_replay_that_gives_something_else_is_no_answer(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_replay_that_gives_something_else_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks run the request eagerly, which goes on from the states as they were, and no such one is recorded."""
     model = tmp_path / "model" / "model.onnx"
     save(build(replace(SMALL, capacity=ROOM)), model)
-    place = package(model, mode, 2)
+    place = package(model, "tensor", 2)
     monkeypatch.setenv(WRONG, "rank1")
     with Session(place) as on_cpu, Session(place, devices=["2xcuda"]) as session:
         with on_cpu.start() as expected, session.start() as sequence:

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -259,10 +260,8 @@ def test_interrupt_comes_after_all_ranks_have_the_request(
             assert_close(session.run(sized(number)), run_whole(decoder, sized(number)))
 
 
-def test_interrupt_comes_after_all_processes_have_the_request(
-    package: Path, decoder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Session(package, threads=1, ranks="processes") as session:
+def test_interrupt_comes_after_all_processes_have_the_request(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Session(compile_mode(decoder, "tensor"), threads=1, ranks="processes") as session:
         channel = session._workers._wire._channels[1]  # type: ignore[union-attr]
         send = channel.send_nowait
 
@@ -279,12 +278,12 @@ def test_interrupt_comes_after_all_processes_have_the_request(
 
 
 def test_request_that_some_processes_can_not_be_given_breaks_the_session(
-    package: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    with Session(package, threads=1, ranks="processes") as session:
+    with Session(compile_mode(decoder, "tensor"), threads=1, ranks="processes") as session:
         monkeypatch.setattr(session._workers._wire._channels[1], "send_nowait", full)  # type: ignore[union-attr]
         with pytest.raises(EngineError, match=r"rank 1 could not be given a request: .*Too many open files"):
             session.run(decoder_feeds())
@@ -293,8 +292,9 @@ def test_request_that_some_processes_can_not_be_given_breaks_the_session(
             session.run(decoder_feeds())
 
 
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
-@pytest.mark.parametrize("mode", ["layer", "row", "tensor"])
+@pytest.mark.parametrize(
+    ("mode", "ranks"), [*product(("layer", "tensor"), ("threads", "processes")), ("row", "threads")]
+)
 def test_rank_that_misses_a_request_breaks_the_session(
     decoder: Path, mode: str, ranks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +314,7 @@ def test_rank_that_misses_a_request_breaks_the_session(
         assert not session.usable
 
 
-def test_callbacks_submit_to_processes_whose_sockets_are_full(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_submit_to_processes_whose_sockets_are_full(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that reads answers waited for room for a request, and a rank for room for its answer."""
     make = socket.socketpair
 
@@ -326,7 +326,7 @@ def test_callbacks_submit_to_processes_whose_sockets_are_full(package: Path, mon
 
     monkeypatch.setattr(socket, "socketpair", make_small)
     count, chained = 40, SimpleQueue[Future[Any]]()
-    with Session(package, threads=1, ranks="processes", in_flight=2 * count) as session:
+    with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes", in_flight=2 * count) as session:
         monkeypatch.undo()
         for _ in range(count):
             future = session.submit(sized(1))

@@ -216,8 +216,8 @@ def test_request_whose_model_can_not_come_in_takes_no_place(
         assert_close(opened["first"].run(decoder_feeds()), run_whole(decoder, decoder_feeds()))
 
 
-def test_several_ranks_of_a_module_on_one_gpu_do_not_swap(decoder: Path) -> None:
-    manifest = read_manifest(compile_mode(decoder, "layer"))
+def test_several_ranks_of_a_module_on_one_gpu_do_not_swap(package: Path) -> None:
+    manifest = read_manifest(package)
     with pytest.raises(MisuseError, match="module 'one' has several ranks on one GPU"):
         make_swap({"one": (manifest, parse_devices(["cuda0", "cuda0", "cuda1"]))})
     swap = make_swap({"one": (manifest, parse_devices(["3xcuda"]))})

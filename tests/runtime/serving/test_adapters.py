@@ -14,9 +14,10 @@ from splitc.runtime.serving.triton_repository import export_triton
 from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.clients import infer
+from tests.helpers.feeds import LAYERS
 from tests.helpers.servers import Server, has_mlserver, has_triton, ml_server, triton_server
 
-SIZES = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(4)}
+SIZES = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(LAYERS)}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.states import State
 from splitc.runtime.serving.cache_names import CacheNames, _group, find_caches
 from tests.helpers.command import splitc
+from tests.helpers.feeds import LAYERS
 from tests.helpers.folders import write_json
 from tests.helpers.needs import needs_caches
 from tests.helpers.packages import compile_mode
@@ -29,7 +30,7 @@ def test_stages_are_a_pipeline(package: Path, tmp_path: Path) -> None:
     model = read_config(tmp_path / "genai")["model"]
     decoder = model["decoder"]
     assert (model["type"], model["eos_token_id"], model["context_length"]) == ("decoder-pipeline", [2], 128)
-    assert (decoder["num_hidden_layers"], decoder["num_key_value_heads"], decoder["head_size"]) == (4, 2, 16)
+    assert (decoder["num_hidden_layers"], decoder["num_key_value_heads"], decoder["head_size"]) == (LAYERS, 2, 16)
     assert decoder["inputs"]["past_key_names"] == "past_key_values.%d.key"
     assert decoder["outputs"]["present_value_names"] == "present.%d.value"
     known = set(read_manifest(package).inputs[0].name.split()) | {each.name for each in read_manifest(package).inputs}
@@ -91,7 +92,7 @@ def test_ranks_that_work_together_are_no_stages(decoder: Path, tmp_path: Path) -
 def test_caches_are_found_by_their_numbers(package: Path) -> None:
     manifest = read_manifest(package)
     names = ("past_key_values.%d.key", "past_key_values.%d.value")
-    assert find_caches(manifest) == CacheNames(names, ("present.%d.key", "present.%d.value"), 4, 2, 16)
+    assert find_caches(manifest) == CacheNames(names, ("present.%d.key", "present.%d.value"), LAYERS, 2, 16)
 
 
 def test_layer_is_the_number_that_differs() -> None:

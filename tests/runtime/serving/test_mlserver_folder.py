@@ -27,7 +27,7 @@ def test_settings_that_are_there_stay(package: Path, tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text('{"debug": true}')
     splitc("export", "mlserver", package, "-o", tmp_path, "--name", "other", "--no-sequences")
     assert (tmp_path / "settings.json").read_text() == '{"debug": true}'
-    assert len(json.loads((tmp_path / "other" / "model-settings.json").read_text())["inputs"]) == 11
+    assert len(json.loads((tmp_path / "other" / "model-settings.json").read_text())["inputs"]) == 7
 
 
 def test_options_of_triton_are_refused(package: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_steps_hand_on_what_crosses(package: Path) -> None:
     (crossing,) = manifest.cuts[0].values
     assert f'output_map {{ key: "{crossing}" value: "{crossing}" }}' in text.split("decoder_stage1")[0]
     assert f'input_map {{ key: "{crossing}" value: "{crossing}" }}' in text.split("decoder_stage1")[1]
-    assert 'output { name: "present.3.value"' in text
+    assert 'output { name: "present.1.value"' in text
 
 
 def test_what_ensembles_can_not_have_is_refused(package: Path, decoder: Path, tmp_path: Path) -> None:

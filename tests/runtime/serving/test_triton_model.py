@@ -19,6 +19,7 @@ from tests.helpers import fake_triton
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.command import splitc
 from tests.helpers.fake_triton import InferenceRequest, TritonError
+from tests.helpers.feeds import LAYERS
 from tests.helpers.workers import workers_of
 
 START, END = fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START, fake_triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
@@ -214,7 +215,7 @@ def test_wrong_settings_are_named(load: Callable[..., Any], tmp_path: Path) -> N
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("adapters")
     pairs = [
-        random_pairs({f"model.layers.{n}.self_attn.q_proj": (64, 64) for n in range(4)}, 4, seed, 0.2)
+        random_pairs({f"model.layers.{n}.self_attn.q_proj": (64, 64) for n in range(LAYERS)}, 4, seed, 0.2)
         for seed in (0, 1)
     ]
     return {name: str(write_peft(folder / name, own)) for name, own in zip(("style", "pose"), pairs, strict=True)}
