@@ -160,11 +160,16 @@ def test_compile(seed: int, decoder: Path, package: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", seeds(1))
-def test_use(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
+def test_use(seed: int, decoder: Path, tmp_path: Path) -> None:
     use, ranks = choice(seed, USES, ("processes", "threads"))
     outputs = tmp_path / "outputs"
     save_arrays(tmp_path / "inputs.npz", decoder_feeds())
-    places = {"PACKAGE": package, "MODEL": decoder, "INPUTS": tmp_path / "inputs.npz", "OUTPUTS": outputs}
+    places = {
+        "PACKAGE": compile_mode(decoder, "tensor"),
+        "MODEL": decoder,
+        "INPUTS": tmp_path / "inputs.npz",
+        "OUTPUTS": outputs,
+    }
     command = [*(places.get(word, word) for word in USES[use]), "--ranks", ranks]
     number, seconds = moment(f"{use} {ranks}", seed, command, tmp_path)
     outputs.unlink(missing_ok=True)

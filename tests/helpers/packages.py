@@ -21,6 +21,8 @@ MODES = {
     "tensor in groups": ("4xcpu", Request(split_mode="tensor", batch_groups=2)),
     "one device": ("cpu0", Request()),
 }
+# Those that are of all kinds: tensor mode and groups are in the last two as well.
+KINDS = ("layer", "row", "more ranks than heads", "tensor in layers", "tensor in groups")
 
 
 @cache

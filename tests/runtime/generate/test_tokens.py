@@ -33,13 +33,13 @@ from splitc.runtime.requests.empty_states import empty_states
 from tests.conftest import DECODER, LAYER, until
 from tests.helpers.folders import text_encoder
 from tests.helpers.greedy import plain_loop
-from tests.helpers.packages import MODES, compile_mode
+from tests.helpers.packages import KINDS, compile_mode
 from tests.helpers.workers import workers_of
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=KINDS)
 def package_of(request: pytest.FixtureRequest, decoder: Path) -> Path:
     """A package in each split mode."""
     return compile_mode(decoder, request.param)
@@ -47,15 +47,15 @@ def package_of(request: pytest.FixtureRequest, decoder: Path) -> Path:
 
 def test_tokens_are_those_of_a_plain_loop(package_of: Path, decoder: Path) -> None:
     """Also after a prompt that is read in pieces, which shows in the first ones."""
-    expected = plain_loop(decoder, PROMPT, 60)
+    expected = plain_loop(decoder, PROMPT, 24)
     with Session(package_of, threads=1) as session:
         assert len(session.manifest.resident_states) == 2 * DECODER.layers
         timings = Timings()
-        assert list(session.generate(PROMPT, max_new_tokens=60, timings=timings)) == expected
-        assert (timings.prompt_tokens, timings.tokens) == (len(PROMPT), 59)
+        assert list(session.generate(PROMPT, max_new_tokens=24, timings=timings)) == expected
+        assert (timings.prompt_tokens, timings.tokens) == (len(PROMPT), 23)
         timings = Timings()
-        assert list(session.generate(PROMPT, max_new_tokens=20, prompt_chunk=3, timings=timings)) == expected[:20]
-        assert (timings.prompt_tokens, timings.tokens) == (len(PROMPT), 19)
+        assert list(session.generate(PROMPT, max_new_tokens=8, prompt_chunk=3, timings=timings)) == expected[:8]
+        assert (timings.prompt_tokens, timings.tokens) == (len(PROMPT), 7)
 
 
 def test_prompts_may_be_arrays(package: Path) -> None:
@@ -100,7 +100,7 @@ def test_prompt_through_a_package_of_its_own(package: Path, decoder: Path, tmp_p
     )
     compile_model(plan_model(decoder.with_name("prefill.onnx"), ["2xcpu"], request), tmp_path / "prefill")
     with Session(package) as session, Session(tmp_path / "prefill") as prefill:
-        assert list(session.generate(PROMPT, max_new_tokens=30, prefill=prefill)) == plain_loop(decoder, PROMPT, 30)
+        assert list(session.generate(PROMPT, max_new_tokens=10, prefill=prefill)) == plain_loop(decoder, PROMPT, 10)
     # One that has caches reads a prompt with empty ones.
     alone, itself = (
         CliRunner().invoke(app, ["generate", str(package), "--prompt-ids", "1,2", *prefill]).stdout
@@ -225,7 +225,7 @@ GROWING = {
 }
 
 
-@pytest.fixture(scope="module", params=GROWING)
+@pytest.fixture(scope="module", params=["tensor"])
 def in_place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A package whose caches have room."""
     devices, asked = GROWING[request.param]
@@ -235,7 +235,9 @@ def in_place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return folder / "package"
 
 
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize(
+    ("in_place", "ranks"), [*((mode, "threads") for mode in GROWING), ("tensor", "processes")], indirect=["in_place"]
+)
 def test_rooms_grow(in_place: Path, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens are those of a conversation that had the room from the beginning."""
     with Session(in_place, ranks=ranks) as session:

@@ -20,9 +20,8 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
 
 
-@pytest.mark.parametrize(("mode", "options"), [("tensor", {}), ("row", {"row_min": 16})])
-def test_known_shapes_are_replayed_by_each_rank(decoder: Path, mode: str, options: dict[str, int]) -> None:
-    with Session(package(decoder, mode, 2, **options), devices=["2xcuda"]) as session:
+def test_known_shapes_are_replayed_by_each_rank(decoder: Path) -> None:
+    with Session(package(decoder, "tensor", 2), devices=["2xcuda"]) as session:
         for number in range(2 * (NEW + 3)):
             feeds = decoder_feeds(new=1 + number % 2)
             outputs, served = session.run_timed(feeds)

@@ -27,11 +27,12 @@ from tests.conftest import decoder_feeds, run_whole
 FOUR = parse_devices(["4xcpu"])
 
 
-@pytest.fixture
-def four(decoder: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def four(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four stages, each of which sends to the next one."""
-    compile_model(plan_model(decoder, ["4xcpu"], Request(split_mode="layer", spread=True)), tmp_path / "package")
-    return tmp_path / "package"
+    package = tmp_path_factory.mktemp("four") / "package"
+    compile_model(plan_model(decoder, ["4xcpu"], Request(split_mode="layer", spread=True)), package)
+    return package
 
 
 def test_ranks_are_connected_with_those_that_they_send_to(four: Path, decoder: Path, monkeypatch: Any) -> None:

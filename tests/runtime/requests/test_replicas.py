@@ -157,8 +157,9 @@ def step(rows: int, past: int, new: int) -> Arrays:
     }
 
 
-@pytest.mark.parametrize("capacity", [None, 6])
-@in_both_ways
+@pytest.mark.parametrize(
+    ("mode", "ranks", "capacity"), [("tensor in groups", "threads", None), ("batch", "processes", 6)]
+)
 def test_sequences_of_any_rows_keep_their_states_where_they_are(
     decoder: Path, mode: str, ranks: str, capacity: int | None
 ) -> None:

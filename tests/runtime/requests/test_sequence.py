@@ -17,14 +17,14 @@ from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole, until, whole_session
 from tests.helpers.greedy import plain_loop
-from tests.helpers.packages import MODES, compile_mode
+from tests.helpers.packages import KINDS, compile_mode
 from tests.helpers.recurrent import write_lstm
 from tests.helpers.workers import workers_of
 
 PROMPT = [5, 17, 33, 2, 90, 41, 8]
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=KINDS)
 def package_of(request: pytest.FixtureRequest, decoder: Path) -> Path:
     """A package in each split mode."""
     return compile_mode(decoder, request.param)
@@ -147,9 +147,10 @@ def test_model_without_states_has_no_sequences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_a_sequence_is_for_one_thread_at_a_time(package: Path, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_is_for_one_thread_at_a_time(decoder: Path, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What others want meanwhile is refused and changes nothing; a close waits for the request."""
     feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
+    package = compile_mode(decoder, "tensor")
     with Session(package, threads=1, ranks=ranks) as session, ThreadPoolExecutor(1) as another:
         with session.start() as sequence:
             expected = sequence.run(feeds)

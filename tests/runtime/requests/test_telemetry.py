@@ -127,7 +127,7 @@ with Session({str(package)!r}) as session:
 
 def test_session_that_breaks_says_so(decoder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (
-        Session(compile_mode(decoder, "layer"), ranks="processes") as session,
+        Session(compile_mode(decoder, "layer")) as session,
         caplog.at_level(logging.ERROR, "splitc"),
     ):
         session._admission.fail(RuntimeError("on purpose"))

@@ -65,7 +65,7 @@ def test_runs_do_not_disturb_each_other(package: Path, request: pytest.FixtureRe
     with Session(package) as session:
         alone = [session.run(feeds) for feeds in questions]
         with ThreadPoolExecutor(len(questions)) as pool:
-            answers = list(pool.map(session.run, questions * 40))
+            answers = list(pool.map(session.run, questions * 15))
     for number, answer in enumerate(answers):
         assert_close(answer, alone[number % len(questions)], 0)
 

@@ -12,7 +12,8 @@ from tests.helpers import fake_nccl
 from tests.helpers.fake_gpus import FakeBackend
 
 
-def test_links_are_measured() -> None:
+def test_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("splitc.runtime.tools.link_times.RUNS", 7)
     cpu0, cpu5 = parse_devices(["cpu0", "cpu5"])
     machine = measure_machine([cpu0, cpu5])
     assert machine.copy(cpu5, cpu0) == machine.copies["cpu-cpu"] != CPU.copy
@@ -39,7 +40,7 @@ def test_gpus_are_measured_as_they_replay(monkeypatch: pytest.MonkeyPatch) -> No
         lambda engine, device, threads: FakeBackend(device) if device.kind == "cuda" else OnnxRuntimeBackend(1),
     )
     # Each is exactly as long as the others, so that a few do; Python plays the GPUs, and takes its time.
-    monkeypatch.setattr("splitc.runtime.tools.link_times.RUNS", 10)
+    monkeypatch.setattr("splitc.runtime.tools.link_times.RUNS", 4)
     monkeypatch.setattr("splitc.runtime.tools.link_times.WARMUP", 1)
     monkeypatch.setattr("splitc.runtime.tools.link_times.MESSAGE_BYTES", (1 << 10, 1 << 14))
     monkeypatch.setattr("splitc.runtime.tools.device_speeds.GPU_SIDE", 64)

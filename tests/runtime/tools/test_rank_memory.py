@@ -24,7 +24,7 @@ ENGINE = 32 << 20
 
 
 def test_ranks_hold_what_was_predicted(tmp_path: Path) -> None:
-    size = Size(layers=4, hidden=1024, heads=8, kv_heads=8, feed_forward=4096, vocabulary=1000)
+    size = Size(layers=2, hidden=1024, heads=8, kv_heads=8, feed_forward=9216, vocabulary=1000)
     save(build(size), tmp_path / "model.onnx")
     request = Request(split_mode="layer", shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
     compile_model(plan_model(tmp_path / "model.onnx", ["cpu0", "cpu1"], request), tmp_path / "package")
@@ -35,18 +35,18 @@ def test_ranks_hold_what_was_predicted(tmp_path: Path) -> None:
         assert rank.predicted_weights > 100 << 20
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
+@pytest.mark.parametrize("mode", ["tensor", "row"])
 def test_requests_with_adapters_hold_what_was_predicted(mode: str, tmp_path: Path) -> None:
     """A second engine with weights and values of its own, and A and B. Without an adapter, none of it."""
-    size = Size(layers=4, hidden=512, heads=8, kv_heads=8, feed_forward=2048, vocabulary=1000)
+    size = Size(layers=2, hidden=512, heads=8, kv_heads=8, feed_forward=4096, vocabulary=1000)
     save(build(size), tmp_path / "model.onnx")
-    request = Request(split_mode=mode, lora_slots=64, shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
+    request = Request(split_mode=mode, lora_slots=128, shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
     plan = plan_model(tmp_path / "model.onnx", "2xcpu", request)
     slotted = [rank.memory.sums > 4 << 20 and rank.memory.adapters > 32 << 20 for rank in plan.ranks]
     assert slotted == [True, mode != "row"]  # there slots are on the main rank
     compile_model(plan, tmp_path / "package", verify=False)
     sizes = {slot.names[0]: (slot.inputs, slot.outputs) for slot in plan.analysis.slots}
-    file = write_peft(tmp_path / "style", random_pairs(sizes, 64, size=0.02))
+    file = write_peft(tmp_path / "style", random_pairs(sizes, 128, size=0.02))
     with Session(tmp_path / "package", adapters=[(str(file), 1.0)]) as session:
         feeds, held = make_inputs(session.inputs), session.adapters.sum(None)
     peaks = []
@@ -58,8 +58,7 @@ def test_requests_with_adapters_hold_what_was_predicted(mode: str, tmp_path: Pat
 
 
 @needs_parts_freed
-@pytest.mark.parametrize("mode", ["layer", "tensor"])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(("steps", "mode"), [(1, "tensor"), (2, "layer")])
 def test_weights_that_are_made_of_others_while_loading(steps: int, mode: str, tmp_path: Path) -> None:
     """Matrices that are split off stacks, as exporters write experts: all are folded before the first is packed.
 
