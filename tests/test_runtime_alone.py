@@ -18,13 +18,7 @@ from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import SCRIPT, splitc_process, splitc_several
 from tests.helpers.packages import compile_mode
 
-STARTS = {"script": [SCRIPT], "module": [sys.executable, "-m", "splitc.runtime"]}
-
-
-@pytest.fixture(params=STARTS)
-def start(request: pytest.FixtureRequest) -> list[str]:
-    """How the command is started."""
-    return STARTS[request.param]
+MODULE = [sys.executable, "-m", "splitc.runtime"]
 
 
 @pytest.fixture
@@ -35,13 +29,11 @@ def alone(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 
 
-def test_package_is_run_however_the_command_starts(
-    start: list[str], alone: dict[str, str], decoder: Path, package: Path, tmp_path: Path
-) -> None:
+def test_package_is_run_as_by_a_module(alone: dict[str, str], decoder: Path, package: Path, tmp_path: Path) -> None:
     feeds = decoder_feeds()
     save_arrays(tmp_path / "in.npz", feeds)
     files = ("--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz")
-    splitc_process("run", package, *files, start=start, env=alone)
+    splitc_process("run", package, *files, start=MODULE, env=alone)
     assert_close(dict(np.load(tmp_path / "out.npz")), run_whole(decoder, feeds))
 
 
@@ -82,9 +74,9 @@ def test_what_compiling_needs_is_named(alone: dict[str, str], package: Path) -> 
         assert " ".join(usage.stdout.split()).startswith("Usage: ")
 
 
-@pytest.mark.parametrize("arguments", [["plan", "M", "-d", "cpu0"]])
-def test_what_compiling_needs_ends_the_process(start: list[str], alone: dict[str, str], arguments: list[str]) -> None:
-    splitc_process(*arguments, start=start, env=alone, code=2)
+@pytest.mark.parametrize("start", [[SCRIPT], MODULE], ids=["script", "module"])
+def test_what_compiling_needs_ends_the_process(start: list[str], alone: dict[str, str]) -> None:
+    splitc_process("plan", "M", "-d", "cpu0", start=start, env=alone, code=2)
 
 
 def test_help_loads_nothing_that_compiles() -> None:

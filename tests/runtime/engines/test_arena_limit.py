@@ -18,6 +18,7 @@ from splitc.runtime.errors import DoesNotFitError, EngineError
 from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.feeds import LAYERS
+from tests.helpers.packages import compile_mode
 
 SMALL, LARGE = decoder_feeds(batch=1, new=2, past=4), decoder_feeds(batch=64, new=64, past=64)
 
@@ -91,17 +92,15 @@ def test_engines_of_a_rank_have_the_limit_together(tmp_path: Path) -> None:
     run(together)
 
 
-def test_without_a_budget_there_is_no_limit(decoder: Path, tmp_path: Path) -> None:
-    compile_model(plan_model(decoder, ["cpu0"], Request(split_mode="layer")), tmp_path / "package")
-    with Session(tmp_path / "package") as session:
+def test_without_a_budget_there_is_no_limit(decoder: Path) -> None:
+    with Session(compile_mode(decoder, "one device")) as session:
         assert session.manifest.ranks[0].limit_bytes is None
         assert session.run(LARGE)["logits"].shape[0] == 64
 
 
-def test_containers_bound_engines(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_model(plan_model(decoder, ["cpu0"], Request(split_mode="layer")), tmp_path / "package")
+def test_containers_bound_engines(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena_limit, "memory_limit", lambda: (1 << 30, 10 << 20))
-    with Session(tmp_path / "package") as session:
+    with Session(compile_mode(decoder, "one device")) as session:
         session.run(SMALL)
         with pytest.raises(EngineError, match=r"may take 10\.0 MiB"):
             session.run(LARGE)

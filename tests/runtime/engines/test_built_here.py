@@ -29,7 +29,7 @@ REFUSED = "its engines contain code that runs in this program.*--host-code, or h
 @pytest.fixture
 def compatible(decoder: Path, tmp_path: Path) -> Path:
     """A package of TensorRT's engines that bring code, on GPUs; they are not built."""
-    package: Path = shutil.copytree(compile_mode(decoder, "layer"), tmp_path / "package")
+    package: Path = shutil.copytree(compile_mode(decoder, "one device"), tmp_path / "package")
     path = package / "manifest.json"
     fields = json.loads(path.read_bytes())
     fields.update(engine="tensorrt", build={"options": {"version_compatible": True}, "built": None})
@@ -57,17 +57,17 @@ def test_commands_allow_it_too(compatible: Path) -> None:
 
 
 def test_others_need_not_allow_it(decoder: Path) -> None:
-    Session(compile_mode(decoder, "layer"), threads=1).close()
+    Session(compile_mode(decoder, "one device"), threads=1).close()
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_an_older_onnxruntime_is_named(decoder: Path, tmp_path: Path, ranks: str) -> None:
     """Where it lacks an operator: an error with both versions, and what to do."""
-    package: Path = shutil.copytree(compile_mode(decoder, "layer"), tmp_path / "package")
+    package: Path = shutil.copytree(compile_mode(decoder, "one device"), tmp_path / "package")
     path = package / "manifest.json"
     fields = json.loads(path.read_bytes())
     assert fields["onnxruntime"] == onnxruntime.__version__
-    engine = package / fields["ranks"][1]["engines"][0]["path"]
+    engine = package / fields["ranks"][0]["engines"][0]["path"]
     model = onnx.load(engine, load_external_data=False)
     model.graph.node[-1].op_type = "OfTomorrow"
     engine.write_bytes(model.SerializeToString())
@@ -80,7 +80,7 @@ def test_an_older_onnxruntime_is_named(decoder: Path, tmp_path: Path, ranks: str
 
 
 def test_an_older_onnxruntime_runs_what_it_knows(decoder: Path, tmp_path: Path) -> None:
-    package: Path = shutil.copytree(compile_mode(decoder, "layer"), tmp_path / "package")
+    package: Path = shutil.copytree(compile_mode(decoder, "one device"), tmp_path / "package")
     path = package / "manifest.json"
     path.write_bytes(seal(json.dumps({**json.loads(path.read_bytes()), "onnxruntime": "99.1.0"}).encode()))
     Session(package, threads=1).close()

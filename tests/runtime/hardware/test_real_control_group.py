@@ -25,7 +25,7 @@ from splitc.compiler import Request, plan_model
 from splitc.runtime import Session
 from splitc.runtime.errors import EngineError
 from splitc.runtime.hardware.control_groups import memory_limit
-from tests.conftest import decoder_feeds
+from tests.helpers.feeds import decoder_feeds
 
 limit, free = memory_limit()
 assert limit == {limit} and free < limit, (limit, free)

@@ -68,7 +68,7 @@ def test_message_is_read_whose_descriptor_this_process_can_not_have() -> None:
 
 def test_answer_whose_memory_the_caller_can_not_open_breaks_the_session(decoder: Path) -> None:
     """The thread that reads answers died of it, and futures never ended."""
-    with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes", in_flight=2) as session:
+    with Session(compile_mode(decoder, "one device"), threads=1, ranks="processes", in_flight=2) as session:
         for _ in range(2):
             session.run(decoder_feeds())  # each slot is as large as these feeds
         workers: Any = session._workers
@@ -89,7 +89,7 @@ def test_request_without_memory_leaves_those_in_flight_alone(decoder: Path, monk
     def full(size: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes", in_flight=2) as session:
+    with Session(compile_mode(decoder, "one device"), threads=1, ranks="processes", in_flight=2) as session:
         session.run(decoder_feeds())
         session.run(decoder_feeds())
         ranks = psutil.Process().children()
@@ -116,13 +116,13 @@ def test_rank_that_dies_before_the_session_is_there_ends_its_requests(
 
     def wait_and_lose(self: RankProcesses) -> None:
         wait(self)
-        self._processes[1]._process.kill()
+        self._processes[0]._process.kill()
         until(lambda: self._stopped)
 
     monkeypatch.setattr(RankProcesses, "wait_loaded", wait_and_lose)
-    with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes") as session:
+    with Session(compile_mode(decoder, "one device"), threads=1, ranks="processes") as session:
         until(lambda: not session.usable)
-        with pytest.raises(SplitcError, match=r"the session is broken: .*rank 1 \(cpu1\) was ended by SIGKILL"):
+        with pytest.raises(SplitcError, match=r"the session is broken: .*rank 0 \(cpu0\) was ended by SIGKILL"):
             session.run(decoder_feeds())
 
 

@@ -144,8 +144,8 @@ def test_rank_that_dies_or_hangs_ends_the_request(
 
 
 def test_rank_that_can_not_load_is_named(decoder: Path, tmp_path: Path, copy_package: Callable[[Path], Path]) -> None:
-    package = copy_package(compile_mode(decoder, "layer"))
-    (file,) = (package / "rank1").glob("*.onnx")
+    package = copy_package(compile_mode(decoder, "one device"))
+    (file,) = (package / "rank0").glob("*.onnx")
     file.write_bytes(b"damaged")
     with pytest.raises(PackageError, match=file.name):
         Session(package, ranks="processes", verify="never")
@@ -287,7 +287,7 @@ def test_threads_that_ask_at_once_each_get_reports(opened: Session, monkeypatch:
 
 def test_messages_that_come_late_are_dropped(decoder: Path) -> None:
     """A report for one who gave up, and a rank that has loaded when another one has failed."""
-    with open_processes(compile_mode(decoder, "layer")) as session:
+    with open_processes(compile_mode(decoder, "one device")) as session:
         assert session.notes == []
         ranks = session._workers
         assert isinstance(ranks, RankProcesses)

@@ -28,9 +28,9 @@ def ranks_of(session: Session) -> RankProcesses:
 
 
 def test_rank_that_does_not_answer_a_question_has_no_notes(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes") as session:
+    with Session(compile_mode(decoder, "one device"), threads=1, ranks="processes") as session:
         monkeypatch.setattr("splitc.runtime.processes.remote.PATIENCE", 0.2)
-        victim = ranks_of(session)._processes[1]._process
+        victim = ranks_of(session)._processes[0]._process
         stop(victim.pid)
         assert session.notes == []
         victim.send_signal(signal.SIGCONT)
@@ -39,12 +39,12 @@ def test_rank_that_does_not_answer_a_question_has_no_notes(decoder: Path, monkey
 
 def test_rank_that_answers_another_request_than_is_due_has_missed_one(decoder: Path) -> None:
     """Others may have summed up the values of two requests, which have no numbers on GPUs."""
-    with Session(compile_mode(decoder, "layer"), threads=1, ranks="processes") as session:
+    with Session(compile_mode(decoder, "one device"), threads=1, ranks="processes") as session:
         session.run(decoder_feeds())
         ranks = ranks_of(session)
-        ranks._requests[2] = InFlightRequest({}, waiting=3)
-        with pytest.raises(HandOverError, match=r"rank 1 \(cpu1\) answers request 2 before request 1"):
-            ranks._take(1, Answer(2, None, 0.0, 0.0, (), False, None))
+        ranks._requests[2] = InFlightRequest({}, waiting=1)
+        with pytest.raises(HandOverError, match=r"rank 0 \(cpu0\) answers request 2 before request 1"):
+            ranks._take(0, Answer(2, None, 0.0, 0.0, (), False, None))
         del ranks._requests[2]
 
 

@@ -34,6 +34,12 @@ def pipeline(decoder: Path, package: Path, tmp_path: Path) -> Path:
     return write_modules(tmp_path / "pipeline", packages)
 
 
+@pytest.fixture
+def twice(decoder: Path, tmp_path: Path) -> Path:
+    """One model as two modules on one device."""
+    return write_modules(tmp_path / "twice", dict.fromkeys(("first", "second"), compile_mode(decoder, "one device")))
+
+
 def pids(session: Session) -> list[int]:
     """The process of each rank."""
     assert isinstance(session._workers, RankProcesses)
@@ -62,14 +68,14 @@ def test_each_device_has_one_process(pipeline: Path, decoder: Path) -> None:
     assert own_children() == before
 
 
-def test_memory_of_a_model_that_is_closed_is_freed(pipeline: Path) -> None:
+def test_memory_of_a_model_that_is_closed_is_freed(twice: Path) -> None:
     """At once: the process, which goes on with the ranks of others, may have no work in which garbage is collected."""
-    with Pipeline(pipeline, threads=1, ranks="processes") as opened:
-        (pid,) = pids(opened["third"])
+    with Pipeline(twice, threads=1, ranks="processes") as opened:
+        (pid,) = pids(opened["first"])
         before, feeds = mapped(pid), decoder_feeds(batch=100)
-        opened["third"].run(feeds)
+        opened["first"].run(feeds)
         assert mapped(pid) - before > 2 * sum(feed.nbytes for feed in feeds.values())  # the caches come back longer
-        opened["third"].close()
+        opened["first"].close()
         until(lambda: mapped(pid) == before)
 
 
@@ -112,12 +118,12 @@ def test_process_that_dies_or_hangs_breaks_all_modules_in_it(
         assert time.monotonic() < start + BOUND
 
 
-def test_pipeline_that_can_not_load_leaves_nothing(pipeline: Path) -> None:
+def test_pipeline_that_can_not_load_leaves_nothing(twice: Path) -> None:
     before = own_children()
-    (file,) = (pipeline / "third" / "rank0").glob("*.onnx")
+    (file,) = (twice / "second" / "rank0").glob("*.onnx")
     file.write_bytes(b"damaged")
     with pytest.raises(PackageError, match=file.name):
-        Pipeline(pipeline, ranks="processes", verify="never")
+        Pipeline(twice, ranks="processes", verify="never")
     assert own_children() == before
 
 
@@ -149,13 +155,10 @@ def test_what_ranks_of_several_models_are_by_default() -> None:
     assert choose_ranks("processes", parse_devices(["cuda1"]), None) == PROCESSES
 
 
-def test_rank_that_can_have_no_thread_ends_its_process(
-    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_that_can_have_no_thread_ends_its_process(twice: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its session waited for ever, since the process went on with the ranks of others."""
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.threadless_rank")
-    whole = compile_mode(decoder, "one device")
-    folder, before = write_modules(tmp_path / "pipeline", {"first": whole, "second": whole}), own_children()
+    before = own_children()
     with pytest.raises(SplitcError, match=r"the process of rank 0 \(cpu0\) ended with exit code 1"):
-        Pipeline(folder, threads=1, ranks="processes")
+        Pipeline(twice, threads=1, ranks="processes")
     assert own_children() == before

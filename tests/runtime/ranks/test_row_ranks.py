@@ -74,7 +74,7 @@ def test_outputs_are_the_models_at_all_lengths(tmp_path: Path, shares: Sequence[
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_request_that_fails_in_the_midst_fails_alone(tmp_path: Path, ranks: str) -> None:
     model = save_model(tmp_path)
-    with Session(make_package(model, (1, 1, 1)), threads=1, in_flight=4, ranks=ranks) as session:
+    with Session(make_package(model, (1, 1)), threads=1, in_flight=4, ranks=ranks) as session:
         futures = [session.submit(feeds(length, last=TABLE if length % 3 == 2 else 1)) for length in range(1, 13)]
         for length, future in enumerate(futures, 1):
             if length % 3 == 2:
