@@ -36,7 +36,7 @@ from tests.helpers.command import splitc
 
 RTX = pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX builds engines without a GPU")
 KIND = "tensorrt-rtx"
-LAYERS = 2
+LAYERS = 1
 LATER = BuildSettings(later=True)
 
 
@@ -87,41 +87,42 @@ def test_stages_are_engines(stages: tuple[Path, Manifest]) -> None:
 
 
 def test_tensor_mode_is_one_engine_a_rank_with_collectives_inside(short_decoder: Path, tmp_path: Path) -> None:
-    manifest = compile_here(short_decoder, tmp_path / "package", "tensor", BuildSettings(keep_sources=True))
+    """And what keeps its sources is built again as it was."""
+    package = tmp_path / "package"
+    manifest = compile_here(short_decoder, package, "tensor", BuildSettings(keep_sources=True))
     for number, rank in enumerate(manifest.ranks):
         (engine,) = rank.engines
         assert engine.path == f"rank{number}/model.plan.rank{number}", "as Triton's per-rank layout names it"
         assert engine.group == [0, 1]
         assert not [step for step in rank.program if isinstance(step, Reduce)]
-        nodes = [node.op_type for node in ir.load(tmp_path / "package" / str(engine.source)).graph]
+        nodes = [node.op_type for node in ir.load(package / str(engine.source)).graph]
         assert nodes.count("DistCollective") == manifest.collectives == 2 * LAYERS
+    again = build_package(package, jobs=1)
+    assert [rank.engines for rank in again.ranks] == [rank.engines for rank in manifest.ranks]
 
 
-def test_without_collectives_inside_there_are_sums_between_engines(
+def test_what_is_written_later_is_built_where_it_runs(
     short_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without collectives inside: there are sums between engines, all of which are built."""
     monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda *_: False)
-    manifest = compile_here(short_decoder, tmp_path / "package", "tensor")
+    package = tmp_path / "package"
+    manifest = compile_here(short_decoder, package, "tensor", LATER)
     for rank in manifest.ranks:
         assert len(rank.engines) == 2 * LAYERS + 1
         assert len([step for step in rank.program if isinstance(step, Reduce)]) == 2 * LAYERS
-
-
-def test_what_is_written_later_is_built_where_it_runs(short_decoder: Path, tmp_path: Path) -> None:
-    package = tmp_path / "package"
-    manifest = compile_here(short_decoder, package, "tensor", LATER)
     assert manifest.build is not None and manifest.build.built is None
-    assert not list(package.rglob("model.plan*"))
+    assert not list(package.rglob("*.engine")) and not list(package.rglob("model.plan*"))
     before = {path: path.stat().st_mtime_ns for path in package.rglob("*.onnx")}
     told: list[tuple[float, int]] = []
     built = build_package(package, building=lambda done, total: told.append((done, total)))
     assert built.build is not None and built.build.built is not None
     assert built == read_manifest(package)
-    assert told[0] == (0, 2) and told[-1] == (2, 2) and told == sorted(told)
+    count = 2 * (2 * LAYERS + 1)
+    assert told[0] == (0, count) and told[-1] == (count, count) and told == sorted(told)
     verify_files(package, built.files)
+    assert all((package / engine.path).is_file() for rank in built.ranks for engine in rank.engines)
     assert {path: path.stat().st_mtime_ns for path in package.rglob("*.onnx")} == before
-    again = build_package(package, jobs=1)
-    assert [engine for rank in again.ranks for engine in rank.engines] == [e for r in built.ranks for e in r.engines]
     assert [path.name for path in tmp_path.iterdir()] == ["package"]
 
 
@@ -261,22 +262,10 @@ def test_engines_go_with_devices() -> None:
 
 def test_commands(short_decoder: Path, tmp_path: Path) -> None:
     package = tmp_path / "package"
-    common = (
-        "-d",
-        "2xcuda",
-        "--engine",
-        KIND,
-        "--memory",
-        "1GiB",
-        "--shapes",
-        "input_ids:1x4",
-        "--split-mode",
-        "layer",
-    )
-    planned = splitc("plan", short_decoder, *common)
-    assert "does not take" not in planned.stderr
-    later = splitc("compile", short_decoder, "-o", package, *common, "--build", "later").stdout
-    assert f"run 'splitc build {package}'" in later.replace("\n", " ")
+    common = ("-d", "2xcuda", "--engine", KIND, "--memory", "1GiB", "--shapes", "input_ids:1x4")
+    later = splitc("compile", short_decoder, "-o", package, *common, "--split-mode", "layer", "--build", "later")
+    assert "does not take" not in later.stderr
+    assert f"run 'splitc build {package}'" in later.stdout.replace("\n", " ")
     assert "not built yet" in splitc("inspect", package).stdout
     assert "are not built yet" in splitc("check", package, "-m", short_decoder, code=1).stderr
     assert "built 2 engines with tensorrt-rtx" in splitc("build", package, "--jobs", 1).stdout
