@@ -94,7 +94,7 @@ def test_every_style_is_in_place(tmp_path: Path, style: Style) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "tensor") for name in STYLES), ("transformers", "layer"), ("optimum", "layer")]
+    ("name", "mode"), [*((name, "tensor") for name in STYLES), ("optimum", "layer")]
 )
 def test_packages_give_what_the_model_gives(tmp_path: Path, name: str, mode: str) -> None:
     """Whoever feeds the pasts, with rows that are padded in front, and several tokens after others in several rows."""
@@ -103,29 +103,22 @@ def test_packages_give_what_the_model_gives(tmp_path: Path, name: str, mode: str
     with Session(path) as session:
         assert [tensor.name for tensor in session.inputs] == [*feeds(style, 1, 1, 1)]
         for number, (batch, new, past, padded) in enumerate(
-            [
-                (1, 1, 5, 0),
-                (2, 1, 9, 4),
-                (3, 7, 0, 2),
-                (1, 6, 0, 0),
-                (1, 3, 8, 2),
-                (2, 4, 6, 3),
-                (3, 2, 1, 0),
-                (2, 1, 0, 0),
-            ]
+            [(1, 1, 5, 0), (2, 1, 9, 4), (3, 7, 0, 2), (1, 3, 8, 2), (2, 4, 6, 3)]
         ):
             request = feeds(style, batch, 1 if style.one else new, past, padded, number)
             assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), 1e-5)
 
 
-@pytest.mark.parametrize("capacity", [None, 24, 40])
-@pytest.mark.parametrize("name", ["transformers", "optimum", "a low number", "lengths of the mask"])
+@pytest.mark.parametrize(
+    ("name", "capacity"),
+    [("transformers", 24), ("optimum", None), ("optimum", 40), ("a low number", 24), ("lengths of the mask", None)],
+)
 def test_sequences_go_on(tmp_path: Path, name: str, capacity: int | None) -> None:
     """With room or without, in one row and in several, several tokens at a time and one."""
     style = STYLES[name]
     path = package(style, tmp_path, "tensor", "2xcpu")
     with Session(path) as session:
-        for batch, steps in ((1, (5, 1, 1, 3, 1)), (3, (6, 1, 4, 2, 1, 1))):
+        for batch, steps in ((1, (5, 1, 1, 3)), (3, (6, 1, 4, 1))):
             with session.start(capacity) as sequence:
                 request = feeds(style, batch, 1 if style.one else steps[0], 0, padded=2)
                 for new in (*steps[1:], 1):
@@ -181,8 +174,7 @@ def test_room_ends_in_words_and_grows(tmp_path: Path) -> None:
         assert_close(sequence.run(without_states(after)), {"logits": expected})
 
 
-@pytest.mark.parametrize("capacity", [None, 12])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("capacity", "batch"), [(None, 2), (12, 1)])
 def test_states_that_are_loaded_get_room(tmp_path: Path, capacity: int | None, batch: int) -> None:
     path = package(OPTIMUM, tmp_path, "tensor", "2xcpu")
     with Session(path) as session, session.start(capacity) as sequence:
@@ -315,7 +307,7 @@ def test_a_plan_that_was_written_is_planned_again(tmp_path: Path) -> None:
 
 def test_generate_uses_the_room(tmp_path: Path) -> None:
     """As the unsplit model in a plain loop."""
-    for name in ("transformers", "optimum", "lengths of the mask"):
+    for name in ("transformers", "optimum"):
         folder = tmp_path / name
         folder.mkdir()
         style = STYLES[name]
@@ -327,11 +319,11 @@ def test_generate_uses_the_room(tmp_path: Path) -> None:
             for kind in ("key", "value")
         }
         rows = [[token] for token in prompt] if style.one else [prompt]
-        while len(expected) < 30:
+        while len(expected) < 12:
             new = rows.pop(0) if rows else [expected[-1]]
             request = {**following(style, outputs, 1, len(new)), "input_ids": np.array([new])}
             outputs = run_whole(folder / "model.onnx", request)
             if not rows:
                 expected.append(int(outputs["logits"][0, -1].argmax()))
         with Session(path) as session:
-            assert list(session.generate(prompt, max_new_tokens=30)) == expected
+            assert list(session.generate(prompt, max_new_tokens=12)) == expected
