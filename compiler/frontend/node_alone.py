@@ -42,12 +42,16 @@ def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequenc
     )
 
 
-def run_alone(content: bytes, feeds: Mapping[str | None, Array]) -> list[Array]:
-    """What a serialized model of one node computes, in one thread. Raises what ONNX Runtime raises."""
+def open_alone(content: bytes) -> ort.InferenceSession:
+    """A serialized model of one node in a session with one thread. Raises what ONNX Runtime raises."""
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
-    session = ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
-    arrays: list[Array] = session.run(None, feeds)
+    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+
+
+def run_alone(content: bytes, feeds: Mapping[str | None, Array]) -> list[Array]:
+    """What a serialized model of one node computes, in one thread. Raises what ONNX Runtime raises."""
+    arrays: list[Array] = open_alone(content).run(None, feeds)
     return arrays
 
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import sympy
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
-from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.node_alone import node_alone, open_alone, serialized
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
@@ -158,21 +158,29 @@ def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[O
 
 
 def refusal(
-    node: ir.Node, shapes: Sequence[Shape | None], fill: Any = np.zeros, made: Sequence[Shape | None] = ()
+    node: ir.Node, shapes: Sequence[Shape | None], fills: Sequence[Any] = (np.zeros,), made: Sequence[Shape | None] = ()
 ) -> str | None:
     """Why ONNX Runtime does not run the node on inputs of these shapes (None: of no input); None if it does.
 
-    None too if the CPU provider has no kernel for the node's types. `made` are the outputs' shapes, where known.
+    Of several `fills` it is enough that it runs one. None too if the CPU provider has no kernel for the node's types.
+    `made` are the outputs' shapes, where known.
     """
     pairs = zip(node.inputs, shapes, strict=True)
     made_up = [shape or () for value, shape in pairs if value is not None and not _is_kept(value)]
+    reason = None
     try:
-        _run_filled(node_alone(node, _is_kept, made_up), fill, _examples(node, shapes, made))
-    except onnxruntime_build.NotImplemented:
-        return None
+        graph, examples = node_alone(node, _is_kept, made_up), _examples(node, shapes, made)
+        session = open_alone(serialized(graph))
+        for fill in fills:
+            try:
+                session.run(None, _filled(graph, fill, examples))
+            except FAILURES as error:
+                reason = error
+            else:
+                return None
     except FAILURES as error:
-        return str(error)
-    return None
+        reason = error
+    return None if isinstance(reason, onnxruntime_build.NotImplemented) else str(reason)
 
 
 def _examples(node: ir.Node, shapes: Sequence[Shape | None], made: Sequence[Shape | None]) -> dict[str | None, Any]:
@@ -192,20 +200,24 @@ def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
     """The outputs' shapes and types for inputs of these shapes; None if they differ for zeros and ones, or it fails."""
     graph = node_alone(node, _is_kept, shapes)
     try:
-        made = [_run_filled(graph, fill) for fill in (np.zeros, np.ones)]
+        session = open_alone(serialized(graph))
+        made = [
+            [(tuple(array.shape), ir.DataType.from_numpy(array.dtype)) for array in arrays]
+            for arrays in (session.run(None, _filled(graph, fill)) for fill in (np.zeros, np.ones))
+        ]
     except FAILURES:
         return None
     return made[0] if made[0] == made[1] else None
 
 
-def _run_filled(graph: ir.Graph, fill: Any, examples: Mapping[str | None, Any] = MappingProxyType({})) -> Made:
-    """What the graph of one node makes of inputs of zeros or ones, or of what `examples` has for them."""
-    feeds = {
+def _filled(
+    graph: ir.Graph, fill: Any, examples: Mapping[str | None, Any] = MappingProxyType({})
+) -> dict[str | None, Any]:
+    """Inputs of zeros or ones for the graph of one node, or of what `examples` has for them."""
+    return {
         v.name: fill(v.shape.numpy(), v.dtype.numpy())
         if v.name not in examples
         else np.full(v.shape.numpy(), examples[v.name], v.dtype.numpy())
         for v in graph.inputs
         if v.shape is not None and v.dtype
     }
-    arrays = run_alone(serialized(graph), feeds)
-    return [(tuple(array.shape), ir.DataType.from_numpy(array.dtype)) for array in arrays]

@@ -155,7 +155,7 @@ def _refuses(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
     """Why a node is refused, with ones and with zeros: ones may be invalid as indices, zeros as divisors."""
     bound = [None if value is None else shape_of(value, shapes) for value in node.inputs]
     made = [shape_of(value, shapes) if value.name else None for value in node.outputs]
-    return refusal(node, bound, np.ones, made) and refusal(node, bound, np.zeros, made)
+    return refusal(node, bound, (np.ones, np.zeros), made)
 
 
 def _may_be_sizes(value: ir.Value, shapes: Mapping[str, Shape]) -> bool:

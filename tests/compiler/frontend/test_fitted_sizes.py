@@ -30,10 +30,10 @@ def fit(block: Block, folder: Path, given: Mapping[str, Shape] | None = None) ->
 
 
 def image_block(channels: str = "channels") -> Block:
-    """Patches of 8 x 8 of three planes, with nine positions."""
+    """Patches of 4 x 4 of three planes, with nine positions."""
     block = Block()
-    image = block.input("image", FLOAT, ["batch", channels, "height", "width"])
-    patches = block.op("Conv", image, block.w("patch", 8, 3, 8, 8), strides=[8, 8])
+    image = block.input("image", FLOAT, [1, channels, "height", "width"])
+    patches = block.op("Conv", image, block.w("patch", 8, 3, 4, 4), strides=[4, 4])
     rows = block.op("Transpose", block.op("Reshape", patches, block.ints(0, 8, -1)), perm=[0, 2, 1])
     block.give(block.op("Add", rows, block.w("positions", 1, 9, 8)))
     return block
@@ -41,7 +41,7 @@ def image_block(channels: str = "channels") -> Block:
 
 def test_channels_and_sides_of_an_image(tmp_path: Path) -> None:
     fitted = fit(image_block(), tmp_path).fitted
-    assert fitted.shapes["image"] == (1, 3, 24, 24)
+    assert fitted.shapes["image"] == (1, 3, 12, 12)
     assert (fitted.tried, fitted.problem) == (WHOLE, None)
     assert not fitted.bound.uncertain
 
@@ -94,7 +94,7 @@ def test_as_many_sizes_are_tried_on_a_busy_machine(tmp_path: Path, monkeypatch: 
     """A clock that jumps an hour at each look changes nothing."""
     hours = count(step=3600.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(hours))
-    assert fit(image_block(), tmp_path).fitted.shapes["image"] == (1, 3, 24, 24)
+    assert fit(image_block(), tmp_path).fitted.shapes["image"] == (1, 3, 12, 12)
 
 
 def test_sizes_that_are_not_found_end_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +119,9 @@ def codebooks() -> Block:
 
 def test_head_size_of_a_cache_is_that_of_the_queries(tmp_path: Path) -> None:
     block = Block()
-    past = [block.input(f"past_{part}", FLOAT, ["batch", 2, "past", "some_size"]) for part in ("key", "value")]
-    queries = [block.data(name, (1, 4, size), ["batch", 4, size]) for name, size in SIZES.items()]
-    mask = block.input("mask", INT, ["batch", "all"])
+    past = [block.input(f"past_{part}", FLOAT, [1, 2, "past", "some_size"]) for part in ("key", "value")]
+    queries = [block.data(name, (1, 4, size)) for name, size in SIZES.items()]
+    mask = block.input("mask", INT, [1, "all"])
     count = block.op("ReduceSum", mask, block.ints(1), keepdims=0)
     total = block.op("Gather", block.op("Shape", mask), block.constant(1, np.int64))
     lengths = [
@@ -130,13 +130,13 @@ def test_head_size_of_a_cache_is_that_of_the_queries(tmp_path: Path) -> None:
     made = block.ops(
         "com.microsoft.GroupQueryAttention", *queries, *past, *lengths, outputs=3, num_heads=4, kv_num_heads=2
     )
-    block.give(made[0], "y", ["batch", 4, 128])
+    block.give(made[0], "y", ["batch", 4, 32])
     for part, value in zip(("key", "value"), made[1:], strict=True):
         block.give(value, f"present_{part}", ["batch", 2, "present", "some_size"])
-    assert fit(block, tmp_path).shapes["past_key"] == (1, 2, 0, 32)
+    assert fit(block, tmp_path).shapes["past_key"] == (1, 2, 0, 8)
 
 
-SIZES = {"q": 128, "k": 64, "v": 64}
+SIZES = {"q": 32, "k": 16, "v": 16}
 
 
 def test_number_that_a_size_follows_from(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_cache_that_may_not_be_empty(tmp_path: Path) -> None:
 def test_sizes_that_can_not_be_right_are_a_warning_of_plan_and_an_error_of_compile(tmp_path: Path) -> None:
     """A given size that the graph refuses stays as it is given."""
     save(image_block().model(), tmp_path / "model.onnx")
-    arguments = (tmp_path / "model.onnx", "-d", "2xcpu", "--split-mode", "layer", "--shapes", "image:1x4x24x24")
+    arguments = (tmp_path / "model.onnx", "-d", "2xcpu", "--split-mode", "layer", "--shapes", "image:1x4x12x12")
     said = splitc("plan", *arguments).stderr
     assert "the model does not run on the sizes that are planned for" in " ".join(said.split())
     said = splitc("compile", *arguments, "-o", tmp_path / "package", code=1).stderr
@@ -179,4 +179,4 @@ def test_sizes_that_can_not_be_right_are_a_warning_of_plan_and_an_error_of_compi
 
 @pytest.mark.parametrize("channels", ["num-channels", "?"])
 def test_sizes_without_a_name(tmp_path: Path, channels: str) -> None:
-    assert fit(image_block(channels), tmp_path).shapes["image"] == (1, 3, 24, 24)
+    assert fit(image_block(channels), tmp_path).shapes["image"] == (1, 3, 12, 12)

@@ -117,4 +117,4 @@ def test_lengths_that_are_tried_fit_the_sizes(past: int, fill: Any) -> None:
     attention = node("GroupQueryAttention", *sizes, *caches, *lengths, outputs=3, num_heads=4, kv_num_heads=2)
     shapes = [tuple(shape) for shape, _ in (*sizes, *caches, *lengths)]
     for made in ((), [None, (1, 2, past + 4, 32), (1, 2, past + 4, 32)], [None, (1, 2, 1, 32), None]):
-        assert refusal(attention, shapes, fill, made) is None
+        assert refusal(attention, shapes, (fill,), made) is None

@@ -15,6 +15,7 @@ import pytest
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import CannotSplitError
+from splitc.compiler.modes.auto import predict
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.host_groups import describe_hosts
 from splitc.compiler.planning.plan import Plan
@@ -22,6 +23,7 @@ from splitc.compiler.planning.plan_file import write_plan
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
+from splitc.runtime.hardware.machine import Machine
 from tests.compiler.conftest import decoder_feeds
 from tests.compiler.sharding.test_random_blocks import RandomBlock
 from tests.conftest import Arrays, assert_close, run_whole
@@ -58,13 +60,13 @@ def request(feeds: Mapping[str, np.ndarray], split_mode: str = "batch", **more: 
     return Request(split_mode, shapes={name: feed.shape for name, feed in feeds.items()}, **more)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_blocks_are_right_with_any_rows(seed: int, tmp_path: Path) -> None:
     block, chance = RandomBlock(seed), np.random.default_rng(seed)
     model = tmp_path / "block.onnx"
     save(block.model(), model)
-    shares = [1, 1], [3, 1], [2, 1, 1], [1, 5, 2]
-    asked = request(block.feeds, tensor_split=shares[seed % len(shares)])
+    shares = [1, 1], [2, 1, 1], [1, 5, 2]
+    asked = request(block.feeds, tensor_split=shares[seed])
     compile_model(plan_model(model, [f"{len(asked.tensor_split or ())}xcpu"], asked), tmp_path / "package")
     with Session(tmp_path / "package", threads=1) as session:
         for rows in (1, 2, 5, 7):
@@ -87,10 +89,8 @@ def test_where_rows_meet_is_named(write_model: Callable[[str], Path], body: str,
         f"""<ir_version: 8, opset_import: ["": 17]>
         g (float[B,3] x) => (float[B,3] y) <int64 axis = {{0}}> {{ {body} }}"""
     )
-    with pytest.raises(CannotSplitError, match=why):
+    with pytest.raises(CannotSplitError, match=f"the rows of a batch can't be divided: .*{why}"):
         plan_model(model, ["2xcpu"], BATCH)
-    text = splitc("plan", model, "-d", "2xcpu", "--split-mode", "batch", "--memory", "1GiB", code=1).stderr
-    assert "the rows of a batch can't be divided" in text
 
 
 @pytest.mark.parametrize("asked", [BATCH, replace(BATCH, split_mode="tensor", batch_groups=2)])
@@ -198,17 +198,14 @@ def test_weights_are_written_once_and_all_ranks_are_shown(decoder: Path, tmp_pat
 def test_commands_show_the_ranks_of_all_groups(decoder: Path, tmp_path: Path) -> None:
     package = compile_mode(decoder, "tensor in groups")
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
-    shown = ("--trace", trace, "--report", page, "--memory", "--in-flight", "2", "--runs", "16", "--warmup", "1")
+    shown = ("--trace", trace, "--report", page, "--memory", "--in-flight", "2", "--runs", "8", "--warmup", "1")
     text = splitc("bench", package, *shown, "--threads", "1").stdout
     assert all(f"{number} cpu{number}" in text for number in range(4))
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
     assert "2 groups of ranks have all blocks each" in page.read_text()
-    plan = splitc(
-        "plan", decoder, "-d", "4xcpu", "--split-mode", "tensor", "--batch-groups", "2", "--report", page
-    ).stdout
-    assert "2 groups, each with the whole model; shares of the rows: 1, 1" in plan
-    assert "tensor, in 2 groups" in page.read_text()
+    planned = splitc("plan", decoder, "-d", "4xcpu", "--split-mode", "tensor", "--batch-groups", "2").stdout
+    assert "2 groups, each with the whole model; shares of the rows: 1, 1" in planned
 
 
 def test_memory_is_that_of_a_groups_rows(decoder: Path) -> None:
@@ -273,13 +270,12 @@ def test_groups_are_inside_hosts(decoder: Path) -> None:
 def test_each_replica_takes_its_own_room_in_the_cache(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the prediction: a cache that holds what one of them reads, but not both, does not keep them from waiting."""
     long = {name: feed.shape for name, feed in decoder_feeds(batch=2, new=100, past=0).items()}
-    asked = Request(objective="latency", threads=1, memory=["1GiB"], shapes=long)
 
     def latency() -> float:
-        plan = plan_model(decoder, ["2xcpu"], asked)
-        return next(each.latency for each in plan.alternatives if each.name == "batch on 2")
+        return predict(plan, Machine(), 1).latency
 
-    held = plan_model(decoder, ["2xcpu"], replace(asked, split_mode="batch")).ranks[0].memory.total
+    plan = plan_model(decoder, ["2xcpu"], Request(split_mode="batch", threads=1, memory=["1GiB"], shapes=long))
+    held = plan.ranks[0].memory.total
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 2)
     monkeypatch.setattr("splitc.compiler.planning.clock.cache_bytes", lambda: 3 * held)
     both = latency()
