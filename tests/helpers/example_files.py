@@ -22,7 +22,7 @@ from tests.helpers.folders import diffusers_folder, text_encoder, write_decoders
 from tests.helpers.mixtures import mixture
 
 WORDS, WIDTH, LAYERS = 40, 256, 4
-DECODER = Size(layers=4, hidden=256, heads=4, kv_heads=2, feed_forward=256, vocabulary=WORDS)
+DECODER = Size(layers=2, hidden=256, heads=4, kv_heads=2, feed_forward=256, vocabulary=WORDS)
 # Makes a file or folder at a path, from others of this table if it needs them.
 Maker = Callable[["Files", Path], object]
 

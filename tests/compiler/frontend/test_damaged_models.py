@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_damage_ends_in_a_message(whole: onnx.ModelProto, seed: int, tmp_path: Path) -> None:
     random = np.random.default_rng(seed)
     for number in range(8):
@@ -79,15 +79,22 @@ def _agree(model: Path, package: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["9**9**9**9", "(" * 5000 + "n" + ")" * 5000, "n" * 9999, "[red]n[/red]", "n\n", " ", "é"]
+    "names",
+    [
+        ["9**9**9**9", "(" * 5000 + "n" + ")" * 5000, "[red]n[/red]", "é"],
+        ["n" * 9999, "n\n", " ", "x/0"],
+    ],
 )
-def test_names_of_dimensions_are_names(whole: onnx.ModelProto, name: str, tmp_path: Path) -> None:
+def test_names_of_dimensions_are_names(whole: onnx.ModelProto, names: list[str], tmp_path: Path) -> None:
     model = onnx.ModelProto()
     model.CopyFrom(whole)
-    for value in (*model.graph.input, *model.graph.output):
+    values = [*model.graph.input, *model.graph.output]
+    known = dict.fromkeys(size.dim_param for value in values for size in value.type.tensor_type.shape.dim)
+    renamed = dict(zip(filter(None, known), names, strict=True))
+    for value in values:
         for size in value.type.tensor_type.shape.dim:
-            if size.dim_param == "batch":
-                size.dim_param = name
+            if size.dim_param:
+                size.dim_param = renamed[size.dim_param]
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor"))
     compile_model(plan, tmp_path / "package")

@@ -101,7 +101,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
 
 @pytest.mark.parametrize(
     ("mode", "shares"),
-    [("layer", (1, 1)), ("tensor", (1, 1)), ("tensor", (5, 1)), ("tensor", (1, 1, 1)), ("batch", (1, 1))],
+    [("layer", (1, 1)), ("tensor", (5, 1, 1)), ("batch", (1, 1))],
 )
 def test_packages_have_the_sums(
     model: tuple[Path, Mapping[str, npt.NDArray[Any]]], mode: str, shares: tuple[int, ...], tmp_path: Path

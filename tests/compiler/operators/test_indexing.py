@@ -164,10 +164,10 @@ def test_large_table_that_is_computed_from_weights(tmp_path: Path) -> None:
     """Dequantized before it is looked up in; smaller ones are not worth a sum."""
     b = Block(opset=21)
     ids = b.indices("ids", [[0, 29, -1], [7, 1 << 16, 15]], ["n", "t"])
-    numbers = np.random.default_rng(0).integers(-99, 99, (1 << 17, 512), dtype=np.int8)
+    numbers = np.random.default_rng(0).integers(-99, 99, (1 << 17, 256), dtype=np.int8)
     table = b.op("DequantizeLinear", b.weight("table", ir.tensor(numbers)), b.w("scales", 1 << 17), axis=0)
-    inner = b.op("Relu", b.op("MatMul", b.op("Softmax", b.op("Gather", table, ids, axis=0)), b.w("A", 512, MANY)))
-    b.give(b.op("Softmax", b.op("MatMul", inner, b.w("B", MANY, 512))), shape=["n", "t", 512])
+    inner = b.op("Relu", b.op("MatMul", b.op("Softmax", b.op("Gather", table, ids, axis=0)), b.w("A", 256, MANY)))
+    b.give(b.op("Softmax", b.op("MatMul", inner, b.w("B", MANY, 256))), shape=["n", "t", 256])
     check_split(b, tmp_path, {"table", "scales", "A", "B"}, [(1, 2)], sums=2)
 
 

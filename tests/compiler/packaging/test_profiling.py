@@ -80,16 +80,16 @@ def test_planner_goes_by_what_was_measured(deep_decoder: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
 def test_measured_memory_stands_in_place_of_what_is_predicted(
-    deep_decoder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    decoder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """A layer takes 64 MiB: so does its rank, or all that have a shard of it, and a budget of less is refused."""
-    costs = [EngineCosts(1.0, size) for size in (0, 0, 64 << 20, 0, 0, 0)]
+    costs = [EngineCosts(1.0, size) for size in (0, 64 << 20, 0, 0)]
     monkeypatch.setattr(api, "measure_blocks", lambda *_: costs)
     request = Request(split_mode=mode, spread=mode == "layer")
     if mode == "row":
         request = replace(request, row_min=32)
-    predicted = plan_model(deep_decoder, ["2xcpu"], request).ranks
-    measured = plan_model(deep_decoder, ["2xcpu"], replace(request, profile=True)).ranks
+    predicted = plan_model(decoder, ["2xcpu"], request).ranks
+    measured = plan_model(decoder, ["2xcpu"], replace(request, profile=True)).ranks
     more = [new.memory.activations - old.memory.activations for new, old in zip(measured, predicted, strict=True)]
     if mode == "tensor":
         assert min(more) > 16 << 20
@@ -97,5 +97,5 @@ def test_measured_memory_stands_in_place_of_what_is_predicted(
         assert 45 << 20 < more[0] < 64 << 20
         assert more[1] <= 0
     with pytest.raises(DoesNotFitError):
-        plan_model(deep_decoder, ["2xcpu"], replace(request, profile=True, memory=["40MiB"]))
-    assert plan_model(deep_decoder, ["2xcpu"], replace(request, memory=["40MiB"]))
+        plan_model(decoder, ["2xcpu"], replace(request, profile=True, memory=["40MiB"]))
+    assert plan_model(decoder, ["2xcpu"], replace(request, memory=["40MiB"]))

@@ -184,7 +184,7 @@ def test_damaged_plans_end_in_a_message(decoder: Path, tmp_path: Path, mode: str
     request = Request(split_mode=mode, row_min=16) if mode == "row" else Request(split_mode=mode)
     write_plan(plan_model(decoder, ["2xcpu"], request), path)
     whole, random = path.read_text(), np.random.default_rng(seed)
-    for _ in range(8):
+    for _ in range(3):
         fields = json.loads(whole)
         damage_json(fields, random)
         path.write_text(json.dumps(fields))
