@@ -66,7 +66,8 @@ def test_cache_continues_where_it_was(tmp_path: Path) -> None:
 
 def test_sparse_model_has_its_size_but_takes_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "sparse.onnx"
-    monkeypatch.setattr(sys, "argv", [LLAMA, "-o", str(path), *"--layers 8 --hidden 4096 --heads 32 --sparse".split()])
+    sizes = ["--layers", "8", "--hidden", "4096", "--heads", "32"]
+    monkeypatch.setattr(sys, "argv", [LLAMA, "-o", str(path), *sizes, "--sparse"])
     main()
     data = path.with_name("sparse.onnx.data").stat()
     assert data.st_size > 1 << 30

@@ -17,7 +17,14 @@ from tests.helpers.command import ROOT, splitc
 # What makes an example short: options of commands, in place of those that a page has, and flags; the size of a model.
 SHORTER: Mapping[str, Mapping[str, str]] = {"bench": {"--runs": "4", "--warmup": "1"}}
 FLAGS = {"bench": "--no-memory", "check": "--no-memory", "compile": "--force"}
-SMALLER = {"--layers": "2", "--hidden": "64", "--heads": "4", "--kv-heads": "2", "--feed-forward": "96", "--vocabulary": "50"}
+SMALLER = {
+    "--layers": "2",
+    "--hidden": "64",
+    "--heads": "4",
+    "--kv-heads": "2",
+    "--feed-forward": "96",
+    "--vocabulary": "50",
+}
 # A number with its unit, and a bar or a timeline, are not compared.
 QUANTITY = re.compile(r"\d[\d.,]*(?: ?(?:[KMGT]?i?B|[nµum]?s|%)(?![\w]))?(?:/s)?")
 BAR = re.compile(r"[█▉▊▋▌▍▎▏▓▒░][█▉▊▋▌▍▎▏▓▒░ ]*")

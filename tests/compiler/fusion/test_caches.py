@@ -93,9 +93,7 @@ def test_every_style_is_in_place(tmp_path: Path, style: Style) -> None:
         }
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "tensor") for name in STYLES), ("optimum", "layer")]
-)
+@pytest.mark.parametrize(("name", "mode"), [*((name, "tensor") for name in STYLES), ("optimum", "layer")])
 def test_packages_give_what_the_model_gives(tmp_path: Path, name: str, mode: str) -> None:
     """Whoever feeds the pasts, with rows that are padded in front, and several tokens after others in several rows."""
     style = STYLES[name]

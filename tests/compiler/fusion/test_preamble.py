@@ -64,9 +64,7 @@ def _compile(style: Style, folder: Path, mode: str, devices: list[str]) -> Path:
     return folder / "package"
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "tensor") for name in STYLES), ("optimum", "layer")]
-)
+@pytest.mark.parametrize(("name", "mode"), [*((name, "tensor") for name in STYLES), ("optimum", "layer")])
 def test_packages_for_gpus_give_what_the_model_gives(tmp_path: Path, name: str, mode: str) -> None:
     """Whoever feeds the pasts, and in sequences with room and without."""
     style = replace(STYLES[name], dtype=HALF)

@@ -290,7 +290,8 @@ def test_commands_know_row_mode(decoder: Path, tmp_path: Path) -> None:
         return result.output
 
     package = tmp_path / "package"
-    options = "-d 3xcpu --split-mode row --row-min 16 --main-device cpu1 --tensor-split 1,2,1".split()
+    options = ["-d", "3xcpu", "--split-mode", "row", "--row-min", "16"]
+    options += ["--main-device", "cpu1", "--tensor-split", "1,2,1"]
     shown = splitc("plan", decoder, *options)
     assert f"{4 * DECODER.layers} round trips" in shown
     assert "0 cpu1" in shown

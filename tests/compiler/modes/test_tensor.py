@@ -141,9 +141,7 @@ def test_a_wrong_rule_costs_memory_and_no_result(
         assert_close(session.run(decoder_feeds()), run_whole(decoder, decoder_feeds()), 2e-5)
 
 
-def test_outputs_that_differ_are_found_before_anything_is_written(
-    two_ranks: tuple[Plan, Path], tmp_path: Path
-) -> None:
+def test_outputs_that_differ_are_found_before_anything_is_written(two_ranks: tuple[Plan, Path], tmp_path: Path) -> None:
     """Sums that the lowering forgets."""
     plan, _ = two_ranks
     assert isinstance(plan.split, TensorSplit)
