@@ -1,6 +1,7 @@
 import math
 from pathlib import Path
 
+import psutil
 import pytest
 
 from splitc.runtime.engines.onnxruntime_cpu import check_free
@@ -82,6 +83,13 @@ def test_no_more_memory_is_planned_with_than_control_groups_allow(monkeypatch: p
     assert free_bytes(parse_devices(["3xcpu"])) == [1 << 20] * 3
     with pytest.raises(EngineError, match=r"need 64\.0 MiB, and 3\.00 MiB is free"):
         check_free(64 << 20)
+
+
+def test_cores_are_those_that_the_process_is_bound_to() -> None:
+    process = psutil.Process()
+    if not hasattr(process, "cpu_affinity"):
+        pytest.skip("processes can't be bound to cores")
+    assert bound_cores() == sorted(process.cpu_affinity())
 
 
 def test_no_more_cores_are_used_than_control_groups_allow(monkeypatch: pytest.MonkeyPatch) -> None:

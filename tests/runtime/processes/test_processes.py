@@ -90,6 +90,12 @@ def test_memory_of_a_large_request_is_given_back(
         np.testing.assert_allclose(outputs[name], whole, rtol=1e-4, atol=1e-5)
 
 
+def test_ranks_load_nothing_that_only_others_need(opened: Session) -> None:
+    """psutil takes 20 ms, of each process that begins."""
+    opened.run(decoder_feeds())
+    assert not [rank.pid for rank in processes(opened) if "psutil" in Path(f"/proc/{rank.pid}/maps").read_text()]
+
+
 def test_sequences_begin_with_loaded_states(opened: Session, decoder: Path) -> None:
     feeds = decoder_feeds()
     states = {name: array for name, array in feeds.items() if name.startswith("past")}
