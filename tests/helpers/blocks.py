@@ -30,8 +30,8 @@ from tests.conftest import Arrays, assert_close, run_whole
 # An ONNX Runtime of this version or later runs all that is tested; what an older one lacks is left out with it.
 RUNTIME, COMPLETE = tuple(map(int, ort.__version__.split(".")[:2])), (1, 24)
 FLOAT, INT = ir.DataType.FLOAT, ir.DataType.INT64
-# Row mode: uneven shares. Tensor mode: even ones, but the first and the last rank lack units.
-UNEVEN = ((3, 1, 1),)
+# Row mode: even and uneven shares. Tensor mode: even ones, but the first and the last rank lack units.
+EVEN = ((1, 1), (3, 1, 1, 1))
 SHARES = ((1, 30, 30, 1),)
 
 
@@ -105,7 +105,7 @@ def check_rows(
     block: Block,
     folder: Path,
     split: Collection[str],
-    shares: Sequence[Sequence[float]] = UNEVEN,
+    shares: Sequence[Sequence[float]] = EVEN,
     whole: Collection[str] = (),
     rounds: int | None = None,
     tolerance: float = 2e-5,

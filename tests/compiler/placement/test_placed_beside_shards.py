@@ -139,7 +139,7 @@ def test_memory_and_time_are_those_of_both(tmp_path: Path) -> None:
     assert plan.ranks[2].memory.weights >= experts
     assert all(own.memory.weights <= other.memory.weights for own, other in zip(plan.ranks, plain.ranks, strict=False))
     machine = Machine()
-    assert predict(plan, machine, 1).latency > predict(plan, machine, 1).interval * 0.99 > 0
+    assert predict(plan, machine, 1).latency > predict(plan, machine, 1).interval * 0.9 > 0  # streams take 1.1 as long
     with pytest.raises(DoesNotFitError, match=r"rank 2 \(cpu2\) needs .* and may use 50.0 KiB"):
         make_plan(model, experts=EXPERTS, memory=["1GiB", "cpu2=50KiB"])
 
