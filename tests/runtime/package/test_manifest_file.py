@@ -18,6 +18,7 @@ import pytest
 from splitc.runtime import Session
 from splitc.runtime.errors import PackageError, SplitcError
 from splitc.runtime.package.manifest_file import read_manifest, seal
+from splitc.runtime.package.parts import join_parts
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.fuzz import damage_json, seeds
 from tests.helpers.packages import compile_mode
@@ -165,11 +166,22 @@ def shard(fields: Fields, rank: int, name: str) -> Fields:
         (lambda m: shard(m, 2, "logits")["axes"][0]["ranges"].__setitem__(0, [5, 2]), "no possible shard of 'logits'"),
         (lambda m: shard(m, 2, "logits")["axes"][0]["ranges"].__setitem__(0, [0, 999]), "no possible shard"),
         (lambda m: shard(m, 2, "logits")["axes"][0].update(sizes=[]), "no possible shard of 'logits'"),
+        (lambda m: shard(m, 0, "past_key_values.0.key")["axes"][0].update(sizes=[7]), "no possible shard of 'past"),
+        (lambda m: shard(m, 0, "past_key_values.0.key")["axes"][0].update(axis=9), "no possible shard of 'past"),
+        (lambda m: shard(m, 2, "logits")["axes"].append(shard(m, 2, "logits")["axes"][0]), "cut twice along an axis"),
         (lambda m: shard(m, 2, "logits").update(name="x"), "shard of 'x', which it neither takes nor gives"),
     ],
 )
 def test_shards_that_are_not_all(stages: Path, how: Change, message: str) -> None:
     refused(stages, how, message)
+
+
+def test_outputs_of_shards_that_do_not_fit_together_are_said(stages: Path) -> None:
+    """As where an engine gives another size than it was built for."""
+    parts = [part for rank in read_manifest(stages).ranks for part in rank.parts if part.name == "logits"]
+    arrays = [np.zeros((1, rows, 48), np.float32) for rows in (1, 2)]
+    with pytest.raises(PackageError, match="shards of 'logits' do not fit together: 1 x 1 x 48, 1 x 2 x 48"):
+        join_parts(list(zip(parts, arrays, strict=True)))
 
 
 def test_engines_that_meet_run_alike(copy: Path) -> None:
@@ -197,7 +209,7 @@ def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: 
     original = (copy / "manifest.json").read_bytes()
     random = np.random.default_rng(seed)
     loaded, began = 0, time.monotonic()
-    for _ in range(12):
+    for _ in range(40):
         (copy / "manifest.json").write_bytes(original)
         # Whole ranks are not swapped: engines hold the places of those that they meet, which no manifest says.
         change(copy, lambda fields: damage_json(fields, random, fields["ranks"]))
