@@ -148,8 +148,9 @@ def export_flux(config: Mapping[str, Any]) -> ir.Model:
             return self.transformer(*embedded, timestep, img_ids, txt_ids, guidance, return_dict=False)[0]
 
     batch = torch.export.Dim("batch")
-    pictures = {name: {0: batch} for name in flux_inputs(config, torch)} | {"img_ids": None, "txt_ids": None}
-    return _export(Step, lambda: flux_inputs(config, torch), "out_hidden_states", pictures)
+    embedded = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "guidance")
+    shapes = {**{name: {0: batch} for name in embedded}, "img_ids": None, "txt_ids": None}
+    return _export(Step, lambda: flux_inputs(config, torch), "out_hidden_states", shapes)
 
 
 def _export(

@@ -167,20 +167,23 @@ def refusal(
     """
     pairs = zip(node.inputs, shapes, strict=True)
     made_up = [shape or () for value, shape in pairs if value is not None and not _is_kept(value)]
-    reason = None
+    reason = ""
     try:
         graph, examples = node_alone(node, _is_kept, made_up), _examples(node, shapes, made)
         session = open_alone(serialized(graph))
-        for fill in fills:
-            try:
-                session.run(None, _filled(graph, fill, examples))
-            except FAILURES as error:
-                reason = error
-            else:
-                return None
+    except onnxruntime_build.NotImplemented:
+        return None
     except FAILURES as error:
-        reason = error
-    return None if isinstance(reason, onnxruntime_build.NotImplemented) else str(reason)
+        return str(error)
+    for fill in fills:
+        try:
+            session.run(None, _filled(graph, fill, examples))
+            return None
+        except onnxruntime_build.NotImplemented:
+            return None
+        except FAILURES as error:
+            reason = str(error)
+    return reason
 
 
 def _examples(node: ir.Node, shapes: Sequence[Shape | None], made: Sequence[Shape | None]) -> dict[str | None, Any]:

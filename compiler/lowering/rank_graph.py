@@ -12,9 +12,10 @@ from splitc.compiler.frontend.optional import mark_part
 from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
-from splitc.compiler.frontend.walks import ancestors
+from splitc.compiler.frontend.walks import ancestors, producers
 from splitc.compiler.lowering import borders
 from splitc.compiler.lowering import rank_forms as forms
+from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.size_rewriter import SizeRewriter
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.operators import axes as ax
@@ -33,20 +34,21 @@ def rank_graph(split: ShardedModel, stage: Stage, rank: int) -> ir.Graph:
     A rank leaves out what another one adds to a sum. If it then does not need an earlier sum, in which the others wait
     for it, the graph is built again, with zeros in place of what depends on sums.
     """
-    built = _RankGraph(split, stage, rank)
-    graph = built.build()
-    return graph if built.collectives == _collectives(graph) else _RankGraph(split, stage, rank, waits=True).build()
+    graph = _RankGraph(split, stage, rank).build()
+    count = _collectives(graph)
+    remove_unused(graph)
+    if _collectives(graph) < count:
+        graph = _RankGraph(split, stage, rank, waits=True).build()
+        remove_unused(graph)
+    remove_unused_inputs(graph)
+    return graph
 
 
 class _RankGraph:
-    """One rank's graph under construction. With `waits` it depends on sums that it could leave out.
-
-    `collectives` is how many it has before those that it does not need are removed.
-    """
+    """One rank's graph under construction. With `waits` it depends on sums that it could leave out."""
 
     def __init__(self, split: ShardedModel, stage: Stage, rank: int, waits: bool = False) -> None:
         self._waits = waits
-        self.collectives = 0
         self._split = split
         self._rank = rank
         self._shards = split.shards(rank)
@@ -64,6 +66,7 @@ class _RankGraph:
             value.type = value.type or (origin.type if origin is not None else None)
 
     def build(self) -> ir.Graph:
+        """The graph, with what nothing reads any more."""
         for node in list(self._graph):
             if (origin := origin_of(node)) is not None:  # None for nodes that compute borrowed sizes
                 self._rewrite(node, origin)
@@ -71,9 +74,6 @@ class _RankGraph:
         for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
             self._fit_shape(value)
         self._name_new()
-        self.collectives = _collectives(self._graph)
-        remove_unused(self._graph)
-        remove_unused_inputs(self._graph)
         return self._graph
 
     def _rewrite(self, node: ir.Node, origin: ir.Node) -> None:
@@ -182,10 +182,9 @@ class _RankGraph:
 
 def _collectives(graph: ir.Graph) -> int:
     """The number of a graph's collectives."""
-    return sum(node.op_type == forms.COLLECTIVE for node in graph)
+    return sum(map(communicates, graph))
 
 
 def _depends_on_sum(value: ir.Value | None) -> bool:
     """Whether the value is computed from a collective's result."""
-    producer = None if value is None else value.producer()
-    return producer is not None and any(node.op_type == forms.COLLECTIVE for node in ancestors([producer], node_reads))
+    return any(map(communicates, ancestors(producers([value]), node_reads)))
