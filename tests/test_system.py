@@ -92,8 +92,9 @@ def test_reader_that_ends_does_not_stop_a_compile(write_model: Callable[[str], P
     splitc("inspect", tmp_path / "p")
 
 
-def test_terminals_that_lack_characters(package: Path) -> None:
-    shown = shell(f"{SCRIPT} bench {package} --runs 1 --warmup 0 --no-memory", 0, "ascii", PYTHONIOENCODING="ascii")
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_terminals_that_lack_characters(package: Path, encoding: str) -> None:
+    shown = shell(f"{SCRIPT} bench {package} --runs 1 --warmup 0 --no-memory", 0, encoding, PYTHONIOENCODING=encoding)
     assert "#" in shown
 
 
@@ -157,7 +158,8 @@ def test_programs_in_the_working_folder_are_not_run(decoder: Path, tmp_path: Pat
     package = compile_mode(decoder, "one device")
     for name in ("msgspec", "numpy", "onnx", "splitc"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('this is not yours to run')")
-    splitc_process("bench", package, "--runs", "1", "--ranks", "processes", cwd=tmp_path)
+    for command in (["check", package, "--model", decoder], ["bench", package, "--runs", "1", "--ranks", "processes"]):
+        splitc_process(*command, cwd=tmp_path)
 
 
 def test_what_the_system_raises_is_explained() -> None:

@@ -30,9 +30,9 @@ from tests.conftest import Arrays, assert_close, run_whole
 # An ONNX Runtime of this version or later runs all that is tested; what an older one lacks is left out with it.
 RUNTIME, COMPLETE = tuple(map(int, ort.__version__.split(".")[:2])), (1, 24)
 FLOAT, INT = ir.DataType.FLOAT, ir.DataType.INT64
-# Row mode: even and uneven shares. Tensor mode: even ones, but the first and the last rank lack units.
+# Row mode: even and uneven shares. Tensor mode: even ones, and some with which the first and last rank lack units.
 EVEN = ((1, 1), (3, 1, 1, 1))
-SHARES = ((1, 30, 30, 1),)
+SHARES = ((1, 1, 1, 1), (1, 30, 1))
 
 
 class Block(Writer):

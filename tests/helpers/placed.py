@@ -16,10 +16,12 @@ from tests.helpers.greedy import plain_loop
 from tests.helpers.mixtures import ROWS, mixture_feeds
 
 
-def assert_same(model: Path, plan: Plan, package: Path, sizes: Iterable[tuple[int, int]]) -> None:
+def assert_same(
+    model: Path, plan: Plan, package: Path, sizes: Iterable[tuple[int, int]], ranks: str = "threads"
+) -> None:
     """The package gives a mixture's outputs in a stream of requests of these lengths and rows."""
     compile_model(plan, package, verify=False)
-    with Session(package, threads=1, in_flight=3) as session:
+    with Session(package, threads=1, in_flight=3, ranks=ranks) as session:
         given = [mixture_feeds(length, rows) for length, rows in sizes]
         for feeds, outputs in zip(given, session.map(given), strict=True):
             assert_close(outputs, run_whole(model, feeds), 2e-5)

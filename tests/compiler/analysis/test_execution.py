@@ -14,7 +14,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer, save
 from splitc.compiler.analysis.execution import arena_bytes, biased_products, execution_order
-from tests.compiler.conftest import decoder_feeds
+from tests.conftest import decoder_feeds
 
 
 def profile(path: Path, feeds: dict[str, Any], folder: Path, optimized: bool = False) -> list[dict[str, Any]]:

@@ -14,8 +14,7 @@ import pytest
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
 from splitc.runtime import MisuseError, Session
-from tests.compiler.conftest import decoder_feeds
-from tests.conftest import LAYER, assert_close, run_whole
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 
 
 @pytest.fixture

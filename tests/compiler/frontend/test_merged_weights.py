@@ -18,8 +18,7 @@ from splitc.compiler.frontend.merged_weights import MergedTensor
 from splitc.runtime import MisuseError, Session
 from splitc.runtime.package.manifest import MergedAdapter
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.compiler.conftest import decoder_feeds
-from tests.conftest import LAYER, assert_close, run_whole
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 from tests.helpers.adapters import Pairs, product, random_pairs, write_kohya, write_peft
 from tests.helpers.blocks import FLOAT, Block
 from tests.helpers.command import splitc

@@ -15,9 +15,8 @@ from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.compiler.conftest import decoder_feeds
 from tests.compiler.sharding.test_random_blocks import RandomBlock
-from tests.conftest import Arrays, assert_close, run_whole
+from tests.conftest import Arrays, assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import Block
 
 MODES = [

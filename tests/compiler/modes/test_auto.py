@@ -20,8 +20,7 @@ from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.hardware.profiles import HOPPER, Link
-from tests.compiler.conftest import decoder_feeds
-from tests.conftest import assert_close, run_whole
+from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import splitc
 
 # Budgets here are those of tiny models.
@@ -245,9 +244,9 @@ def test_states_stay_where_they_are(decoder: Path) -> None:
         assert predict(stateless, machine, 1).latency > predict(plan, machine, 1).latency
 
 
-def test_small_kernels_of_gpus_do_not_divide(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although it costs nothing to meet."""
-    machine = Machine({"cuda0-cuda1": FREE}, {"cuda0-cuda1": FREE})
+@pytest.mark.parametrize("link", [FREE, SLOW])
+def test_small_kernels_of_gpus_do_not_divide(link: Link, decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine({"cuda0-cuda1": link}, {"cuda0-cuda1": link})
     monkeypatch.setattr("splitc.compiler.modes.choosing.known_machine", lambda: machine)
     plan = plan_model(decoder, ["2xcuda"], Request(memory=["8GiB"], engine="onnxruntime", objective="latency"))
     assert str(plan.choice).startswith("one device:")

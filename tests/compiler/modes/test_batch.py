@@ -24,9 +24,8 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.machine import Machine
-from tests.compiler.conftest import decoder_feeds
 from tests.compiler.sharding.test_random_blocks import RandomBlock
-from tests.conftest import Arrays, assert_close, run_whole
+from tests.conftest import Arrays, assert_close, decoder_feeds, run_whole
 from tests.helpers.command import splitc
 from tests.helpers.packages import compile_mode
 
@@ -60,13 +59,13 @@ def request(feeds: Mapping[str, np.ndarray], split_mode: str = "batch", **more: 
     return Request(split_mode, shapes={name: feed.shape for name, feed in feeds.items()}, **more)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_blocks_are_right_with_any_rows(seed: int, tmp_path: Path) -> None:
     block, chance = RandomBlock(seed), np.random.default_rng(seed)
     model = tmp_path / "block.onnx"
     save(block.model(), model)
-    shares = [1, 1], [2, 1, 1], [1, 5, 2]
-    asked = request(block.feeds, tensor_split=shares[seed])
+    shares = [1, 1], [3, 1], [2, 1, 1], [1, 5, 2]
+    asked = request(block.feeds, tensor_split=shares[seed % len(shares)])
     compile_model(plan_model(model, [f"{len(asked.tensor_split or ())}xcpu"], asked), tmp_path / "package")
     with Session(tmp_path / "package", threads=1) as session:
         for rows in (1, 2, 5, 7):
@@ -91,6 +90,8 @@ def test_where_rows_meet_is_named(write_model: Callable[[str], Path], body: str,
     )
     with pytest.raises(CannotSplitError, match=f"the rows of a batch can't be divided: .*{why}"):
         plan_model(model, ["2xcpu"], BATCH)
+    text = splitc("plan", model, "-d", "2xcpu", "--split-mode", "batch", "--memory", "1GiB", code=1).stderr
+    assert "the rows of a batch can't be divided" in text
 
 
 @pytest.mark.parametrize("asked", [BATCH, replace(BATCH, split_mode="tensor", batch_groups=2)])
@@ -204,8 +205,10 @@ def test_commands_show_the_ranks_of_all_groups(decoder: Path, tmp_path: Path) ->
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1, 2, 3}
     assert "2 groups of ranks have all blocks each" in page.read_text()
-    planned = splitc("plan", decoder, "-d", "4xcpu", "--split-mode", "tensor", "--batch-groups", "2").stdout
+    asked = ("-d", "4xcpu", "--split-mode", "tensor", "--batch-groups", "2")
+    planned = splitc("plan", decoder, *asked, "--report", page).stdout
     assert "2 groups, each with the whole model; shares of the rows: 1, 1" in planned
+    assert "tensor, in 2 groups" in page.read_text()
 
 
 def test_memory_is_that_of_a_groups_rows(decoder: Path) -> None:

@@ -19,8 +19,7 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.hardware.devices import parse_devices
-from tests.compiler.conftest import decoder_feeds
-from tests.conftest import LAYER, Arrays, assert_close, run_split, run_whole
+from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, run_split, run_whole
 from tests.helpers.fuzz import MORE
 
 
@@ -38,7 +37,7 @@ def test_cache_goes_with_its_layer(decoder: Path) -> None:
         assert past == present == layers
 
 
-@pytest.mark.parametrize("devices", ["1xcpu", "14xcpu"])
+@pytest.mark.parametrize("devices", ["1xcpu", "2xcpu", "5xcpu", "14xcpu"])
 def test_any_number_of_stages_gives_the_same(decoder: Path, tmp_path: Path, devices: str) -> None:
     feeds = decoder_feeds()
     assert_close(run_split(decoder, tmp_path / "package", devices, feeds, spread=True), run_whole(decoder, feeds))
@@ -210,7 +209,7 @@ def random_models(draw: st.DrawFn) -> ir.Model:
 
 
 @pytest.mark.fuzz
-@settings(max_examples=15 * MORE, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60 * MORE, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(model=random_models(), cuts=st.sets(st.integers(1, 30), max_size=4))
 def test_random_graph_cut_anywhere_gives_the_same_bits(
     model: ir.Model, cuts: set[int], tmp_path_factory: pytest.TempPathFactory

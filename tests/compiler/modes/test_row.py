@@ -21,8 +21,7 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferErr
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.rank_memory import measure_memory
-from tests.compiler.conftest import DECODER, decoder_feeds
-from tests.conftest import assert_close, run_whole
+from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.app import app
 from tests.helpers.blocks import Block
 

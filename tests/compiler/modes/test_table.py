@@ -17,8 +17,7 @@ from splitc.compiler.show.plan_tables import print_plan
 from splitc.runtime import MisuseError, Session
 from splitc.runtime.cli.tables import print_manifest
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.compiler.conftest import decoder_feeds
-from tests.conftest import assert_close, run_whole
+from tests.conftest import assert_close, decoder_feeds, run_whole
 
 
 def test_every_mode_has_its_module() -> None:

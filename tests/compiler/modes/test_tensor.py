@@ -23,8 +23,7 @@ from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Reduce
-from tests.compiler.conftest import DECODER, decoder_feeds
-from tests.conftest import assert_close, run_whole
+from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.app import app
 from tests.helpers.blocks import Block, sharded
 
@@ -67,7 +66,7 @@ def test_same_request_gives_the_same_bits(three_ranks: Path) -> None:
     feeds = decoder_feeds()
     with Session(three_ranks) as session:
         first = session.run(feeds)
-        for _ in range(5):
+        for _ in range(20):
             again = session.run(feeds)
             assert all(first[name].tobytes() == again[name].tobytes() for name in first)
 

@@ -10,8 +10,7 @@ import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from tests.compiler.conftest import decoder_feeds
-from tests.conftest import assert_close, run_whole
+from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.attention import HEAD, HEADS, HIDDEN, PROJECTIONS, WIDTH, attend, finish, normed, project
 from tests.helpers.blocks import Block, check_split
 

@@ -16,8 +16,7 @@ from splitc.compiler.packaging.build_graphs import prepare_graph
 from splitc.compiler.packaging.engine_sizes import engine_sizes
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
-from tests.compiler.conftest import decoder_feeds
-from tests.conftest import Array, whole_session
+from tests.conftest import Array, decoder_feeds, whole_session
 
 PAST, NEW = 5, 3
 

@@ -16,8 +16,7 @@ from splitc.compiler.packaging.writer import HashedFile
 from splitc.runtime import MisuseError, Session, SplitcError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.compiler.conftest import decoder_feeds
-from tests.conftest import LAYER, assert_close, run_whole
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 
 
 @pytest.fixture(scope="module")

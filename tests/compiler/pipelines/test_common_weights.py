@@ -13,7 +13,7 @@ from splitc.compiler.pipelines import common_weights
 from splitc.runtime.arrays.array import bytes_of
 from splitc.runtime.package.manifest import Rank, Weight
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.compiler.conftest import DECODER
+from tests.conftest import DECODER
 from tests.helpers.command import splitc
 from tests.helpers.folders import LAYERS, diffusers_folder, write_decoders
 

@@ -62,6 +62,11 @@ def test_more_ranks_and_places(tmp_path: Path) -> None:
     assert_same(model, plan, tmp_path / "package", SIZES)
 
 
+def test_ranks_in_processes(tmp_path: Path) -> None:
+    model = save_mixture(tmp_path, "stacked")
+    assert_same(model, make_plan(model, experts=EXPERTS), tmp_path / "package", SIZES, "processes")
+
+
 def test_groups_of_shards_with_places(tmp_path: Path) -> None:
     """Two copies of the model, each with two ranks with shards and one for the experts."""
     model = save_mixture(tmp_path, "gathered")
@@ -131,15 +136,16 @@ def test_plan_is_read_back(tmp_path: Path) -> None:
         plan_from_file(model, path)
 
 
-def test_memory_and_time_are_those_of_both(tmp_path: Path) -> None:
+def test_memory_and_time_are_those_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with shards hold no experts, and a request takes what all of it and the way there and back take."""
+    monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 8)  # enough that a stream holds nobody up
     model = save_mixture(tmp_path, "stacked")
     plan, plain = make_plan(model, experts=EXPERTS), make_plan(model, "2xcpu")
     experts = sum(fate.bytes for fate in plain.weights if ".mixture." in fate.name and ".router" not in fate.name)
     assert plan.ranks[2].memory.weights >= experts
     assert all(own.memory.weights <= other.memory.weights for own, other in zip(plan.ranks, plain.ranks, strict=False))
     machine = Machine()
-    assert predict(plan, machine, 1).latency > predict(plan, machine, 1).interval * 0.9 > 0  # streams take 1.1 as long
+    assert predict(plan, machine, 1).latency > predict(plan, machine, 1).interval * 0.99 > 0
     with pytest.raises(DoesNotFitError, match=r"rank 2 \(cpu2\) needs .* and may use 50.0 KiB"):
         make_plan(model, experts=EXPERTS, memory=["1GiB", "cpu2=50KiB"])
 

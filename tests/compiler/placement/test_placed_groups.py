@@ -14,8 +14,7 @@ from splitc.compiler.request.places import ExpertsPlace, Place
 from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.machine import Machine
-from tests.compiler.conftest import decoder_feeds
-from tests.conftest import assert_close, run_whole
+from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.greedy import plain_loop
 from tests.helpers.mixtures import FORMS, Sizes, save_mixture
 from tests.helpers.needs import need_experts
@@ -48,12 +47,13 @@ def test_experts_of_whole_copies(tmp_path: Path, form: str) -> None:
     assert_same(model, plan, tmp_path / "package", SIZES)
 
 
-def test_groups_in_layer_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_groups_in_layer_mode(tmp_path: Path, ranks: str) -> None:
     """Each group has two stages, and a device for the experts of both."""
     model = save_mixture(tmp_path, "dense", 4)
     plan = make_plan(model, "6xcpu", "layer", experts=ExpertsPlace("cpu2"), batch_groups=2, spread=True)
     assert devices_of(plan) == [(f"cpu{number}", number // 3) for number in range(6)]
-    assert_same(model, plan, tmp_path / "package", SIZES)
+    assert_same(model, plan, tmp_path / "package", SIZES, ranks)
 
 
 def test_all_devices_of_a_group_are_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices, parse_hosts
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.hardware.profiles import Link
-from tests.compiler.conftest import DECODER
+from tests.conftest import DECODER
 from tests.helpers.command import splitc
 
 FREE = Machine({"cpu-cpu": Link(0.0, 0.0)}, {"cpu-cpu": Link(0.0, 0.0)}, interconnect=Link(0.0, 0.0))
@@ -100,6 +100,7 @@ def test_crossing_to_another_host_takes_its_link(decoder: Path) -> None:
     tensor = Request(split_mode="tensor", memory=["1GiB"])
     sums = 2 * DECODER.layers
     assert more(plan_model(decoder, parse_hosts("2x1xcpu"), tensor)) == pytest.approx(sums, rel=1e-3)
+    assert more(plan_model(decoder, parse_hosts("2x2xcpu"), tensor)) == pytest.approx(sums, rel=1e-3)
     assert more(plan_model(decoder, parse_hosts("3x1xcpu"), tensor)) == pytest.approx(2 * sums, rel=1e-3)
     staged = replace(tensor, pipeline_stages=2)
     assert more(plan_model(decoder, parse_hosts("2x2xcpu"), staged)) == pytest.approx(1, rel=1e-3)

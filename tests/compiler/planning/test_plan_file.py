@@ -18,8 +18,7 @@ from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import write_plan
 from splitc.runtime import DoesNotFitError, MisuseError, Session, SplitcError
 from splitc.runtime.hardware.devices import parse_devices
-from tests.compiler.conftest import decoder_feeds
-from tests.conftest import LAYER, assert_close, run_whole
+from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 from tests.helpers.fuzz import damage_json, seeds
 
 
@@ -184,7 +183,7 @@ def test_damaged_plans_end_in_a_message(decoder: Path, tmp_path: Path, mode: str
     request = Request(split_mode=mode, row_min=16) if mode == "row" else Request(split_mode=mode)
     write_plan(plan_model(decoder, ["2xcpu"], request), path)
     whole, random = path.read_text(), np.random.default_rng(seed)
-    for _ in range(3):
+    for _ in range(8):
         fields = json.loads(whole)
         damage_json(fields, random)
         path.write_text(json.dumps(fields))

@@ -149,7 +149,7 @@ def test_where_ranks_have_no_gpu_feeds_go_over_the_host(decoder: Path) -> None:
     feeds = decoder_feeds()
     expected = run_whole(decoder, feeds)
     on_gpu = {name: late(array) for name, array in feeds.items()}
-    for devices in (["2xcpu"], ["2xcuda"]):
+    for devices in (["2xcpu"], ["2xcuda"], ["cpu0", "cuda0"]):
         with Session(package(decoder, "layer", 2), devices=devices) as session:
             assert_close(session.run(on_gpu), expected)
             assert_close(session.run(on_gpu, micro_batch=1), expected)
