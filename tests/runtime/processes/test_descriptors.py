@@ -74,8 +74,11 @@ def test_answer_whose_memory_the_caller_can_not_open_breaks_the_session(decoder:
         workers: Any = session._workers
         for each in workers._wire._outputs:
             each._unused.clear()  # so that the ranks need new memory
+        (rank,) = psutil.Process().children()
+        stop(rank.pid)  # so that both are asked before the first is answered
         with no_descriptors():
             futures = [session.submit(decoder_feeds()) for _ in range(2)]
+            os.kill(rank.pid, signal.SIGCONT)
             errors = [str(each.exception(20)) for each in futures]
         assert all("the session is broken: " in each and "too many open files (ulimit -n)" in each for each in errors)
         assert not session.usable
