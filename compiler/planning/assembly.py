@@ -109,7 +109,10 @@ def engine_bytes(device: Device, devices: Sequence[Device], engine: str, session
         return CPU_ENGINE.library + own + nodes * CPU_ENGINE.node
     profile = find_profile(device.kind)
     own = profile.library_bytes + sessions * profile.engine_bytes
-    return own + has_gpu_each(devices) * profile.communicator_bytes
+    if not has_gpu_each(devices):
+        return own
+    beside = sum(other.host == device.host for other in devices)
+    return own + profile.communicator_bytes + max(0, beside - 2) * profile.peer_bytes
 
 
 def slotted_bytes(device: Device, engine: str, more: int, nodes: int) -> int:

@@ -54,7 +54,8 @@ class DeviceProfile:
     - `cold_link`: the time of a copy beyond the measured one, if the devices had other work since the last copy.
     - `engine_bytes`: the memory of an ONNX Runtime session beside weights and activations.
     - `library_bytes`: the same of all sessions of a rank together.
-    - `communicator_bytes`: what NCCL takes of each GPU to connect the ranks.
+    - `communicator_bytes`: what NCCL takes of each GPU to connect two ranks; `peer_bytes`, for each further GPU of the
+      host.
     - `kernel_copy_bytes`: up to this size, a captured copy is faster as a kernel.
     """
 
@@ -72,6 +73,7 @@ class DeviceProfile:
     engine_bytes: int = 0
     library_bytes: int = 0
     communicator_bytes: int = 0
+    peer_bytes: int = 0
     kernel_copy_bytes: int = 0
 
 
@@ -90,7 +92,7 @@ CPU = DeviceProfile(
 )
 # A data center's GPU of 2022, in half precision, with PCI Express 4 and replayed requests. Measured on H200s with ONNX
 # Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode; 20 MiB after loading),
-# `communicator_bytes` (0.7 GiB on two GPUs, 0.9 on four, little without access to each other's memory) and
+# `communicator_bytes` and `peer_bytes` (0.7 GiB on two GPUs, 1.0 on four, little without access to each other's memory),
 # `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
 # before and after it), and `more_ranks` (a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and
 # 9.7). Measured on an H100: `library_bytes` (a decoder, FLUX.1-dev's shape and that of SDXL's U-Net).
@@ -109,6 +111,7 @@ HOPPER = DeviceProfile(
     engine_bytes=42 << 20,
     library_bytes=240 << 20,
     communicator_bytes=700 << 20,
+    peer_bytes=170 << 20,
     kernel_copy_bytes=1 << 20,
 )
 # The first profile of a kind is used for unknown devices.
