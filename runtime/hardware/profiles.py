@@ -92,7 +92,7 @@ CPU = DeviceProfile(
 )
 # A data center's GPU of 2022, in half precision, with PCI Express 4 and replayed requests. Measured on H200s with ONNX
 # Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode; 20 MiB after loading),
-# `communicator_bytes` and `peer_bytes` (0.7 GiB on two GPUs, 1.0 on four, little without access to each other's memory),
+# `communicator_bytes` and `peer_bytes` (0.7 GiB on two GPUs, 1.0 on four, little without peer access),
 # `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
 # before and after it), and `more_ranks` (a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and
 # 9.7). Measured on an H100: `library_bytes` (a decoder, FLUX.1-dev's shape and that of SDXL's U-Net).
