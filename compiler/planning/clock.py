@@ -215,10 +215,15 @@ def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cac
     if cached:
         return replace(one, flops=one.flops * computing, bytes=near, cached=near)
     crowded = HOST.crowded if at_once > 1 else 1.0
-    reading = _gain(HOST.bandwidth_gain, threads * at_once) / at_once
-    return replace(
-        one, flops=one.flops * computing * crowded, bytes=one.bytes * reading, cached=near, cache=one.cache // at_once
-    )
+    reading = _all_read(one, threads * at_once, machine.speed(device).together) / at_once
+    return replace(one, flops=one.flops * computing * crowded, bytes=reading, cached=near, cache=one.cache // at_once)
+
+
+def _all_read(one: Speed, count: int, together: float | None) -> float:
+    """The bytes per second of so many cores: each as fast as one, up to what all cores were measured to read."""
+    if together is None:
+        return one.bytes * _gain(HOST.bandwidth_gain, count)
+    return max(one.bytes, min(one.bytes * count, together))
 
 
 def _gain(share: float, count: int) -> float:

@@ -80,8 +80,10 @@ def _print_links(machine: Machine) -> None:
 
 def _print_speeds(machine: Machine) -> None:
     """Print the measured speed of each device."""
-    rows = table("measured", "floating point operations", "memory", right=("floating point operations", "memory"))
+    numbers = ("floating point operations", "memory", "by all cores")
+    rows = table("measured", *numbers, right=numbers)
     for name, speed in machine.speeds.items():
         flops = "" if speed.flops is None else f"{speed.flops / 1e12:.3g} TFLOP/s"
-        rows.add_row(name, flops, "" if speed.bytes is None else f"{speed.bytes / 1e9:.3g} GB/s")
+        memory = ("" if rate is None else f"{rate / 1e9:.3g} GB/s" for rate in (speed.bytes, speed.together))
+        rows.add_row(name, flops, *memory)
     out.print(rows)

@@ -27,12 +27,14 @@ class MeasuredSpeed(Struct, frozen=True):
     """A device's measured floating point operations per second, and bytes read or written per second.
 
     For a GPU the operations are in float16. For a CPU they are in float32 and of all cores together, the bytes are of
-    one core, and `cached` are those that it reads or writes in its cache. None if they can't be measured.
+    one core, `cached` are those that it reads or writes in its cache, and `together` those that all cores read at the
+    same time. None if they can't be measured.
     """
 
     flops: float | None = None
     bytes: float | None = None
     cached: float | None = None
+    together: float | None = None
 
 
 class Machine(Struct, frozen=True):

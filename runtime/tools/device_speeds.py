@@ -43,7 +43,10 @@ def _cpu_speed() -> MeasuredSpeed:
         return 2 * size / _best(seconds, lambda: np.copyto(target, source))
 
     multiplying = _best(seconds, lambda: np.matmul(matrix, matrix, out=product))
-    return MeasuredSpeed(2 * CPU_SIDE**3 / multiplying, copied(CPU_BYTES), copied(CACHED_BYTES))
+    large = np.ones((CPU_BYTES // 4 // CPU_SIDE, CPU_SIDE), np.float32)
+    reading = _best(seconds, lambda: np.matmul(large, matrix[0]))
+    flops, together = 2 * CPU_SIDE**3 / multiplying, CPU_BYTES / reading
+    return MeasuredSpeed(flops, copied(CPU_BYTES), copied(CACHED_BYTES), together)
 
 
 def _gpu_speed(index: int) -> MeasuredSpeed:

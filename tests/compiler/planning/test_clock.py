@@ -10,8 +10,9 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, plan_model
 from splitc.compiler.planning import clock
-from splitc.compiler.planning.clock import Clock
-from splitc.runtime.hardware.machine import Machine
+from splitc.compiler.planning.clock import Clock, rank_speed
+from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.hardware.machine import Machine, MeasuredSpeed
 from splitc.runtime.hardware.profiles import HOST
 
 
@@ -30,3 +31,18 @@ def test_more_threads_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert times[-1] >= HOST.spreading or not spread[node]
     assert any(spread.values())
     assert not all(spread.values())
+
+
+@pytest.mark.parametrize(
+    ("together", "four"), [(None, 10.0 * (1 + 3 * HOST.bandwidth_gain)), (25.0, 25.0), (90.0, 40.0)]
+)
+def test_cores_read_as_fast_as_was_measured(
+    together: float | None, four: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core of 10 bytes a second: four read for one rank, or two for each of two ranks."""
+    monkeypatch.setattr(clock, "cores", lambda: 4)
+    (cpu,) = parse_devices(["cpu0"])
+    machine = Machine(speeds={"cpu": MeasuredSpeed(bytes=10.0, together=together)})
+    assert rank_speed(cpu, 4, 1, machine).bytes == pytest.approx(four)
+    assert rank_speed(cpu, 2, 2, machine).bytes == pytest.approx(four / 2)
+    assert rank_speed(cpu, 1, 1, machine).bytes == pytest.approx(10.0)
