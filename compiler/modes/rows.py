@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +15,9 @@ from splitc.compiler.frontend.probe_sizes import bind_same_axes
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.nodes import describe_node
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.operation import Axes
+from splitc.compiler.operators.shaping import WHOLE
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
@@ -103,9 +106,48 @@ def _search(
                     holds_by_rows(axis_map.operations[node], atom, axis_map.bound.shapes, values) for atom in rows.atoms
                 )
             }
+        broken = broken or _not_growing(analysis, axis_map, rows)
         if not broken:
             return rows, opaque
         opaque.update(broken)
+
+
+def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: Rows) -> dict[ir.Node, str]:
+    """The nodes that make a number of rows which does not follow that of the inputs' rows, and why.
+
+    A Slice up to 512 keeps all of fewer rows, and another rule may take a constant for the probe size. So shapes are
+    inferred once more, with more rows than such a Slice keeps.
+    """
+    if analysis.fitted.fills:
+        return {}
+    planned = planned_rows(analysis, rows.axes)
+    times = 2 + max([bound // max(1, planned) for bound in _slice_ends(axis_map)], default=0)
+    shapes = {
+        name: tuple(size * times if number == rows.axes.get(name) else size for number, size in enumerate(shape))
+        for name, shape in analysis.shapes.items()
+    }
+    grown, given = bind_shapes(analysis.graph.model, shapes, defaults=True), analysis.costs.bound
+    uncertain = grown.uncertain | given.uncertain
+
+    def grows(value: ir.Value, axes: Axes) -> bool:
+        name = value.name or ""
+        if axes is None or name in uncertain or not (name in grown.shapes and name in given.shapes):
+            return True
+        sizes = zip(axes, given.shapes[name], grown.shapes[name], strict=True)
+        return all(more == size * times for axis, size, more in sizes if not atoms.isdisjoint(ax.leaves(axis)))
+
+    atoms = frozenset(rows.atoms)
+    for node, operation in axis_map.operations.items():
+        if not all(map(grows, node.outputs, operation.outputs)):
+            return {node: "the number that it takes or makes of them does not follow theirs"}
+    return {}
+
+
+def _slice_ends(axis_map: AxisMap) -> Iterator[int]:
+    """Where Slices end that do not go on to an axis's end."""
+    for node, operation in axis_map.operations.items():
+        if node.op_type == "Slice" and not node.domain:
+            yield from (end for end in operation.numbers(2, "ends") or () if 0 < end < WHOLE)
 
 
 def planned_rows(analysis: Analysis, axes: Mapping[str, int]) -> int:

@@ -80,18 +80,30 @@ def test_random_blocks_are_right_with_any_rows(seed: int, tmp_path: Path) -> Non
         ("y = CumSum(x, axis)", "meet in the CumSum node"),
         ("m = ReduceMean <axes = [0]> (x) y = Sub(x, m)", "meet in the ReduceMean node that makes 'm'"),
         ("q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)", "it takes the range of all of them"),
+        ("end = Constant <value_ints = [3]> () y = Slice(x, axis, end)", "meet in the Slice node that makes 'y'"),
+        ("end = Constant <value_ints = [900]> () y = Slice(x, axis, end)", "meet in the Slice node that makes 'y'"),
         ("n = RandomNormalLike(x) y = Add(x, n)", r"\(RandomNormalLike\) draws random numbers, and all groups"),
     ],
 )
 def test_where_rows_meet_is_named(write_model: Callable[[str], Path], body: str, why: str) -> None:
     model = write_model(
         f"""<ir_version: 8, opset_import: ["": 17]>
-        g (float[B,3] x) => (float[B,3] y) <int64 axis = {{0}}> {{ {body} }}"""
+        g (float[B,3] x) => (float[B,3] y) <int64[1] axis = {{0}}> {{ {body} }}"""
     )
     with pytest.raises(CannotSplitError, match=f"the rows of a batch can't be divided: .*{why}"):
         plan_model(model, ["2xcpu"], BATCH)
     text = splitc("plan", model, "-d", "2xcpu", "--split-mode", "batch", "--memory", "1GiB", code=1).stderr
     assert "the rows of a batch can't be divided" in text
+
+
+def test_slice_to_the_end_keeps_the_rows(write_model: Callable[[str], Path]) -> None:
+    """Unlike one up to 3, which is a probe size, or up to 900, which is more than the rows that are planned for."""
+    model = write_model(
+        f"""<ir_version: 8, opset_import: ["": 17]> g (float[B,3] x) => (float[B,3] y)
+        <int64[1] axis = {{0}}, int64[1] end = {{{2**63 - 1}}}> {{ a = Slice(x, axis, end, axis) y = Neg(a) }}"""
+    )
+    plan = plan_model(model, ["2xcpu"], BATCH)
+    assert plan.replicas is not None and plan.replicas.rows == {"x": 0, "y": 0}
 
 
 @pytest.mark.parametrize("asked", [BATCH, replace(BATCH, split_mode="tensor", batch_groups=2)])
