@@ -65,7 +65,12 @@ def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
         raise DoesNotFitError(_explain_misfit(alternatives))
     chosen = choose(alternatives, request.objective)
     reason = _reason(chosen, alternatives, request)
-    return replace(plans[chosen.name], alternatives=tuple(alternatives), choice=reason)
+    return replace(
+        plans[chosen.name],
+        alternatives=tuple(alternatives),
+        choice=reason,
+        prediction=Prediction(chosen.latency, chosen.interval),
+    )
 
 
 def choose(alternatives: Sequence[Alternative], objective: str) -> Alternative:
@@ -178,8 +183,12 @@ def _try(
         return Alternative(
             option.name, option.mode, way.devices, refused=re.split(r"[:;]", str(error), maxsplit=1)[0]
         ), None
-    prediction = predict(plan, taken.machine, request.threads, _measured(plan.analysis, taken, request))
-    return _describe(option, plan, prediction), plan
+    return _describe(option, plan, predict_asked(plan, taken, request)), plan
+
+
+def predict_asked(plan: Plan, resources: Resources, request: Request) -> Prediction:
+    """Predict a plan's times with the resources that it was made for."""
+    return predict(plan, resources.machine, request.threads, _measured(plan.analysis, resources, request))
 
 
 def predict(plan: Plan, machine: Machine, threads: int | None, measured: float = 1.0) -> Prediction:

@@ -11,7 +11,7 @@ import msgspec
 from splitc.compiler.analysis.divisibility import check_divisible
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.modes.asked import analyze_for
-from splitc.compiler.modes.auto import plan_auto
+from splitc.compiler.modes.auto import plan_auto, predict_asked
 from splitc.compiler.modes.replicas import check_groups, plan_in_groups
 from splitc.compiler.modes.rows import NoRowsError
 from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
@@ -90,7 +90,8 @@ def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
     analysis = analyze_for(model, resources.devices, request, mode.stages(request, count // groups))
     if count > groups:
         check_divisible(analysis)
-    return plan_in_groups(mode, analysis, resources, request)
+    plan = plan_in_groups(mode, analysis, resources, request)
+    return replace(plan, prediction=predict_asked(plan, resources, request))
 
 
 def _check_request(request: Request, devices: Sequence[Device]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.slots import planned_rank
+from splitc.compiler.planning.clock import Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram, Split
 from splitc.compiler.request.request import HOST
@@ -58,7 +59,8 @@ class Plan(Listed):
     `split` says how the ranks share the model. `weights` say how each weight is split, in row and tensor mode. In auto
     mode `alternatives` are what was compared, and `choice` says which one was chosen and why.
 
-    `weights_at` says where CPU devices have the weights.
+    `weights_at` says where CPU devices have the weights. `prediction` are the times of requests on the machine that
+    planned; None for a plan from a file.
 
     With `replicas`, the ranks are those of several copies of the model, one after the other.
     """
@@ -77,6 +79,7 @@ class Plan(Listed):
     choice: str | None = None
     replicas: Replicas | None = None
     weights_at: str = HOST
+    prediction: Prediction | None = None
 
     @property
     def written(self) -> Plan:

@@ -54,7 +54,8 @@ def print_plan(plan: Plan) -> None:
     if plan.replicas is not None:
         shares = ", ".join(f"{share:.3g}" for share in plan.replicas.shares)
         out.print(f"{plan.groups} groups, each with the whole model; shares of the rows: {shares}")
-    out.print(f"budget: {listed}; time: {how_timed(plan)}")
+    out.print(f"budget: {listed}")
+    out.print(f"time: {_times_in_words(plan)}{how_timed(plan)}")
     print_beside([(memory.engines, memory.adapters, memory.in_files) for memory in memories])
     if any(rank.device.kind == "cuda" for rank in plan.ranks):
         out.print(f"engines: {describe_engine(plan.engine)}")
@@ -111,6 +112,14 @@ def _print_slots(plan: Plan) -> None:
     out.print(f"{len(plan.analysis.slots)} layers take adapters (--lora-slots)")
     for why, count in Counter(plan.analysis.slotless.values()).most_common():
         out.print(Text(f"  {count} not: {why}", "dim"))
+
+
+def _times_in_words(plan: Plan) -> str:
+    """The predicted times of requests: `a request 54.7 ms, in a stream one every 60.2 ms; `."""
+    if plan.prediction is None:
+        return ""
+    one, stream = map(format_seconds, (plan.prediction.latency, plan.prediction.interval))
+    return f"a request {one}, in a stream one every {stream}; "
 
 
 def how_timed(plan: Plan) -> str:

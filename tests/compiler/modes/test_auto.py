@@ -14,12 +14,15 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.modes.auto import choose, predict
 from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.planning.clock import Prediction
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.plan_file import write_plan
+from splitc.compiler.show.plan_tables import print_plan
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.hardware.profiles import HOPPER, Link
+from splitc.runtime.units import format_seconds
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.command import splitc
 
@@ -46,6 +49,17 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
 
 def names(plan: Plan, possible: bool = True) -> list[str]:
     return [each.name for each in plan.alternatives if (each.refused is None) == possible]
+
+
+def test_plans_of_every_mode_say_how_long_requests_take(decoder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compared = {each.name: each for each in plan_model(decoder, ["2xcpu"]).alternatives}
+    for mode in ("layer", "tensor", "batch"):
+        plan = plan_model(decoder, ["2xcpu"], Request(split_mode=mode, spread=True))
+        alternative = compared[f"{mode} on 2"]
+        assert plan.prediction == Prediction(alternative.latency, alternative.interval)
+        print_plan(plan)
+        one, stream = format_seconds(alternative.latency), format_seconds(alternative.interval)
+        assert f"time: a request {one}, in a stream one every {stream}; estimated" in capsys.readouterr().out
 
 
 def test_all_ways_are_compared(decoder: Path) -> None:
