@@ -78,8 +78,13 @@ class ReplicaSplit:
         return self.inner.more_sessions(rank, inside)
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
-        """The slowest replica's times for its rows. Requests of fewer rows than replicas leave some for others."""
+        """The slowest replica's times for its rows. Requests of fewer rows than replicas leave some for others.
+
+        A request of no rows, as one of an empty list of pictures, takes no time.
+        """
         at_work = sum(count > 0 for count in self.rows)
+        if at_work == 0:
+            return Prediction(0.0, 0.0)
         alone = self._slowest(ranks, cuts, clock, at_work)
         if at_work == len(self.rows):
             joining = self._joining(clock)

@@ -163,7 +163,7 @@ def _with_rows(analysis: Analysis, axes: frozenset[tuple[str, int]], rows: int, 
         changed = {}
         for name, shape in shapes.items():
             axis = number_of.get(name)
-            size = 0 if axis is None else max(1, -(-shape[axis] * most // whole))
+            size = 0 if axis is None else max(1, -(-shape[axis] * most // max(1, whole)))
             changed[name] = shape if axis is None else (*shape[:axis], size, *shape[axis + 1 :])
         return changed
 

@@ -109,6 +109,19 @@ def tensor_scatter(op: Operation) -> None:
         op.relate(op.input(2)[0], output[0])
 
 
+def one_hot(op: Operation) -> None:
+    """An axis more than the indices have."""
+    output = op.output()
+    axis = op.number("axis", -1) % len(output)
+    op.relate_all(op.input(0), [*output[:axis], *output[axis + 1 :]])
+
+
+def triangle(op: Operation) -> None:
+    """Of each matrix."""
+    op.relate_all(op.input(0)[:-2], op.output()[:-2])
+    op.linear = (frozenset([0]),)
+
+
 def block_rows_shape(context: Any, node: ir.Node) -> None:
     """The shape of a Gather, in the type of the scales. Along the last axis, several numbers are packed in a byte."""
     data, indices, scales = node.inputs[:3]
@@ -154,8 +167,9 @@ OPERATORS = (
     Operator("GatherElements", gather_elements, reads_part=True, lookups=((1, 0),)),
     Operator("GatherND", gather_nd, reads_part=True),
     Operator("com.microsoft.GatherBlockQuantized", gather_blocks, shapes=block_rows_shape, lookups=((1, 0),)),
-    Operator("OneHot", shape_arithmetic=True),
+    Operator("OneHot", one_hot, shape_arithmetic=True),
     Operator("ScatterElements", scatter_elements, positions=(1,)),
     Operator("ScatterND", scatter_nd, positions=(1,)),
     Operator("TensorScatter", tensor_scatter, positions=(2,)),
+    Operator("Trilu", triangle),
 )

@@ -6,6 +6,7 @@ import math
 
 import onnx_ir as ir
 
+from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
 
 
@@ -16,8 +17,15 @@ def recurrent_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     return 2 * math.prod(inputs[0][:2]) * (math.prod(inputs[1]) + math.prod(inputs[2]))
 
 
+def recurrent(op: Operation) -> None:
+    """Rows are apart. Input, weights of the input, of the state, bias, lengths, states (LSTM's two), peepholes."""
+    if op.number("layout", 0) == 0:
+        rule = "s b i, d g i, d g h, d e, b, d b h, d b h, d p -> s d b h, d b h, d b h"
+        op.pattern(rule, whole="sidghep")
+
+
 OPERATORS = (
-    Operator("GRU", flops=recurrent_flops),
-    Operator("LSTM", flops=recurrent_flops),
-    Operator("RNN", flops=recurrent_flops),
+    Operator("GRU", recurrent, recurrent_flops),
+    Operator("LSTM", recurrent, recurrent_flops),
+    Operator("RNN", recurrent, recurrent_flops),
 )

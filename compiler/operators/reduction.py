@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
@@ -120,6 +122,24 @@ def group_norm(op: Operation) -> None:
     op.attributes["num_groups"] = [groups]
 
 
+def mean_variance_norm(op: Operation) -> None:
+    _apart(op, op.numbers_of("axes") or (0, 2, 3))
+
+
+def local_norm(op: Operation) -> None:
+    """Over neighbouring channels."""
+    _apart(op, (1,))
+
+
+def _apart(op: Operation, along: Sequence[int]) -> None:
+    """All axes are the same, but those that it works along."""
+    data = op.input(0)
+    along = [axis % len(data) for axis in along if axis < len(data)]
+    for number, (source, target) in enumerate(zip(data, op.output(), strict=True)):
+        if number not in along:
+            op.relate(source, target)
+
+
 def pool(op: Operation) -> None:
     """The optional second output indexes the whole flattened input."""
     if op.has_output(1):
@@ -166,7 +186,8 @@ OPERATORS = (
     Operator("BatchNormalization", batch_norm, is_norm=True),
     Operator("InstanceNormalization", instance_norm, is_norm=True),
     Operator("GroupNormalization", group_norm, is_norm=True),
-    Operator("MeanVarianceNormalization", is_norm=True),
+    Operator("MeanVarianceNormalization", mean_variance_norm, is_norm=True),
+    Operator("LRN", local_norm, is_norm=True),
     Operator("AveragePool", pool),
     Operator("MaxPool", pool),
     Operator("LpPool", pool),

@@ -12,6 +12,7 @@ from splitc.compiler.operators import (
     attention,
     elementwise,
     generators,
+    images,
     indexing,
     linear,
     qlinear,
@@ -19,13 +20,27 @@ from splitc.compiler.operators import (
     recurrent,
     reduction,
     shaping,
+    signals,
 )
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
 
 # ONNX Runtime's `accuracy_level` at which it quantizes the other factor of a product with a quantized weight to int8.
 INT8_ACCURACY = 4
-FAMILIES = (attention, elementwise, generators, indexing, linear, qlinear, quantized, recurrent, reduction, shaping)
+FAMILIES = (
+    attention,
+    elementwise,
+    generators,
+    images,
+    indexing,
+    linear,
+    qlinear,
+    quantized,
+    recurrent,
+    reduction,
+    shaping,
+    signals,
+)
 
 
 def _collect() -> dict[str, Operator]:

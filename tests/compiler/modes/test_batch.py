@@ -17,6 +17,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.modes.auto import predict
 from splitc.compiler.modes.replanning import plan_from_file
+from splitc.compiler.planning.clock import Prediction
 from splitc.compiler.planning.host_groups import describe_hosts
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import write_plan
@@ -104,6 +105,8 @@ def test_slice_to_the_end_keeps_the_rows(write_model: Callable[[str], Path]) -> 
     )
     plan = plan_model(model, ["2xcpu"], BATCH)
     assert plan.replicas is not None and plan.replicas.rows == {"x": 0, "y": 0}
+    none = plan_model(model, ["2xcpu"], replace(BATCH, shapes={"x": (0, 3)}))
+    assert none.prediction == Prediction(0, 0)  # a plan for a batch of no rows ended in a traceback
 
 
 @pytest.mark.parametrize("asked", [BATCH, replace(BATCH, split_mode="tensor", batch_groups=2)])

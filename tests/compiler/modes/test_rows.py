@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +72,45 @@ def test_rows_of_another_number_are_other_rows(tmp_path: Path) -> None:
     b.give(y, "y", ["batch", WIDTH])
     b.give(b.op("Identity", memory), "same", ["others", WIDTH])
     refuse_rows(b, tmp_path, "the output '(y|same)' does not have the rows along axis 0 of '(x|memory)'")
+
+
+def recurrent(b: Block, rows: ir.Value, kind: str, gates: int) -> ir.Value:
+    """Over five places of each row, in both directions, with lengths and a first state."""
+    v = b.op("Transpose", b.op("Reshape", rows, b.ints(0, 5, 4)), perm=[1, 0, 2])
+    weights = b.w(f"{kind} W", 2, gates * 3, 4), b.w(f"{kind} R", 2, gates * 3, 3)
+    count = b.shape(rows, 0)
+    lengths = b.op("Cast", b.op("Expand", b.ints(4), count), to=ir.DataType.INT32)
+    first = b.op("Expand", b.w(f"{kind} state", 2, 1, 3), b.op("Concat", b.ints(2), count, b.ints(3), axis=0))
+    _, last = b.ops(kind, v, *weights, None, lengths, first, outputs=2, hidden_size=3, direction="bidirectional")
+    return b.op("Transpose", last, perm=[1, 0, 2])
+
+
+def of_each_row(b: Block, x: ir.Value) -> Iterator[ir.Value]:
+    """What operators make of the 20 numbers of each row by themselves."""
+    yield from (recurrent(b, x, kind, gates) for kind, gates in (("LSTM", 4), ("GRU", 3), ("RNN", 1)))
+    image = b.op("Reshape", x, b.ints(0, 4, 1, 5))
+    yield b.op("LRN", image, size=3)
+    yield b.op("MeanVarianceNormalization", image, axes=[1, 2, 3])
+    yield b.op("SpaceToDepth", b.op("DepthToSpace", image, blocksize=2), blocksize=2)
+    yield b.op("Trilu", b.op("Reshape", x, b.ints(0, 4, 5)))
+    yield b.op("OneHot", b.op("ArgMax", x, axis=1), b.ints(20), b.constant([0, 1], np.float32))
+    yield b.op("DeformConv", image, b.w("filters", 2, 4, 1, 1), b.op("Slice", image, b.ints(0), b.ints(2), b.ints(1)))
+    yield b.op("GridSample", image, b.op("Reshape", b.op("Tanh", x), b.ints(0, 5, 2, 2)))
+    yield b.op("Col2Im", b.op("Reshape", x, b.ints(0, 4, 5)), b.ints(1, 6), b.ints(1, 2))
+    signal = b.op("Reshape", x, b.ints(0, 20, 1))
+    yield b.op("DFT", signal)
+    yield b.op("STFT", signal, b.constant(4, np.int64), b.w("window", 8))
+    lengths = b.op("Expand", b.ints(3), b.shape(x, 0))
+    yield b.op("ReverseSequence", signal, lengths, batch_axis=0, time_axis=1)
+
+
+def test_operators_that_take_each_row_by_itself(tmp_path: Path) -> None:
+    b = Block(20)
+    x = b.data("x", (4, 20), ["batch", 20])
+    made = {f"y{number}": value for number, value in enumerate(of_each_row(b, x))}
+    for name, value in made.items():
+        b.give(value, name)
+    check_rows(b, tmp_path, {"x", *made})
 
 
 def numbers(b: Block, ids: ir.Value) -> ir.Value:

@@ -103,6 +103,13 @@ def marked(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Add", v, b.op("OneHot", highest, b.ints(INNER), b.constant([0, 2], np.float32)))
 
 
+def lower_by_heads(b: Block, v: ir.Value) -> ir.Value:
+    """Of each head's places and numbers."""
+    heads = b.op("Transpose", b.op("Reshape", v, b.ints(0, 0, 8, 3)), perm=[0, 2, 1, 3])
+    lower = b.op("Transpose", b.op("Trilu", heads, upper=0), perm=[0, 2, 1, 3])
+    return b.op("Reshape", lower, b.ints(0, 0, INNER))
+
+
 def turned_around(b: Block, v: ir.Value) -> ir.Value:
     """With the numbers of each row in reverse added, picked by two rows of indices."""
     backwards = b.constant(np.arange(INNER)[::-1].reshape(2, -1), np.int64)
@@ -120,6 +127,7 @@ GRAPHS: dict[str, Tiny] = {
     "ScatterND": sandwich(scattered_rows, needs=scattered_one_by_one, shares=SHARES),
     "ScatterElements": sandwich(scattered_by_element, needs=scattered_along, shares=SHARES),
     "TensorScatter": sandwich(written_to_a_cache, needs=written_along, split="W", opset=24),
+    "Trilu": sandwich(lower_by_heads, needs=through("Trilu", upper=0)),
 }
 FORMS = {
     "scattered in part": sandwich(scattered_by_element, needs=scattered_in_part),

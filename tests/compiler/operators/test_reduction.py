@@ -45,6 +45,13 @@ def reduced(kind: str, axis: int) -> Middle:
     return middle
 
 
+def local_norm(b: Block, v: ir.Value, last: int) -> ir.Value:
+    """With the places, or the inner axis, as channels: the axis of size 1 that images have beside is the `last`."""
+    order = [0, 1, 2] if last == 3 else [0, 2, 1]
+    image = b.op("Unsqueeze", b.op("Transpose", v, perm=order), b.ints(3))
+    return b.op("Transpose", b.op("Squeeze", b.op("LRN", image, size=3, alpha=0.5), b.ints(3)), perm=order)
+
+
 def summed(axis: int) -> Middle:
     return lambda b, v: b.op("Mul", v, b.op("ReduceSum", v, b.ints(axis), keepdims=1))
 
@@ -204,8 +211,9 @@ GRAPHS: dict[str, Tiny] = {
     ),
     "GroupNormalization": group_normed(INNER, 21),
     "MeanVarianceNormalization": sandwich(
-        through("Relu"), needs=lambda b, v: b.op("MeanVarianceNormalization", v, axes=[1])
+        through("MeanVarianceNormalization", axes=[1]), needs=through("MeanVarianceNormalization", axes=[2])
     ),
+    "LRN": sandwich(lambda b, v: local_norm(b, v, 3), needs=lambda b, v: local_norm(b, v, 1)),
     **{
         name: sandwich(of_channels(pooled(name, **how)), needs=pooled(name, **how, pads=[1, 1]), narrow=INNER, opset=18)
         for name, how in POOLS.items()

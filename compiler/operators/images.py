@@ -1,0 +1,62 @@
+"""Operators on images: depth to space and back, sampling at given places, columns of patches."""
+
+from __future__ import annotations
+
+from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import Operator
+
+LINEAR = (frozenset([0]),)
+
+
+def depth_to_space(op: Operation) -> None:
+    """Channels are blocks x blocks of the rest, which comes first in mode CRD and last in mode DCR."""
+    channels = "c a b" if op.node.attributes.get_string("mode", "DCR") == "CRD" else "a b c"
+    _blocks(op, f"n ({channels}) h w -> n c (h a) (w b)")
+
+
+def space_to_depth(op: Operation) -> None:
+    _blocks(op, "n c (h a) (w b) -> n (a b c) h w")
+
+
+def _blocks(op: Operation, pattern: str) -> None:
+    block = ax.new_axis(op.number("blocksize", 1))
+    other = ax.new_axis(ax.size_of(block))
+    op.pattern(pattern, whole="ab", known={"a": block, "b": other})
+    op.linear = LINEAR
+
+
+def grid_sample(op: Operation) -> None:
+    """Each row and channel is read at its row's places."""
+    image, grid, output = op.input(0), op.input(1), op.output()
+    op.relate_all(image[:2], output[:2])
+    op.relate(grid[0], output[0])
+    op.relate_all(grid[1:-1], output[2:])
+    op.linear = LINEAR
+
+
+def deformable_convolution(op: Operation) -> None:
+    """Rows are apart: those of the image, of the offsets and of the mask."""
+    for number in (0, 2, 4):
+        if op.has(number):
+            op.relate(op.input(number)[0], op.output()[0])
+
+
+def columns_to_image(op: Operation) -> None:
+    """Patches, as columns of channels x places in a patch, are added up into an image."""
+    columns, output = op.input(0), op.output()
+    patch = ax.new_axis(ax.size_of(columns[1]) // max(1, ax.size_of(output[1])))
+    op.relate(columns[0], output[0])
+    op.relate(columns[1], (*output[1], *patch))
+    op.whole([patch])
+    op.linear = LINEAR
+
+
+OPERATORS = (
+    Operator("DepthToSpace", depth_to_space),
+    Operator("SpaceToDepth", space_to_depth),
+    Operator("GridSample", grid_sample),
+    Operator("com.microsoft.GridSample", grid_sample),
+    Operator("DeformConv", deformable_convolution),
+    Operator("Col2Im", columns_to_image),
+)

@@ -1,0 +1,108 @@
+"""Operators on images let rows and channels through, and need what they sample or rearrange whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from tests.helpers.blocks import SHARES, Block
+from tests.helpers.operators import INNER, Middle, Tiny, as_image, check_operator, sandwich, through
+
+BLOCK = 2
+
+
+def to_space(mode: str) -> Middle:
+    """A quarter of the channels, at four times as many places, two of each added."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        image = as_square(b, b.op("Transpose", v, perm=[0, 2, 1]))
+        larger = b.op("Relu", b.op("DepthToSpace", image, blocksize=BLOCK, mode=mode))
+        return b.op("Transpose", b.op("ReduceSum", larger, b.ints(3), keepdims=0), perm=[0, 2, 1])
+
+    return middle
+
+
+def to_space_and_back(b: Block, v: ir.Value) -> ir.Value:
+    image = as_square(b, b.op("Transpose", v, perm=[0, 2, 1]))
+    larger = b.op("Tanh", b.op("DepthToSpace", image, blocksize=BLOCK))
+    depth = b.op("SpaceToDepth", larger, blocksize=BLOCK)
+    return b.op("Transpose", b.op("Squeeze", depth, b.ints(3)), perm=[0, 2, 1])
+
+
+def as_square(b: Block, image: ir.Value) -> ir.Value:
+    return b.op("Unsqueeze", image, b.ints(3))
+
+
+def repeated(b: Block, v: ir.Value, places: ir.Value, *sizes: int) -> ir.Value:
+    """The same for each row of a value."""
+    return b.op("Expand", places, b.op("Concat", b.shape(v, 0), b.ints(*sizes), axis=0))
+
+
+def sampled(domain: str) -> Middle:
+    """Each channel at six places."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        grid = repeated(b, v, b.op("Tanh", b.w("grid", 1, 6, 1, 2)), 6, 1, 2)
+        return as_image(
+            b, v, lambda b, image: b.op("Squeeze", b.op(f"{domain}GridSample", as_square(b, image), grid), b.ints(3))
+        )
+
+    return middle
+
+
+def sampled_by_columns(domain: str) -> Middle:
+    """The inner axis as the width of an image, read in reverse at as many places."""
+
+    def middle(b: Block, v: ir.Value) -> ir.Value:
+        across = np.linspace(1, -1, INNER, dtype=np.float32)
+        down = np.linspace(-1, 1, 5, dtype=np.float32)
+        places = np.stack(np.meshgrid(across, down), axis=-1)[None]
+        grid = repeated(b, v, b.constant(places, np.float32), 5, INNER, 2)
+        image = b.op("Unsqueeze", v, b.ints(1))
+        return b.op("Squeeze", b.op(f"{domain}GridSample", image, grid, align_corners=1), b.ints(1))
+
+    return middle
+
+
+def moved(b: Block, v: ir.Value) -> ir.Value:
+    """A convolution of one place, a little beside it."""
+    image = as_square(b, b.op("Transpose", v, perm=[0, 2, 1]))
+    offsets = repeated(b, v, b.constant(np.full((1, 2, 5, 1), 0.25), np.float32), 2, 5, 1)
+    mask = repeated(b, v, b.constant(np.full((1, 1, 5, 1), 0.5), np.float32), 1, 5, 1)
+    made = b.op("DeformConv", image, b.w("W", INNER, INNER, 1, 1), offsets, b.w("bias", INNER), mask)
+    return b.op("Transpose", b.op("Squeeze", made, b.ints(3)), perm=[0, 2, 1])
+
+
+def from_columns(b: Block, v: ir.Value) -> ir.Value:
+    """Two places a patch, five patches that overlap, half as many channels."""
+
+    def middle(b: Block, columns: ir.Value) -> ir.Value:
+        return b.op("Squeeze", b.op("Col2Im", columns, b.ints(1, 6), b.ints(1, 2)), b.ints(2))
+
+    return as_image(b, v, middle)
+
+
+GRAPHS: dict[str, Tiny] = {
+    "DepthToSpace": sandwich(to_space("DCR"), narrow=INNER // BLOCK**2),
+    "SpaceToDepth": sandwich(to_space_and_back),
+    **{
+        f"{domain}GridSample": sandwich(
+            sampled(domain), needs=sampled_by_columns(domain), whole="C", split="D", sums=2, opset=22
+        )
+        for domain in ("", "com.microsoft.")
+    },
+    "DeformConv": sandwich(through("Relu"), needs=moved, opset=19, whole=("C", "D", "W")),
+    "Col2Im": sandwich(from_columns, narrow=INNER // 2, opset=18, shares=SHARES),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_operator(name: str, tmp_path: Path) -> None:
+    check_operator(GRAPHS, name, tmp_path)
+
+
+def test_channels_that_come_first(tmp_path: Path) -> None:
+    sandwich(to_space("CRD"), narrow=INNER // BLOCK**2).check(tmp_path)
