@@ -81,10 +81,10 @@ def _places(graph: Graph, axis_map: AxisMap) -> Places:
     """For each factor of dynamic size where inputs and outputs have it alone on an axis."""
     places: Places = {}
     for value in (*graph.graph.inputs, *graph.graph.outputs):
-        for number, axis in enumerate(axis_map.axes.get(value) or ()):
+        # The model may say another number of axes than there are: a Reshape's may be the size of an input.
+        for number, (axis, size) in enumerate(zip(axis_map.axes.get(value) or (), value.shape or (), strict=False)):
             leaves = ax.leaves(axis)
-            fixed = value.shape is None or isinstance(value.shape[number], int)
-            if len(leaves) == 1 and leaves[0].is_atom and not fixed:
+            if len(leaves) == 1 and leaves[0].is_atom and not isinstance(size, int):
                 places.setdefault(leaves[0], {}).setdefault(value.name or "", number)
     return places
 

@@ -120,6 +120,15 @@ def test_fallback_is_one_group_where_rows_meet(write_model: Callable[[str], Path
     assert "split by layer instead: the rows of a batch can't be divided" in plan.warnings[0]
 
 
+def test_model_whose_number_of_axes_is_a_size_has_no_rows(write_model: Callable[[str], Path]) -> None:
+    model = write_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        g (float[B,4] x, int64[B] sizes) => (float[M,N] y) { a = Relu(x) y = Reshape(a, sizes) }"""
+    )
+    with pytest.raises(CannotSplitError, match="the rows of a batch can't be divided"):
+        plan_model(model, ["2xcpu"], replace(BATCH, shapes={"x": (2, 4), "sizes": (2,)}))
+
+
 def test_model_without_dynamic_sizes_is_refused(write_model: Callable[[str], Path]) -> None:
     model = write_model(
         """<ir_version: 8, opset_import: ["": 17]> g (float[1,3] x) => (float[1,3] y) { y = Relu(x) }"""
