@@ -56,7 +56,6 @@ OPERATORS = (
     Operator("DepthToSpace", depth_to_space),
     Operator("SpaceToDepth", space_to_depth),
     Operator("GridSample", grid_sample),
-    Operator("com.microsoft.GridSample", grid_sample),
     Operator("DeformConv", deformable_convolution),
     Operator("Col2Im", columns_to_image),
 )

@@ -41,30 +41,20 @@ def repeated(b: Block, v: ir.Value, places: ir.Value, *sizes: int) -> ir.Value:
     return b.op("Expand", places, b.op("Concat", b.shape(v, 0), b.ints(*sizes), axis=0))
 
 
-def sampled(domain: str) -> Middle:
+def sampled(b: Block, v: ir.Value) -> ir.Value:
     """Each channel at six places."""
-
-    def middle(b: Block, v: ir.Value) -> ir.Value:
-        grid = repeated(b, v, b.op("Tanh", b.w("grid", 1, 6, 1, 2)), 6, 1, 2)
-        return as_image(
-            b, v, lambda b, image: b.op("Squeeze", b.op(f"{domain}GridSample", as_square(b, image), grid), b.ints(3))
-        )
-
-    return middle
+    grid = repeated(b, v, b.op("Tanh", b.w("grid", 1, 6, 1, 2)), 6, 1, 2)
+    return as_image(b, v, lambda b, image: b.op("Squeeze", b.op("GridSample", as_square(b, image), grid), b.ints(3)))
 
 
-def sampled_by_columns(domain: str) -> Middle:
+def sampled_by_columns(b: Block, v: ir.Value) -> ir.Value:
     """The inner axis as the width of an image, read in reverse at as many places."""
-
-    def middle(b: Block, v: ir.Value) -> ir.Value:
-        across = np.linspace(1, -1, INNER, dtype=np.float32)
-        down = np.linspace(-1, 1, 5, dtype=np.float32)
-        places = np.stack(np.meshgrid(across, down), axis=-1)[None]
-        grid = repeated(b, v, b.constant(places, np.float32), 5, INNER, 2)
-        image = b.op("Unsqueeze", v, b.ints(1))
-        return b.op("Squeeze", b.op(f"{domain}GridSample", image, grid, align_corners=1), b.ints(1))
-
-    return middle
+    across = np.linspace(1, -1, INNER, dtype=np.float32)
+    down = np.linspace(-1, 1, 5, dtype=np.float32)
+    places = np.stack(np.meshgrid(across, down), axis=-1)[None]
+    grid = repeated(b, v, b.constant(places, np.float32), 5, INNER, 2)
+    image = b.op("Unsqueeze", v, b.ints(1))
+    return b.op("Squeeze", b.op("GridSample", image, grid, align_corners=1), b.ints(1))
 
 
 def moved(b: Block, v: ir.Value) -> ir.Value:
@@ -88,12 +78,7 @@ def from_columns(b: Block, v: ir.Value) -> ir.Value:
 GRAPHS: dict[str, Tiny] = {
     "DepthToSpace": sandwich(to_space("DCR"), narrow=INNER // BLOCK**2),
     "SpaceToDepth": sandwich(to_space_and_back),
-    **{
-        f"{domain}GridSample": sandwich(
-            sampled(domain), needs=sampled_by_columns(domain), whole="C", split="D", sums=2, opset=22
-        )
-        for domain in ("", "com.microsoft.")
-    },
+    "GridSample": sandwich(sampled, needs=sampled_by_columns, whole="C", split="D", sums=2, opset=22),
     "DeformConv": sandwich(through("Relu"), needs=moved, opset=19, whole=("C", "D", "W")),
     "Col2Im": sandwich(from_columns, narrow=INNER // 2, opset=18, shares=SHARES),
 }
