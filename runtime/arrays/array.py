@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ Allocate = Callable[[Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]], dict[
 OPERATIONS: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum}
 
 
+@cache
 def number_type(name: str) -> np.dtype[Any]:
     """The numpy type of this name; bfloat16, float8 and others come from ml_dtypes."""
     try:

@@ -13,14 +13,15 @@ CODES = {
 }
 # The names of these by ONNX's codes.
 NAMES = {code: name for name, code in CODES.items()}
-# All types that ONNX Runtime's Python interface supports, by numpy's and ml_dtypes' names: no strings, no complex
-# numbers, none smaller than a byte.
-KNOWN = (
-    "bool",
-    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-    *("float16", "float32", "float64"),
-    *CODES,
-)
+# ONNX's codes of all types that ONNX Runtime's Python interface supports, by numpy's and ml_dtypes' names: no strings,
+# no complex numbers, none smaller than a byte.
+KNOWN = {
+    "bool": 9,
+    **{"int8": 3, "int16": 5, "int32": 6, "int64": 7},
+    **{"uint8": 2, "uint16": 4, "uint32": 12, "uint64": 13},
+    **{"float16": 10, "float32": 1, "float64": 11},
+    **CODES,
+}
 # ONNX Runtime's own names of types, if they differ from numpy's and ml_dtypes'.
 _OTHERS = {
     "float": "float32",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,21 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from splitc.runtime.arrays.array import number_type
-from splitc.runtime.arrays.onnx_types import CODES, NAMES
+from splitc.runtime.arrays.onnx_types import KNOWN, NAMES
 
 
 def host_value(array: npt.NDArray[Any]) -> ort.OrtValue:
     """The array as an OrtValue, which shares its memory and keeps it alive."""
     whole = np.asarray(array, order="C")
-    if (code := CODES.get(whole.dtype.name)) is not None:
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(whole, code)
-    return ort.OrtValue.ortvalue_from_numpy(whole)
+    if (code := _code(whole.dtype)) is None:
+        return ort.OrtValue.ortvalue_from_numpy(whole)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(whole, code)  # a third of the other one's time
+
+
+@cache
+def _code(dtype: np.dtype[Any]) -> int | None:
+    """ONNX's code of a type; None for text. Kept, since numpy takes microseconds to make a type's name."""
+    return KNOWN.get(dtype.name) if dtype.isnative else None
 
 
 def host_array(value: ort.OrtValue) -> npt.NDArray[Any]:
