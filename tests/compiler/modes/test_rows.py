@@ -112,3 +112,14 @@ def test_tables_with_a_row_for_each_token(padded: bool, tmp_path: Path) -> None:
 
 def test_tables_that_are_read_elsewhere_tell_rows_apart(tmp_path: Path) -> None:
     refuse_rows(turned(backwards, False), tmp_path, "'/com.microsoft.RotaryEmbedding'|RotaryEmbedding|told apart")
+
+
+def test_what_picks_nothing_tells_no_rows_apart(tmp_path: Path) -> None:
+    """The model picks what is behind the last token, which is nothing, and compares rows."""
+    b = Block(21)
+    x = b.data("x", (2, TOKENS, WIDTH), ["batch", "tokens", WIDTH])
+    count = b.op("Gather", b.op("Shape", x), b.constant(1, np.int64))
+    behind = b.op("Gather", x, b.op("Range", count, count, b.constant(1, np.int64)), axis=1)
+    both = b.op("Softmax", b.op("Concat", x, behind, axis=1), axis=0)
+    b.give(layer(b, both, "up"), "y", ["batch", "tokens", WIDTH])
+    refuse_rows(b, tmp_path, "meet in node '/Gather_1' .Gather.: it is indexed")
