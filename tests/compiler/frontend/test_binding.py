@@ -176,10 +176,14 @@ def test_branch_that_is_taken_keeps_the_models_names_of_sizes(write_model: Write
     """Else a hidden state would seem to grow along its rows, and be planned without any."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
-        g (float[batch, 3] x, float[2, batch, 3] h, bool c) => (float[batch, 3] y, float[2, batch, 3] hn) {
+        g (float[batch, 3] x, float[2, batch, 3] h, bool c) => (float[batch] y, float[2, batch, 3] hn) {
             y, hn = If (c) <
-                then_branch = t () => (float[rows, 3] p, float[2, rows, 3] q) { p = Neg (x)  q = Neg (h) },
-                else_branch = e () => (float[rows, 3] r, float[2, rows, 3] s) { r = Abs (x)  s = Abs (h) }
+                then_branch = t () => (float[rows] p, float[2, rows, 3] q) {
+                    p = ReduceMax <axes = [1], keepdims = 0> (x)  q = Neg (h)
+                },
+                else_branch = e () => (float[rows] r, float[2, rows, 3] s) {
+                    r = ReduceMin <axes = [1], keepdims = 0> (x)  s = Abs (h)
+                }
             >
         }"""
     )
