@@ -21,7 +21,14 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.input_sizes import DEFAULT_LENGTH, InputSizes, symbols_of
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, bound_model, shape_of
-from splitc.compiler.frontend.sizes_tried import Trial, can_be_made_up, crashes, first_emptied, first_refused, first_stretched
+from splitc.compiler.frontend.sizes_tried import (
+    Trial,
+    can_be_made_up,
+    crashes,
+    first_emptied,
+    first_refused,
+    first_stretched,
+)
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.request.shapes import Shape

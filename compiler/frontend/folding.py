@@ -146,8 +146,9 @@ def _named_sizes(inner: ir.Shape | None, outer: ir.Shape | None) -> ir.Shape | N
 
 
 def _named(inner: int | ir.SymbolicDim, outer: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
-    both = isinstance(inner, ir.SymbolicDim) and isinstance(outer, ir.SymbolicDim)
-    return outer if both and outer.value is not None else inner
+    if isinstance(inner, int) or isinstance(outer, int):
+        return inner
+    return inner if outer.value is None else outer
 
 
 def known_array(value: ir.Value | None) -> Array | None:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.probe_sizes import bind_same_axes
+from splitc.compiler.frontend.probe_sizes import bind_multiples, bind_same_axes
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.nodes import describe_node
@@ -67,6 +67,8 @@ def _rows_or_why(analysis: Analysis) -> Rows | str:
         rows, _ = _search(analysis, partial(_numbered, graph, bound))
     if rows is None and (same := bind_same_axes(graph, analysis.shapes, analysis.costs.certain)) is not None:
         rows, _ = _search(analysis, partial(_numbered, graph, same))
+    if rows is None and (others := bind_multiples(graph, analysis.shapes, analysis.costs.certain)) is not None:
+        rows, _ = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
     if rows is not None:
         return rows
     why = explain_no_rows(graph, free_of_sizes(graph, bound, opaque), nodes_from_sizes(graph))

@@ -60,7 +60,8 @@ def test_hidden_and_cell_states_are_told_apart(body: str, write_model: Callable[
         f"""<ir_version: 8, opset_import: ["" : 17]>
         g (float[1, 1, 1] x, float[1, 1, 1] h, float[1, 1, 1] c, bool first)
         => (float[1, 1, 1, 1] y, float[1, 1, 1] cn, float[1, 1, 1] hn)
-        <float[1, 4, 1] w = {{1, 2, 3, 4}}, float[1, 4, 1] r = {{1, 2, 3, 4}}, int64[4] d = {{1, 1, 1, 1}}> {{ {body} }}"""
+        <float[1, 4, 1] w = {{1, 2, 3, 4}}, float[1, 4, 1] r = {{1, 2, 3, 4}}, int64[4] d = {{1, 1, 1, 1}}>
+        {{ {body} }}"""
     )
     graph = read_graph(path)
     infer_shapes(graph.model)

@@ -123,3 +123,14 @@ def test_what_picks_nothing_tells_no_rows_apart(tmp_path: Path) -> None:
     both = b.op("Softmax", b.op("Concat", x, behind, axis=1), axis=0)
     b.give(layer(b, both, "up"), "y", ["batch", "tokens", WIDTH])
     refuse_rows(b, tmp_path, "meet in node '/Gather_1' .Gather.: it is indexed")
+
+
+def test_rows_of_images_whose_sides_are_halved_and_doubled(tmp_path: Path) -> None:
+    """Primes do not fit their sides, and only one height fits at all. One row is planned for."""
+    b = Block()
+    x = b.data("x", (1, 2, 8, 8), ["batch", 2, "height", "width"])
+    half = b.op("Conv", x, b.w("smaller", 4, 2, 2, 2), strides=[2, 2])
+    double = b.op("Resize", half, None, b.constant([1, 1, 2, 2], np.float32), mode="nearest")
+    both = b.op("Conv", b.op("Concat", x, double, axis=1), b.w("both", 6, 6, 1, 1))
+    b.give(b.op("Squeeze", b.op("AveragePool", both, kernel_shape=[8, 1]), b.ints(2)), "y", ["batch", 6, "columns"])
+    check_rows(b, tmp_path, {"x", "y"})
