@@ -82,10 +82,10 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
         made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
         if _fits(graph, made, bound) and _differs(graph, made, bound):
             return replace(made, constants=_same(made.constants, bound.constants))
-    found = _one_by_one(graph, shapes, bound, kinds)
-    if found is None or not _differs(graph, found, bound):
+    varied = _one_by_one(graph, shapes, bound, kinds)
+    if varied is None or not _differs(graph, varied, bound):
         return bound
-    return replace(found, constants=_same(found.constants, bound.constants))
+    return replace(varied, constants=_same(varied.constants, bound.constants))
 
 
 def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes | None:
