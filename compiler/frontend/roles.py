@@ -35,7 +35,7 @@ def find_roles(graph: Graph) -> dict[ir.Value, Role]:
 
 
 def planned_roles(graph: Graph, shapes: Mapping[str, Shape]) -> dict[ir.Value, Role]:
-    """The roles of the inputs as they are planned: also what picks rows of a computed value stays below their number."""
+    """The roles of the inputs as they are planned: what picks rows of a computed value, too, is below their number."""
     roles = find_roles(graph)
     for value in graph.graph.inputs:
         role = roles.get(value, Role("indices"))
