@@ -124,8 +124,8 @@ def _grows(past: ir.Value, present: ir.Value) -> int | None:
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
     """The model's inputs within FARTHEST nodes above `output`, nearest first, with their distances.
 
-    The walk ends at products: a past is concatenated, written to, or updated element by element. From an If it goes on
-    in its branches, and from what a node makes of a state to the state alone.
+    The walk ends at products: a past is concatenated, written to, or updated element by element. From an If it goes to
+    what its branches make this output of, and from what a node makes of a state to the state alone.
     """
 
     def above(value: ir.Value) -> Sequence[ir.Value]:
@@ -133,7 +133,9 @@ def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.V
         if producer is None or number is None or _is_product(producer, value):
             return ()
         if producer.op_type == "If":
-            return [branch.outputs[number] for branch in subgraphs(producer)]
+            branches = list(subgraphs(producer))
+            made = reached([b.outputs[number] for b in branches], lambda v: above(v) if v.graph in branches else ())
+            return [value for value in made if value.graph not in branches and not value.is_initializer()]
         old = operator_of(producer).states.get(number)
         if old is not None and old < len(producer.inputs) and producer.inputs[old] is not None:
             reads: Sequence[ir.Value | None] = producer.inputs[old : old + 1]
