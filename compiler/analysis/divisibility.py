@@ -31,20 +31,23 @@ def check_divisible(analysis: Analysis) -> None:
         if inside > INDIVISIBLE * whole:
             raise ModelError(
                 f"{describe_node(node)}, of kind {node.op_type}, holds {inside / whole:.0%} of the model's weights, "
-                f"and splitc does not cut inside control flow: {_way_out(analysis.graph, node)}, or name one device"
+                f"and splitc does not cut inside control flow{_way_out(analysis.graph, node)}, or name one device"
             )
 
 
 def _way_out(graph: Graph, node: ir.Node) -> str:
-    """What a user can do: bind the inputs that an If depends on, if these are small."""
+    """What a user can do: bind the inputs that an If depends on, if these are small.
+
+    Tables of modes show what stands before the first colon.
+    """
     deciding = _deciding_inputs(graph, node) if node.op_type == "If" else []
     if not deciding:
-        return "export the model without it"
+        return ": export the model without it"
     values = " and ".join(
         f"--set {value.name}={'true' if value.dtype == ir.DataType.BOOL else 'VALUE'}" for value in deciding
     )
     names = ", ".join(f"'{value.name}'" for value in deciding)
-    return f"its condition depends on the input {names}: bind it to a constant, as in {values}"
+    return f" without {values}: its condition depends on the input {names}: bind it to a constant, as in {values}"
 
 
 def _deciding_inputs(graph: Graph, node: ir.Node) -> list[ir.Value]:

@@ -21,7 +21,14 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.input_sizes import DEFAULT_LENGTH, InputSizes, symbols_of
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, bound_model, shape_of
-from splitc.compiler.frontend.sizes_tried import Trial, can_be_made_up, first_refused, first_stretched
+from splitc.compiler.frontend.sizes_tried import (
+    Trial,
+    can_be_made_up,
+    crashes,
+    first_emptied,
+    first_refused,
+    first_stretched,
+)
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.request.shapes import Shape
@@ -109,7 +116,7 @@ class _Search:
         self._accepted: set[str] = set()
         self._changed: list[ir.Model] = []
         self._new_sizes: list[int] = []  # the sizes that were changed to, which other layers may need too
-        self._may_stretch = False
+        self._may_be_odd = False
 
     def fit(self) -> Fitted:
         """Change sizes until the model runs on them, or none are found."""
@@ -121,7 +128,7 @@ class _Search:
                 continue
             if fitted.problem is not None:
                 return fitted
-            self._may_stretch = True  # the broadcast was right
+            self._may_be_odd = True  # the broadcast was right, or the window
         return fitted
 
     def _try(self) -> tuple[Fitted, _Refused | None]:
@@ -130,11 +137,12 @@ class _Search:
         shapes = self.inputs.shapes(model)
         with bound_model(model, shapes, defaults=True) as (bound_copy, bound):
             whole = can_be_made_up(self._graph, shapes) and self._is_small(bound)
+            whole = whole and not any(crashes(node, bound.shapes) for node in bound_copy.graph)
             problem = self._trial.refusal(shapes, {}) if whole else None
             refused = None if whole and problem is None else first_refused(bound_copy, bound, self._accepted)
             if refused is not None:
                 problem = f"{describe_node(refused[0])} ({refused[0].op_type}): {refused[1]}"
-            wrong = refused or (self._stretched(bound_copy, bound) if problem is None else None)
+            wrong = refused or (self._odd(bound_copy, bound) if problem is None else None)
             names = frozenset(value.name for value in wrong[0].outputs) if wrong is not None else frozenset()
             numbers = _numbers(wrong[0], bound.shapes) if wrong is not None else []
         fitted = Fitted(self.inputs, shapes, bound, WHOLE if whole else NODES, problem)
@@ -143,8 +151,11 @@ class _Search:
         above = _above(model, names)
         return fitted, _Refused(wrong[1], names, above, numbers, _steps(above))
 
-    def _stretched(self, model: ir.Model, bound: BoundShapes) -> tuple[ir.Node, str] | None:
-        return None if self._may_stretch else first_stretched(model, bound, self._declared)
+    def _odd(self, model: ir.Model, bound: BoundShapes) -> tuple[ir.Node, str] | None:
+        """The first node that ONNX Runtime runs, though its sizes are hardly meant."""
+        if self._may_be_odd:
+            return None
+        return first_emptied(model, bound) or first_stretched(model, bound, self._declared)
 
     def _change(self, refused: _Refused) -> bool:
         """Change one size or several so that the node runs, and those that were refused before. Returns whether it did.
@@ -176,7 +187,7 @@ class _Search:
         changed = self.inputs.changed(changes)
         for model in (refused.above, *self._changed):
             with bound_model(model, changed.shapes(model), defaults=True) as (copy, bound):
-                again = first_refused(copy, bound, self._accepted, leave_large=False) or self._stretched(copy, bound)
+                again = first_refused(copy, bound, self._accepted, leave_large=False) or self._odd(copy, bound)
             if again is not None:
                 return again[1] if refused.names & {value.name for value in again[0].outputs} else ""
         self.inputs = changed

@@ -126,12 +126,29 @@ def take_branches(graph: ir.Graph) -> int:
         graph.insert_before(node, inner)
         own = {value for node_inside in inner for value in node_inside.outputs}
         for old, new in zip(node.outputs, outputs, strict=True):
+            new.shape = _named_sizes(new.shape, old.shape)
             stand_in(node, old, new, new in own)
             own.discard(new)  # it is renamed only once
         disconnect_subgraphs(node)
         graph.remove(node, safe=True)
         count += 1
     return count
+
+
+def _named_sizes(inner: ir.Shape | None, outer: ir.Shape | None) -> ir.Shape | None:
+    """The shape of a branch's output, with the symbols that the model has for it outside.
+
+    Those inside may be new names for the same sizes.
+    """
+    if inner is None or outer is None or len(inner) != len(outer):
+        return inner
+    return ir.Shape([_named(*sizes) for sizes in zip(inner, outer, strict=True)])
+
+
+def _named(inner: int | ir.SymbolicDim, outer: int | ir.SymbolicDim) -> int | ir.SymbolicDim:
+    if isinstance(inner, int) or isinstance(outer, int):
+        return inner
+    return inner if outer.value is None else outer
 
 
 def known_array(value: ir.Value | None) -> Array | None:

@@ -25,7 +25,7 @@ def lift(model: ir.Model) -> None:
     if has_subgraphs(model.graph):
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
         passes.NameFixPass()(model)  # what was lifted may have the name of a value of another branch
-    bypass_lone(model.graph)
+    bypass_same(model.graph)
     replace_cast_like(model)
 
 
@@ -46,15 +46,19 @@ def replace_cast_like(model: ir.Model) -> None:
             node.resize_inputs(1)
 
 
-def bypass_lone(graph: ir.Graph) -> None:
-    """Let readers of what concatenates one value read that, in place.
+def bypass_same(graph: ir.Graph) -> None:
+    """Let readers of what concatenates one value, or is the same as a weight, read that, in place.
 
-    Exporters write this where the rest was empty: transformers' first cache begins as no rows.
+    Exporters write the first where the rest was empty: transformers' first cache begins as no rows. The second is how
+    TorchScript's exporter shares a weight among layers. Engines hold it once.
     """
     for node in all_nodes(graph):
-        is_lone = node.op_type == "Concat" and not node.domain and len(node.inputs) == 1
-        if is_lone and node.inputs[0] is not None and not node.outputs[0].is_graph_output():
-            node.outputs[0].replace_all_uses_with(node.inputs[0])
+        value = node.inputs[0] if node.inputs and not node.domain else None
+        if value is None or node.outputs[0].is_graph_output():
+            continue
+        is_lone = node.op_type == "Concat" and len(node.inputs) == 1
+        if is_lone or (node.op_type == "Identity" and value.is_initializer()):
+            node.outputs[0].replace_all_uses_with(value)
 
 
 class NameInitializerOutputs(ir.passes.InPlacePass):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,35 +82,69 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
         made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
         if _fits(graph, made, bound) and _differs(graph, made, bound):
             return replace(made, constants=_same(made.constants, bound.constants))
-    if not 0 < len(kinds) <= MOST_SYMBOLS:
+    varied = _one_by_one(graph, shapes, bound, kinds)
+    if varied is None or not _differs(graph, varied, bound):
         return bound
-    numbers, primes = dict(symbols), _number(graph, symbols, False)
+    return replace(varied, constants=_same(varied.constants, bound.constants))
+
+
+def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes | None:
+    """Other sizes for a model that primes do not fit, such as one that makes an image smaller and larger again.
+
+    Symbols that take no other size keep theirs. None if primes do fit, or if there are no other sizes.
+    """
+    probed = bind_probe_sizes(graph, shapes, bound)
+    if probed is not bound and _fits(graph, probed, bound):
+        return None
+    symbols = _symbols(graph, shapes)
+    same = _same_axes(graph, symbols)
+    made = _one_by_one(graph, shapes, bound, [name for name in symbols if name not in same], keeps=True)
+    return None if made is None else replace(made, constants=_same(made.constants, bound.constants))
+
+
+def _one_by_one(
+    graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes, kinds: Sequence[str], keeps: bool = False
+) -> BoundShapes | None:
+    """Shapes with another size for each of these symbols and those of the same axis, each tried by itself.
+
+    None if there are too many, or if one takes no other size, unless it `keeps` its own; then if all do.
+    """
+    if not 0 < len(kinds) <= MOST_SYMBOLS:
+        return None
+    symbols, made = _symbols(graph, shapes), None
+    same, primes = _same_axes(graph, symbols), _number(graph, symbols, False)
+    numbers = dict(symbols)
     for kind in kinds:
         for size in (primes[kind], *(factor * symbols[kind] for factor in FACTORS)):
             if size in numbers.values():
                 continue
             tried = {**numbers, kind: size, **{name: size for name, first in same.items() if first == kind}}
-            made = bind_shapes(graph.model, _input_shapes(graph, shapes, tried))
-            if _fits(graph, made, bound):
-                numbers, probed = tried, made
+            probed = bind_shapes(graph.model, _input_shapes(graph, shapes, tried))
+            if _fits(graph, probed, bound):
+                numbers, made = tried, probed
                 break
         else:
-            return bound
-    if not _differs(graph, probed, bound):
-        return bound
-    return replace(probed, constants=_same(probed.constants, bound.constants))
+            if not keeps:
+                return None
+    return made
 
 
 def _fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
-    """Whether shapes are known as far as the given ones, and factors agree along the axis that a product sums over."""
-    if len(made.uncertain) > len(bound.uncertain):
-        return False
-    for node in graph.nodes:
-        if node.op_type == "MatMul" and not node.domain:
-            first, second = (made.shapes.get(value.name or "") if value is not None else None for value in node.inputs)
-            if first and second and len(second) > 1 and first[-1] != second[-2]:
-                return False
-    return True
+    """Whether shapes are known as far as the given ones, and agree where operators want them to."""
+    return len(made.uncertain) <= len(bound.uncertain) and all(_agree(node, made.shapes) for node in graph.nodes)
+
+
+def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
+    """Whether factors agree along the axis that a product sums over, and what is put together along all other axes."""
+    if node.domain or node.op_type not in ("MatMul", "Concat"):
+        return True
+    read = [shapes.get(value.name or "") for value in node.inputs if value is not None]
+    known = [shape for shape in read if shape]
+    if node.op_type == "MatMul":
+        return len(known) < 2 or len(known[1]) < 2 or known[0][-1] == known[1][-2]
+    axis = node.attributes.get_int("axis", 0)
+    others = {tuple(size for n, size in enumerate(shape) if n != axis % len(shape)) for shape in known}
+    return len(others) <= 1
 
 
 def _differs(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:

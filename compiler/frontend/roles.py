@@ -5,13 +5,15 @@ An input's name decides only where the graph does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Role
 
 # A table with at most this many rows is of token types rather than positions (BERT has 2, and no model 16 positions).
@@ -29,6 +31,16 @@ def find_roles(graph: Graph) -> dict[ir.Value, Role]:
     for value in inputs:
         if value not in roles and (role := _named(value)) is not None:
             roles[value] = role
+    return roles
+
+
+def planned_roles(graph: Graph, shapes: Mapping[str, Shape]) -> dict[ir.Value, Role]:
+    """The roles of the inputs as they are planned: what picks rows of a computed value, too, is below their number."""
+    roles = find_roles(graph)
+    for value in graph.graph.inputs:
+        role = roles.get(value, Role("indices"))
+        if role.kind in ("indices", "positions") and not role.rows and (counts := _table_rows(value, shapes)):
+            roles[value] = Role(role.kind, min(counts))
     return roles
 
 
@@ -68,9 +80,10 @@ def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
                 yield node, table
 
 
-def _table_rows(value: ir.Value) -> list[int]:
-    """The number of rows of each table of known size that a value indexes."""
-    sizes = (table.shape[node.attributes.get_int("axis", 0)] for node, table in _lookups(value) if table.shape)
+def _table_rows(value: ir.Value, shapes: Mapping[str, Shape] = MappingProxyType({})) -> list[int]:
+    """The number of rows of each table of known size that a value indexes. `shapes` are planned ones."""
+    tables = ((node, shapes.get(table.name or "", table.shape)) for node, table in _lookups(value))
+    sizes = (shape[node.attributes.get_int("axis", 0)] for node, shape in tables if shape)
     return [size for size in sizes if isinstance(size, int)]
 
 

@@ -26,6 +26,7 @@ from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.package.manifest import Fill, Tensor
 from splitc.runtime.tools.unsplit import fixed_feeds
+from splitc.runtime.units import format_shape
 
 # The most bytes of weights of a model, and of what a node reads, that are tried; the seconds that a run may take.
 # A choice: a plan should come in seconds. Larger models are planned untried.
@@ -111,6 +112,8 @@ def first_refused(
             if leave_large or any(_bytes(value, shape_of(value)) > LARGEST_NODE for value in inputs):
                 continue
             return node, "it is too large to be tried"
+        if crashes(node, bound.shapes):
+            return node, "ONNX Runtime ends the process where its first input has no elements"
         form = f"{signature(node)}\n{shapes}"
         if form in accepted:
             continue
@@ -118,6 +121,12 @@ def first_refused(
             return node, error
         accepted.add(form)
     return None
+
+
+def crashes(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
+    """Whether ONNX Runtime ends the process when it runs a node on inputs of these shapes."""
+    first = node.inputs[0] if operator_of(node).crashes_empty else None
+    return first is not None and 0 in shape_of(first, shapes)
 
 
 def _can_be_tried(node: ir.Node, inputs: Sequence[ir.Value], bound: BoundShapes) -> bool:
@@ -148,6 +157,20 @@ def first_stretched(
             for (size, number), rows in zip(sizes, reversed(shape_of(other)), strict=False):
                 if isinstance(size, ir.SymbolicDim) and number == 1 < rows:
                     return node, f"'{other.name}' has {rows} rows, and is added to 1"
+    return None
+
+
+def first_emptied(model: ir.Model, bound: BoundShapes) -> tuple[ir.Node, str] | None:
+    """The first node whose window is larger than what it moves over, so that it should make nothing of something.
+
+    ONNX Runtime rounds a pool's size up to 1 then.
+    """
+    for node in model.graph:
+        if "kernel_shape" not in node.attributes or node.inputs[0] is None:
+            continue
+        read, made = shape_of(node.inputs[0], bound.shapes), shape_of(node.outputs[0], bound.shapes)
+        if 0 in made and 0 not in read:
+            return node, f"its window is larger than {format_shape(read[2:])}"
     return None
 
 

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from msgspec.structs import replace
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.states import AskedStates
@@ -86,7 +87,7 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
     """Inputs by the outputs that replace them.
 
     An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer pair has
-    taken it. If a node takes several (keys and values), inputs and outputs are paired in order.
+    taken it. Of several that are as near, inputs and outputs are paired in order.
 
     To be alike is not enough. An output that contains the input's product with a weight is a layer's result (with a
     residual or without), unless it is longer. And a model has an input and an output besides its states.
@@ -123,14 +124,24 @@ def _grows(past: ir.Value, present: ir.Value) -> int | None:
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
     """The model's inputs within FARTHEST nodes above `output`, nearest first, with their distances.
 
-    The walk ends at products: a past is concatenated, written to, or updated element by element.
+    The walk ends at products: a past is concatenated, written to, or updated element by element. From an If it goes to
+    what its branches make this output of, and from what a node makes of a state to the state alone.
     """
 
     def above(value: ir.Value) -> Sequence[ir.Value]:
-        producer = value.producer()
-        if producer is None or _is_product(producer, value):
+        producer, number = value.producer(), value.index()
+        if producer is None or number is None or _is_product(producer, value):
             return ()
-        return [read for read in graph.reads[producer] if not read.is_initializer()]
+        if producer.op_type == "If":
+            branches = list(subgraphs(producer))
+            made = reached([b.outputs[number] for b in branches], lambda v: above(v) if v.graph in branches else ())
+            return [value for value in made if value.graph not in branches and not value.is_initializer()]
+        old = operator_of(producer).states.get(number)
+        if old is not None and old < len(producer.inputs) and producer.inputs[old] is not None:
+            reads: Sequence[ir.Value | None] = producer.inputs[old : old + 1]
+        else:
+            reads = graph.reads.get(producer, producer.inputs)
+        return [read for read in reads if read is not None and not read.is_initializer()]
 
     for distance, level in enumerate(islice(levels([output], above), 1, FARTHEST + 1)):
         yield from ((distance, value) for value in level if value.is_graph_input())

@@ -23,12 +23,13 @@ OPERATOR = "SimplifiedLayerNormalization"
 
 @dataclass(frozen=True)
 class Norm:
-    """`data` divided by the root of the mean of its squares, times `weights`."""
+    """`data` divided by the root of the mean of its squares, or times its reciprocal, times `weights`."""
 
     data: ir.Value
     weights: ir.Value
     epsilon: float
     output: ir.Value
+    by_reciprocal: bool
 
 
 def find_norm(mean: ir.Node) -> Norm | None:
@@ -45,12 +46,10 @@ def find_norm(mean: ir.Node) -> Norm | None:
     normal = _divided(data, *root[:2])
     if normal is None:
         return None
-    if not root[1]:
-        raise NotFusedError("ONNX Runtime fuses this form by itself")
     if not mean.attributes.get_int("keepdims", 1):
         raise NotFusedError("its mean loses an axis")
     output, weights = _weighted(normal)
-    return Norm(_narrow(data, output), weights, root[2], output)
+    return Norm(_narrow(data, output), weights, root[2], output, root[1])
 
 
 def _squared(value: ir.Value | None) -> ir.Value | None:
@@ -138,6 +137,8 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     one_row = bool(weights) and weights[-1].size == data[-1].size and is_one(weights[:-1])
     if not one_row or [axis.size for axis in output] != [axis.size for axis in data]:
         raise NotFusedError("it is multiplied by what is no weight for each place of the last axis")
+    if not norm.by_reciprocal:
+        raise NotFusedError("ONNX Runtime fuses this form by itself")
     at = norm.output.producer()
     assert at is not None
     work = Writer(at, norm.output.name or "", (), editor, sizes)

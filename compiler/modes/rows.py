@@ -11,13 +11,12 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.probe_sizes import bind_same_axes
+from splitc.compiler.frontend.probe_sizes import bind_multiples, bind_same_axes
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Axes
-from splitc.compiler.operators.shaping import WHOLE
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
@@ -33,6 +32,9 @@ from splitc.compiler.sharding.row_numbers import (
 )
 from splitc.compiler.trials.by_rows import holds_by_rows
 from splitc.compiler.trials.trial import find_broken
+
+# No request has so many rows.
+BEYOND = 10**9
 
 
 class NoRowsError(CannotSplitError):
@@ -65,6 +67,8 @@ def _rows_or_why(analysis: Analysis) -> Rows | str:
         rows, _ = _search(analysis, partial(_numbered, graph, bound))
     if rows is None and (same := bind_same_axes(graph, analysis.shapes, analysis.costs.certain)) is not None:
         rows, _ = _search(analysis, partial(_numbered, graph, same))
+    if rows is None and (others := bind_multiples(graph, analysis.shapes, analysis.costs.certain)) is not None:
+        rows, _ = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
     if rows is not None:
         return rows
     why = explain_no_rows(graph, free_of_sizes(graph, bound, opaque), nodes_from_sizes(graph))
@@ -144,10 +148,10 @@ def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: Rows) -> dict[ir.N
 
 
 def _slice_ends(axis_map: AxisMap) -> Iterator[int]:
-    """Where Slices end that do not go on to an axis's end."""
+    """Where Slices end that do not go on to an axis's end, or beyond what any request has (tf2onnx writes 10^9)."""
     for node, operation in axis_map.operations.items():
         if node.op_type == "Slice" and not node.domain:
-            yield from (end for end in operation.numbers(2, "ends") or () if 0 < end < WHOLE)
+            yield from (end for end in operation.numbers(2, "ends") or () if 0 < end < BEYOND)
 
 
 def planned_rows(analysis: Analysis, axes: Mapping[str, int]) -> int:

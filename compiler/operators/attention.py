@@ -199,6 +199,7 @@ OPERATORS = (
         is_product=True,
         is_attention=True,
         scratch=scratch.attention,
+        states={1: 4, 2: 5},
     ),
     Operator(
         "com.microsoft.Attention",
@@ -209,6 +210,7 @@ OPERATORS = (
         is_attention=True,
         crashes_without=2,
         scratch=scratch.fused_attention,
+        states={1: 4},
     ),
     Operator(
         "com.microsoft.DecoderMaskedMultiHeadAttention",
@@ -216,6 +218,7 @@ OPERATORS = (
         masks=(3, 4),
         is_product=True,
         is_attention=True,
+        states={1: 5, 2: 6},
     ),
     Operator(
         "com.microsoft.GroupQueryAttention",
@@ -229,6 +232,7 @@ OPERATORS = (
         writes_in_place=True,
         example_input=key_lengths,
         scratch=scratch.group_query_attention,
+        states={1: 3, 2: 4},
     ),
     Operator(
         "com.microsoft.MultiHeadAttention",
@@ -238,6 +242,7 @@ OPERATORS = (
         is_product=True,
         is_attention=True,
         scratch=scratch.multi_head_attention,
+        states={1: 6, 2: 7},
     ),
     Operator(
         "com.microsoft.QAttention",
@@ -246,6 +251,7 @@ OPERATORS = (
         masks=(5,),
         is_product=True,
         is_attention=True,
+        states={1: 8},
     ),
     Operator("RotaryEmbedding", rotary_embedding, positions=(3,), tables=(1, 2)),
     Operator(

@@ -61,10 +61,12 @@ class Operator:
     is_norm: it normalizes its input.
     may_precede_softmax: it may stand between attention scores and their softmax.
     may_make_angles: it may stand between positions and the sines of their angles.
+    states: for outputs that are the new value of a state (a cache, a hidden state), the input that is its old value.
 
     Engines:
     is_attention: ONNX Runtime chooses its kernel by shape.
     crashes_without: an input that may be missing, though ONNX Runtime before 1.32 ends the process on the CPU then.
+    crashes_empty: ONNX Runtime ends the process on the CPU where its first input has no elements.
 
     Splits:
     matrix_input: the input whose columns row mode may slice.
@@ -102,8 +104,10 @@ class Operator:
     is_norm: bool = False
     may_precede_softmax: bool = False
     may_make_angles: bool = False
+    states: Mapping[int, int] = field(default_factory=dict)
     is_attention: bool = False
     crashes_without: int | None = None
+    crashes_empty: bool = False
     matrix_input: int | None = None
     tables: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()

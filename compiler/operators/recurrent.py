@@ -18,14 +18,24 @@ def recurrent_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def recurrent(op: Operation) -> None:
-    """Rows are apart. Input, weights of the input, of the state, bias, lengths, states (LSTM's two), peepholes."""
+    """Rows are apart. Input, weights of the input, of the state, bias, lengths, states (LSTM's two), peepholes.
+
+    No rank ever has no rows, on which ONNX Runtime's kernels end the process.
+    """
     if op.number("layout", 0) == 0:
         rule = "s b i, d g i, d g h, d e, b, d b h, d b h, d p -> s d b h, d b h, d b h"
         op.pattern(rule, whole="sidghep")
 
 
 OPERATORS = (
-    Operator("GRU", recurrent, recurrent_flops),
-    Operator("LSTM", recurrent, recurrent_flops),
-    Operator("RNN", recurrent, recurrent_flops),
+    Operator("GRU", recurrent, recurrent_flops, states={1: 5}, crashes_empty=True),
+    Operator("LSTM", recurrent, recurrent_flops, states={1: 5, 2: 6}, crashes_empty=True),
+    Operator("RNN", recurrent, recurrent_flops, states={1: 5}),
+    Operator(
+        "com.microsoft.DynamicQuantizeLSTM",
+        flops=recurrent_flops,
+        quantizes=True,
+        states={1: 5, 2: 6},
+        crashes_empty=True,
+    ),
 )

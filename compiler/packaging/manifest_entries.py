@@ -12,7 +12,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
-from splitc.compiler.frontend.roles import find_roles
+from splitc.compiler.frontend.roles import find_roles, planned_roles
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.operators.registry import quantizes
 from splitc.compiler.packaging.unmasked import with_forms
@@ -196,16 +196,17 @@ def check_types(plan: Plan) -> None:
 def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
     graph = plan.analysis.graph
     roles = {value.name or "": role for value, role in find_roles(graph).items()}
+    planned = {value.name or "": role for value, role in planned_roles(graph, plan.analysis.costs.shapes).items()}
     if plan.analysis.preamble is not None:
-        roles = dict(plan.analysis.preamble.roles)
+        roles = planned = dict(plan.analysis.preamble.roles)
     return [
-        _input(plan, value, roles.get(value.name or ""), fills.get(value.name or ""))
+        _input(plan, value, roles.get(value.name or ""), planned.get(value.name or ""), fills.get(value.name or ""))
         for value in graph.graph.inputs
         if value.name not in plan.analysis.added
     ]
 
 
-def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | None) -> m.Tensor:
+def _input(plan: Plan, value: ir.Value, role: m.Role | None, planned: m.Role | None, asked: m.Fill | None) -> m.Tensor:
     analysis, tensor = plan.analysis, describe_tensor(value)
     low, typical, high = (
         list(shapes[tensor.name]) for shapes in (analysis.smallest, analysis.typical, analysis.shapes)
@@ -215,7 +216,7 @@ def _input(plan: Plan, value: ir.Value, role: m.Role | None, asked: m.Fill | Non
     # Shards and built engines have a fixed number of dimensions, even if the model's input has not.
     fixed = tensor.shape is None and (built or plan.split.fixes_ranks)
     shape: m.Shape = [*high] if fixed else tensor.shape
-    fill = asked or analysis.fitted.fills.get(tensor.name) or choose_fill(value, role)
+    fill = asked or analysis.fitted.fills.get(tensor.name) or choose_fill(value, planned)
     return m.Tensor(tensor.name, tensor.dtype, shape, typical, fill, least, most, role)
 
 

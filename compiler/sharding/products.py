@@ -84,7 +84,8 @@ def find_products(analysis: Analysis, least: int, opaque: Mapping[ir.Node, str] 
     unpacking = _unpacking(graph, candidates, constant)
     axis_map = find_axes_separately(graph, analysis.costs.certain, [*candidates, *unpacking], opaque)
     at_run_time = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
-    columns = {node: _columns(axis_map, node, at_run_time) for node in candidates}
+    stored = {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
+    columns = {node: _columns(axis_map, node, at_run_time, stored) for node in candidates}
     declined.update({node: factor for node, factor in columns.items() if isinstance(factor, Declined)})
     _decline_shared(readers, declined)
     products = [
@@ -227,8 +228,13 @@ def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.No
     }
 
 
-def _columns(axis_map: AxisMap, node: ir.Node, at_run_time: Collection[Factor]) -> Factor | Declined:
-    """The factor to cut a product's columns by, such that each slice is contiguous; or why there is none."""
+def _columns(
+    axis_map: AxisMap, node: ir.Node, at_run_time: Collection[Factor], stored: Collection[Factor]
+) -> Factor | Declined:
+    """The factor to cut a product's columns by, such that each slice is contiguous; or why there is none.
+
+    `stored` are the factors of weights: a matrix that is filled with a number when it is needed has none.
+    """
     output = axis_map.operations[node].outputs[0]
     leaves = ax.leaves(output[-1]) if output else []
     reason = ""
@@ -241,4 +247,6 @@ def _columns(axis_map: AxisMap, node: ir.Node, at_run_time: Collection[Factor]) 
         reason = f"{by} needs {leaves[0].size} columns whole" + (f" ({pin.reason})" if pin.reason else "")
     elif leaves[0] in at_run_time:
         reason = f"{_name(node)} has columns that are read at run time too"
+    elif leaves[0] not in stored:
+        reason = f"{_name(node)} multiplies with what is computed, not stored"
     return Declined("needed whole", reason) if reason else leaves[0]

@@ -88,7 +88,7 @@ def _index_of(node: ir.Node) -> int:
 
 def _varies(array: Array, axis: int) -> bool:
     """Whether an array differs along an axis."""
-    return not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
+    return array.size > 0 and not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
 
 
 def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> RowNumbers | None:

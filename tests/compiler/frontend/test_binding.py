@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
+from splitc.compiler.frontend.states import find_states
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
@@ -169,6 +170,26 @@ def test_choice_that_may_make_its_result_larger_stays(write_model: WriteModel) -
     graph = read_graph(path, {"flag": True})
     assert [node.op_type for node in graph.nodes] == ["Where"]
     assert [value.name for value in graph.graph.inputs] == ["x", "other"]
+
+
+def test_branch_that_is_taken_keeps_the_models_names_of_sizes(write_model: WriteModel) -> None:
+    """Else a hidden state would seem to grow along its rows, and be planned without any."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[batch, 3] x, float[2, batch, 3] h, bool c) => (float[batch] y, float[2, batch, 3] hn) {
+            y, hn = If (c) <
+                then_branch = t () => (float[rows] p, float[2, rows, 3] q) {
+                    p = ReduceMax <axes = [1], keepdims = 0> (x)  q = Neg (h)
+                },
+                else_branch = e () => (float[rows] r, float[2, rows, 3] s) {
+                    r = ReduceMin <axes = [1], keepdims = 0> (x)  s = Abs (h)
+                }
+            >
+        }"""
+    )
+    graph = read_graph(path, {"c": True})
+    assert [str(size) for size in graph.outputs[1].shape or ()] == ["2", "batch", "3"]
+    assert [state.grows for state in find_states(graph)] == [None]
 
 
 def test_branch_that_is_a_value_from_outside(write_model: WriteModel) -> None:

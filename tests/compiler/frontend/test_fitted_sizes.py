@@ -20,6 +20,7 @@ from splitc.compiler.request.shapes import AskedShapes, Shape
 from splitc.runtime.package.manifest import Fill
 from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.command import splitc
+from tests.helpers.recurrent import write_lstm
 
 WriteModel = Callable[[str], Path]
 
@@ -161,6 +162,26 @@ def test_cache_that_may_not_be_empty(tmp_path: Path) -> None:
     analysis = fit(block, tmp_path)
     assert [(state.input, state.output) for state in analysis.states] == [("past", "present")]
     assert analysis.shapes["past"] == (1, 1, 8)
+
+
+def test_window_that_is_larger_than_what_it_pools(tmp_path: Path) -> None:
+    """ONNX Runtime would make one of it. Sides of 16 are halved four times before it."""
+    block = Block()
+    value = block.input("image", FLOAT, ["batch", 2, "height", "width"])
+    for _ in range(5):
+        value = block.op("MaxPool", value, kernel_shape=[2, 2], strides=[2, 2])
+    block.give(value, shape=["batch", 2, "rows", "columns"])
+    analysis = fit(block, tmp_path)
+    assert analysis.fitted.problem is None
+    assert analysis.costs.shapes["y"] == (1, 2, 1, 1)
+
+
+def test_sizes_that_would_end_the_process_are_not_tried(tmp_path: Path) -> None:
+    """ONNX Runtime's LSTM and GRU do so where there are no rows."""
+    write_lstm(tmp_path / "model.onnx")
+    given: dict[str, Shape] = {"x": (3, 0, 6), "h": (1, 0, 5), "c": (1, 0, 5)}
+    fitted = analyze(tmp_path / "model.onnx", AskedShapes(given), 1).fitted
+    assert "(LSTM): ONNX Runtime ends the process where its first input has no elements" in (fitted.problem or "")
 
 
 def test_sizes_that_can_not_be_right_are_a_warning_of_plan_and_an_error_of_compile(tmp_path: Path) -> None:

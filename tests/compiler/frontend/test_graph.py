@@ -86,3 +86,20 @@ def test_what_concatenates_one_value_is_passed_by(write_model: WriteModel) -> No
     assert [node.op_type for node in graph.nodes] == ["Add", "If", "Concat"]
     assert [value.name for value in graph.nodes[0].inputs if value is not None] == ["x", "x"]
     assert [value.name for value in graph.outputs] == ["y", "z"]
+
+
+def test_what_is_the_same_as_a_weight_is_passed_by(write_model: WriteModel) -> None:
+    """Unless it is an output: TorchScript's exporter shares weights so, and engines hold each once."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[2] x) => (float[2] y, float[2] z) <float[2] w = {1, 2}> {
+          v = Identity (w)
+          u = Identity (v)
+          a = Add (x, v)
+          y = Mul (a, u)
+          z = Identity (u)
+        }"""
+    )
+    graph = read_graph(path)
+    assert [node.op_type for node in graph.nodes] == ["Add", "Mul", "Identity"]
+    assert {value.name for node in graph.nodes for value in graph.weights(node)} == {"w"}

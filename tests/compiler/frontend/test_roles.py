@@ -17,6 +17,7 @@ from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.runtime import Session
 from splitc.runtime.package.manifest import Fill, Role
+from splitc.runtime.package.manifest_file import read_manifest
 from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.graphs import read_graph
 
@@ -135,6 +136,23 @@ def test_fused_decoder(tmp_path: Path) -> None:
     assert roles["input_ids"].kind == "indices"
     assert roles["attention_mask"] == Role("mask")
     assert not any(name.startswith("past") for name in roles)
+
+
+def test_what_picks_computed_rows_is_below_their_planned_number(tmp_path: Path) -> None:
+    """The ends of a graph's edges: rows of its nodes are picked, and sums are written to them."""
+    b = Block()
+    nodes = b.op("MatMul", b.input("nodes", FLOAT, ["n", 4]), b.w("w", 4, 4))
+    ends, picked = b.input("ends", INT, ["e", 4]), b.input("picked", INT, ["p"])
+    first = b.op("Slice", ends, b.ints(0), b.ints(1), b.ints(1))
+    sent = b.op("Gather", nodes, b.op("Squeeze", first, b.ints(1)))
+    summed = b.op("ScatterElements", nodes, ends, sent, axis=0, reduction="add")
+    b.give(b.op("Gather", summed, picked), shape=["p", 4])
+    save(b.model(), tmp_path / "model.onnx")
+    shapes = {"nodes": (5, 4), "ends": (9, 4), "picked": (2,)}
+    compile_model(plan_model(tmp_path / "model.onnx", "cpu0", Request(shapes=shapes)), tmp_path / "package")
+    inputs = {tensor.name: tensor for tensor in read_manifest(tmp_path / "package").inputs}
+    assert [inputs[name].role for name in ("ends", "picked")] == [Role("positions"), None]
+    assert [inputs[name].fill for name in ("ends", "picked")] == [Fill("arange", high=5), Fill("randint", high=5)]
 
 
 def test_fills_follow_from_roles() -> None:

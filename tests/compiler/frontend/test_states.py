@@ -38,6 +38,36 @@ def test_recurrent_state_is_found_and_a_plain_output_is_not(write_model: Callabl
     assert find_states(graph) == [State("h", "hn")]
 
 
+LSTM = "LSTM <hidden_size = 1> (x, w, r, , , h, c)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"y, hn, cn = {LSTM}",
+        """y, hn, cn = If (first) <
+            then_branch = a () => (y1, h1, c1) { y1, h1, c1 = """
+        + LSTM
+        + """ },
+            else_branch = b () => (y2, h2, c2) { y2 = Expand (h, d)  c2 = Neg (c)  h2 = Neg (h) }
+        >""",
+    ],
+    ids=["plain", "in a branch"],
+)
+def test_hidden_and_cell_states_are_told_apart(body: str, write_model: Callable[[str], Path]) -> None:
+    """The order of the model's outputs says nothing."""
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[1, 1, 1] x, float[1, 1, 1] h, float[1, 1, 1] c, bool first)
+        => (float[1, 1, 1, 1] y, float[1, 1, 1] cn, float[1, 1, 1] hn)
+        <float[1, 4, 1] w = {{1, 2, 3, 4}}, float[1, 4, 1] r = {{1, 2, 3, 4}}, int64[4] d = {{1, 1, 1, 1}}>
+        {{ {body} }}"""
+    )
+    graph = read_graph(path)
+    infer_shapes(graph.model)
+    assert find_states(graph) == [State("c", "cn"), State("h", "hn")]
+
+
 def test_output_that_is_only_alike_is_no_state(write_model: Callable[[str], Path]) -> None:
     """Products of equal widths make something new; and a model that has nothing else has no states."""
     for x, outputs, body in (

@@ -97,11 +97,12 @@ def test_where_rows_meet_is_named(write_model: Callable[[str], Path], body: str,
     assert "the rows of a batch can't be divided" in text
 
 
-def test_slice_to_the_end_keeps_the_rows(write_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("end", [10**9, 2**63 - 1])
+def test_slice_to_the_end_keeps_the_rows(write_model: Callable[[str], Path], end: int) -> None:
     """Unlike one up to 3, which is a probe size, or up to 900, which is more than the rows that are planned for."""
     model = write_model(
         f"""<ir_version: 8, opset_import: ["": 17]> g (float[B,3] x) => (float[B,3] y)
-        <int64[1] axis = {{0}}, int64[1] end = {{{2**63 - 1}}}> {{ a = Slice(x, axis, end, axis) y = Neg(a) }}"""
+        <int64[1] axis = {{0}}, int64[1] end = {{{end}}}> {{ a = Slice(x, axis, end, axis) y = Neg(a) }}"""
     )
     plan = plan_model(model, ["2xcpu"], BATCH)
     assert plan.replicas is not None and plan.replicas.rows == {"x": 0, "y": 0}

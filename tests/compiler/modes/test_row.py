@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
 
@@ -23,7 +24,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
 from tests.helpers.app import app
-from tests.helpers.blocks import Block
+from tests.helpers.blocks import Block, check_rows
 
 # Budgets here are those of tiny models.
 pytestmark = pytest.mark.usefixtures("bare_engines")
@@ -155,6 +156,16 @@ def test_recurrent_model_is_refused(tmp_path: Path) -> None:
     save(b.model(), tmp_path / "model.onnx")
     with pytest.raises(CannotSplitError, match=r"Its weights: 100% read by LSTM. Use --split-mode layer"):
         plan_model(tmp_path / "model.onnx", ["2xcpu"], ROW)
+
+
+def test_matrix_that_no_weight_makes_is_no_product(tmp_path: Path) -> None:
+    b = Block()
+    x = b.data("x", (2, 32), ["n", 32])
+    for layer in range(3):
+        filled = b.op("ConstantOfShape", b.ints(32, 32), value=ir.tensor([0.01], ir.DataType.FLOAT))
+        x = b.op("Relu", b.op("MatMul", b.op("MatMul", x, filled), b.w(f"W{layer}", 32, 32)))
+    b.give(x, shape=["n", 32])
+    check_rows(b, tmp_path, ["W0", "W1"], rounds=2)
 
 
 def test_tensor_mode_falls_back_too(tmp_path: Path) -> None:

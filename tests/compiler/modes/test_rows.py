@@ -151,3 +151,25 @@ def test_tables_with_a_row_for_each_token(padded: bool, tmp_path: Path) -> None:
 
 def test_tables_that_are_read_elsewhere_tell_rows_apart(tmp_path: Path) -> None:
     refuse_rows(turned(backwards, False), tmp_path, "'/com.microsoft.RotaryEmbedding'|RotaryEmbedding|told apart")
+
+
+def test_what_picks_nothing_tells_no_rows_apart(tmp_path: Path) -> None:
+    """The model picks what is behind the last token, which is nothing, and compares rows."""
+    b = Block(21)
+    x = b.data("x", (2, TOKENS, WIDTH), ["batch", "tokens", WIDTH])
+    count = b.op("Gather", b.op("Shape", x), b.constant(1, np.int64))
+    behind = b.op("Gather", x, b.op("Range", count, count, b.constant(1, np.int64)), axis=1)
+    both = b.op("Softmax", b.op("Concat", x, behind, axis=1), axis=0)
+    b.give(layer(b, both, "up"), "y", ["batch", "tokens", WIDTH])
+    refuse_rows(b, tmp_path, "meet in node '/Gather_1' .Gather.: it is indexed")
+
+
+def test_rows_of_images_whose_sides_are_halved_and_doubled(tmp_path: Path) -> None:
+    """Primes do not fit their sides, and only one height fits at all. One row is planned for."""
+    b = Block()
+    x = b.data("x", (1, 2, 8, 8), ["batch", 2, "height", "width"])
+    half = b.op("Conv", x, b.w("smaller", 4, 2, 2, 2), strides=[2, 2])
+    double = b.op("Resize", half, None, b.constant([1, 1, 2, 2], np.float32), mode="nearest")
+    both = b.op("Conv", b.op("Concat", x, double, axis=1), b.w("both", 6, 6, 1, 1))
+    b.give(b.op("Squeeze", b.op("AveragePool", both, kernel_shape=[8, 1]), b.ints(2)), "y", ["batch", 6, "columns"])
+    check_rows(b, tmp_path, {"x", "y"})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
 from splitc.compiler.analysis.costs import node_flops
 from tests.helpers.blocks import Block
-from tests.helpers.operators import BATCH, INNER, PLACES, Middle, Tiny, check_operator, sandwich, through
+from tests.helpers.operators import BATCH, INNER, PLACES, Middle, Tiny, check_operator, sandwich, stored, through
 
 GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 
@@ -26,7 +27,22 @@ def recurrent(kind: str) -> Middle:
     return middle
 
 
-GRAPHS: dict[str, Tiny] = {kind: sandwich(through("Relu"), needs=recurrent(kind)) for kind in GATES}
+def quantized(b: Block, v: ir.Value) -> ir.Value:
+    """As LSTM, with weights of 8 bits, stored by columns."""
+    weights = (stored(b, name, 1, INNER, GATES["LSTM"] * INNER) for name in ("W", "R"))
+    scale, zero = b.constant([0.01], np.float32), b.constant([0], np.int8)
+    made = b.op(
+        "com.microsoft.DynamicQuantizeLSTM",
+        *(b.op("Transpose", v, perm=[1, 0, 2]), *weights, None, None, None, None, None, scale, zero, scale, zero),
+        hidden_size=INNER,
+    )
+    return b.op("Transpose", b.op("Squeeze", made, b.ints(1)), perm=[1, 0, 2])
+
+
+GRAPHS: dict[str, Tiny] = {
+    **{kind: sandwich(through("Relu"), needs=recurrent(kind)) for kind in GATES},
+    "com.microsoft.DynamicQuantizeLSTM": sandwich(through("Relu"), needs=quantized),
+}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
