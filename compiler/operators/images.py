@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators.linear import convolution_flops
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
 
@@ -56,6 +57,6 @@ OPERATORS = (
     Operator("DepthToSpace", depth_to_space),
     Operator("SpaceToDepth", space_to_depth),
     Operator("GridSample", grid_sample),
-    Operator("DeformConv", deformable_convolution),
+    Operator("DeformConv", deformable_convolution, convolution_flops, is_product=True),
     Operator("Col2Im", columns_to_image),
 )
