@@ -25,7 +25,8 @@ def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequenc
         elif keeps(value) and (tensor := value.const_value) is not None:
             # A tensor of its own: it gets the input's name, and holds its data.
             own = ir.Tensor(tensor.numpy(), tensor.dtype)
-            inputs.append(ir.Value(name=f"input{number}", shape=own.shape, type=value.type, const_value=own))
+            kind = ir.TensorType(own.dtype)  # what was just computed has none yet
+            inputs.append(ir.Value(name=f"input{number}", shape=own.shape, type=kind, const_value=own))
         else:
             inputs.append(ir.Value(name=f"input{number}", shape=ir.Shape(next(remaining)), type=value.type))
     copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs))

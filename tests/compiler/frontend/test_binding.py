@@ -192,6 +192,25 @@ def test_branch_that_is_taken_keeps_the_models_names_of_sizes(write_model: Write
     assert [state.grows for state in find_states(graph)] == [None]
 
 
+def test_what_follows_from_a_setting_is_computed_silently(
+    write_model: WriteModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library warns of values without a type, as these are before types are inferred."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[batch, 3] x, int64 rate) => (float[n] y) {
+            double = Mul (rate, rate)  c = Cast <to = 9> (double)
+            y = If (c) <
+                then_branch = t () => (float[n] p) { p = ReduceMax <axes = [1], keepdims = 0> (x) },
+                else_branch = e () => (float[m] r) { r = ReduceMin <axes = [1], keepdims = 0> (x) }
+            >
+        }"""
+    )
+    graph = read_graph(path, {"rate": 2})
+    assert [node.op_type for node in graph.nodes if node not in graph.folded] == ["ReduceMax"]
+    assert caplog.records == []
+
+
 def test_branch_that_is_a_value_from_outside(write_model: WriteModel) -> None:
     """An inner value that is two outputs, and one that is no inner value at all."""
     path = write_model(
