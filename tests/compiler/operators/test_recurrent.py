@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -26,7 +27,21 @@ def recurrent(kind: str) -> Middle:
     return middle
 
 
-GRAPHS: dict[str, Tiny] = {kind: sandwich(through("Relu"), needs=recurrent(kind)) for kind in GATES}
+def quantized(b: Block, v: ir.Value) -> ir.Value:
+    """As `recurrent`: the weights are transposed, and of 8 bits."""
+    chance = np.random.default_rng(0)
+    shape = (1, INNER, 4 * INNER)
+    weights = [b.constant(chance.integers(-9, 9, shape), np.int8) for _ in "WR"]
+    point = b.constant([0], np.int8), b.constant([0.01], np.float32)
+    inputs = [b.op("Transpose", v, perm=[1, 0, 2]), *weights, *[None] * 5, *point[::-1], *point[::-1]]
+    made = b.op("com.microsoft.DynamicQuantizeLSTM", *inputs, hidden_size=INNER)
+    return b.op("Transpose", b.op("Squeeze", made, b.ints(1)), perm=[1, 0, 2])
+
+
+GRAPHS: dict[str, Tiny] = {
+    **{kind: sandwich(through("Relu"), needs=recurrent(kind)) for kind in GATES},
+    "com.microsoft.DynamicQuantizeLSTM": sandwich(through("Relu"), needs=quantized),
+}
 
 
 @pytest.mark.parametrize("name", GRAPHS)
