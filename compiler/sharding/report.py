@@ -11,7 +11,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.axes import Factor
+from splitc.compiler.operators.axes import Factor, Pin
 from splitc.compiler.operators.operation import Axes
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
@@ -119,9 +119,31 @@ def _fate(
     share = min(_split_share(split, axes) for axes in uses)
     atoms = [atom for axis in uses[0] or () for atom in dict.fromkeys(ax.atoms(axis))]
     units = _units(split, uses[0])
-    reasons = dict.fromkeys(why for atom in atoms if (why := why_whole(split, choice, atom)))
-    reason = None if share == 1.0 else "; ".join(reasons) or "it has no axis of known size"
+    reason = None if share == 1.0 else _why_all_whole(split, choice, atoms) or "it has no axis of known size"
     return WeightFate(value.name or "", size, int(size * share), in_block, units, reason)
+
+
+def _why_all_whole(split: ShardedModel, choice: Choice, atoms: Sequence[Factor]) -> str:
+    """Why atoms are not split: in one reason what a node needs of several, as where it reads parts put together."""
+    needed: dict[Pin, dict[int, None]] = {}
+    for atom in atoms:
+        if atom.pinned is not None:
+            needed.setdefault(atom.pinned, {})[atom.size] = None
+
+    def why(atom: Factor) -> str | None:
+        if atom.pinned is None or atom in split.ranges:
+            return why_whole(split, choice, atom)
+        return _needs(atom.pinned, ", ".join(map(str, needed[atom.pinned])))
+
+    return "; ".join(dict.fromkeys(text for text in map(why, atoms) if text))
+
+
+def _needs(pin: Pin, sizes: str) -> str:
+    """What a node needs whole, for messages."""
+    why = f" ({pin.reason})" if pin.reason else ""
+    if pin.node is None:
+        return f"{sizes}: {pin.reason}"
+    return f"{describe_node(pin.node)} ({pin.node.op_type}) needs {sizes} whole{why}"
 
 
 def _split_share(split: ShardedModel, axes: Axes) -> float:
@@ -151,10 +173,7 @@ def why_whole(split: ShardedModel, choice: Choice, atom: Factor) -> str | None:
     if atom in split.ranges:
         return None
     if atom.pinned is not None:
-        node, why = atom.pinned.node, atom.pinned.reason
-        if node is None:
-            return f"{atom.size}: {why}"
-        return f"{describe_node(node)} ({node.op_type}) needs {atom.size} whole" + (f" ({why})" if why else "")
+        return _needs(atom.pinned, str(atom.size))
     reason = choice.rejected.get(atom)
     return f"{atom.size}: {reason}" if reason else f"{atom.size}: too little to gain"
 

@@ -170,6 +170,16 @@ def test_linked_weights_are_parts_of_the_models_own_files(decoder: Path, tmp_pat
         assert_close(session.run(feeds), run_whole(decoder, feeds))
 
 
+def test_what_one_node_needs_of_a_weight_is_one_reason(tmp_path: Path) -> None:
+    b = Block()
+    x = b.data("x", (2, 4, 6), ["n", 4, 6])
+    moved = b.op("LayerNormalization", b.op("Add", x, b.w("move", 4, 6)), b.w("scale", 4, 6), axis=1)
+    b.give(b.op("MatMul", b.op("Relu", b.op("MatMul", moved, b.w("A", 6, 48))), b.w("B", 48, 6)))
+    save(b.model(), tmp_path / "model.onnx")
+    reasons = {each.name: each.reason for each in plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR).weights}
+    assert (reasons["move"] or "").endswith("(LayerNormalization) needs 4, 6 whole")
+
+
 def test_explain_shows_axes_and_what_pins_them(decoder: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(decoder), "-d", "2xcpu", "--split-mode", "tensor", "--explain"])
     assert result.exit_code == 0, result.output
