@@ -38,6 +38,7 @@ from splitc.runtime.units import first_few
 # The most bytes of weights of a model that is compared whole, since it is loaded twice. A choice: larger ones
 # are compared a block of each form at a time.
 LARGEST = 2 << 30
+FAULT = "This is a fault of splitc; please report it, and see what was split with 'splitc plan'"
 # What the adapter that packages with slots are compared with is called.
 ADAPTER = "a random adapter"
 
@@ -191,20 +192,20 @@ def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | Non
 
 
 def _result(whole: Reference, judged: Judged) -> str:
-    _check_all(judged.differences)
+    _check_all(judged.differences, judged.unsteady)
     worst = max((difference.relative for difference in judged.differences), default=0.0)
     count = len(judged.differences)
     agree = f"{count} outputs agree with {whole} (largest error {worst:.1e})" if count else "no output was compared"
     return "; ".join([agree, *judged.notes])
 
 
-def _check_all(differences: Sequence[Difference]) -> None:
+def _check_all(differences: Sequence[Difference], unsteady: str = "") -> None:
     if bad := [difference for difference in differences if not difference.passed]:
         worst = max(bad, key=lambda difference: difference.relative)
         raise OutputsDifferError(
             f"{len(bad)} of {len(differences)} outputs of the split model differ from the unsplit model's, "
             f"'{worst.name}' most ({worst.problem or f'{worst.relative:.1e} of its largest value'}). Nothing was "
-            "written. This is a fault of splitc; please report it, and see what was split with 'splitc plan'. "
+            f"written. {f'It may be right: {unsteady}, so that no comparison tells' if unsteady else FAULT}. "
             "--no-verify writes the package as it is."
         )
 

@@ -126,7 +126,7 @@ class Comparison:
                 given = feeds if held is None else {**feeds, **held.arrays}  # a model with slots of its own takes these
                 judged = judge(compared, whole, given, whole.run(given), actual, excused=excused)
             measured = measure_ranks(session, feeds) if self.memory else []
-            notes = list(judged.notes)
+            notes = [*judged.notes, *filter(None, [judged.unsteady])]
             if held is not None and not all(difference.passed for difference in judged.differences):
                 notes.append(f"if {model.name} has no slots, it ran without the adapter: name one that has it merged")
             return Checked(judged.differences, str(whole.device), whole.why, measured, notes)

@@ -73,6 +73,14 @@ def test_any_other_difference_stays_one(run: RunModel, plain: RunModel) -> None:
     assert ([each.passed for each in found.differences], found.notes) == ([False, True], [])
 
 
+def test_output_that_rounding_moves_far_is_said_to_be_unsteady() -> None:
+    """As the sound of a quantized voice: a sum in another order may change it all."""
+    found = judged(outputs(y=3, z=1), moving(0.3), same)
+    assert ([each.passed for each in found.differences], found.notes) == ([False, True], [])
+    assert found.unsteady == "rounding alone moves y of the unsplit model by 3.0e-01"
+    assert judged(outputs(y=1.5, z=1.5), moving(0.3), same).unsteady == ""  # z is steady, and y is excused
+
+
 def test_model_that_draws_random_numbers_is_said_to_differ_from_itself(tmp_path: Path) -> None:
     block = Block()
     value = block.input("x", FLOAT, ["n", 64])
