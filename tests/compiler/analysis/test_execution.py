@@ -116,3 +116,27 @@ def test_bytes_are_those_in_use(tmp_path: Path, branches: int) -> None:
 
     ours = arena_bytes(list(model.graph), reads, size, lambda node: 0, frozenset(model.graph.outputs))
     assert used <= ours <= 1.75 * held
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_with_a_bias_before_it_takes_a_copy_of_its_input(tmp_path: Path, approximate: str) -> None:
+    w = Writer(opset=20)
+    x = w.input("x", ir.DataType.FLOAT, ["m", "n", 64])
+    bias = w.weight("bias", ir.tensor(np.ones(64, np.float32)))
+    gelu = w.op("Gelu", w.op("Add", w.op("Softmax", x), bias), approximate=approximate)
+    w.output(w.op("Softmax", gelu), "y", ir.DataType.FLOAT, ["m", "n", 64])
+    save(named(w.model()), tmp_path / "model.onnx")
+    events = profile(tmp_path / "model.onnx", {"x": np.ones((1, 3072, 64), np.float32)}, tmp_path, optimized=True)
+    assert len(events) == 3
+    model = ShapeInferencePass()(ir.load(tmp_path / "model.onnx")).model
+    ours = arena_bytes(
+        list(model.graph),
+        reads,
+        lambda value: 0 if value.producer() is None else 3 << 18,
+        lambda node: 0,
+        frozenset(model.graph.outputs),
+    )
+    assert ours == 3 * (3 << 18)
+    if "mem_in_use_peak" in events[0]["args"]:
+        used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
+        assert 3 << 20 <= used < (3 << 20) + (1 << 14)  # of chunks of 1, 0.75 and 1.25 MiB
