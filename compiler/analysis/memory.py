@@ -75,8 +75,9 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     """Predict the bytes that a rank holds with the bound shapes: of a whole stage, or of the shards in `held`.
 
     Inputs and outputs are held for the whole run, as ONNX Runtime does with an IO binding. What the nodes make is
-    allocated in its arena, in its order (see `arena_bytes`). That is at least what is alive at once in the model's
-    order, by which the search over cuts goes.
+    allocated in its arena, in its order (see `arena_bytes`): states too, which count as cache, and as activations what
+    the arena wastes around them. That is at least what is alive at once in the model's order, by which the search over
+    cuts goes.
     """
     names, over = state_names(states), overwritten(states)
     ends = dict.fromkeys([*stage.takes, *stage.gives])
@@ -93,29 +94,34 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         own = whole * size(node.outputs[0]) // result
         return own + sum(size(value) for value in node.outputs if value in held.twice)
 
-    def is_own(value: ir.Value) -> bool:
-        return value in made and value.name not in names
-
-    inside = arena_bytes(running, reads, lambda v: size(v) if is_own(v) else 0, scratch, frozenset(stage.gives))
+    states_made = sum(size(value) for value in ends if value in made and value.name in names)
+    arena = arena_bytes(running, reads, lambda v: size(v) if v in made else 0, scratch, frozenset(stage.gives))
     alive = peak_bytes(stage.nodes, reads, lambda value: 0 if value in ends else size(value))
-    given = sum(size(value) for value in ends if is_own(value))
+    given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     memory = StageMemory(
-        weights=sum(size + costs.in_singles(weight, size) for weight, size in weights.items())
-        + 2 * sum(weights.get(scales, 0) for scales in costs.packed_scales(running)),
-        activations=fed + max(inside, given + alive),
+        weights=packed_bytes(costs, running, weights),
+        activations=fed + max(arena - states_made, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
         loading=max((weights.get(weight, 0) for weight in _of_products(costs, stage.nodes)), default=0),
-        folding=_folding(costs, stage.nodes, weights) if costs.maps_weights else 0,
+        folding=folding_bytes(costs, stage.nodes, weights),
         passed=fed + given,
         in_files=sum(min(size, costs.in_files.get(weight, 0)) for weight, size in weights.items()),
     )
     return with_adapters(memory, costs, weights)
 
 
-def _folding(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:
-    """`Costs.folding` of the shards that a rank holds of what is folded."""
+def packed_bytes(costs: Costs, nodes: Iterable[ir.Node], weights: Mapping[ir.Value, int]) -> int:
+    """The bytes of weights as an engine holds them that runs the nodes."""
+    packed = sum(weights.get(scales, 0) for scales in costs.packed_scales(nodes))
+    return 2 * packed + sum(size + costs.in_singles(weight, size) for weight, size in weights.items())
+
+
+def folding_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:
+    """`Costs.folding` of the shards that a rank holds of what is folded; 0 for engines that read folded weights."""
+    if not costs.maps_weights:
+        return 0
     whole = {value: size for value, size in costs.held(nodes).items() if value.producer() is not None}
     held = sum(weights.get(value, size) for value, size in whole.items())
     return costs.folding(nodes) * held // max(1, sum(whole.values()))

@@ -20,6 +20,7 @@ from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.package.states import State
 
 # Budgets here are those of tiny models.
 pytestmark = pytest.mark.usefixtures("bare_engines")
@@ -45,6 +46,26 @@ def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> 
     assert memory.weights == 3 * 8
     assert memory.cache == 0
     assert memory.activations == 4 * 8 * 4 + 3 * 256
+
+
+def test_state_takes_the_place_of_what_was_freed_before_it(write_model: Callable[[str], Path]) -> None:
+    """Its 768 bytes take all 1,280 of a, which then c can not have. Beside them are x, and b and y with 256 each."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 64] x, float[n, 192] past) => (float[n, 1] out, float[n, 192] present) <int64[1] one = {1}>
+        { a = Concat <axis = 1> (x, x, x, x, x)
+          b = ReduceSum(a, one)
+          present = Add(past, b)
+          y = ReduceSum(present, one)
+          moved = Add(x, y)
+          c = Concat <axis = 1> (moved, moved, moved, moved, moved)
+          out = ReduceSum(c, one) }"""
+    )
+    analysis = analyze(path, AskedShapes({"x": (1, 64)}), 1)
+    (stage,) = divide_blocks(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
+    memory = stage_memory(analysis.costs, [State("past", "present")], stage)
+    assert memory.cache == 2 * 768
+    assert memory.activations == 256 + 2 * 1280 + 2 * 256 - 768
 
 
 def test_largest_weight_is_held_twice_while_it_is_loaded(write_model: Callable[[str], Path]) -> None:
