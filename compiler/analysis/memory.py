@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,9 @@ from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
+from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.slots import is_slot_input
+from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.package.states import State
 
 
@@ -33,11 +36,11 @@ class StageMemory:
     """Bytes of one stage.
 
     `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
-    all other values, with the engine's scratch and what its allocator wastes. `loading` is the largest weight of a
-    product: ONNX Runtime prepacks weights one by one while loading, and then holds one of them twice. Before that it
-    takes `folding` for those that it folds (`Costs.folding`). `engines` is the memory of the engines' libraries.
-    `in_files` are those of the weights that stay in mapped files (`Costs.in_files`), and `passed` the inputs and
-    outputs among the activations.
+    all other values, with the engine's scratch and what its allocator wastes. `loading` is the largest weight that is
+    packed for a product: ONNX Runtime packs them one by one while loading, and then holds one of them twice. Before
+    that it takes `folding` for those that it folds (`Costs.folding`). `engines` is the memory of the engines'
+    libraries. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`), and `passed` the inputs
+    and outputs among the activations.
 
     `adapters` is what requests with adapters take beside all that: A and B of a sum of the planned rank, which are
     `sums`, and the engines with slots, with values and, on CPUs, weights of their own.
@@ -151,7 +154,13 @@ def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
 
 
 def _of_products(costs: Costs, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:
-    return costs.held(node for node in nodes if costs.is_product(node))
+    """The weights that kernels pack while they are loaded."""
+    held = dict[ir.Value, int]()
+    for node in nodes:
+        if costs.is_product(node):
+            most = 2 if operator_of(node).packs_matrices else math.inf
+            held.update((w, size) for w, size in costs.held([node]).items() if len(shape_of(w, costs.shapes)) <= most)
+    return held
 
 
 def state_names(states: Iterable[State]) -> frozenset[str]:

@@ -81,6 +81,16 @@ def test_largest_weight_is_held_twice_while_it_is_loaded(write_model: Callable[[
     assert rank.memory.total == 256 + 100 * 8 * 4 + 13 * 256
 
 
+def test_stack_of_matrices_is_not_packed(write_model: Callable[[str], Path]) -> None:
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[4, n, 8] x) => (float[4, n, 8] y)
+        <float[4, 8, 8] w = {{{",".join(["1"] * 256)}}}> {{ y = MatMul(x, w) }}"""
+    )
+    (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (4, 1, 8)})).ranks
+    assert (rank.memory.weights, rank.memory.loading) == (1024, 0)
+
+
 @pytest.mark.parametrize(("mode", "devices"), [("layer", "1xcpu"), ("tensor", "2xcpu")])
 def test_what_is_folded_counts_in_place_of_what_it_is_made_of(
     write_model: Callable[[str], Path], mode: str, devices: str

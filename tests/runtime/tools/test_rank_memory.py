@@ -35,6 +35,18 @@ def test_ranks_hold_what_was_predicted(tmp_path: Path) -> None:
         assert rank.predicted_weights > 100 << 20
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what of files is in memory")
+def test_weights_that_requests_read_from_their_files_count_as_loaded(tmp_path: Path) -> None:
+    """No kernel packs a stack of matrices."""
+    b = Block()
+    b.give(b.op("MatMul", b.data("x", (8, 1, 1024), [8, "n", 1024]), b.w("stack", 8, 1024, 1024)), "y")
+    save(b.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", "1xcpu", Request()), tmp_path / "package", verify=False)
+    (rank,) = measure_memory(tmp_path / "package", 1, b.feeds)
+    assert 32 << 20 < rank.loaded < (32 << 20) + ENGINE
+    assert rank.peak - rank.loaded < 16 << 20
+
+
 @pytest.mark.parametrize("mode", ["tensor", "row"])
 def test_requests_with_adapters_hold_what_was_predicted(mode: str, tmp_path: Path) -> None:
     """A second engine with weights and values of its own, and A and B. Without an adapter, none of it."""
