@@ -194,8 +194,8 @@ def _status(name: str) -> int | None:
     status = Path("/proc/self/status")
     if not status.exists():
         return None
-    found = (line.split()[1] for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
-    return next((int(size) * 1024 for size in found), None)
+    sizes = (line.split()[1] for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
+    return next((int(size) * 1024 for size in sizes), None)
 
 
 class Alone:
