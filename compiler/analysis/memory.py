@@ -110,7 +110,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         loading=max((weights.get(weight, 0) for weight in _of_products(costs, stage.nodes)), default=0),
         folding=folding_bytes(costs, stage.nodes, weights),
         passed=fed + given,
-        in_files=sum(min(size, costs.in_files.get(weight, 0)) for weight, size in weights.items()),
+        in_files=sum(costs.left_in_file(weight, size) for weight, size in weights.items()),
     )
     return with_adapters(memory, costs, weights)
 

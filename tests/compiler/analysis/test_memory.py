@@ -9,12 +9,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from models.llama import Size
+from models.llama import Size, build
 from models.llama_fused import build as build_fused
 from models.writer import Writer, save
 from splitc.compiler import Request, plan_model
+from splitc.compiler.analysis.costs import MAPPED_AROUND
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.analysis.memory import stage_memory
+from splitc.compiler.analysis.memory import Held, stage_memory
 from splitc.compiler.analysis.range_memory import RangeMemory
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.request.shapes import AskedShapes
@@ -109,6 +110,19 @@ def test_what_is_folded_counts_in_place_of_what_it_is_made_of(
     ranks = plan_model(path, parse_devices([devices]), Request(split_mode=mode, memory=["1MiB"])).ranks
     assert [rank.memory.weights for rank in ranks] == [2 * 64 * 64 * 4 // len(ranks)] * len(ranks)
     assert [rank.memory.loading for rank in ranks] == [64 * 64 * 4 // len(ranks)] * len(ranks)
+
+
+def test_shard_of_a_table_has_its_share_of_the_rows_that_are_read(tmp_path: Path) -> None:
+    save(build(Size(hidden=64, vocabulary=8192)), tmp_path / "model.onnx")
+    request = Request(split_mode="layer", shapes={"input_ids": (1, 4)}, memory=["1GiB"])
+    plan = plan_model(tmp_path / "model.onnx", "1xcpu", request)
+    ((table, left),) = plan.analysis.costs.in_files.items()
+    assert left == 8192 * 64 * 4 - 4 * MAPPED_AROUND
+    costs, stage = plan.analysis.costs, plan.ranks[0].stage
+    whole = costs.value_bytes(table)
+    for size in (whole, whole // 2):
+        memory = stage_memory(costs, plan.analysis.states, stage, Held({table: size}, costs.value_bytes))
+        assert memory.in_files == left * size // whole
 
 
 def test_cache_that_is_written_in_place_is_one_array(tmp_path: Path) -> None:
