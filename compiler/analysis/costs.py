@@ -139,7 +139,11 @@ class Costs:
         """
         if not self.maps_weights or weight.dtype != ir.DataType.FLOAT16:
             return 0
-        return max(0, size - self.in_files.get(weight, 0))
+        return max(0, size - self.left_in_file(weight, size))
+
+    def left_in_file(self, weight: ir.Value, size: int) -> int:
+        """What stays in the mapped file of a table, or of a shard of it with its share of rows, of `size` bytes."""
+        return self.in_files[weight] * size // max(1, self._constant_bytes(weight)) if weight in self.in_files else 0
 
     def packed_scales(self, nodes: Iterable[ir.Node]) -> frozenset[ir.Value]:
         """Scales of quantized weights that the nodes' kernels on CPUs pack; see `Operator.packed_scales`."""

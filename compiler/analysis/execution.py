@@ -12,6 +12,9 @@ import onnx_ir as ir
 from splitc.compiler.analysis.arena import Arena, Place
 from splitc.compiler.analysis.liveness import Reads, Size, is_view
 
+_GELUS = ("Gelu", "FastGelu")
+_ENDS_GELU = (*_GELUS, "Mul")
+
 
 def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
     """The nodes of a file in the order in which ONNX Runtime runs them.
@@ -77,6 +80,27 @@ def biased_products(nodes: Sequence[ir.Node], reads: Reads) -> dict[ir.Node, ir.
     return biased
 
 
+def biased_gelus(nodes: Sequence[ir.Node], reads: Reads, products: Container[ir.Node]) -> dict[ir.Node, ir.Value]:
+    """The Gelus that ONNX Runtime makes one node with the bias added before them, each with what that is added to.
+
+    It allocates a copy of its input, with the bias (BiasGelu<T>::Compute, contrib_ops/cpu/bert/bias_gelu.cc).
+    Biases that are part of `products` are none of these.
+    """
+    readers = Counter(value for node in nodes for value in reads(node))
+    made = set(nodes)
+    biased = {}
+    for node in nodes:
+        added = node.inputs[0] if node.op_type in _GELUS and len(node.inputs) == 1 else None
+        maker = added.producer() if added is not None else None
+        if added is None or maker is None or maker not in made or maker.op_type != "Add" or maker in products:
+            continue
+        ends = [value for value in maker.inputs if value is not None and value.shape is not None]
+        biases = [value for value in ends if value.producer() is None and len(value.shape or ()) == 1]
+        if readers[added] == 1 and not added.is_graph_output() and len(ends) == 2 and len(biases) == 1:
+            biased[node] = next(value for value in ends if value is not biases[0])
+    return biased
+
+
 def _follows_view(node: ir.Node) -> bool:
     """Whether ONNX Runtime makes one Reshape of this one and the one before it."""
     maker = node.inputs[0].producer() if node.op_type == "Reshape" and node.inputs[0] is not None else None
@@ -93,8 +117,8 @@ def _ends_gelu(node: ir.Node, biased: Container[ir.Node]) -> bool:
 
     What is `biased` already has become part of a product.
     """
-    above = [value.producer() for value in node.inputs if value is not None] if node.op_type in ("Gelu", "Mul") else []
-    if node.op_type == "Gelu":
+    above = [value.producer() for value in node.inputs if value is not None] if node.op_type in _ENDS_GELU else []
+    if node.op_type in _GELUS:
         return any(maker is not None and maker.op_type == "Add" and maker not in biased for maker in above)
     return any(_reads_erf(maker, 2) for maker in above if maker is not None)
 
@@ -121,6 +145,8 @@ def arena_bytes(
     # What a product would make without its bias is never there. What is summed over ranks first gets no bias before.
     products = [product for product in biased.values() if not scratch(product)]
     source.update((node.outputs[0], first) for node in products if (first := node.inputs[0]) is not None)
+    gelus = biased_gelus(nodes, reads, biased)
+    source.update((first, value) for node, value in gelus.items() if (first := node.inputs[0]) is not None)
 
     def root(value: ir.Value) -> ir.Value:
         while value in source:
@@ -131,7 +157,7 @@ def arena_bytes(
     steps = [
         Step(
             tuple((value, bytes_) for value in node.outputs if value not in source and (bytes_ := size(value))),
-            scratch(node),
+            scratch(node) + (size(node.outputs[0]) if node in gelus else 0),
             tuple(value for value in last if value not in held),
         )
         for node, last in zip(order, _last_uses(order, reads, root), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,9 @@ from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
+from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.slots import is_slot_input
+from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.package.states import State
 
 
@@ -33,11 +36,11 @@ class StageMemory:
     """Bytes of one stage.
 
     `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
-    all other values, with the engine's scratch and what its allocator wastes. `loading` is the largest weight of a
-    product: ONNX Runtime prepacks weights one by one while loading, and then holds one of them twice. Before that it
-    takes `folding` for those that it folds (`Costs.folding`). `engines` is the memory of the engines' libraries.
-    `in_files` are those of the weights that stay in mapped files (`Costs.in_files`), and `passed` the inputs and
-    outputs among the activations.
+    all other values, with the engine's scratch and what its allocator wastes. `loading` is the largest weight that is
+    packed for a product: ONNX Runtime packs them one by one while loading, and then holds one of them twice. Before
+    that it takes `folding` for those that it folds (`Costs.folding`). `engines` is the memory of the engines'
+    libraries. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`), and `passed` the inputs
+    and outputs among the activations.
 
     `adapters` is what requests with adapters take beside all that: A and B of a sum of the planned rank, which are
     `sums`, and the engines with slots, with values and, on CPUs, weights of their own.
@@ -75,8 +78,9 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     """Predict the bytes that a rank holds with the bound shapes: of a whole stage, or of the shards in `held`.
 
     Inputs and outputs are held for the whole run, as ONNX Runtime does with an IO binding. What the nodes make is
-    allocated in its arena, in its order (see `arena_bytes`). That is at least what is alive at once in the model's
-    order, by which the search over cuts goes.
+    allocated in its arena, in its order (see `arena_bytes`): states too, which count as cache, and as activations what
+    the arena wastes around them. That is at least what is alive at once in the model's order, by which the search over
+    cuts goes.
     """
     names, over = state_names(states), overwritten(states)
     ends = dict.fromkeys([*stage.takes, *stage.gives])
@@ -93,29 +97,34 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         own = whole * size(node.outputs[0]) // result
         return own + sum(size(value) for value in node.outputs if value in held.twice)
 
-    def is_own(value: ir.Value) -> bool:
-        return value in made and value.name not in names
-
-    inside = arena_bytes(running, reads, lambda v: size(v) if is_own(v) else 0, scratch, frozenset(stage.gives))
+    states_made = sum(size(value) for value in ends if value in made and value.name in names)
+    arena = arena_bytes(running, reads, lambda v: size(v) if v in made else 0, scratch, frozenset(stage.gives))
     alive = peak_bytes(stage.nodes, reads, lambda value: 0 if value in ends else size(value))
-    given = sum(size(value) for value in ends if is_own(value))
+    given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     memory = StageMemory(
-        weights=sum(size + costs.in_singles(weight, size) for weight, size in weights.items())
-        + 2 * sum(weights.get(scales, 0) for scales in costs.packed_scales(running)),
-        activations=fed + max(inside, given + alive),
+        weights=packed_bytes(costs, running, weights),
+        activations=fed + max(arena - states_made, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
         loading=max((weights.get(weight, 0) for weight in _of_products(costs, stage.nodes)), default=0),
-        folding=_folding(costs, stage.nodes, weights) if costs.maps_weights else 0,
+        folding=folding_bytes(costs, stage.nodes, weights),
         passed=fed + given,
-        in_files=sum(min(size, costs.in_files.get(weight, 0)) for weight, size in weights.items()),
+        in_files=sum(costs.left_in_file(weight, size) for weight, size in weights.items()),
     )
     return with_adapters(memory, costs, weights)
 
 
-def _folding(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:
-    """`Costs.folding` of the shards that a rank holds of what is folded."""
+def packed_bytes(costs: Costs, nodes: Iterable[ir.Node], weights: Mapping[ir.Value, int]) -> int:
+    """The bytes of weights as an engine holds them that runs the nodes."""
+    packed = sum(weights.get(scales, 0) for scales in costs.packed_scales(nodes))
+    return 2 * packed + sum(size + costs.in_singles(weight, size) for weight, size in weights.items())
+
+
+def folding_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:
+    """`Costs.folding` of the shards that a rank holds of what is folded; 0 for engines that read folded weights."""
+    if not costs.maps_weights:
+        return 0
     whole = {value: size for value, size in costs.held(nodes).items() if value.producer() is not None}
     held = sum(weights.get(value, size) for value, size in whole.items())
     return costs.folding(nodes) * held // max(1, sum(whole.values()))
@@ -145,7 +154,13 @@ def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
 
 
 def _of_products(costs: Costs, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:
-    return costs.held(node for node in nodes if costs.is_product(node))
+    """The weights that kernels pack while they are loaded."""
+    held = dict[ir.Value, int]()
+    for node in nodes:
+        if costs.is_product(node):
+            most = 2 if operator_of(node).packs_matrices else math.inf
+            held.update((w, size) for w, size in costs.held([node]).items() if len(shape_of(w, costs.shapes)) <= most)
+    return held
 
 
 def state_names(states: Iterable[State]) -> frozenset[str]:

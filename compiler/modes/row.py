@@ -14,9 +14,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.arena import Arena
+from splitc.compiler.analysis.arena import Arena, Place
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import StageMemory, stage_memory, with_adapters
+from splitc.compiler.analysis.memory import StageMemory, folding_bytes, packed_bytes, stage_memory, with_adapters
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.lowering.engine_segments import engine_segments
@@ -286,7 +286,7 @@ def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number:
 def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
     """A rank's memory. The main rank holds everything but the other ranks' slices.
 
-    Any other rank holds its slices, and in each round the inputs of its products and its columns of their results.
+    Any other rank holds its slices, the inputs of its products, and its columns of their results.
     """
     costs = analysis.costs
     own = split.of_rank(number, list(split.products.values()))
@@ -299,14 +299,40 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         results = ([product.result for product in products] for products in split.rounds)
         joined = max((_sum(costs.value_bytes, values) for values in results), default=0)
         return replace(memory, activations=memory.activations + joined)
-    weights = held_shards(costs, split.columns, product_stage(analysis.graph, own).nodes, number).weights
-    arena = Arena()
-    for products in split.rounds:
-        takes, gives = _exchanged(analysis, split, number, products)
-        for place in [arena.allocate(size) for size in (*map(costs.value_bytes, takes), *gives.values())]:
-            arena.free(place)
-    memory = StageMemory(sum(weights.values()), arena.touched, 0, max(weights.values(), default=0))
+    multiplied = product_stage(analysis.graph, own).nodes
+    weights = held_shards(costs, split.columns, multiplied, number).weights
+    memory = StageMemory(
+        packed_bytes(costs, multiplied, weights),
+        _columns_peak(analysis, split, number),
+        cache=0,
+        loading=max(weights.values(), default=0),
+        folding=folding_bytes(costs, multiplied, weights),
+    )
     return with_adapters(memory, costs, weights)
+
+
+def _columns_peak(analysis: Analysis, split: SlicedProducts, number: int) -> int:
+    """The bytes that a rank beside the main one takes for its products' inputs and its columns of their results.
+
+    ONNX Runtime goes depth first from the last round: what a product of a later round reads may be there already, as
+    an encoder's result is for each layer's keys. It is then computed at once, and its columns wait for their round.
+    """
+    size, works = analysis.costs.value_bytes, split.work(number)
+    came = {value: number for number, work in enumerate(works) for value in work.takes}
+    products = [product for work in works for product in work.products]
+    readers = Counter(value for product in products for value in product.takes)
+    arena, places = Arena(), dict[ir.Value, Place]()
+    for now, work in enumerate(works):
+        places.update((value, arena.allocate(size(value))) for value in work.takes)
+        for product in reversed(products):
+            if max((came[value] for value in product.takes), default=0) == now:
+                columns = int(size(product.result) * split.share(number, product))
+                places[product.result] = arena.allocate(columns)
+                readers.subtract(product.takes)
+        done = {value for product in work.products for value in (product.result, *product.takes)}
+        for value in [value for value in places if value in done and not readers[value]]:
+            arena.free(places.pop(value))
+    return arena.touched
 
 
 def _exchanged(

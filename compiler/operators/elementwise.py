@@ -99,5 +99,5 @@ OPERATORS = (
     Operator("Dropout", scale, random_if=2),
     Operator("Cast", cast, shape_arithmetic=True, passes_sizes=True, rearranges=True),
     Operator("CastLike", cast),
-    Operator("Where", where, shape_arithmetic=True, may_precede_softmax=True, scratch=scratch.like_output),
+    Operator("Where", where, shape_arithmetic=True, may_precede_softmax=True, scratch=scratch.selected),
 )

@@ -244,12 +244,22 @@ def integer_product_shape(context: Any, node: ir.Node) -> None:
 
 
 OPERATORS = (
-    Operator("MatMul", matmul, product_flops, is_product=True, may_make_angles=True, matrix_input=1),
-    Operator("MatMulInteger", matmul_integer, product_flops, is_product=True, matrix_input=1),
+    # PrePack wants 2 dimensions in math/matmul.cc and quantization/matmul_integer_base.h of core/providers/cpu.
+    Operator(
+        "MatMul", matmul, product_flops, is_product=True, may_make_angles=True, matrix_input=1, packs_matrices=True
+    ),
+    Operator("MatMulInteger", matmul_integer, product_flops, is_product=True, matrix_input=1, packs_matrices=True),
     Operator(
         "com.microsoft.MatMulIntegerToFloat", matmul_integer, product_flops, integer_product_shape, matrix_input=1
     ),
-    Operator("com.microsoft.FusedMatMul", fused_matmul, fused_product_flops, is_product=True, matrix_input=1),
+    Operator(
+        "com.microsoft.FusedMatMul",
+        fused_matmul,
+        fused_product_flops,
+        is_product=True,
+        matrix_input=1,
+        packs_matrices=True,
+    ),
     Operator("Gemm", gemm, gemm_flops, is_product=True, matrix_input=1, scaling_attributes={2: "beta"}),
     Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True, scratch=scratch.einsum),
     Operator("Conv", convolution, convolution_flops, is_product=True, scratch=scratch.convolution),

@@ -41,6 +41,7 @@ class Operator:
         differently.
     packed_scales: the input of a quantized weight's scales, which the kernel for int8 on CPUs holds two more times: in
         the packed weight, and as the sums of its blocks.
+    packs_matrices: its kernel on CPUs packs weights that are matrices, and reads stacks of these from their files.
     scratch: what its kernel allocates while it runs. Without one, nothing.
     reads_part: it reads only as many bytes of its input as it writes.
     is_view: its output shares the memory of its first input.
@@ -88,6 +89,7 @@ class Operator:
     dequantizes: bool = False
     quantizes: bool = False
     packed_scales: int | None = None
+    packs_matrices: bool = False
     scratch: Scratch | None = None
     reads_part: bool = False
     is_view: bool = False

@@ -8,6 +8,7 @@ kernels keep scores and turned copies in registers.
 from __future__ import annotations
 
 import math
+from itertools import zip_longest
 
 import onnx_ir as ir
 
@@ -15,6 +16,8 @@ from splitc.compiler.operators.operator import Shapes
 
 # Blocks of scores that a thread of MultiHeadAttention keeps, about what fits into its cache.
 BLOCKS = 1 << 18
+# Channels in a block of convolutions with AVX-512; with AVX2 it is half as many (MlasNchwcGetBlockSize).
+CHANNELS = 16
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
@@ -23,9 +26,10 @@ def biased(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     return math.prod(inputs[0]) if len(inputs) > 1 else 0
 
 
-def like_output(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """A copy of the result, as Where makes one of what it selects."""
-    return math.prod(outputs[0])
+def selected(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """What Where selects of either one, each in the shape of it and of the condition (cpu/tensor/where_op.cc)."""
+    condition, *both = inputs
+    return sum(math.prod(map(max, zip_longest(condition[::-1], shape[::-1], fillvalue=1))) for shape in both)
 
 
 def einsum(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
@@ -34,8 +38,28 @@ def einsum(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """On GPUs, copies with the channels last, which tensor cores want, of image, kernel and result."""
-    return sum(map(math.prod, (*inputs[:2], outputs[0]))) if _halves(node) else 0
+    """Copies of image or result in another order.
+
+    GPUs want the channels last, in half precision, of kernels too. CPUs want blocks of channels where there are two
+    axes beside them: the image is copied before, and then the result (core/optimizer/nchwc_transformer.cc).
+    """
+    image, kernel, result = inputs[0], inputs[1], outputs[0]
+    if _halves(node):
+        return sum(map(math.prod, (image, kernel, result)))
+    if len(kernel) != 4 or len(image) != 4 or len(result) != 4:
+        return 0
+    groups = node.attributes.get_int("group", 1)
+    if groups == 1 and kernel[1] >= CHANNELS and kernel[1] % 4:
+        return 0
+    if groups > 1 and (kernel[0] % CHANNELS or (kernel[1] > 1 and kernel[1] % CHANNELS)):
+        return 0
+    before = 0 if groups == 1 and kernel[1] < CHANNELS else _in_blocks(image)
+    return max(before, _in_blocks(result))
+
+
+def _in_blocks(shape: tuple[int, ...]) -> int:
+    """The elements of an image whose channels are in whole blocks."""
+    return shape[0] * -(-shape[1] // CHANNELS) * CHANNELS * math.prod(shape[2:])
 
 
 def transposed_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:

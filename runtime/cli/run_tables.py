@@ -68,11 +68,11 @@ def print_memory(ranks: Sequence[RankMemory]) -> None:
         pairs = (rank.loaded, rank.predicted_loaded), (rank.peak, rank.predicted_total)
         running = (rank.peak - rank.loaded, max(0, rank.predicted_total - rank.predicted_loaded))
         numbers = map(format_bytes, (*pairs[0], *running, *pairs[1]))
-        rows.add_row(f"{number} {rank.device}", *numbers, f"{rank.unaccounted / max(1, rank.peak):.0%}")
+        rows.add_row(f"{number} {rank.device}", *numbers, format_bytes(rank.unaccounted))
     out.print(rows)
     out.print(
         "loaded: weights and the engine's own memory; running: activations and caches beside these; "
-        "unaccounted: of the peak, less than 0 where less was needed than predicted"
+        "unaccounted: of the peak, less than 0 where less was needed than predicted, by up to 8 MiB for tiny models"
     )
 
 

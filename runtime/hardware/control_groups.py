@@ -7,9 +7,14 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-# A group's memory files, in version 2 of control groups and in version 1: its limit, its usage, and the prefix of its
-# statistics.
-_MEMORY = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+# A group's memory files, in version 2 of control groups and in version 1: its limits, its usage, and the prefix of its
+# statistics. Beyond memory.high processes are not ended but slowed down, until they wait more than they run.
+_MEMORY = (
+    (("memory.max", "memory.high"), "memory.current", ""),
+    (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
+)
+# Version 1 says LONG_MAX, in whole pages, where there is no limit.
+_NO_LIMIT = 1 << 62
 
 
 @cache
@@ -58,13 +63,22 @@ def _cores_of(folder: Path) -> float:
 
 def _memory_of(folder: Path) -> tuple[float, float]:
     """The limit of one group, and what is free of it: the system drops cached files when memory is needed."""
-    for limited, used, prefix in _MEMORY:
+    for limits, used, prefix in _MEMORY:
+        limit = min(_bytes_of(folder / name) for name in limits)
+        if math.isinf(limit):
+            continue
         try:
-            if (limit := (folder / limited).read_text().strip()) == "max":
-                break
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             files = sum(int(statistics[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
-            return int(limit), int(limit) - int((folder / used).read_text()) + files
-        except OSError:  # no limit can be set here
-            continue
+            return limit, limit - int((folder / used).read_text()) + files
+        except OSError:  # what is used is not said here
+            return limit, limit
     return math.inf, math.inf
+
+
+def _bytes_of(limit: Path) -> float:
+    try:
+        text = limit.read_text().strip()
+    except OSError:  # no limit can be set here
+        return math.inf
+    return math.inf if text == "max" or int(text) >= _NO_LIMIT else int(text)

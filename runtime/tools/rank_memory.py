@@ -181,15 +181,21 @@ def resident_bytes() -> int:
 
 def peak_bytes() -> int:
     """The most resident bytes that this process ever had."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # getrusage would include the memory of the parent process when it forked.
-        return next(
-            int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:")
-        )
+    # getrusage would include the memory of the parent process when it forked.
+    if (peak := _status("VmHWM")) is not None:
+        return peak
     import resource  # where there is no /proc: macOS, which counts in bytes
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _status(name: str) -> int | None:
+    """The bytes that Linux says of this process by this name; None on other systems."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    sizes = (line.split()[1] for line in status.read_text().splitlines() if line.startswith(f"{name}:"))
+    return next((int(size) * 1024 for size in sizes), None)
 
 
 class Alone:
@@ -226,8 +232,8 @@ def _measure_rank(
 ) -> RankMemory:
     """Measure a rank, in its own process. `end` is its end of the meeting of its group's engines.
 
-    It is `adapted` if it runs with adapters too. Where weights are in mapped files, they count as far as they are read:
-    the system may drop them again.
+    It is `adapted` if it runs with adapters too. Weights in mapped files count as far as they are read, which requests
+    do, and not loading: the system may drop them again.
     """
     arrays, rank = read_arrays(inputs), manifest.ranks[number]
     backend = OnnxRuntimeBackend(threads)
@@ -236,7 +242,7 @@ def _measure_rank(
         backend.map_weights()
     before = resident_bytes()
     engines = _load(backend, package, manifest, rank, lambda _: end)
-    loaded = resident_bytes()
+    loaded, mapped = resident_bytes(), _status("RssFile") or 0
     alone = Alone(arrays, backend)
     program, feeds = Program(rank.program, engines, rank.outputs), partial(_cut_feeds, rank, arrays, backend)
     execute(program, alone, feeds, backend.accumulate)
@@ -245,7 +251,7 @@ def _measure_rank(
         slots = choices_of(manifest, rank)[ADAPTED]
         held = {name: backend.upload(arrays[name].copy()) for name in slots}  # as ranks of a session have copies
         execute(program, alone, lambda: {**feeds(), **held}, backend.accumulate)
-    peak = peak_bytes()
+    peak, loaded = peak_bytes(), loaded + max(0, (_status("RssFile") or 0) - mapped)
     write_arrays(outputs, alone.sent)
     return measured_memory(rank, max(0, loaded - before), max(0, peak - before), adapted)
 

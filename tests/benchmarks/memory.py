@@ -79,8 +79,7 @@ def measure(package: Path, threads: int) -> list[RankMemory]:
 def _numbers(rank: RankMemory) -> list[str]:
     sizes = (rank.loaded, rank.predicted_loaded, rank.peak, rank.predicted_total)
     ratios = (rank.predicted_loaded / max(1, rank.loaded), rank.predicted_total / max(1, rank.peak))
-    missing = "-" * (rank.unaccounted < 0) + format_bytes(abs(rank.unaccounted))
-    return [*map(format_bytes, sizes), missing, *(f"{ratio:.2f}" for ratio in ratios)]
+    return [*map(format_bytes, (*sizes, rank.unaccounted)), *(f"{ratio:.2f}" for ratio in ratios)]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer, save
 from splitc.compiler.analysis.execution import arena_bytes, biased_products, execution_order
+from splitc.compiler.operators.registry import REGISTRY
 from tests.conftest import decoder_feeds
 
 
@@ -116,3 +117,60 @@ def test_bytes_are_those_in_use(tmp_path: Path, branches: int) -> None:
 
     ours = arena_bytes(list(model.graph), reads, size, lambda node: 0, frozenset(model.graph.outputs))
     assert used <= ours <= 1.75 * held
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_with_a_bias_before_it_takes_a_copy_of_its_input(tmp_path: Path, approximate: str) -> None:
+    w = Writer(opset=20)
+    x = w.input("x", ir.DataType.FLOAT, ["m", "n", 64])
+    bias = w.weight("bias", ir.tensor(np.ones(64, np.float32)))
+    gelu = w.op("Gelu", w.op("Add", w.op("Softmax", x), bias), approximate=approximate)
+    w.output(w.op("Softmax", gelu), "y", ir.DataType.FLOAT, ["m", "n", 64])
+    save(named(w.model()), tmp_path / "model.onnx")
+    events = profile(tmp_path / "model.onnx", {"x": np.ones((1, 3072, 64), np.float32)}, tmp_path, optimized=True)
+    assert len(events) == 3
+    model = ShapeInferencePass()(ir.load(tmp_path / "model.onnx")).model
+    ours = arena_bytes(
+        list(model.graph),
+        reads,
+        lambda value: 0 if value.producer() is None else 3 << 18,
+        lambda node: 0,
+        frozenset(model.graph.outputs),
+    )
+    assert ours == 3 * (3 << 18)
+    if "mem_in_use_peak" in events[0]["args"]:
+        used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
+        assert 3 << 20 <= used < (3 << 20) + (1 << 14)  # of chunks of 1, 0.75 and 1.25 MiB
+
+
+@pytest.mark.parametrize("channels", [8, 32])
+def test_convolution_copies_into_blocks_of_channels(tmp_path: Path, channels: int) -> None:
+    """Of its image, unless it has few channels, and then its result out of them."""
+    w = Writer(opset=20)
+    x = w.input("x", ir.DataType.FLOAT, [1, channels, 128, 128])
+    kernel = w.weight("kernel", ir.tensor(np.ones((32, channels, 1, 1), np.float32)))
+    made = w.op("Conv", w.op("Softmax", x), kernel)
+    w.output(w.op("Softmax", made), "y", ir.DataType.FLOAT, [1, 32, 128, 128])
+    save(named(w.model()), tmp_path / "model.onnx")
+    events = profile(
+        tmp_path / "model.onnx", {"x": np.ones((1, channels, 128, 128), np.float32)}, tmp_path, optimized=True
+    )
+    model = ShapeInferencePass()(ir.load(tmp_path / "model.onnx")).model
+    image, result = channels << 16, 2 << 20
+
+    def scratch(node: ir.Node) -> int:
+        if node.op_type != "Conv":
+            return 0
+        convolution = REGISTRY["Conv"].scratch
+        assert convolution is not None
+        return 4 * convolution(node, [(1, channels, 128, 128), (32, channels, 1, 1)], [(1, 32, 128, 128)])
+
+    def size(value: ir.Value) -> int:
+        maker = value.producer()
+        return 0 if maker is None else image if maker.inputs[0] is model.graph.inputs[0] else result
+
+    ours = arena_bytes(list(model.graph), reads, size, scratch, frozenset(model.graph.outputs))
+    assert ours >= image + 2 * result
+    if "mem_in_use_peak" in events[0]["args"]:
+        used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
+        assert 0.95 * used <= ours <= 1.5 * used

@@ -9,17 +9,19 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from models.llama import Size
+from models.llama import Size, build
 from models.llama_fused import build as build_fused
 from models.writer import Writer, save
 from splitc.compiler import Request, plan_model
+from splitc.compiler.analysis.costs import MAPPED_AROUND
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.analysis.memory import stage_memory
+from splitc.compiler.analysis.memory import Held, stage_memory
 from splitc.compiler.analysis.range_memory import RangeMemory
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.package.states import State
 
 # Budgets here are those of tiny models.
 pytestmark = pytest.mark.usefixtures("bare_engines")
@@ -47,6 +49,26 @@ def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> 
     assert memory.activations == 4 * 8 * 4 + 3 * 256
 
 
+def test_state_takes_the_place_of_what_was_freed_before_it(write_model: Callable[[str], Path]) -> None:
+    """Its 768 bytes take all 1,280 of a, which then c can not have. Beside them are x, and b and y with 256 each."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 64] x, float[n, 192] past) => (float[n, 1] out, float[n, 192] present) <int64[1] one = {1}>
+        { a = Concat <axis = 1> (x, x, x, x, x)
+          b = ReduceSum(a, one)
+          present = Add(past, b)
+          y = ReduceSum(present, one)
+          moved = Add(x, y)
+          c = Concat <axis = 1> (moved, moved, moved, moved, moved)
+          out = ReduceSum(c, one) }"""
+    )
+    analysis = analyze(path, AskedShapes({"x": (1, 64)}), 1)
+    (stage,) = divide_blocks(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
+    memory = stage_memory(analysis.costs, [State("past", "present")], stage)
+    assert memory.cache == 2 * 768
+    assert memory.activations == 256 + 2 * 1280 + 2 * 256 - 768
+
+
 def test_largest_weight_is_held_twice_while_it_is_loaded(write_model: Callable[[str], Path]) -> None:
     ones = ",".join(["1"] * 64)
     path = write_model(
@@ -58,6 +80,16 @@ def test_largest_weight_is_held_twice_while_it_is_loaded(write_model: Callable[[
     assert rank.memory.total == 256 + 8 * 4 + 256
     (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (100, 8)})).ranks
     assert rank.memory.total == 256 + 100 * 8 * 4 + 13 * 256
+
+
+def test_stack_of_matrices_is_not_packed(write_model: Callable[[str], Path]) -> None:
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[4, n, 8] x) => (float[4, n, 8] y)
+        <float[4, 8, 8] w = {{{",".join(["1"] * 256)}}}> {{ y = MatMul(x, w) }}"""
+    )
+    (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (4, 1, 8)})).ranks
+    assert (rank.memory.weights, rank.memory.loading) == (1024, 0)
 
 
 @pytest.mark.parametrize(("mode", "devices"), [("layer", "1xcpu"), ("tensor", "2xcpu")])
@@ -78,6 +110,19 @@ def test_what_is_folded_counts_in_place_of_what_it_is_made_of(
     ranks = plan_model(path, parse_devices([devices]), Request(split_mode=mode, memory=["1MiB"])).ranks
     assert [rank.memory.weights for rank in ranks] == [2 * 64 * 64 * 4 // len(ranks)] * len(ranks)
     assert [rank.memory.loading for rank in ranks] == [64 * 64 * 4 // len(ranks)] * len(ranks)
+
+
+def test_shard_of_a_table_has_its_share_of_the_rows_that_are_read(tmp_path: Path) -> None:
+    save(build(Size(hidden=64, vocabulary=8192)), tmp_path / "model.onnx")
+    request = Request(split_mode="layer", shapes={"input_ids": (1, 4)}, memory=["1GiB"])
+    plan = plan_model(tmp_path / "model.onnx", "1xcpu", request)
+    ((table, left),) = plan.analysis.costs.in_files.items()
+    assert left == 8192 * 64 * 4 - 4 * MAPPED_AROUND
+    costs, stage = plan.analysis.costs, plan.ranks[0].stage
+    whole = costs.value_bytes(table)
+    for size in (whole, whole // 2):
+        memory = stage_memory(costs, plan.analysis.states, stage, Held({table: size}, costs.value_bytes))
+        assert memory.in_files == left * size // whole
 
 
 def test_cache_that_is_written_in_place_is_one_array(tmp_path: Path) -> None:

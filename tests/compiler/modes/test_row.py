@@ -6,12 +6,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
 
 from models.llama import Size, build
-from models.writer import save
+from models.writer import Writer, save
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.modes.replanning import plan_from_file
@@ -291,6 +292,23 @@ def test_measured_memory_is_as_predicted(tmp_path: Path) -> None:
     for rank in measure_memory(tmp_path / "package", 1, feeds):
         assert abs(rank.loaded - rank.predicted_weights) < 32 << 20
         assert abs(rank.peak - rank.predicted_total) < 32 << 20
+
+
+def test_columns_of_what_is_there_early_wait_for_their_round(tmp_path: Path) -> None:
+    """ONNX Runtime multiplies an encoder's result by all layers' weights at once; the columns then wait."""
+    w = Writer()
+    encoded = w.input("encoded", ir.DataType.FLOAT, [256, 32])
+    hidden = w.input("hidden", ir.DataType.FLOAT, [1, 32])
+    for layer in range(4):
+        keys, queries = (w.weight(f"{name}{layer}", ir.tensor(np.ones((32, 32), np.float32))) for name in "kq")
+        scores = w.op("MatMul", w.op("MatMul", hidden, queries), w.op("Transpose", w.op("MatMul", encoded, keys)))
+        hidden = w.op("Add", hidden, w.op("MatMul", w.op("Softmax", scores), encoded))
+    w.output(hidden, "y", ir.DataType.FLOAT, [1, 32])
+    save(w.model(), tmp_path / "model.onnx")
+    _, helper = plan_model(tmp_path / "model.onnx", ["2xcpu"], replace(ROW, tensor_split=[1, 1])).ranks
+    layers = helper.memory.weights // (2 * 32 * 16 * 4)
+    assert layers >= 3
+    assert helper.memory.activations >= 256 * 32 * 4 + layers * 256 * 16 * 4
 
 
 def test_commands_know_row_mode(decoder: Path, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ CASES: list[Case] = [
     ("com.microsoft", "FastGelu", [ROWS], {}),
     ("com.microsoft", "FastGelu", [ROWS, (N * D,)], {}),
     ("com.microsoft", "BiasGelu", [ROWS, (N * D,)], {}),
+    ("", "Where", [ROWS, (1,), ROWS], {}),
+    ("", "Where", [(1, 1, N * D), (1,), ROWS], {}),
     ("", "ConvTranspose", [(1, 64, 32, 32), (64, 32, 4, 4)], {"strides": [2, 2], "pads": [1] * 4}),
 ]
 
@@ -35,7 +37,8 @@ CASES: list[Case] = [
 def test_scratch_is_what_the_kernel_allocates(tmp_path: Path, case: Case) -> None:
     domain, operator, shapes, attributes = case
     w = Writer(23)
-    inputs = [None if s is None else w.input(f"x{n}", ir.DataType.FLOAT, s) for n, s in enumerate(shapes)]
+    types = [ir.DataType.BOOL if operator == "Where" and not n else ir.DataType.FLOAT for n in range(len(shapes))]
+    inputs = [None if s is None else w.input(f"x{n}", types[n], s) for n, s in enumerate(shapes)]
     name = f"{domain}.{operator}" if domain else operator
     made = w.op(name, *inputs, **attributes)
     w.output(made, "y", ir.DataType.FLOAT, [f"axis{n}" for n in range(len(shapes[0] or ()))])
@@ -44,7 +47,7 @@ def test_scratch_is_what_the_kernel_allocates(tmp_path: Path, case: Case) -> Non
     options.intra_op_num_threads = 1
     options.add_session_config_entry("session.collect_node_memory_stats_to_file", str(tmp_path / "stats.csv"))
     session = ort.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
-    feeds = {f"x{n}": np.zeros(shape, np.float32) for n, shape in enumerate(shapes) if shape is not None}
+    feeds = {f"x{n}": np.zeros(shape, types[n].numpy()) for n, shape in enumerate(shapes) if shape is not None}
     (result,) = session.run(None, feeds)
     del session  # which writes the statistics
     rows = list(csv.reader((tmp_path / "stats.csv").open()))[1:]

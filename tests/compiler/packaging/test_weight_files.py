@@ -11,11 +11,12 @@ import onnx_ir as ir
 import pytest
 from blake3 import blake3
 
+from splitc.compiler.analysis.costs import MAPPED_AROUND
 from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.packaging import weight_files
 from splitc.compiler.packaging import writer as package_writer
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
-from splitc.compiler.packaging.writer import PackageWriter
+from splitc.compiler.packaging.writer import WRITE, PackageWriter
 
 FLOAT, HALF, INT4 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT4
 
@@ -123,3 +124,7 @@ def test_interrupt_ends_all_threads(tmp_path: Path) -> None:
         write_weight_files(files, PackageWriter(tmp_path), 2, interrupt)
     assert len(done) <= len(files), "a piece of each, since each ends"
     assert threading.active_count() == before
+
+
+def test_no_more_is_mapped_around_a_row_of_a_table_than_counts() -> None:
+    assert WRITE <= MAPPED_AROUND

@@ -65,6 +65,24 @@ def test_limit_of_control_groups_is_read(groups: str, files: dict[str, str], lim
             },
             (9000, 7000),
         ),
+        (
+            "0::/a",
+            {
+                **{"memory.max": "max", "memory.high": "9000", "memory.current": "8000", "memory.stat": STATISTICS},
+                **{"a/memory.max": "9500", "a/memory.high": "max", "a/memory.current": "4000"},
+                "a/memory.stat": STATISTICS,
+            },
+            (9000, 4000),
+        ),
+        (
+            "4:memory:/",
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.usage_in_bytes": "5000",
+                "memory/memory.stat": "total_active_file 0\ntotal_inactive_file 0",
+            },
+            (math.inf, math.inf),
+        ),
         ("0::/", {}, (math.inf, math.inf)),
     ],
 )

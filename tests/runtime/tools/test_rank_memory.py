@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import onnx_ir as ir
@@ -11,7 +12,10 @@ from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session, SplitcError
+from splitc.runtime.cli import terminal
+from splitc.runtime.cli.run_tables import print_memory
 from splitc.runtime.feeds.fills import make_inputs
+from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import decoder_feeds
@@ -33,6 +37,18 @@ def test_ranks_hold_what_was_predicted(tmp_path: Path) -> None:
         assert abs(rank.loaded - rank.predicted_weights) < ENGINE
         assert abs(rank.peak - rank.predicted_total) < ENGINE
         assert rank.predicted_weights > 100 << 20
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what of files is in memory")
+def test_weights_that_requests_read_from_their_files_count_as_loaded(tmp_path: Path) -> None:
+    """No kernel packs a stack of matrices."""
+    b = Block()
+    b.give(b.op("MatMul", b.data("x", (8, 1, 1024), [8, "n", 1024]), b.w("stack", 8, 1024, 1024)), "y")
+    save(b.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", "1xcpu", Request()), tmp_path / "package", verify=False)
+    (rank,) = measure_memory(tmp_path / "package", 1, b.feeds)
+    assert 32 << 20 < rank.loaded < (32 << 20) + ENGINE
+    assert rank.peak - rank.loaded < 16 << 20
 
 
 @pytest.mark.parametrize("mode", ["tensor", "row"])
@@ -84,6 +100,15 @@ def test_weights_that_are_made_of_others_while_loading(steps: int, mode: str, tm
     for rank in measure_memory(tmp_path / "package", 1, b.feeds):
         assert rank.predicted_weights > 64 << 20
         assert abs(rank.peak / rank.predicted_total - 1) < 0.1
+
+
+def test_what_is_unaccounted_for_is_shown_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tiny model's peak it may be several times as much."""
+    shown = io.StringIO()
+    monkeypatch.setattr(terminal.out, "_file", shown)
+    print_memory([RankMemory("cpu0", 1 << 20, 2 << 20, 1 << 10, 13 << 20, 14 << 20)])
+    assert "-12.0 MiB" in shown.getvalue()
+    assert "%" not in shown.getvalue()
 
 
 def test_rank_that_fails_is_named(package: Path) -> None:
