@@ -13,6 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
+from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import INT8_ACCURACY, operator_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.hardware.profiles import find_profile
@@ -174,7 +175,7 @@ class Costs:
 
     def scratch(self, node: ir.Node) -> int:
         """Bytes that the kernel of a node allocates while it runs; see `Operator.scratch`."""
-        return self._scratch[node]
+        return self._scratch.get(node, 0)
 
     def is_product(self, node: ir.Node) -> bool:
         """Whether a node takes more than two operations per element of its outputs, as products and convolutions do."""
@@ -205,15 +206,23 @@ class Costs:
 
     @cached_property
     def _scratch(self) -> Mapping[ir.Node, int]:
-        return {node: self._scratch_of(node) for node in self.graph.nodes}
+        running = [node for node in self.graph.nodes if node not in self.graph.folded]
+        return {node: self.scratch_of(node, *self.shapes_of(node)) for node in running}
 
-    def _scratch_of(self, node: ir.Node) -> int:
-        scratch = operator_of(node).scratch
-        if scratch is None or node in self.graph.folded:
-            return 0
+    def shapes_of(self, node: ir.Node) -> tuple[Shapes, Shapes]:
+        """The shapes of a node's inputs and outputs."""
         inputs, outputs = ([shape_of(value, self.shapes) for value in values] for values in (node.inputs, node.outputs))
-        dtype = node.outputs[0].dtype
-        return scratch(node, inputs, outputs) * (dtype.bitwidth // 8 if dtype is not None else 0)
+        return inputs, outputs
+
+    def scratch_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+        """As `scratch`, where inputs and outputs have these shapes."""
+        scratch = operator_of(node).scratch
+        return 0 if scratch is None else scratch(node, inputs, outputs) * _item_bytes(node)
+
+    def padding_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+        """Bytes that the kernel of a node adds to its weight; see `Operator.padding`."""
+        padding = operator_of(node).padding if self.maps_weights else None
+        return 0 if padding is None else padding(node, inputs, outputs) * _item_bytes(node)
 
     @cached_property
     def _moved(self) -> dict[ir.Node, tuple[int, tuple[int, ...]]]:
@@ -228,6 +237,12 @@ class Costs:
                 stored = sum(self.value_bytes(value) for value in reads if value.producer() is None)
                 moved[node] = (stored, computed)
         return moved
+
+
+def _item_bytes(node: ir.Node) -> int:
+    """The bytes of an element of what a node makes."""
+    dtype = node.outputs[0].dtype
+    return dtype.bitwidth // 8 if dtype is not None else 0
 
 
 def node_flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:

@@ -15,6 +15,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.slots import is_slot_input
+from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.package.states import State
 
@@ -23,11 +24,13 @@ from splitc.runtime.package.states import State
 class Held:
     """The bytes of a rank's shards: of its weights (see `Costs.held`), and by `size` of any computed value.
 
-    Those in `twice` are held twice for a moment: as the rank's part and as the sum of all parts.
+    `shapes` gives those of a node's inputs and outputs. Values in `twice` are held twice for a moment: as the rank's
+    part and as the sum of all parts.
     """
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
+    shapes: Callable[[ir.Node], tuple[Shapes, Shapes]]
     twice: Collection[ir.Value] = ()
 
 
@@ -95,6 +98,8 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         if held is None or not result:
             return whole
         own = whole * size(node.outputs[0]) // result
+        if operator_of(node).padding is not None:
+            own = costs.scratch_of(node, *held.shapes(node))
         return own + sum(size(value) for value in node.outputs if value in held.twice)
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
@@ -103,7 +108,8 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     memory = StageMemory(
-        weights=packed_bytes(costs, running, weights),
+        weights=packed_bytes(costs, running, weights)
+        + sum(costs.padding_of(node, *(costs.shapes_of if held is None else held.shapes)(node)) for node in running),
         activations=fed + max(arena - states_made, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),

@@ -130,7 +130,7 @@ def rank_memory(
     own = [transfer for transfer in transfers if transfer.inside and transfer.has(number)]
     if not own:
         return stage_memory(costs, analysis.states, stage, held)
-    held = held or Held(costs.held(stage.nodes), costs.value_bytes)
+    held = held or Held(costs.held(stage.nodes), costs.value_bytes, costs.shapes_of)
     here = {*stage.takes, *(value for node in stage.nodes for value in node.outputs)}
     passing = {transfer.value for transfer in own}
     all_run = replace(

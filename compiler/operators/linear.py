@@ -262,7 +262,14 @@ OPERATORS = (
     ),
     Operator("Gemm", gemm, gemm_flops, is_product=True, matrix_input=1, scaling_attributes={2: "beta"}),
     Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True, scratch=scratch.einsum),
-    Operator("Conv", convolution, convolution_flops, is_product=True, scratch=scratch.convolution),
+    Operator(
+        "Conv",
+        convolution,
+        convolution_flops,
+        is_product=True,
+        scratch=scratch.convolution,
+        padding=scratch.kernel_in_blocks,
+    ),
     Operator("ConvInteger", convolution, convolution_flops),
     Operator(
         "ConvTranspose", transposed_convolution, transposed_convolution_flops, scratch=scratch.transposed_convolution

@@ -43,6 +43,7 @@ class Operator:
         the packed weight, and as the sums of its blocks.
     packs_matrices: its kernel on CPUs packs weights that are matrices, and reads stacks of these from their files.
     scratch: what its kernel allocates while it runs. Without one, nothing.
+    padding: what its kernel on CPUs adds to its weight. Both are of a rank's own shapes then.
     reads_part: it reads only as many bytes of its input as it writes.
     is_view: its output shares the memory of its first input.
 
@@ -91,6 +92,7 @@ class Operator:
     packed_scales: int | None = None
     packs_matrices: bool = False
     scratch: Scratch | None = None
+    padding: Scratch | None = None
     reads_part: bool = False
     is_view: bool = False
     shape_arithmetic: bool = False

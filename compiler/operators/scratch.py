@@ -46,20 +46,46 @@ def convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     image, kernel, result = inputs[0], inputs[1], outputs[0]
     if _halves(node):
         return sum(map(math.prod, (image, kernel, result)))
-    if len(kernel) != 4 or len(image) != 4 or len(result) != 4:
+    if not _takes_blocks(node, inputs, outputs):
         return 0
-    groups = node.attributes.get_int("group", 1)
-    if groups == 1 and kernel[1] >= CHANNELS and kernel[1] % 4:
-        return 0
-    if groups > 1 and (kernel[0] % CHANNELS or (kernel[1] > 1 and kernel[1] % CHANNELS)):
-        return 0
-    before = 0 if groups == 1 and kernel[1] < CHANNELS else _in_blocks(image)
+    before = 0 if _reads_image(node, kernel) else _in_blocks(image)
     return max(before, _in_blocks(result))
+
+
+def kernel_in_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """What a convolution's weight has beyond the model's where its channels are in whole blocks (as above)."""
+    if not _takes_blocks(node, inputs, outputs):
+        return 0
+    kernel = inputs[1]
+    alone = _reads_image(node, kernel) or kernel[1] == 1
+    read = kernel[1] if alone else _whole(kernel[1])
+    return _whole(kernel[0]) * read * math.prod(kernel[2:]) - math.prod(kernel)
+
+
+def _takes_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> bool:
+    """Whether ONNX Runtime has a convolution of single precision take blocks of channels."""
+    image, kernel, result = inputs[0], inputs[1], outputs[0]
+    if _halves(node) or len(kernel) != 4 or len(image) != 4 or len(result) != 4:
+        return False
+    groups = node.attributes.get_int("group", 1)
+    if groups == 1:
+        return _reads_image(node, kernel) or kernel[1] % 4 == 0
+    one_by_one = kernel[1] == 1 and kernel[0] == groups
+    return one_by_one or (kernel[1] % CHANNELS == 0 and kernel[0] // groups % CHANNELS == 0)
+
+
+def _reads_image(node: ir.Node, kernel: tuple[int, ...]) -> bool:
+    """Whether it reads an image of few channels as it is."""
+    return node.attributes.get_int("group", 1) == 1 and kernel[1] < CHANNELS
 
 
 def _in_blocks(shape: tuple[int, ...]) -> int:
     """The elements of an image whose channels are in whole blocks."""
-    return shape[0] * -(-shape[1] // CHANNELS) * CHANNELS * math.prod(shape[2:])
+    return shape[0] * _whole(shape[1]) * math.prod(shape[2:])
+
+
+def _whole(channels: int) -> int:
+    return -(-channels // CHANNELS) * CHANNELS
 
 
 def transposed_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:

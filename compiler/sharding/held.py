@@ -9,8 +9,12 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.memory import Held
+from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Axes
+from splitc.compiler.operators.operator import Shapes
+from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.sharded_model import ShardedModel
+from splitc.compiler.sharding.shards import Shards
 
 
 def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node], part: int) -> Held:
@@ -31,4 +35,22 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
 
     weights = {value: held(value, read) for value, read in uses.items()}
     own = cache(lambda value: int(size(value) * shards.share(sharded.axes(value))))
-    return Held(weights, own, frozenset(sharded.sums.summed))
+
+    def shapes(node: ir.Node) -> tuple[Shapes, Shapes]:
+        whole, operation = costs.shapes_of(node), operations.get(node)
+        if operation is None:
+            return whole
+        inputs, outputs = (
+            [_own(shards, *both) for both in zip(axes, of_whole, strict=True)]
+            for axes, of_whole in zip((operation.inputs, operation.outputs), whole, strict=True)
+        )
+        return inputs, outputs
+
+    return Held(weights, own, shapes, frozenset(sharded.sums.summed))
+
+
+def _own(shards: Shards, axes: Axes, shape: Shape) -> Shape:
+    """A rank's shape of a value. Axes may have probe sizes, which the value has not."""
+    if axes is None or len(axes) != len(shape):
+        return shape
+    return tuple(size * shards.size(axis) // max(1, ax.size_of(axis)) for axis, size in zip(axes, shape, strict=True))

@@ -121,7 +121,9 @@ def test_shard_of_a_table_has_its_share_of_the_rows_that_are_read(tmp_path: Path
     costs, stage = plan.analysis.costs, plan.ranks[0].stage
     whole = costs.value_bytes(table)
     for size in (whole, whole // 2):
-        memory = stage_memory(costs, plan.analysis.states, stage, Held({table: size}, costs.value_bytes))
+        memory = stage_memory(
+            costs, plan.analysis.states, stage, Held({table: size}, costs.value_bytes, costs.shapes_of)
+        )
         assert memory.in_files == left * size // whole
 
 
