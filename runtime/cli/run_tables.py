@@ -72,7 +72,7 @@ def print_memory(ranks: Sequence[RankMemory]) -> None:
     out.print(rows)
     out.print(
         "loaded: weights and the engine's own memory; running: activations and caches beside these; "
-        "unaccounted: of the peak, less than 0 where less was needed than predicted, by up to 8 MiB for tiny models"
+        "unaccounted: of the peak, less than 0 where less was needed than predicted, by some MiB for tiny models"
     )
 
 
