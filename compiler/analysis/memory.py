@@ -108,8 +108,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     memory = StageMemory(
-        weights=packed_bytes(costs, running, weights)
-        + sum(costs.padding_of(node, *(costs.shapes_of if held is None else held.shapes)(node)) for node in running),
+        weights=packed_bytes(costs, running, weights, costs.shapes_of if held is None else held.shapes),
         activations=fed + max(arena - states_made, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
@@ -121,10 +120,16 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     return with_adapters(memory, costs, weights)
 
 
-def packed_bytes(costs: Costs, nodes: Iterable[ir.Node], weights: Mapping[ir.Value, int]) -> int:
-    """The bytes of weights as an engine holds them that runs the nodes."""
+def packed_bytes(
+    costs: Costs,
+    nodes: Collection[ir.Node],
+    weights: Mapping[ir.Value, int],
+    shapes: Callable[[ir.Node], tuple[Shapes, Shapes]],
+) -> int:
+    """The bytes of weights as an engine holds them that runs the nodes. For `shapes` see `Held`."""
+    padding = sum(costs.padding_of(node, *shapes(node)) for node in nodes)
     packed = sum(weights.get(scales, 0) for scales in costs.packed_scales(nodes))
-    return 2 * packed + sum(size + costs.in_singles(weight, size) for weight, size in weights.items())
+    return padding + 2 * packed + sum(size + costs.in_singles(weight, size) for weight, size in weights.items())
 
 
 def folding_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:

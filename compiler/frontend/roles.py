@@ -34,9 +34,9 @@ def find_roles(graph: Graph) -> dict[ir.Value, Role]:
     return roles
 
 
-def planned_roles(graph: Graph, shapes: Mapping[str, Shape]) -> dict[ir.Value, Role]:
+def planned_roles(graph: Graph, known: Mapping[ir.Value, Role], shapes: Mapping[str, Shape]) -> dict[ir.Value, Role]:
     """The roles of the inputs as they are planned: what picks rows of a computed value, too, is below their number."""
-    roles = find_roles(graph)
+    roles = dict(known)
     for value in graph.graph.inputs:
         role = roles.get(value, Role("indices"))
         if role.kind in ("indices", "positions") and not role.rows and (counts := _table_rows(value, shapes)):

@@ -65,12 +65,7 @@ def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
         raise DoesNotFitError(_explain_misfit(alternatives))
     chosen = choose(alternatives, request.objective)
     reason = _reason(chosen, alternatives, request)
-    return replace(
-        plans[chosen.name],
-        alternatives=tuple(alternatives),
-        choice=reason,
-        prediction=Prediction(chosen.latency, chosen.interval),
-    )
+    return replace(plans[chosen.name], alternatives=tuple(alternatives), choice=reason)
 
 
 def choose(alternatives: Sequence[Alternative], objective: str) -> Alternative:
@@ -183,7 +178,8 @@ def _try(
         return Alternative(
             option.name, option.mode, way.devices, refused=re.split(r"[:;]", str(error), maxsplit=1)[0]
         ), None
-    return _describe(option, plan, predict_asked(plan, taken, request)), plan
+    prediction = predict_asked(plan, taken, request)
+    return _describe(option, plan, prediction), replace(plan, prediction=prediction)
 
 
 def predict_asked(plan: Plan, resources: Resources, request: Request) -> Prediction:

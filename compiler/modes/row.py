@@ -300,9 +300,10 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         joined = max((_sum(costs.value_bytes, values) for values in results), default=0)
         return replace(memory, activations=memory.activations + joined)
     multiplied = product_stage(analysis.graph, own).nodes
-    weights = held_shards(costs, split.columns, multiplied, number).weights
+    held = held_shards(costs, split.columns, multiplied, number)
+    weights = held.weights
     memory = StageMemory(
-        packed_bytes(costs, multiplied, weights),
+        packed_bytes(costs, multiplied, weights, held.shapes),
         _columns_peak(analysis, split, number),
         cache=0,
         loading=max(weights.values(), default=0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.operators import scratch
-from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
 
@@ -32,13 +32,13 @@ def multiply(op: Operation) -> None:
 
 def scale(op: Operation) -> None:
     elementwise(op)
-    op.linear = (frozenset([0]),)
+    op.linear = LINEAR
 
 
 def divide(op: Operation) -> None:
     """Division of integers rounds, so it is not linear."""
     elementwise(op)
-    op.linear = (frozenset([0]),) if op.gives_floats else ()
+    op.linear = LINEAR if op.gives_floats else ()
 
 
 def cast(op: Operation) -> None:
@@ -48,7 +48,7 @@ def cast(op: Operation) -> None:
     if op.has(1):
         op.free(op.input(1))
     if source is not None and source.dtype is not None and target.dtype is not None:
-        op.linear = (frozenset([0]),) if _keeps_numbers(source.dtype, target.dtype) else ()
+        op.linear = LINEAR if _keeps_numbers(source.dtype, target.dtype) else ()
 
 
 def _keeps_numbers(source: ir.DataType, target: ir.DataType) -> bool:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.linear import convolution_flops
-from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
-
-LINEAR = (frozenset([0]),)
 
 
 def depth_to_space(op: Operation) -> None:

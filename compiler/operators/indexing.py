@@ -8,7 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
 
@@ -20,7 +20,7 @@ def gather(op: Operation) -> None:
     op.relate_all(indices, output[axis : axis + len(indices)])
     op.relate_all(data[axis + 1 :], output[axis + len(indices) :])
     _look_up(op, axis)
-    op.linear = (frozenset([0]),)
+    op.linear = LINEAR
 
 
 def gather_blocks(op: Operation) -> None:
@@ -52,7 +52,7 @@ def gather_elements(op: Operation) -> None:
         op.relate(indices, output)
         if place != axis:
             op.broadcast([data], [output])
-    op.linear = (frozenset([0]),)
+    op.linear = LINEAR
 
 
 def gather_nd(op: Operation) -> None:
@@ -61,7 +61,7 @@ def gather_nd(op: Operation) -> None:
     batch = op.number("batch_dims", 0)
     source = op.node.inputs[1]
     picked = source.shape[-1] if source is not None and source.shape is not None else None
-    op.linear = (frozenset([0]),)
+    op.linear = LINEAR
     if isinstance(picked, int):
         rest = data[batch + picked :]
         op.relate_all(rest, output[len(output) - len(rest) :])
@@ -119,7 +119,7 @@ def one_hot(op: Operation) -> None:
 def triangle(op: Operation) -> None:
     """Of each matrix."""
     op.relate_all(op.input(0)[:-2], op.output()[:-2])
-    op.linear = (frozenset([0]),)
+    op.linear = LINEAR
 
 
 def block_rows_shape(context: Any, node: ir.Node) -> None:

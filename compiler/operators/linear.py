@@ -14,7 +14,7 @@ from onnx_shape_inference import registry
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
-from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator, Shapes
 
 
@@ -83,7 +83,7 @@ def einsum(op: Operation) -> None:
         return
     spaced = ", ".join(" ".join(term) for term in sources.split(",")) + " -> " + " ".join(result)
     op.pattern(spaced, contract="".join(sorted(set(sources) - set(result) - {","})))
-    op.linear = (frozenset([0]),) if len(op.inputs) == 1 else ()
+    op.linear = LINEAR if len(op.inputs) == 1 else ()
 
 
 def convolution(op: Operation) -> None:
@@ -91,7 +91,7 @@ def convolution(op: Operation) -> None:
     op.contracted = convolve(op, 0, 1, range(2, len(op.inputs)))
     if op.node.op_type == "Conv":
         op.add_on_one_rank = frozenset([2])
-        op.linear = () if op.has(2) else (frozenset([0]),)
+        op.linear = () if op.has(2) else LINEAR
     else:
         op.zero_point = 2
 

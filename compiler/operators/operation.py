@@ -19,6 +19,8 @@ Axes = tuple[Axis, ...] | None
 # For each entry of an attribute or an input, the axis whose size it is; None for an entry that is no axis's size.
 Sizes = Sequence[Axis | None]
 
+# `Operation.linear` of an operator that is linear in its first input.
+LINEAR = (frozenset([0]),)
 # The reason for an axis whose sections, by the rule, have other sizes than the axis.
 SUM_DIFFERS = "the sizes of its sections do not add up"
 # The number types that collectives sum.
@@ -110,6 +112,12 @@ class Operation:
         """Record that axes are the same, pair by pair."""
         for a, b in zip(first, second, strict=False):
             self.relate(a, b)
+
+    def relate_others(self, along: Collection[int], output: int = 0) -> None:
+        """Record that the axes of the first input and of an output are the same, but those of these numbers."""
+        for number, (source, target) in enumerate(zip(self.input(0), self.output(output), strict=True)):
+            if number not in along:
+                self.relate(source, target)
 
     def broadcast(self, source: Sequence[Axis], target: Sequence[Axis]) -> None:
         """Relate the axes of `source` to those of `target`, aligned at the last one. Axes of size 1 fit any."""

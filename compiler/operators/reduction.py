@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
 
@@ -27,7 +25,7 @@ def reduce_sum(op: Operation) -> None:
     reduced = [op.input(0)[axis] for axis in _reduce(op)]
     op.free(reduced)
     op.contracted = tuple(factor for axis in reduced for factor in axis)
-    op.linear = (frozenset([0]),)
+    op.linear = LINEAR
 
 
 def reduce_mean(op: Operation) -> None:
@@ -35,7 +33,7 @@ def reduce_mean(op: Operation) -> None:
         _reduce(op)
     else:
         op.relate_all(op.input(0)[:2], op.output()[:2])
-    op.linear = (frozenset([0]),) if op.gives_floats else ()
+    op.linear = LINEAR if op.gives_floats else ()
 
 
 def reduce_nonlinear(op: Operation) -> None:
@@ -62,9 +60,7 @@ def along_axis(op: Operation) -> None:
     first = op.number("axis", 1) % len(data) if old else axis % len(data)
     along = range(first, len(data)) if old else [first]
     for number in range(len(op.outputs)):
-        for place, (source, target) in enumerate(zip(data, op.output(number), strict=True)):
-            if place not in along:
-                op.relate(source, target)
+        op.relate_others(along, number)
 
 
 def layer_norm(op: Operation) -> None:
@@ -123,21 +119,13 @@ def group_norm(op: Operation) -> None:
 
 
 def mean_variance_norm(op: Operation) -> None:
-    _apart(op, op.numbers_of("axes") or (0, 2, 3))
+    rank = len(op.input(0))
+    op.relate_others([axis % rank for axis in op.numbers_of("axes") or (0, 2, 3) if axis < rank])
 
 
 def local_norm(op: Operation) -> None:
     """Over neighbouring channels."""
-    _apart(op, (1,))
-
-
-def _apart(op: Operation, along: Sequence[int]) -> None:
-    """All axes are the same, but those that it works along."""
-    data = op.input(0)
-    along = [axis % len(data) for axis in along if axis < len(data)]
-    for number, (source, target) in enumerate(zip(data, op.output(), strict=True)):
-        if number not in along:
-            op.relate(source, target)
+    op.relate_others([1])
 
 
 def pool(op: Operation) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
-from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
-LINEAR = (frozenset([0]),)
 # An end that lies beyond any axis.
 WHOLE = 2**31 - 1
 

@@ -195,8 +195,9 @@ def check_types(plan: Plan) -> None:
 
 def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:
     graph = plan.analysis.graph
-    roles = {value.name or "": role for value, role in find_roles(graph).items()}
-    planned = {value.name or "": role for value, role in planned_roles(graph, plan.analysis.costs.shapes).items()}
+    own = find_roles(graph)
+    as_planned = planned_roles(graph, own, plan.analysis.costs.shapes)
+    roles, planned = ({value.name or "": role for value, role in known.items()} for known in (own, as_planned))
     if plan.analysis.preamble is not None:
         roles = planned = dict(plan.analysis.preamble.roles)
     return [
