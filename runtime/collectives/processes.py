@@ -51,7 +51,7 @@ class ProcessCollectives:
     def connect(self) -> None:
         """Connect the GPUs of all ranks. All ranks must call this at the same time."""
         if self._gpu is not None:
-            self._all = self._communicators.create(range(self._ranks))
+            self._all = self._communicators.create(range(self._ranks), sums=False)
 
     def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
         place = list(group).index(self.rank)

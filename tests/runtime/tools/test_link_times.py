@@ -50,8 +50,10 @@ def test_gpus_are_measured_as_they_replay(monkeypatch: pytest.MonkeyPatch) -> No
     found = machine.measured
     assert set(machine.speeds) == {"cuda0", "cuda1", "cpu"}
     assert all(each.flops and each.bytes for each in machine.speeds.values())
+    # By the clock of GPUs that are not there, each thing that a stream does takes a microsecond. A product is two.
+    speed = machine.speeds["cuda0"].bytes
+    assert speed is not None and 2 * 64 * 64 / 3e-6 < speed <= 2 * 64 * 64 / 2e-6
     assert set(found) == {"cuda0-cuda1", "cpu-cuda0", "cpu-cuda1"}
-    # By the clock of GPUs that are not there, each thing that a stream does takes a microsecond.
     for each in found["cuda0-cuda1"]:
         assert 1e-6 <= each.reduce < 2e-6
         assert 1e-6 <= each.copy < 2e-6
