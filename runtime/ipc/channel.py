@@ -9,42 +9,55 @@ import os
 import pickle
 import select
 import socket
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from splitc.runtime.errors import SplitcError
 
-# Bytes of a message's length, which comes before it, and the least that is read at once.
-LENGTH, LEAST = 8, 1 << 16
-# The most descriptors that the system lets come with one message.
+# Pieces of a message, in order.
+Pieces = Sequence[bytes | memoryview]
+# Bytes of a number. Before each message comes its length.
+LENGTH = NUMBER = 8
+# Bytes of the buffer for messages that fit into it, and of the longest array that is part of a pickle.
+USUAL = 1 << 16
+# The most descriptors that the system lets come with one message, and the space that they take.
 MOST = 253
+SPACE = socket.CMSG_SPACE(MOST * array.array("i").itemsize)
 # In place of descriptors that this process could not have.
 LACKING = -1
+# The most pieces that are sent at once. A choice: the system lets it be 1,024.
+TOGETHER = 64
+# Arrays begin at multiples of so many bytes in a message, as vector instructions like it.
+ALIGNMENT = 64
 
 
 class Channel:
     """One end of a socket for messages between two processes. Any thread may send, one at a time receives.
 
-    A receiver polls for a message for `spin` seconds before it sleeps. `encode` makes bytes of a message, `decode` a
-    message of bytes.
+    A receiver polls for a message for `spin` seconds before it sleeps. `encode` makes pieces of a message, `decode` a
+    message of their bytes, which are its own.
     """
 
     def __init__(
         self,
         descriptor: int,
-        encode: Callable[[Any], bytes] = pickle.dumps,
-        decode: Callable[[bytes], Any] = pickle.loads,
+        encode: Callable[[Any], Pieces] | None = None,
+        decode: Callable[[bytearray], Any] | None = None,
     ) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._encode, self._decode = encode, decode
+        self._encode, self._decode = encode or pickled, decode or unpickled
         self.spin = 0.0
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
-        self._arrived = bytearray()
+        # So many bytes have arrived: in the buffer, or of a message that is longer, if there is one.
+        self._filled = 0
+        self._buffer, self._long = bytearray(USUAL), bytearray()
         self._messages: deque[Any] = deque()
         self._descriptors: deque[int] = deque()
         # What did not fit into the socket yet: bytes, and copies of the descriptors that go with the first of them.
@@ -56,23 +69,22 @@ class Channel:
 
     def send(self, message: Any, *descriptors: int) -> None:
         """Send a message, and descriptors with it. Raises OSError if the other end is gone."""
-        packed = self._encode(message)
-        length = len(packed).to_bytes(LENGTH, "little")
+        pieces = _with_length(self._encode(message))
         with self._lock:
-            sent = self._socket.sendmsg([length, packed], _rights(descriptors))
-            if sent < LENGTH + len(packed):
-                self._socket.sendall(memoryview(length + packed)[sent:])
+            sent = self._socket.sendmsg(pieces[:TOGETHER], _rights(descriptors))
+            for piece in pieces:
+                if sent < len(piece):
+                    self._socket.sendall(memoryview(piece)[sent:])
+                sent = max(0, sent - len(piece))
 
     def send_nowait(self, message: Any, *descriptors: int) -> None:
         """As `send`, but does not wait while the socket is full: what is left goes with the next one, or with `flush`.
 
         So two processes that send to each other never wait for each other.
         """
-        packed = self._encode(message)
+        packed = b"".join(_with_length(self._encode(message)))
         with self._lock:
-            self._unsent.append(
-                (len(packed).to_bytes(LENGTH, "little") + packed, [os.dup(descriptor) for descriptor in descriptors])
-            )
+            self._unsent.append((packed, [os.dup(descriptor) for descriptor in descriptors]))
             self._send_unsent()
 
     def flush(self) -> None:
@@ -105,23 +117,36 @@ class Channel:
 
     def take(self) -> list[Any]:
         """Wait until something arrives, and take the messages that are complete. Raises as `receive` does."""
-        missing = LENGTH + self._length() - len(self._arrived)
-        data, descriptors, flags, _ = socket.recv_fds(self._socket, max(LEAST, missing), MOST)
-        if not data:
+        with memoryview(self._long or self._buffer) as buffer, buffer[self._filled :] as rest:
+            count, rights, flags, _ = self._socket.recvmsg_into([rest], SPACE)
+        if not count:
             raise EOFError
-        self._descriptors.extend(descriptors)
+        self._descriptors.extend(descriptor for right in rights for descriptor in array.array("i", right[2]))
         if flags & socket.MSG_CTRUNC:  # descriptors came that this process can't have; the message is there
             self._descriptors.append(LACKING)
-        self._arrived += data
-        messages = []
-        while len(self._arrived) >= LENGTH and (end := LENGTH + self._length()) <= len(self._arrived):
-            messages.append(self._decode(bytes(self._arrived[LENGTH:end])))
-            del self._arrived[:end]
-        return messages
+        self._filled += count
+        if not self._long:
+            return list(self._complete())
+        if self._filled < len(self._long):
+            return []
+        whole, self._long, self._filled = self._long, bytearray(), 0
+        return [self._decode(whole)]
 
-    def _length(self) -> int:
-        """The bytes of the message that is arriving, without its length; 0 as long as that is not known."""
-        return int.from_bytes(self._arrived[:LENGTH], "little") if len(self._arrived) >= LENGTH else 0
+    def _complete(self) -> Iterator[Any]:
+        """Take the complete messages out of the buffer. If the next one is long, the rest of it arrives elsewhere."""
+        start, end = 0, LENGTH
+        while end <= self._filled:
+            body, end = end, end + int.from_bytes(self._buffer[start:end], "little")
+            if end > self._filled:
+                if end - start > USUAL:
+                    self._long = self._buffer[body : self._filled].ljust(end - body, b"\0")
+                    self._filled = self._filled - body
+                    return
+                break
+            yield self._decode(self._buffer[body:end])
+            start, end = end, end + LENGTH
+        rest = self._buffer[start : self._filled]
+        self._buffer[: len(rest)], self._filled = rest, len(rest)
 
     def receive_descriptor(self) -> int:
         """The descriptor that came with a message: the oldest that was not taken.
@@ -146,6 +171,43 @@ class Channel:
         while self._descriptors:
             if (descriptor := self._descriptors.popleft()) != LACKING:
                 os.close(descriptor)
+
+
+def pickled(message: Any) -> Pieces:
+    """The number of a message's long arrays, the sizes of what follows if there are any, its pickle, and the arrays.
+
+    They are not copied.
+    """
+    arrays: list[memoryview] = []
+
+    def is_short(array: pickle.PickleBuffer) -> bool:
+        raw = array.raw()
+        if len(raw) > USUAL:
+            arrays.append(raw)
+        return len(raw) <= USUAL
+
+    packed = pickle.dumps(message, protocol=5, buffer_callback=is_short)
+    if not arrays:
+        return [bytes(NUMBER), packed]
+    pieces: list[bytes | memoryview] = [packed, *arrays]
+    sizes = struct.pack(f"<{1 + len(pieces)}Q", len(arrays), *map(len, pieces))
+    return [part for piece in [sizes, *pieces] for part in (piece, bytes(-len(piece) % ALIGNMENT))]
+
+
+def unpickled(packed: bytearray) -> Any:
+    """The message of these bytes, which its long arrays lie in."""
+    whole = memoryview(packed)
+    (count,) = struct.unpack_from("<Q", packed)
+    if not count:
+        return pickle.loads(whole[NUMBER:])
+    sizes = NUMBER * (2 + count), *struct.unpack_from(f"<{1 + count}Q", packed, NUMBER)
+    starts = accumulate((size + -size % ALIGNMENT for size in sizes), initial=0)
+    _, message, *arrays = (whole[start : start + size] for start, size in zip(starts, sizes, strict=False))
+    return pickle.loads(message, buffers=arrays)
+
+
+def _with_length(pieces: Pieces) -> Pieces:
+    return [sum(map(len, pieces)).to_bytes(LENGTH, "little"), *pieces]
 
 
 def _rights(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:

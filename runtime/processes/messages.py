@@ -136,11 +136,11 @@ _encoder = Encoder(enc_hook=_flatten)
 _decoder: Decoder[Message] = Decoder(Message, dec_hook=_restore)
 
 
-def pack(message: Message | bytes) -> bytes:
-    """A message as bytes, unless it is that already."""
-    return message if isinstance(message, bytes) else _encoder.encode(message)
+def pack(message: Message | list[bytes]) -> list[bytes]:
+    """A message as the pieces that a channel sends, unless it is that already."""
+    return message if isinstance(message, list) else [_encoder.encode(message)]
 
 
-def unpack(packed: bytes) -> Message:
+def unpack(packed: bytearray) -> Message:
     """The message of these bytes."""
     return _decoder.decode(packed)

@@ -6,9 +6,10 @@ import os
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from splitc.runtime.ipc.channel import Channel
+from splitc.runtime.ipc.channel import USUAL, Channel
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 
 
@@ -45,6 +46,32 @@ def test_what_does_not_fit_comes_later_and_whole(channels: tuple[Channel, Channe
         got += other.take()
     assert got == posted
     assert all(map_memory(other.receive_descriptor()).nbytes == 4096 for _ in posted)
+    one.close()
+    other.close()
+
+
+def test_long_and_short_arrays_arrive_as_they_were_sent(channels: tuple[Channel, Channel]) -> None:
+    """In all orders, of sizes around those where the way of an array changes; each is the receiver's own."""
+    one, other = channels
+    draw = np.random.default_rng(0)
+    sizes = [0, 3, USUAL // 8 - 40, USUAL // 8 - 1, USUAL // 8, USUAL // 8 + 1, USUAL, 5 * USUAL]
+    sent = [[draw.standard_normal(size) for size in draw.choice(sizes, draw.integers(0, 4))] for _ in range(40)]
+    sent += [
+        [np.arange(6 * USUAL).reshape(6, -1).T, np.arange(4 * USUAL)[::2]],
+        [np.zeros((USUAL, 2), np.float16) for _ in range(70)],
+    ]
+    for message in sent:
+        one.send_nowait((len(message), message))
+    got: list[tuple[int, list[np.ndarray]]] = []
+    while len(got) < len(sent):
+        one.flush()
+        got += other.take()
+    for (count, arrays), message in zip(got, sent, strict=True):
+        assert count == len(message) == len(arrays)
+        for array, expected in zip(arrays, message, strict=True):
+            np.testing.assert_array_equal(array, expected)
+            array += 1
+            assert array.dtype == expected.dtype and array.ctypes.data % array.itemsize == 0
     one.close()
     other.close()
 
