@@ -1,10 +1,11 @@
-"""Placed experts and tables on two CPU devices, beside all on one device and layer mode.
+"""Placed experts and tables on two devices, beside all on one device and layer mode.
 
     python -m tests.benchmarks.placement [--runs 20] [--form loop ...]
+    python -m tests.benchmarks.placement --devices cuda0,cpu0
 
 A mixture of 8 experts, of which a token takes 2, behind a table of 32,000 rows, in the forms that are named. For one
 token and for 64: the time of a request in each way, and that between those of a stream of four in flight. The ways take
-turns, so that they see the same load of the machine, and each has two threads in all: those of two devices have one.
+turns, so that they see the same load of the machine. Of CPU devices, each way has two threads in all: one each of two.
 Last what each device holds, predicted, and the bytes that cross in a run.
 """
 
@@ -31,12 +32,6 @@ from tests.helpers.mixtures import FORMS, Sizes, save_mixture
 
 SIZES = Sizes(rows=32000, wide=512, inner=1024, experts=8, chosen=2)
 LAYERS, LENGTHS, IN_FLIGHT, ROUND = 4, (1, 64), 4, 12
-WAYS: Mapping[str, tuple[str, Request]] = {
-    "one device": ("cpu0", Request(split_mode="layer")),
-    "layer on 2": ("2xcpu", Request(split_mode="layer", spread=True)),
-    "experts on cpu1": ("2xcpu", Request(split_mode="layer", experts=ExpertsPlace("cpu1"))),
-    "table on cpu1": ("2xcpu", Request(split_mode="layer", place=(Place("^table$", "cpu1"),))),
-}
 
 
 @dataclass(frozen=True)
@@ -47,17 +42,28 @@ class Way:
     session: Session
 
 
+def _ways(first: str, second: str) -> dict[str, tuple[list[str], Request]]:
+    """The devices, and the request, by what is where."""
+    return {
+        "one device": ([first], Request(split_mode="layer")),
+        "layer on 2": ([first, second], Request(split_mode="layer", spread=True)),
+        f"experts on {second}": ([first, second], Request(split_mode="layer", experts=ExpertsPlace(second))),
+        f"table on {second}": ([first, second], Request(split_mode="layer", place=(Place("^table$", second),))),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--form", nargs="*", default=["loop", "fused"], choices=FORMS)
+    parser.add_argument("--devices", default="cpu0,cpu1", help="where all is, and where experts or the table are put")
     options = parser.parse_args()
     columns = [f"{length} {what}" for length in LENGTHS for what in ("a request", "in a stream")]
     times = table("form", "way", *columns, right=columns)
     held = table("form", "way", "rank 0", "rank 1", "crosses", right=("rank 0", "rank 1", "crosses"))
     for form in options.form:
         with tempfile.TemporaryDirectory(prefix="splitc-placement-") as name, ExitStack() as stack:
-            ways = _open(stack, save_mixture(Path(name), form, LAYERS, SIZES))
+            ways = _open(stack, save_mixture(Path(name), form, LAYERS, SIZES), options.devices.split(","))
             measured = {length: _measure(ways, length, options.runs) for length in LENGTHS}
             for title, way in ways.items():
                 shown = [format_seconds(seconds) for length in LENGTHS for seconds in measured[length][title]]
@@ -69,13 +75,13 @@ def main() -> None:
     out.print(held)
 
 
-def _open(stack: ExitStack, model: Path) -> dict[str, Way]:
+def _open(stack: ExitStack, model: Path, places: Sequence[str]) -> dict[str, Way]:
     ways = {}
-    for number, (title, (devices, request)) in enumerate(WAYS.items()):
+    for number, (title, (devices, request)) in enumerate(_ways(*places).items()):
         plan = plan_model(model, devices, request)
         package = model.with_name(f"package{number}")
         compile_model(plan, package, verify=False)
-        threads = 2 // len(plan.ranks)
+        threads = 2 // len(plan.ranks) if places[0].startswith("cpu") else None
         session = Session(package, threads=threads, in_flight=IN_FLIGHT, verify="never")
         ways[title] = Way(plan, stack.enter_context(session))
     return ways
