@@ -107,7 +107,7 @@ def _find_rule(domain: str, name: str, version: int) -> Rule | None:
         return registered
     rule = None
     if domain in ("", "ai.onnx"):
-        if _is_defined(name, version):
+        if _is_function(name, version):
             return None
         # ONNX Runtime had some operators before ONNX did, such as LayerNormalization.
         rule = registry.get(domain, name, onnx.defs.onnx_opset_version())
@@ -116,13 +116,13 @@ def _find_rule(domain: str, name: str, version: int) -> Rule | None:
     return forgiving
 
 
-def _is_defined(operator: str, version: int) -> bool:
-    """Whether ONNX defines the operator in this opset version."""
+def _is_function(operator: str, version: int) -> bool:
+    """Whether ONNX defines the operator by others in this opset version. (It writes no bodies for the oldest ones.)"""
     try:
-        onnx.defs.get_schema(operator, version)
+        schema: Any = onnx.defs.get_schema(operator, version)  # the library's stubs lack what is asked of it
     except onnx.defs.SchemaError:
         return False
-    return True
+    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def _forgiving(rule: Rule | None) -> Rule:

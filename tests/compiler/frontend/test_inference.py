@@ -52,6 +52,21 @@ def test_made_up_symbols_are_left_to_the_library(write_model: WriteModel, monkey
     assert mixed["i"][0] is not None
 
 
+def test_forms_of_old_opsets_without_a_rule_are_observed(write_model: WriteModel) -> None:
+    """Slice had its bounds as attributes. Its sizes counted as made of data: they do not depend on any."""
+    facts = inferred(
+        write_model(
+            """<ir_version: 6, opset_import: ["" : 9]>
+            g (float[n, 6, 4] x) => (float[a, b, c] o)
+            { y = Slice <axes = [1], starts = [2], ends = [4]> (x)
+              z, i = TopK <k = 3> (y)
+              o = Relu(z) }"""
+        )
+    )
+    assert [str(size) for size in facts["y"][0]] == ["n", "2", "4"]
+    assert [str(size) for size in facts["z"][0]] == ["n", "2", "3"]
+
+
 def test_the_library_s_own_rules_stay_as_they_are(decoder: Path) -> None:
     model = read_graph(decoder).model
     infer_shapes(model)
