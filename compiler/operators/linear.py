@@ -270,7 +270,7 @@ OPERATORS = (
         scratch=scratch.convolution,
         padding=scratch.kernel_in_blocks,
     ),
-    Operator("ConvInteger", convolution, convolution_flops),
+    Operator("ConvInteger", convolution, convolution_flops, scratch=scratch.integer_convolution),
     Operator(
         "ConvTranspose", transposed_convolution, transposed_convolution_flops, scratch=scratch.transposed_convolution
     ),

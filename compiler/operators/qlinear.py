@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx_shape_inference import registry
 
+from splitc.compiler.operators import scratch
 from splitc.compiler.operators.linear import convolve, gemm_flops, product, product_flops
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
@@ -101,8 +102,10 @@ def pool_shape(context: Any, node: ir.Node) -> None:
 
 
 OPERATORS = (
-    Operator("QLinearConv", convolution, convolution_flops, quantizes=True),
-    Operator("com.microsoft.QLinearConv", convolution, convolution_flops, quantizes=True),
+    *(
+        Operator(name, convolution, convolution_flops, quantizes=True, scratch=scratch.quantized_convolution)
+        for name in ("QLinearConv", "com.microsoft.QLinearConv")
+    ),
     Operator("QLinearMatMul", matmul, product_flops, matrix_input=3, quantizes=True),
     Operator("com.microsoft.QGemm", gemm, gemm_flops, gemm_shape, matrix_input=3, quantizes=True),
     Operator("com.microsoft.QLinearAdd", elementwise(0, 3), quantizes=True),

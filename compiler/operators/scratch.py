@@ -18,6 +18,8 @@ from splitc.compiler.operators.operator import Shapes
 BLOCKS = 1 << 18
 # Channels in a block of convolutions with AVX-512; with AVX2 it is half as many (MlasNchwcGetBlockSize).
 CHANNELS = 16
+# Bytes of an address.
+ADDRESS = 8
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
@@ -86,6 +88,39 @@ def _in_blocks(shape: tuple[int, ...]) -> int:
 
 def _whole(channels: int) -> int:
     return -(-channels // CHANNELS) * CHANNELS
+
+
+def integer_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Columns of one image, a byte each; the result has four (cpu/quantization/conv_integer.cc)."""
+    return -(-_columns(node, inputs[1], outputs[0]) // 4)
+
+
+def quantized_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Addresses of what each result is made of, or columns of one image and its sums, in bytes.
+
+    The first is so where ONNX Runtime has the channels last, for which image or result is copied
+    (cpu/quantization/qlinearconv.cc, optimizer/nhwc_transformer.cc).
+    """
+    image, kernel, result = inputs[0], inputs[3], outputs[0]
+    groups = node.attributes.get_int("group", 1)
+    is_depthwise = kernel[1] == 1 and kernel[0] == groups > 1
+    pointwise = _is_pointwise(node, kernel)
+    addresses = 0 if pointwise else ADDRESS * math.prod(kernel[2:]) * math.prod(result[2:])
+    whole = kernel[0] % CHANNELS == 0 and (is_depthwise or (groups == 1 and kernel[1] % 4 == 0))
+    if whole and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.UINT8:
+        return image[0] * addresses + max(math.prod(image), math.prod(result))
+    return 4 * math.prod(result[1:]) + (addresses if is_depthwise else _columns(node, kernel, result))
+
+
+def _columns(node: ir.Node, kernel: tuple[int, ...], result: tuple[int, ...]) -> int:
+    """The elements of what one image's results are made of, a column for each, in each group's turn."""
+    return 0 if _is_pointwise(node, kernel) else math.prod(kernel[1:]) * math.prod(result[2:])
+
+
+def _is_pointwise(node: ir.Node, kernel: tuple[int, ...]) -> bool:
+    """Whether a convolution reads an image as it is."""
+    moves = {*node.attributes.get_ints("strides", ()), 1}, {*node.attributes.get_ints("pads", ()), 0}
+    return math.prod(kernel[2:]) == 1 and moves == ({1}, {0})
 
 
 def transposed_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
