@@ -133,14 +133,21 @@ class Costs:
             if len(rows) == readers[value]
         }
 
-    def in_singles(self, weight: ir.Value, size: int) -> int:
-        """What engines on CPUs hold of a weight, or a shard of it, of `size` bytes beyond these: halves twice.
+    def weight_in_memory(self, weight: ir.Value, size: int) -> int:
+        """What an engine holds of a weight, or a shard of it, of `size` bytes: on CPUs of halves twice as much.
 
         Their kernels compute in single precision.
         """
         if not self.maps_weights or weight.dtype != ir.DataType.FLOAT16:
-            return 0
-        return max(0, size - self.left_in_file(weight, size))
+            return size
+        return size + max(0, size - self.left_in_file(weight, size))
+
+    def value_in_memory(self, value: ir.Value, size: int) -> int:
+        """What an engine takes for a computed value, or a shard of it, of `size` bytes: on CPUs halves are singles.
+
+        What casts between two kernels of single precision is taken out (core/optimizer/insert_cast_transformer.cc).
+        """
+        return 2 * size if self.maps_weights and value.dtype == ir.DataType.FLOAT16 else size
 
     def left_in_file(self, weight: ir.Value, size: int) -> int:
         """What stays in the mapped file of a table, or of a shard of it with its share of rows, of `size` bytes."""

@@ -97,27 +97,50 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         whole, result = costs.scratch(node), costs.value_bytes(node.outputs[0])
         if held is None or not result:
             return whole
-        own = whole * size(node.outputs[0]) // result
-        if operator_of(node).padding is not None:
-            own = costs.scratch_of(node, *held.shapes(node))
+        # The rank's node has other numbers of heads than the model's.
+        attends = operator_of(node).is_attention
+        own = whole * size(node.outputs[0]) // result if attends else costs.scratch_of(node, *held.shapes(node))
         return own + sum(size(value) for value in node.outputs if value in held.twice)
 
+    def computed(value: ir.Value) -> int:
+        return costs.value_in_memory(value, size(value)) if value in made else 0
+
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
-    arena = arena_bytes(running, reads, lambda v: size(v) if v in made else 0, scratch, frozenset(stage.gives))
+    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives))
     alive = peak_bytes(stage.nodes, reads, lambda value: 0 if value in ends else size(value))
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
+    cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)
+    in_files = {value: costs.left_in_file(value, own) for value, own in weights.items() if value not in cast}
     memory = StageMemory(
-        weights=packed_bytes(costs, running, weights, costs.shapes_of if held is None else held.shapes),
+        weights=packed_bytes(costs, running, weights, costs.shapes_of if held is None else held.shapes)
+        + sum(costs.left_in_file(value, weights[value]) for value in cast),
         activations=fed + max(arena - states_made, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
-        loading=max((weights.get(weight, 0) for weight in _of_products(costs, stage.nodes)), default=0),
+        loading=max(
+            (costs.weight_in_memory(w, weights.get(w, 0)) for w in _of_products(costs, stage.nodes)), default=0
+        ),
         folding=folding_bytes(costs, stage.nodes, weights),
         passed=fed + given,
-        in_files=sum(costs.left_in_file(weight, size) for weight, size in weights.items()),
+        in_files=sum(in_files.values()),
     )
     return with_adapters(memory, costs, weights)
+
+
+def _cast_tables(costs: Costs, nodes: Iterable[ir.Node], held: Held) -> frozenset[ir.Value]:
+    """Tables in halves of which the rank has some rows: an engine on a CPU has them as singles, none in the file.
+
+    Other ranks' rows are masked, in single precision, and the rows to look up are computed. ONNX Runtime lets no kernel
+    run in halves between such two (IsIsolatedFp16NodeOnCpu in core/optimizer/insert_cast_transformer.cc).
+    """
+    return frozenset(
+        table
+        for node in nodes
+        for _, place in operator_of(node).lookups
+        if (table := node.inputs[place]) in costs.in_files and table is not None
+        if table.dtype == ir.DataType.FLOAT16 and held.shapes(node)[0][place][0] < costs.shapes_of(node)[0][place][0]
+    )
 
 
 def packed_bytes(
@@ -129,7 +152,7 @@ def packed_bytes(
     """The bytes of weights as an engine holds them that runs the nodes. For `shapes` see `Held`."""
     padding = sum(costs.padding_of(node, *shapes(node)) for node in nodes)
     packed = sum(weights.get(scales, 0) for scales in costs.packed_scales(nodes))
-    return padding + 2 * packed + sum(size + costs.in_singles(weight, size) for weight, size in weights.items())
+    return padding + 2 * packed + sum(costs.weight_in_memory(weight, size) for weight, size in weights.items())
 
 
 def folding_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:
@@ -161,7 +184,7 @@ def adapter_bytes(memory: StageMemory, packs: bool) -> int:
 
 def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
     """Bytes of the largest weight that a product or convolution among the nodes reads."""
-    return max(_of_products(costs, nodes).values(), default=0)
+    return max((costs.weight_in_memory(*held) for held in _of_products(costs, nodes).items()), default=0)
 
 
 def _of_products(costs: Costs, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:

@@ -38,7 +38,7 @@ class RangeMemory:
             for read, given in zip(reads, made, strict=True)
         ]
         weights = [
-            {weight: size + costs.in_singles(weight, size) for weight, size in costs.held(nodes).items()}
+            {weight: costs.weight_in_memory(weight, size) for weight, size in costs.held(nodes).items()}
             for nodes in needed
         ]
         self._weights = _Held(weights)
