@@ -136,18 +136,20 @@ class Costs:
     def weight_in_memory(self, weight: ir.Value, size: int) -> int:
         """What an engine holds of a weight, or a shard of it, of `size` bytes: on CPUs of halves twice as much.
 
-        Their kernels compute in single precision.
+        Their kernels compute in single precision. Rows are looked up in a table as it is.
         """
-        if not self.maps_weights or weight.dtype != ir.DataType.FLOAT16:
-            return size
-        return size + max(0, size - self.left_in_file(weight, size))
+        is_single = self.maps_weights and weight.dtype == ir.DataType.FLOAT16 and weight not in self.in_files
+        return 2 * size if is_single else size
 
-    def value_in_memory(self, value: ir.Value, size: int) -> int:
+    def value_in_memory(self, value: ir.Value, size: int, is_given: bool) -> int:
         """What an engine takes for a computed value, or a shard of it, of `size` bytes: on CPUs halves are singles.
 
         What casts between two kernels of single precision is taken out (core/optimizer/insert_cast_transformer.cc).
+        One that is given is cast at last, and is there in both.
         """
-        return 2 * size if self.maps_weights and value.dtype == ir.DataType.FLOAT16 else size
+        if not self.maps_weights or value.dtype != ir.DataType.FLOAT16:
+            return size
+        return (3 if is_given else 2) * size
 
     def left_in_file(self, weight: ir.Value, size: int) -> int:
         """What stays in the mapped file of a table, or of a shard of it with its share of rows, of `size` bytes."""

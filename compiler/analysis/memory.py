@@ -103,7 +103,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         return own + sum(size(value) for value in node.outputs if value in held.twice)
 
     def computed(value: ir.Value) -> int:
-        return costs.value_in_memory(value, size(value)) if value in made else 0
+        return costs.value_in_memory(value, size(value), value in ends) if value in made else 0
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
     arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives))
@@ -114,7 +114,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     in_files = {value: costs.left_in_file(value, own) for value, own in weights.items() if value not in cast}
     memory = StageMemory(
         weights=packed_bytes(costs, running, weights, costs.shapes_of if held is None else held.shapes)
-        + sum(costs.left_in_file(value, weights[value]) for value in cast),
+        + sum(weights[value] for value in cast),
         activations=fed + max(arena - states_made, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
