@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ NEVER = Execution(0.0, 0.0, ())
 
 
 def closed_before() -> SplitcError:
-    """The error of a cancelled request."""
+    """The error of a request that the end of its session cancels."""
     return SplitcError("the session was closed before this request ran")
 
 
@@ -55,7 +56,8 @@ class InFlightRequest:
     `replica` says of such a part whose it is; None for whichever is free.
 
     `waiting` is the number of ranks that have not finished, `number` what all ranks know the request by. `outputs` and
-    `executions` are by rank. `trace` is the caller's span, in whatever traces it.
+    `executions` are by rank. `cancelled` is the error that it ends with if no rank has begun it. `trace` is the
+    caller's span, in whatever traces it.
     """
 
     feeds: Mapping[str, Feed]
@@ -77,22 +79,27 @@ class InFlightRequest:
     error: BaseException | None = None
     submitted: float = field(default_factory=time.perf_counter)
     started: bool = False
-    cancelled: bool = False
+    cancelled: BaseException | None = None
     trace: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> bool:
         """Whether to run it. All ranks get the same answer: after one has begun, the request can't be cancelled."""
         with self.lock:
-            self.started = self.started or not self.cancelled
+            self.started = self.started or self.cancelled is None
             return self.started
 
-    def cancel(self) -> None:
-        """Cancel it, unless a rank has begun."""
+    def cancel(self, error: BaseException) -> bool:
+        """Let it end with this error, unless a rank has begun. Returns whether it will not be completed."""
         with self.lock:
-            self.cancelled = True
-        for part in self.parts:
-            part.cancel()
+            self.cancelled = self.cancelled or error
+            stopped = not self.started
+        parts = [part.cancel(error) for part in self.parts]
+        return any(parts) if parts else stopped
+
+    def withdraw(self) -> bool:
+        """Cancel it for its caller, who waits for it no more. Returns as `cancel` does."""
+        return self.cancel(CancelledError())
 
     def finish(
         self, rank: int, outputs: Mapping[str, Array], execution: Execution, error: BaseException | None
