@@ -78,7 +78,8 @@ def print_memory(ranks: Sequence[RankMemory]) -> None:
 
 def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | None = None) -> None:
     """Print a package's times, a timeline of its ranks, and an earlier bench beside this one."""
-    numbers = ("latency", "90 %", "rate", "package / unsplit")
+    ratio = "package / unsplit"
+    numbers = ("latency", "90 %", "rate", *[ratio] * bool(result.baselines))
     rows = table("", "threads", *numbers, right=numbers)
     own = result.latency
     threads = f"{len(result.ranks)} x {result.threads}"
@@ -95,8 +96,8 @@ def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | 
     out.print(rows)
     if result.in_flight > 1:
         out.print(
-            f"{own.runs} runs, {result.in_flight} in flight: {result.against_one:.2f} times the rate of one at a time; "
-            "package / unsplit compares the time per request."
+            f"{own.runs} runs, {result.in_flight} in flight: {result.against_one:.2f} times the rate of one at a time"
+            + (f"; {ratio} compares the time per request." if result.baselines else ".")
         )
     else:
         out.print(f"Medians of {own.runs} runs, one request at a time: {words_of(manifest.split_mode).at_work}.")
