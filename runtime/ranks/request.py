@@ -42,6 +42,27 @@ def nothing_to_do(request: InFlightRequest) -> None:
 
 
 @dataclass(eq=False)
+class Fate:
+    """Whether a request will run: it is cancelled, or a rank has begun it. One for a request and all of its parts."""
+
+    started: bool = False
+    cancelled: BaseException | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> bool:
+        """Whether to run it. All who ask get the same answer: after one has begun, it can't be cancelled."""
+        with self._lock:
+            self.started = self.started or self.cancelled is None
+            return self.started
+
+    def cancel(self, error: BaseException) -> bool:
+        """Let it end with this error, unless a rank has begun. Returns whether it will not run."""
+        with self._lock:
+            self.cancelled = self.cancelled or error
+            return not self.started
+
+
+@dataclass(eq=False)
 class InFlightRequest:
     """A request in flight. Each rank adds its outputs, and the last one calls `done`.
 
@@ -56,8 +77,7 @@ class InFlightRequest:
     `replica` says of such a part whose it is; None for whichever is free.
 
     `waiting` is the number of ranks that have not finished, `number` what all ranks know the request by. `outputs` and
-    `executions` are by rank. `cancelled` is the error that it ends with if no rank has begun it. `trace` is the
-    caller's span, in whatever traces it.
+    `executions` are by rank. `trace` is the caller's span, in whatever traces it.
     """
 
     feeds: Mapping[str, Feed]
@@ -78,28 +98,18 @@ class InFlightRequest:
     executions: dict[int, Execution] = field(default_factory=dict)
     error: BaseException | None = None
     submitted: float = field(default_factory=time.perf_counter)
-    started: bool = False
-    cancelled: BaseException | None = None
+    fate: Fate = field(default_factory=Fate)
     trace: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self) -> bool:
-        """Whether to run it. All ranks get the same answer: after one has begun, the request can't be cancelled."""
-        with self.lock:
-            self.started = self.started or self.cancelled is None
-            return self.started
-
-    def cancel(self, error: BaseException) -> bool:
-        """Let it end with this error, unless a rank has begun. Returns whether it will not be completed."""
-        with self.lock:
-            self.cancelled = self.cancelled or error
-            stopped = not self.started
-        parts = [part.cancel(error) for part in self.parts]
-        return any(parts) if parts else stopped
+    @property
+    def cancelled(self) -> BaseException | None:
+        """The error that it ends with if no rank has begun it."""
+        return self.fate.cancelled
 
     def withdraw(self) -> bool:
-        """Cancel it for its caller, who waits for it no more. Returns as `cancel` does."""
-        return self.cancel(CancelledError())
+        """Cancel it for its caller, who waits for it no more. Returns whether it will not run."""
+        return self.fate.cancel(CancelledError())
 
     def finish(
         self, rank: int, outputs: Mapping[str, Array], execution: Execution, error: BaseException | None

@@ -98,7 +98,7 @@ class Worker(threading.Thread):
         """Run the next request. Returns False at the end. No reference to the request is kept."""
         request = self._next_request()
         if isinstance(request, InFlightRequest):
-            if request.begin():
+            if request.fate.begin():
                 self._serve(request)
             else:
                 request.finish(self._setup.number, {}, NEVER, request.cancelled)
