@@ -20,7 +20,8 @@ from splitc.runtime.units import format_bytes, format_seconds
 
 # The most outputs that `check` lists one by one, the worst first. A decoder has two for each layer.
 LISTED = 12
-
+# The most characters of a rank's timeline.
+TIMELINE = 72
 
 # The characters of a table of differences that are not for names.
 NAMELESS = 68
@@ -103,7 +104,8 @@ def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | 
         out.print(f"Medians of {own.runs} runs, one request at a time: {words_of(manifest.split_mode).at_work}.")
     for text in time_caveats(manifest.ranks, result.timeline):
         out.print(text)
-    for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
+    drawn = draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :], min(TIMELINE, out.width - 8))
+    for number, line in enumerate(drawn):
         out.print(Text.assemble(f"rank {number} ", (line, "cyan")))
     if before is not None:
         _print_compared(result, before)

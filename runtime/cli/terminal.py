@@ -32,6 +32,8 @@ from splitc.runtime.units import shortened, shortened_middle
 WIDE = 200
 # Columns of a terminal that nobody has made narrower.
 USUAL = 80
+# Columns of text that words are broken to, before numbers are.
+NARROWEST = 12
 # The characters of a name that are always shown.
 LEAST_WIDTH = 20
 
@@ -87,7 +89,7 @@ def fitted(name: str, width: int) -> str:
 
 
 class _Fitted(Table):
-    """A table whose columns share what room there is so that words stay whole, where there is room for them."""
+    """A table whose columns share what room there is: words stay whole, and above all numbers, where they can."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         sizes = [
@@ -96,18 +98,18 @@ class _Fitted(Table):
         ]
         widths = [max(size.maximum for size in column) for column in sizes]
         words = [max(size.minimum for size in column) for column in sizes]
-        _, gap, _, _ = self.padding
-        room = options.max_width - gap * len(widths)
-        for least in (words, [0] * len(widths)):
-            while sum(widths) > room and (wider := [n for n in self._foldable if widths[n] > least[n]]):
+        numbers = [column.no_wrap for column in self.columns]
+        kept = [wide if number else word for number, wide, word in zip(numbers, widths, words, strict=True)]
+        broken = [wide if number else min(wide, NARROWEST) for number, wide in zip(numbers, kept, strict=True)]
+        if sum(kept) + 2 * len(kept) > options.max_width:
+            self.padding = (0, 1, 0, 0)
+        room = options.max_width - self.padding[1] * len(widths)
+        for least in (kept, broken, words, [1] * len(widths)):
+            while sum(widths) > room and (wider := [n for n, width in enumerate(widths) if width > least[n]]):
                 widths[max(wider, key=widths.__getitem__)] -= 1
         for column, width in zip(self.columns, widths, strict=True):
-            column.width = width
+            column.width, column.no_wrap = width, False
         yield from super().__rich_console__(console, options)
-
-    @property
-    def _foldable(self) -> list[int]:
-        return [number for number, column in enumerate(self.columns) if not column.no_wrap]
 
 
 def is_narrow() -> bool:
@@ -117,7 +119,7 @@ def is_narrow() -> bool:
 
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
     """A table without frames. Columns named in `right` hold numbers. Text that is too wide is folded, never cut off."""
-    result = _Fitted(box=None, pad_edge=False, padding=(0, 1 if is_narrow() else 2, 0, 0), header_style="bold dim")
+    result = _Fitted(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
     for name in columns:
         number = name in right
         result.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number)

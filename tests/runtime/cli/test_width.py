@@ -82,6 +82,16 @@ def test_words_of_tables_are_whole(width: int, monkeypatch: pytest.MonkeyPatch) 
     assert max(map(len, lines)) <= width
 
 
+def test_nothing_is_cut_off_where_numbers_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.out, "_width", 30)
+    rows = terminal.table("rank", "loaded", "predicted", "peak", right=("loaded", "predicted", "peak"))
+    rows.add_row("0 cpu0", "12.3 MiB", "45.6 MiB", "78.9 MiB")
+    with terminal.out.capture() as shown:
+        terminal.out.print(rows)
+    assert shown.get().count("MiB") == 3
+    assert max(map(len, shown.get().splitlines())) <= 30
+
+
 def test_names_are_whole_where_there_is_room(long_names: Path) -> None:
     assert (
         f"(/{SCOPE}0/Add_output_0)"
