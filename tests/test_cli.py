@@ -136,6 +136,11 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["frobnicate"], 2, "error: no such command 'frobnicate'"),
         (["check", "PACKAGE"], 2, "error: missing option '--model' / '-m' see: splitc help check"),
         (["plan", "MODEL", "-d", "cpu0", "--memory", "4"], 2, "is 4GiB meant, or 4B?"),
+        (
+            ["plan", "MODEL", "-d", "2xcpu", "--split-mode", "x=tensor"],
+            2,
+            "a mode with a name is for a model of a folder",
+        ),
     ],
 )
 def test_mistakes_end_in_one_message(

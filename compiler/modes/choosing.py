@@ -98,7 +98,11 @@ def _check_request(request: Request, devices: Sequence[Device]) -> None:
     """Raise MisuseError for an unknown mode, objective or fallback, and for an option without effect."""
     modes = (AUTO, *MODES)
     if request.split_mode not in modes:
-        raise MisuseError(f"unknown split mode '{request.split_mode}': there are {', '.join(modes)}")
+        of_several = "; a mode with a name is for a model of a folder, and this is one model"
+        raise MisuseError(
+            f"unknown split mode '{request.split_mode}': there are {', '.join(modes)}"
+            + of_several * ("=" in request.split_mode)
+        )
     if request.objective not in OBJECTIVES:
         raise MisuseError(f"unknown objective '{request.objective}': there are {', '.join(OBJECTIVES)}")
     if request.weights_at not in (HOST, DISK):

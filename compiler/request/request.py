@@ -283,6 +283,10 @@ class Request:
     stated: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
     may_copy: bool = True
 
+    def __post_init__(self) -> None:
+        if isinstance(self.memory, str):  # one budget, whose letters would be taken for several
+            object.__setattr__(self, "memory", [self.memory])
+
     @property
     def asked_shapes(self) -> AskedShapes:
         """All shapes that are asked for."""

@@ -19,7 +19,7 @@ from splitc.compiler.request.request import DISK
 from splitc.compiler.sharding.report import AxisFate
 from splitc.compiler.show.fused_section import by_kind, fused_in_words, reasons_not_fused
 from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole, replays_text
-from splitc.runtime.cli.terminal import fitted, out, print_warning, table
+from splitc.runtime.cli.terminal import fitted, is_narrow, out, print_warning, table
 from splitc.runtime.engines.kinds import ONNXRUNTIME, describe_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.machine import known_machine, link_end
@@ -150,7 +150,8 @@ def budget_cells(total: int, budget: Budget) -> tuple[Bar | str, str]:
     if budget is None:
         return "", "?"
     known = max(1, budget)
-    return Bar(size=known, begin=0, end=total, width=9), f"{total / known:.0%}"
+    share = f"{total / known:.0%}"
+    return (share, "") if is_narrow() else (Bar(size=known, begin=0, end=total, width=9), share)
 
 
 def _why_not_replayed(plan: Plan) -> str:

@@ -20,7 +20,8 @@ from splitc.runtime.units import format_bytes, format_seconds
 
 # The most outputs that `check` lists one by one, the worst first. A decoder has two for each layer.
 LISTED = 12
-
+# The most characters of a rank's timeline.
+TIMELINE = 72
 
 # The characters of a table of differences that are not for names.
 NAMELESS = 68
@@ -78,7 +79,8 @@ def print_memory(ranks: Sequence[RankMemory]) -> None:
 
 def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | None = None) -> None:
     """Print a package's times, a timeline of its ranks, and an earlier bench beside this one."""
-    numbers = ("latency", "90 %", "rate", "package / unsplit")
+    ratio = "package / unsplit"
+    numbers = ("latency", "90 %", "rate", *[ratio] * bool(result.baselines))
     rows = table("", "threads", *numbers, right=numbers)
     own = result.latency
     threads = f"{len(result.ranks)} x {result.threads}"
@@ -95,14 +97,15 @@ def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | 
     out.print(rows)
     if result.in_flight > 1:
         out.print(
-            f"{own.runs} runs, {result.in_flight} in flight: {result.against_one:.2f} times the rate of one at a time; "
-            "package / unsplit compares the time per request."
+            f"{own.runs} runs, {result.in_flight} in flight: {result.against_one:.2f} times the rate of one at a time"
+            + (f"; {ratio} compares the time per request." if result.baselines else ".")
         )
     else:
         out.print(f"Medians of {own.runs} runs, one request at a time: {words_of(manifest.split_mode).at_work}.")
     for text in time_caveats(manifest.ranks, result.timeline):
         out.print(text)
-    for number, line in enumerate(draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :])):
+    drawn = draw_timeline(len(result.ranks), result.timeline[-4 * result.in_flight :], min(TIMELINE, out.width - 8))
+    for number, line in enumerate(drawn):
         out.print(Text.assemble(f"rank {number} ", (line, "cyan")))
     if before is not None:
         _print_compared(result, before)

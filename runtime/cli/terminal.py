@@ -15,7 +15,8 @@ from typing import Any, NoReturn, TextIO
 
 import msgspec
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -29,6 +30,10 @@ from splitc.runtime.units import shortened, shortened_middle
 
 # The width of output to a file or another program.
 WIDE = 200
+# Columns of a terminal that nobody has made narrower.
+USUAL = 80
+# Columns of text that words are broken to, before numbers are.
+NARROWEST = 12
 # The characters of a name that are always shown.
 LEAST_WIDTH = 20
 
@@ -83,9 +88,38 @@ def fitted(name: str, width: int) -> str:
     return shortened_middle(name, max(LEAST_WIDTH, width))
 
 
+class _Fitted(Table):
+    """A table whose columns share what room there is: words stay whole, and above all numbers, where they can."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        sizes = [
+            [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
+            for column in self.columns
+        ]
+        widths = [max(size.maximum for size in column) for column in sizes]
+        words = [max(size.minimum for size in column) for column in sizes]
+        numbers = [column.no_wrap for column in self.columns]
+        kept = [wide if number else word for number, wide, word in zip(numbers, widths, words, strict=True)]
+        broken = [wide if number else min(wide, NARROWEST) for number, wide in zip(numbers, kept, strict=True)]
+        if sum(kept) + 2 * len(kept) > options.max_width:
+            self.padding = (0, 1, 0, 0)
+        room = options.max_width - self.padding[1] * len(widths)
+        for least in (kept, broken, words, [1] * len(widths)):
+            while sum(widths) > room and (wider := [n for n, width in enumerate(widths) if width > least[n]]):
+                widths[max(wider, key=widths.__getitem__)] -= 1
+        for column, width in zip(self.columns, widths, strict=True):
+            column.width, column.no_wrap = width, False
+        yield from super().__rich_console__(console, options)
+
+
+def is_narrow() -> bool:
+    """Whether the terminal has less than the usual 80 columns, for which tables leave out what is only for show."""
+    return out.width < USUAL
+
+
 def table(*columns: str, right: Sequence[str] = ()) -> Table:
     """A table without frames. Columns named in `right` hold numbers. Text that is too wide is folded, never cut off."""
-    result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
+    result = _Fitted(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
     for name in columns:
         number = name in right
         result.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=number)

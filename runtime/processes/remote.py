@@ -102,8 +102,9 @@ class RemoteRanks(ABC):
             self._wire.send(None)
             self._reader.wake()
             return
-        began = request.begin()
-        assert began, "requests are given and cancelled one at a time, and this one is new"
+        if not request.fate.begin():
+            assert request.cancelled is not None, "only this keeps a new one from beginning"
+            raise request.cancelled
         number = self._count
         zeros = {name: value for name, value in request.initial.items() if isinstance(value, Zeros)}
         loaded = [(name, value) for name, value in request.initial.items() if not isinstance(value, Zeros)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +33,33 @@ NEVER = Execution(0.0, 0.0, ())
 
 
 def closed_before() -> SplitcError:
-    """The error of a cancelled request."""
+    """The error of a request that the end of its session cancels."""
     return SplitcError("the session was closed before this request ran")
 
 
 def nothing_to_do(request: InFlightRequest) -> None:
     """What is done once a request has ended that nobody waits for."""
+
+
+@dataclass(eq=False)
+class Fate:
+    """Whether a request will run: it is cancelled, or a rank has begun it. One for a request and all of its parts."""
+
+    started: bool = False
+    cancelled: BaseException | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self) -> bool:
+        """Whether to run it. All who ask get the same answer: after one has begun, it can't be cancelled."""
+        with self._lock:
+            self.started = self.started or self.cancelled is None
+            return self.started
+
+    def cancel(self, error: BaseException) -> bool:
+        """Let it end with this error, unless a rank has begun. Returns whether it will not run."""
+        with self._lock:
+            self.cancelled = self.cancelled or error
+            return not self.started
 
 
 @dataclass(eq=False)
@@ -76,23 +98,18 @@ class InFlightRequest:
     executions: dict[int, Execution] = field(default_factory=dict)
     error: BaseException | None = None
     submitted: float = field(default_factory=time.perf_counter)
-    started: bool = False
-    cancelled: bool = False
+    fate: Fate = field(default_factory=Fate)
     trace: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self) -> bool:
-        """Whether to run it. All ranks get the same answer: after one has begun, the request can't be cancelled."""
-        with self.lock:
-            self.started = self.started or not self.cancelled
-            return self.started
+    @property
+    def cancelled(self) -> BaseException | None:
+        """The error that it ends with if no rank has begun it."""
+        return self.fate.cancelled
 
-    def cancel(self) -> None:
-        """Cancel it, unless a rank has begun."""
-        with self.lock:
-            self.cancelled = True
-        for part in self.parts:
-            part.cancel()
+    def withdraw(self) -> bool:
+        """Cancel it for its caller, who waits for it no more. Returns whether it will not run."""
+        return self.fate.cancel(CancelledError())
 
     def finish(
         self, rank: int, outputs: Mapping[str, Array], execution: Execution, error: BaseException | None

@@ -18,7 +18,7 @@ from splitc.runtime.ranks.computation import Computation, Ran
 from splitc.runtime.ranks.loaded import Setup, load_rank, reserve
 from splitc.runtime.ranks.loop import Span
 from splitc.runtime.ranks.replays import RankReplays, not_replayed
-from splitc.runtime.ranks.request import NEVER, Execution, InFlightRequest, closed_before
+from splitc.runtime.ranks.request import NEVER, Execution, InFlightRequest
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.failures import Failure, attempt, clear_frames
 
@@ -98,10 +98,10 @@ class Worker(threading.Thread):
         """Run the next request. Returns False at the end. No reference to the request is kept."""
         request = self._next_request()
         if isinstance(request, InFlightRequest):
-            if request.begin():
+            if request.fate.begin():
                 self._serve(request)
             else:
-                request.finish(self._setup.number, {}, NEVER, closed_before())
+                request.finish(self._setup.number, {}, NEVER, request.cancelled)
         elif request is not None:
             request()
         return request is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -48,6 +49,7 @@ def write_page(path: Path, page: Page) -> None:
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # as text is, for `visible`
     environment.filters["bytes"] = format_bytes
     environment.filters["range"] = block_range
+    environment.filters["options"] = _with_whole_options
     environment.globals.update(colour=colour_of, machine=machine_facts(), most=CELLS)
     text = visible(
         environment.get_template("page.html").render(page=page, charts=_charts(page), searches=_searches(page))
@@ -57,6 +59,13 @@ def write_page(path: Path, page: Page) -> None:
     with written_whole(path) as file:
         for part in (text, f"<style>\n{style}</style>\n", f"<script>{script}</script>\n<script>\n{own}</script>\n"):
             file.write(part.encode())
+
+
+def _with_whole_options(text: str) -> str:
+    """Text as HTML in which no line ends inside an option's name."""
+    markupsafe: Any = importlib.import_module("markupsafe")
+    html = re.sub(r"--[a-z][a-z-]*", r'<span class="option">\g<0></span>', str(markupsafe.escape(text)))
+    return markupsafe.Markup(html)  # type: ignore[no-any-return]
 
 
 def _charts(page: Page) -> list[Chart]:

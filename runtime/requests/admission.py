@@ -13,7 +13,7 @@ from splitc.runtime.errors import EngineError, HandOverError, MisuseError, Split
 from splitc.runtime.feeds.checks import explain_failure
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.processes.remote import RemoteRanks
-from splitc.runtime.ranks.request import NEVER, InFlightRequest
+from splitc.runtime.ranks.request import NEVER, InFlightRequest, closed_before
 from splitc.runtime.ranks.workers import Workers
 from splitc.runtime.requests.callbacks import Callbacks
 from splitc.runtime.requests.replicas import Replicas
@@ -87,7 +87,7 @@ class Admission:
         while True:
             with later_interrupts() as interrupted:
                 try:
-                    self._admit(request, future, partial(self._check_waiting, interrupted))
+                    self._admit(request, future, partial(self._check_waiting, request, interrupted))
                     return
                 except _SignalCame:
                     pass  # its handler runs at the end of this block, and may raise
@@ -95,9 +95,11 @@ class Admission:
                     self.fail(error)
                     raise
 
-    def _check_waiting(self, interrupted: Callable[[], bool]) -> None:
-        """Raise what ends a wait: SplitcError if the session is broken or closed, _SignalCame."""
+    def _check_waiting(self, request: InFlightRequest, interrupted: Callable[[], bool]) -> None:
+        """Raise what ends a wait: SplitcError if the session is broken or closed, CancelledError, _SignalCame."""
         self.check_usable()
+        if request.cancelled is not None:
+            raise request.cancelled
         if interrupted():
             raise _SignalCame
 
@@ -107,6 +109,7 @@ class Admission:
         Whatever is raised, neither is taken any more.
         """
         in_callback = self._callbacks.active
+        check()
         while not self._places.acquire(timeout=0 if in_callback else CHECK_EVERY):
             if in_callback:
                 raise MisuseError(
@@ -204,7 +207,7 @@ class Admission:
             self._closed = True  # first of all, since threads that wait check it
         with self._order:
             for request in list(self._under_way):  # a copy, since requests end meanwhile
-                request.cancel()
+                request.fate.cancel(closed_before())
             self._workers.put(None)
         if not self._workers.join(PATIENCE):
             self._workers.stop()

@@ -15,9 +15,9 @@ from splitc.runtime.ranks.request import InFlightRequest
 class Metrics:
     """Counters of a session.
 
-    Requests are `done` or `failed`; `in_flight` are those that have a place and have not ended. Of those that are done
-    some were `replayed` as CUDA graphs, on all ranks, and for some the graph was `captured`. `busy` are the seconds
-    that the engines of each rank ran, or its graphs.
+    Requests are `done` or `failed`, or else were cancelled; `in_flight` are those that have a place and have not ended.
+    Of those that are done some were `replayed` as CUDA graphs, on all ranks, and for some the graph was `captured`.
+    `busy` are the seconds that the engines of each rank ran, or its graphs.
     """
 
     done: int = 0
@@ -70,20 +70,18 @@ class Counters:
         with self._lock:
             self._in_flight += 1
 
-    def end(self, request: InFlightRequest, *, failed: bool) -> None:
-        """A request that had a place has ended."""
+    def end(self, request: InFlightRequest, *, done: bool, failed: bool) -> None:
+        """A request that had a place has ended: neither way if it was cancelled."""
         busy = {rank: _seconds(ran.spans) for rank, ran in request.executions.items()}
         captured, replayed = is_captured(request), is_replayed(request)
         with self._lock:
             self._in_flight -= 1
             for rank, seconds in busy.items():
                 self._busy[rank] += seconds
-            if failed:
-                self._failed += 1
-                return
-            self._done += 1
-            self._captured += captured
-            self._replayed += replayed
+            self._failed += failed
+            self._done += done
+            self._captured += done and captured
+            self._replayed += done and replayed
 
     def read(self) -> Metrics:
         """All of them, at one moment."""

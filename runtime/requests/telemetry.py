@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import CancelledError
 
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.log import LOG
@@ -26,10 +27,13 @@ class Telemetry:
 
     def end(self, request: InFlightRequest, error: BaseException | None) -> None:
         """All ranks have finished the request, or it has failed."""
-        self.counters.end(request, failed=error is not None)
+        cancelled = isinstance(error, CancelledError)
+        self.counters.end(request, done=error is None, failed=error is not None and not cancelled)
         if request.trace is not None:
             end_trace(request.trace, request, self._devices, error)
-        if error is not None:
+        if cancelled:
+            LOG.info("%s: a request was cancelled", self._package)
+        elif error is not None:
             LOG.warning("%s: a request failed: %s", self._package, error)
         elif is_captured(request):
             shapes = ", ".join(f"{name} {format_shape(feed.shape)}" for name, feed in request.feeds.items())

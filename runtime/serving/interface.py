@@ -69,17 +69,25 @@ def check_native(interface: Interface, option: str) -> None:
         )
 
 
-def find_rows(manifest: Manifest, interface: Interface) -> int | None:
-    """The most rows of a batch of requests; 0 for any number, None if requests can't be batched.
+def why_not_batched(manifest: Manifest, interface: Interface) -> str | None:
+    """Why requests can't be batched; None if they can.
 
     They can be where the rows of the batch do not meet, and it is the free first one of several axes of all inputs and
     outputs.
     """
-    tensors = [*interface.inputs, *interface.outputs]
-    if manifest.batch is None or interface.optional or not interface.inputs:
-        return None
-    for tensor in tensors:
+    if manifest.batch is None:
+        return "their rows are not independent"
+    if interface.optional or not interface.inputs:
+        return "some inputs may be left out" if interface.optional else "they have no inputs"
+    for tensor in (*interface.inputs, *interface.outputs):
         shape = tensor.shape or []
         if manifest.batch.get(tensor.name) != 0 or len(shape) < 2 or isinstance(shape[0], int):
-            return None
+            return f"the batch is not the free first one of several axes of '{tensor.name}'"
+    return None
+
+
+def find_rows(manifest: Manifest, interface: Interface) -> int | None:
+    """The most rows of a batch of requests; 0 for any number, None if requests can't be batched."""
+    if why_not_batched(manifest, interface) is not None:
+        return None
     return min((tensor.max_shape[0] for tensor in interface.inputs if tensor.max_shape), default=0)

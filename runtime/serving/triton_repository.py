@@ -10,7 +10,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.requests.device_arrays import DeviceArrays
 from splitc.runtime.requests.rank_kinds import choose_ranks
-from splitc.runtime.serving.interface import find_interface, find_rows
+from splitc.runtime.serving.interface import find_interface, find_rows, why_not_batched
 from splitc.runtime.serving.served_folders import find_packages, link_adapters, link_package, new_models
 from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.serving.triton_config import model_config
@@ -58,6 +58,8 @@ def _write_model(
         idle, most = serving.idle_seconds, serving.most_sequences
         config = model_config(name, interface, idle_seconds=idle, most_sequences=most)
     else:
+        if batch and (why := why_not_batched(manifest, interface)) is not None:
+            raise MisuseError(f"--batch {batch}: requests of {name} can't be batched, as {why}")
         rows = choose_rows(find_rows(manifest, interface), batch, name)
         config = model_config(name, interface, rows=rows, on_gpus=takes_gpu_arrays(manifest, serving))
     version = folder / "1"
@@ -78,13 +80,8 @@ def takes_gpu_arrays(manifest: Manifest, serving: Serving) -> bool:
 def choose_rows(most: int | None, asked: int | None, name: str) -> int:
     """The rows up to which requests are batched; 0 for not at all. `most` is the result of `find_rows`.
 
-    Raises MisuseError for more than the engines take, and where rows can't be joined.
+    Raises MisuseError for more than the engines take.
     """
-    if asked and most is None:
-        raise MisuseError(
-            f"--batch {asked}: requests of {name} can't be batched, as their rows are not independent, or the batch is "
-            "not the free first one of several axes in all inputs and outputs"
-        )
     if asked and most and asked > most:
         raise MisuseError(f"--batch {asked}: the engines of {name} were built for {most} rows at most")
     if asked is not None:

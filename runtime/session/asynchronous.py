@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
@@ -15,33 +15,34 @@ if TYPE_CHECKING:
     import asyncio
 
 Feeds = Mapping[str, npt.ArrayLike]
-# Begins a request, and waits while as many as may be are in flight.
-Submit = Callable[[Feeds], Future[dict[str, Array]]]
 
 
-async def run(submit: Submit, feeds: Feeds) -> dict[str, Array]:
-    """A request's outputs. The loop goes on while it waits for others, and while it runs.
+async def run(begin: Callable[[], Future[dict[str, Array]]], withdraw: Callable[[], bool]) -> dict[str, Array]:
+    """A request's outputs. The loop goes on while another thread waits to `begin` it, and while it runs.
 
-    A task that is cancelled cancels the request, if no rank has begun it.
+    A task that is cancelled withdraws the request, which has an effect if no rank has begun it.
     """
     import asyncio
 
-    begun = asyncio.get_running_loop().run_in_executor(None, submit, feeds)
+    begun = asyncio.get_running_loop().run_in_executor(None, begin)
     try:
         future = await asyncio.shield(begun)
     except asyncio.CancelledError:
-        begun.add_done_callback(_cancel)
+        withdraw()
+        begun.add_done_callback(_drop)
         raise
     return await asyncio.wrap_future(future)
 
 
-def _cancel(begun: asyncio.Future[Future[dict[str, Array]]]) -> None:
-    """Cancel a request that nobody waits for any more."""
-    if not begun.cancelled() and begun.exception() is None:
-        begun.result().cancel()
+def _drop(begun: asyncio.Future[Future[dict[str, Array]]]) -> None:
+    """Take the error of a request that nobody waits for any more, or asyncio would tell of it."""
+    if not begun.cancelled():
+        begun.exception()
 
 
-async def run_each(submit: Submit, feeds: Iterable[Feeds], in_flight: int) -> AsyncIterator[dict[str, Array]]:
+async def run_each(
+    run: Callable[[Feeds], Coroutine[Any, Any, dict[str, Array]]], feeds: Iterable[Feeds], in_flight: int
+) -> AsyncIterator[dict[str, Array]]:
     """The outputs of requests in their order, with so many in flight. Feeds are taken lazily.
 
     The first that fails ends it with its error; the others are cancelled, if no rank has begun them.
@@ -51,7 +52,7 @@ async def run_each(submit: Submit, feeds: Iterable[Feeds], in_flight: int) -> As
     tasks: deque[asyncio.Task[dict[str, Array]]] = deque()
     try:
         for one in feeds:
-            tasks.append(asyncio.create_task(run(submit, one)))
+            tasks.append(asyncio.create_task(run(one)))
             await asyncio.sleep(0)  # it begins before the next one does
             if len(tasks) >= in_flight:
                 yield await tasks.popleft()

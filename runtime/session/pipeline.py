@@ -55,6 +55,7 @@ class Pipeline(Listed, Mapping[str, Session]):
         self.package = Path(package)
         read = read_pipeline(self.package)
         if read is None:
+            read_manifest(self.package)
             raise MisuseError(f"{package} has no modules: open it as a Session")
         names = [module.name for module in read.modules]
         if strange := sorted(own.keys() - set(names)):

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy.typing as npt
 
-from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.built_here import check_built_here, check_host_code, newer_named
 from splitc.runtime.engines.kinds import choose_engine, make_backend
@@ -237,7 +236,9 @@ class Session(Requests, Listed):
         arrays = {name: on_host(feed) for name, feed in self._take(feeds).items()}
         batches = cut_batches(arrays, self.manifest.batch, micro_batch)
         held = self.adapters.sum(adapters)
-        answers = list(in_order((self._submit(batch, adapters=held) for batch in batches), self.in_flight))
+        answers = list(
+            in_order((self._answer(InFlightRequest(batch, adapters=held)) for batch in batches), self.in_flight)
+        )
         return join_batches(answers, self.manifest.batch)
 
     def run_timed(
@@ -255,9 +256,17 @@ class Session(Requests, Listed):
         """Start a request and return a future of its outputs. Requests run in the order of submission.
 
         The feeds are copied, so they may be changed afterwards. Waits while `in_flight` requests are in flight. A
-        failed request does not affect others. For `on_device`, `adapters` and what it raises, see `run`.
+        failed request does not affect others. The future's `cancel` works until a rank has begun the request. For
+        `on_device`, `adapters` and what it raises, see `run`.
         """
-        return self._submit(self._take(feeds, copy=True), on_device, self.adapters.sum(adapters))
+        return self._begin(InFlightRequest({}, on_device=on_device), feeds, adapters)
+
+    def _begin(
+        self, request: InFlightRequest, feeds: Mapping[str, npt.ArrayLike], adapters: Asked
+    ) -> Future[dict[str, Array]]:
+        """Start a request that is new, with a copy of the feeds."""
+        request.feeds, request.adapters = self._take(feeds, copy=True), self.adapters.sum(adapters)
+        return self._answer(request)
 
     def _take(self, feeds: Mapping[str, npt.ArrayLike], copy: bool = False) -> dict[str, Feed]:
         """The feeds as arrays. Without a state among them, all states begin empty, as in a sequence."""
@@ -267,12 +276,9 @@ class Session(Requests, Listed):
         taken = take_feeds(feeds, inputs, self.optional, self.manifest.fixed, copy, self.device_arrays.feeds)
         return {**taken, **unfed_states(self.manifest, taken)}
 
-    def _submit(
-        self, arrays: Mapping[str, Feed], on_device: bool = False, adapters: HeldSum | None = None
-    ) -> Future[dict[str, Array]]:
-        """As `submit`, for arrays that nobody changes while the request is in flight."""
-        request = InFlightRequest(arrays, on_device=on_device, adapters=adapters)
-        return then(self.submit_request(request), self.join)
+    def _answer(self, request: InFlightRequest) -> Future[dict[str, Array]]:
+        """Start a request, whose arrays nobody changes while it is in flight, and return a future of its outputs."""
+        return then(self.submit_request(request), self.join, request.withdraw)
 
     def map(
         self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None, adapters: Asked = None
@@ -289,14 +295,15 @@ class Session(Requests, Listed):
 
         It is not cancelled any more once a rank has begun it.
         """
-        return await asynchronous.run(partial(self.submit, adapters=adapters), feeds)
+        request = InFlightRequest({})
+        return await asynchronous.run(partial(self._begin, request, feeds, adapters), request.withdraw)
 
     def map_async(
         self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None, adapters: Asked = None
     ) -> AsyncIterator[dict[str, Array]]:
         """As `map`, for asyncio: `async for outputs in session.map_async(feeds)`."""
-        submit = partial(self.submit, adapters=adapters)
-        return asynchronous.run_each(submit, feeds, min(in_flight or self.in_flight, self.in_flight))
+        run = partial(self.run_async, adapters=adapters)
+        return asynchronous.run_each(run, feeds, min(in_flight or self.in_flight, self.in_flight))
 
     def start(self, capacity: int | None = None, *, adapters: Asked = None) -> StateSequence:
         """Open a sequence: its states (caches, recurrent states) stay on the ranks from request to request.

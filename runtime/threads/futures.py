@@ -101,16 +101,42 @@ def first_error(futures: Iterable[Future[Any]], what: str | None = None) -> Base
                     return error
 
 
-def then(future: Future[S], function: Callable[[S], T]) -> Future[T]:
-    """A future of the function's result on another future's result."""
-    result: Answer[T] = Answer()
-    result.set_running_or_notify_cancel()  # it can't be cancelled, since ranks may be running it
+def _never() -> bool:
+    """What has begun is not withdrawn."""
+    return False
+
+
+class _Following(Answer[T]):
+    """A future that follows another one. `withdraw` cancels what that one is of, and returns whether it could."""
+
+    def __init__(self, withdraw: Callable[[], bool]) -> None:
+        super().__init__()
+        self.withdraw = withdraw
+
+    def cancel(self) -> bool:
+        return super().cancel() if self.withdraw() else self.cancelled()
+
+
+def then(future: Future[S], function: Callable[[S], T], withdraw: Callable[[], bool] = _never) -> Future[T]:
+    """A future of the function's result on another future's result.
+
+    To cancel it is to `withdraw` what the other one is of: the other one then ends with a CancelledError.
+    """
+    result: _Following[T] = _Following(withdraw)
 
     def done(finished: Future[S]) -> None:
+        result.withdraw = _never  # it may hold what is done
         try:
-            result.set_result(function(finished.result()))
+            made = function(finished.result())
+        except CancelledError:
+            Answer.cancel(result)
+            result.set_running_or_notify_cancel()
         except BaseException as error:  # whoever waits for the result gets it
-            result.set_exception(error)
+            if result.set_running_or_notify_cancel():
+                result.set_exception(error)
+        else:
+            if result.set_running_or_notify_cancel():
+                result.set_result(made)
 
     future.add_done_callback(done)
     return result

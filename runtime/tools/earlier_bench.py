@@ -52,11 +52,11 @@ class EarlierBench:
         then = self.time
         differs = []
         if then.in_flight != now.in_flight:
-            differs.append(f"{then.in_flight} requests were in flight then, and {now.in_flight} now")
+            differs.append(f"requests in flight: {then.in_flight} then, {now.in_flight} now")
         if then.threads != now.threads:
-            differs.append(f"each rank had {then.threads} threads then, and {now.threads} now")
+            differs.append(f"threads of each rank: {then.threads} then, {now.threads} now")
         if len(then.ranks) != len(now.ranks):
-            differs.append(f"there were {len(then.ranks)} ranks then, and {len(now.ranks)} now")
+            differs.append(f"ranks: {len(then.ranks)} then, {len(now.ranks)} now")
         return differs
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from splitc.compiler.planning import resources
 from splitc.compiler.planning.resources import check_shares, find_budgets
+from splitc.compiler.request.request import Request
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices
 
@@ -16,6 +17,10 @@ def test_later_budgets_override_earlier_ones() -> None:
     devices = parse_devices(["3xcpu"])
     assert find_budgets(devices, ["2GiB", "cpu1=3GiB"], GIB) == [2 * GIB, 3 * GIB, 2 * GIB]
     assert find_budgets(devices, ["cpu1=3GiB", "2GiB"], GIB) == [2 * GIB, 2 * GIB, 2 * GIB]
+
+
+def test_budget_in_python_may_be_one_text() -> None:
+    assert Request(memory="2GiB").memory == ["2GiB"]
 
 
 def test_devices_without_a_budget_get_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

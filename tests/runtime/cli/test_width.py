@@ -67,6 +67,31 @@ def test_commands_fit_a_terminal(long_names: Path, tmp_path: Path, monkeypatch: 
     assert any("[red]" in line and "[/red]" in line for line in shown[4])
 
 
+@pytest.mark.parametrize("width", [60, WIDTH])
+def test_words_of_tables_are_whole(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has several words gives way to what is one."""
+    monkeypatch.setattr(terminal.out, "_width", width)
+    rows = terminal.table("", "node", "weights", "of budget", "why", right=("weights",))
+    name, why = "x" * (width // 2 - 2), "as a reason has several words it may take several lines"
+    rows.add_row("norm", name, "12.3 MiB", "1%", why)
+    with terminal.out.capture() as shown:
+        terminal.out.print(rows)
+    lines = shown.get().splitlines()
+    words = [word for line in lines for word in line.split()]
+    assert {name, "budget", *why.split()} <= set(words)
+    assert max(map(len, lines)) <= width
+
+
+def test_nothing_is_cut_off_where_numbers_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.out, "_width", 30)
+    rows = terminal.table("rank", "loaded", "predicted", "peak", right=("loaded", "predicted", "peak"))
+    rows.add_row("0 cpu0", "12.3 MiB", "45.6 MiB", "78.9 MiB")
+    with terminal.out.capture() as shown:
+        terminal.out.print(rows)
+    assert shown.get().count("MiB") == 3
+    assert max(map(len, shown.get().splitlines())) <= 30
+
+
 def test_names_are_whole_where_there_is_room(long_names: Path) -> None:
     assert (
         f"(/{SCOPE}0/Add_output_0)"

@@ -70,7 +70,8 @@ def test_earlier_bench_is_compared(package: Path, tmp_path: Path) -> None:
     now = splitc("bench", package, "--runs", 8, "--in-flight", 2, "--no-memory", "--before", then, "--report", page)
     for text in (" ".join(now.stdout.split()), words(page)):
         assert "then.json" in text and "rank 2: waiting" in text
-        assert "1 requests were in flight then, and 2 now" in text.lower()
+        assert "requests in flight: 1 then, 2 now" in text.lower()
+    assert "unsplit" not in now.stdout, "nothing was compared with it"
     earlier = read_bench(then)
     rows = {row[0]: row[3] for row in earlier.rows(result(0.1, 0.1, 0.1, rate=2 * earlier.time.rate))}
     assert rows["rate"] == "2.00" and len(rows) == 9

@@ -100,6 +100,18 @@ def test_node_is_found_by_parts_of_its_name(browser: Any, pages: dict[str, Path]
     assert browser.find_element("css selector", ".search .note").text.startswith("0 of")
 
 
+def test_tables_fit_a_phone(browser: Any, pages: dict[str, Path]) -> None:
+    """That of the slowest blocks; and no option of the verdict is broken at the end of a line."""
+    show(browser, pages["plan"], LOOKS["phone"])
+    wide, room = browser.execute_script(
+        "const blocks = [...document.querySelectorAll('.wide')].find(each => each.innerText.startsWith('block'));"
+        "return [blocks.scrollWidth, blocks.clientWidth]"
+    )
+    assert wide <= room
+    lines = "return [...document.querySelectorAll('.option')].map(each => each.getClientRects().length)"
+    assert set(browser.execute_script(lines)) == {1}
+
+
 def test_numbers_are_unfolded_in_print(browser: Any, pages: dict[str, Path]) -> None:
     show(browser, pages["plan"])
     assert count(browser, "details") > count(browser, "details[open]") == 0

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
 from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
@@ -230,6 +230,34 @@ def test_closing_cancels_what_has_not_begun(package: Path, monkeypatch: pytest.M
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("splitc rank")]
     with pytest.raises(SplitcError, match="the session is closed"):
         session.submit(decoder_feeds())
+
+
+@pytest.mark.parametrize("mode", ["layer", "batch"])
+def test_a_request_is_cancelled_until_a_rank_begins_it(
+    decoder: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    run = OnnxRuntimeEngine.run
+
+    def run_later(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return run(*args, **options)
+
+    package = compile_mode(decoder, mode)
+    with Session(package, in_flight=4, ranks="threads") as session:
+        monkeypatch.setattr(OnnxRuntimeEngine, "run", run_later)
+        futures = [session.submit(decoder_feeds(2)) for _ in range(4)]
+        assert begun.wait(10)
+        assert [future.cancel() for future in futures] == [False, True, True, True]
+        go_on.set()
+        assert len(wait(futures, 10).done) == 4
+        assert "logits" in futures[0].result()
+        with pytest.raises(CancelledError):
+            futures[1].result()
+        until(lambda: session.metrics.in_flight == 0)
+        assert (session.metrics.done, session.metrics.failed) == (1, 0)
+        assert "logits" in session.run(decoder_feeds())
 
 
 def test_refused_feeds_take_no_place(package: Path) -> None:

@@ -77,12 +77,21 @@ def test_rows_that_meet_are_not_joined(tmp_path: Path) -> None:
     assert "max_batch_size: 0" in config and "dynamic" not in config
     assert 'output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] }' in config, "Triton has no scalars"
     for options, said in (
-        (("--batch", 4), "can't be batched"),
+        (("--batch", 4), "can't be batched, as their rows are not independent"),
         (("--sequences",), "has no states"),
     ):
         found = splitc("export", "triton", tmp_path / "total", "-o", tmp_path / "other", *options, code=2)
         assert said in found.stderr
     assert not list((tmp_path / "other").iterdir()), "nothing half written"
+
+
+def test_input_of_all_rows_keeps_requests_from_being_batched(tmp_path: Path) -> None:
+    """As the timestep of a U-Net."""
+    body = "g (float[n,4] x, float step) => (float[n,4] y) { y = Mul(x, step) }"
+    ir.save(ir.from_onnx_text(f'<ir_version: 8, opset_import: ["" : 17]> {body}'), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER), tmp_path / "unet")
+    found = splitc("export", "triton", tmp_path / "unet", "-o", tmp_path / "other", "--batch", 4, code=2)
+    assert "the free first one of several axes of 'step'" in found.stderr
 
 
 @pytest.mark.parametrize(

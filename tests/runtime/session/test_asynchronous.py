@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime import FeedError, Session
-from splitc.runtime.requests.admission import Admission
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 from tests.conftest import decoder_feeds, until
 
 
@@ -44,27 +45,29 @@ def test_errors_and_what_comes_after(package: Path) -> None:
 
 
 def test_a_cancelled_task_cancels_its_request(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it waits for a place, and while the request waits for its turn. The session goes on."""
-    submit, futures = Admission.submit, []
+    """While it waits for a thread or a place, and while the request waits for its turn. The session goes on."""
+    begun, go_on = threading.Event(), threading.Event()
+    run = OnnxRuntimeEngine.run
 
-    def kept(self: Admission, *arguments: Any) -> Any:
-        futures.append(submit(self, *arguments))
-        return futures[-1]
-
-    monkeypatch.setattr(Admission, "submit", kept)
+    def run_later(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return run(*args, **options)
 
     async def ask(session: Session) -> int:
-        large = decoder_feeds(4, 256)
-        tasks = [asyncio.create_task(session.run_async(large)) for _ in range(6)]
-        await asyncio.sleep(0)  # all have begun, and none has ended
+        tasks = [asyncio.create_task(session.run_async(decoder_feeds())) for _ in range(50)]
+        await asyncio.to_thread(begun.wait, 10)
         for task in tasks[1:]:
             task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(session.run_async(large), timeout=1e-6)
+            await asyncio.wait_for(session.run_async(decoder_feeds()), timeout=1e-6)
+        go_on.set()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
         return sum(isinstance(each, asyncio.CancelledError) for each in ended)
 
     with Session(package, in_flight=2) as session:
-        assert asyncio.run(ask(session)) == 5
-        until(lambda: all(future.done() for future in futures))
+        monkeypatch.setattr(OnnxRuntimeEngine, "run", run_later)
+        assert asyncio.run(ask(session)) == 49
+        until(lambda: session.metrics.in_flight == 0)
+        assert (session.metrics.done, session.metrics.failed) == (1, 0)
         assert "logits" in session.run(decoder_feeds())

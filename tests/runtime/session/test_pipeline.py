@@ -56,6 +56,11 @@ def test_modules_that_are_not_there(
         work(pipeline, compile_mode(decoder, "layer"))
 
 
+def test_no_package_is_no_pipeline(tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match="missing does not exist; make one"):
+        Pipeline(tmp_path / "missing")
+
+
 def test_module_of_another_pipeline_is_refused(decoder: Path, pipeline: Path) -> None:
     shutil.rmtree(pipeline / "second")
     shutil.copytree(compile_mode(decoder, "row"), pipeline / "second")
