@@ -293,12 +293,10 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
     if number == 0:
         elsewhere = {product.node for product in split.products.values()} - {product.node for product in own}
         nodes = [node for node in stage.nodes if node not in elsewhere]
-        held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes)
-        memory = stage_memory(costs, analysis.states, stage, held)
-        # The columns of all ranks, beside the joined results.
-        results = ([product.result for product in products] for products in split.rounds)
-        joined = max((_sum(costs.value_bytes, values) for values in results), default=0)
-        return replace(memory, activations=memory.activations + joined)
+        # The columns of all ranks are there beside the result that they are joined to.
+        joined = frozenset(product.result for product in split.products.values())
+        held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes, twice=joined)
+        return stage_memory(costs, analysis.states, stage, held)
     multiplied = product_stage(analysis.graph, own).nodes
     held = held_shards(costs, split.columns, multiplied, number)
     weights = held.weights
