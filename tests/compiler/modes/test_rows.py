@@ -14,7 +14,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.modes.rows import NoRowsError
 from splitc.runtime import Session
 from tests.conftest import assert_close, run_whole
-from tests.helpers.blocks import Block
+from tests.helpers.blocks import FLOAT, Block
 
 WIDTH, HEADS, TOKENS = 32, 2, 3
 
@@ -102,6 +102,21 @@ def of_each_row(b: Block, x: ir.Value) -> Iterator[ir.Value]:
     yield b.op("STFT", signal, b.constant(4, np.int64), b.w("window", 8))
     lengths = b.op("Expand", b.ints(3), b.shape(x, 0))
     yield b.op("ReverseSequence", signal, lengths, batch_axis=0, time_axis=1)
+    yield from (b.op("Cast", made, to=FLOAT) for made in of_a_table(b, x))
+
+
+def of_a_table(b: Block, x: ir.Value) -> Iterator[ir.Value]:
+    """What classical machine learning makes of the 20 features of each row."""
+    domain = "ai.onnx.ml."
+    yield b.op(f"{domain}Scaler", x, offset=[0.1] * 20, scale=[0.1 * n for n in range(20)])
+    yield b.op(f"{domain}FeatureVectorizer", x, x, inputdimensions=[20, 20])
+    linear = {"coefficients": [0.1 * (n % 7) - 0.3 for n in range(40)], "intercepts": [0.5, 0.1]}
+    yield b.op(f"{domain}LinearRegressor", x, targets=2, **linear)
+    labels, scores = b.ops(f"{domain}LinearClassifier", x, outputs=2, classlabels_ints=[4, 7], **linear)
+    yield from (labels, scores, b.op(f"{domain}OneHotEncoder", labels, cats_int64s=[4, 7]))
+    best = b.op("ArgMax", scores, axis=1)
+    yield b.op(f"{domain}ArrayFeatureExtractor", x, b.ints(3, 1))
+    yield b.op("Reshape", b.op(f"{domain}ArrayFeatureExtractor", b.w("names", 1, 2), best), b.ints(-1, 1))
 
 
 def test_operators_that_take_each_row_by_itself(tmp_path: Path) -> None:
