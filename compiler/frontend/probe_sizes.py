@@ -31,7 +31,7 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     past and new length), its probe size is the sum of theirs. If that leaves more shapes unknown, no sums are kept;
     then the same axis of several inputs gets one symbol where its size is the same, since some exporters name each axis
     anew. The given shapes are returned if all that leaves more shapes unknown (an image whose sides must be multiples
-    of the patch size). `constants` are only those that do not depend on sizes.
+    of the patch size). `constants` and `mixed` have only what does not depend on sizes.
     """
     symbols = _symbols(graph, shapes)
     if not symbols:
@@ -42,7 +42,7 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     for numbers in ways:
         probed = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
         if len(probed.uncertain) <= len(bound.uncertain):
-            return replace(probed, constants=_same(probed.constants, bound.constants))
+            return _fixed(probed, bound)
     return bound
 
 
@@ -60,7 +60,7 @@ def bind_same_axes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes
     probed = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
     if len(probed.uncertain) > len(bound.uncertain):
         return None
-    return replace(probed, constants=_same(probed.constants, bound.constants))
+    return _fixed(probed, bound)
 
 
 def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
@@ -81,11 +81,11 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
         numbers.update({name: numbers[first] for name, first in caches.items()})
         made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
         if _fits(graph, made, bound) and _differs(graph, made, bound):
-            return replace(made, constants=_same(made.constants, bound.constants))
+            return _fixed(made, bound)
     varied = _one_by_one(graph, shapes, bound, kinds)
     if varied is None or not _differs(graph, varied, bound):
         return bound
-    return replace(varied, constants=_same(varied.constants, bound.constants))
+    return _fixed(varied, bound)
 
 
 def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes | None:
@@ -99,7 +99,7 @@ def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes
     symbols = _symbols(graph, shapes)
     same = _same_axes(graph, symbols)
     made = _one_by_one(graph, shapes, bound, [name for name in symbols if name not in same], keeps=True)
-    return None if made is None else replace(made, constants=_same(made.constants, bound.constants))
+    return None if made is None else _fixed(made, bound)
 
 
 def _one_by_one(
@@ -179,9 +179,17 @@ def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
     return symbols
 
 
-def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, Array]:
-    """The constants that are equal with both sizes, and so do not depend on the inputs' sizes."""
-    return {name: array for name, array in first.items() if name in second and np.array_equal(array, second[name])}
+def _fixed(made: BoundShapes, bound: BoundShapes) -> BoundShapes:
+    """With only the constants, and entries of constants, that are equal with both sizes, so do not depend on them."""
+    same, mixed = {}, {}
+    for name, array in made.constants.items():
+        if (other := bound.constants.get(name)) is None or other.shape != array.shape:
+            continue
+        if np.array_equal(array, other):
+            same[name] = array
+        elif array.ndim == 1:
+            mixed[name] = [int(a) if a == b else None for a, b in zip(array, other, strict=True)]
+    return replace(made, constants=same, mixed=mixed)
 
 
 def _same_axes(graph: Graph, symbols: Mapping[str, int], first: int = 0) -> dict[str, str]:
