@@ -128,6 +128,16 @@ def test_operators_that_take_each_row_by_itself(tmp_path: Path) -> None:
     check_rows(b, tmp_path, {"x", *made})
 
 
+def test_image_that_is_made_small(tmp_path: Path) -> None:
+    """Smaller sizes than those planned for would leave nothing of it."""
+    b = Block(22)
+    v = b.data("x", (2, 3, 64, 32), ["batch", 3, "height", "width"])
+    for number, channels in enumerate((3, 4, 4, 4)):
+        v = b.op("Relu", b.op("Conv", v, b.w(f"filters {number}", 4, channels, 2, 2), strides=[2, 2]))
+    b.give(b.op("GlobalMaxPool", v), "y", ["batch", 4, 1, 1])
+    check_rows(b, tmp_path, {"x", "y"})
+
+
 def numbers(b: Block, ids: ir.Value) -> ir.Value:
     """0, 1, ... for all tokens of all rows, [rows, tokens]."""
     count = b.op("ReduceProd", b.op("Shape", ids), keepdims=0)
