@@ -198,3 +198,34 @@ def test_rows_of_images_whose_sides_are_halved_and_doubled(tmp_path: Path) -> No
     both = b.op("Conv", b.op("Concat", x, double, axis=1), b.w("both", 6, 6, 1, 1))
     b.give(b.op("Squeeze", b.op("AveragePool", both, kernel_shape=[8, 1]), b.ints(2)), "y", ["batch", 6, "columns"])
     check_rows(b, tmp_path, {"x", "y"})
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_mask_that_follows_from_sizes_is_picked_by_row_numbers(differ: bool, tmp_path: Path) -> None:
+    """As of images that are not padded: ones, of which each row picks its own by its number."""
+    b = Block(21)
+    x = b.data("x", (2, TOKENS, WIDTH), ["batch", TOKENS, WIDTH])
+    one, count = b.constant(1, np.int64), b.shape(x, 0)
+    ones = b.op("Expand", b.constant([[1.0]], np.float32), b.op("Concat", count, b.ints(TOKENS), axis=0))
+    rows = b.op("Range", zero(b), b.op("Squeeze", count), one)
+    row = b.op("Expand", b.op("Reshape", rows, b.ints(-1, 1, 1)), b.op("Concat", count, b.ints(TOKENS, 1), axis=0))
+    place = b.op("Expand", b.constant(np.arange(TOKENS).reshape(1, -1, 1), np.int64), b.op("Shape", row))
+    mask = b.op("GatherND", ones, b.op("Concat", row, place, axis=-1))
+    if differ:
+        mask = b.op("Add", mask, b.op("Cast", b.op("Squeeze", row, b.ints(2)), to=FLOAT))
+    b.give(layer(b, b.op("Add", x, b.op("Unsqueeze", mask, b.ints(2))), "up"), "y", ["batch", TOKENS, WIDTH])
+    if differ:
+        refuse_rows(b, tmp_path, "tells them apart by numbers that are computed from sizes")
+    else:
+        check_rows(b, tmp_path, {"x", "y"})
+
+
+def test_rows_that_are_counted_by_another_input(tmp_path: Path) -> None:
+    """As those of the encoder's states in a decoder, whose ids have a symbol of their own for the rows."""
+    b = Block(21)
+    image = layer(b, b.data("image", (2, TOKENS, WIDTH), ["images", TOKENS, WIDTH]), "up")
+    x = b.data("x", (2, WIDTH), ["texts", WIDTH])
+    heads = b.op("Reshape", image, b.op("Concat", b.shape(x, 0), b.ints(TOKENS, HEADS, -1), axis=0))
+    pooled = b.op("Reshape", b.op("ReduceMax", heads, b.ints(1), keepdims=0), b.op("Shape", x))
+    b.give(b.op("Add", x, pooled), "y", ["texts", WIDTH])
+    check_rows(b, tmp_path, {"image", "x", "y"})
