@@ -20,9 +20,9 @@ from splitc.compiler.request.shapes import Shape
 FACTORS = (3, 5, 7, 2)
 # For each symbol alone shapes are inferred again, for each of its sizes: more symbols would take too long.
 MOST_SYMBOLS = 6
-# The smallest probe sizes that are tried, in this order. Models make images 32 times smaller, and sounds some 300
-# times: of fewer elements nothing would be left.
-SMALLEST = (3, 67, 1031)
+# Probe sizes, in the order in which they are tried, from which models make sizes of less than two. Images are made 32
+# times smaller, and sounds some 300 times.
+LARGER = (67, 1031)
 
 Array = npt.NDArray[Any]
 
@@ -39,29 +39,34 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     symbols = _symbols(graph, shapes)
     if not symbols:
         return bound
-    same, first = _same_axes(graph, symbols), bound
-    for smallest in SMALLEST:
-        ways = [_number(graph, symbols, sums, smallest=smallest) for sums in (True, False)]
-        ways += [{**numbers, **{name: numbers[one] for name, one in same.items()}} for numbers in ways if same]
-        for numbers in ways:
-            probed = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
-            if len(probed.uncertain) <= len(bound.uncertain):
-                break
-        else:
-            return first
-        if not _collapses(probed, bound):
+    ways = [_number(graph, symbols, sums) for sums in (True, False)]
+    same = _same_axes(graph, symbols)
+    ways += [{**numbers, **{name: numbers[first] for name, first in same.items()}} for numbers in ways if same]
+    for sizes in (sizes for numbers in ways for sizes in _enlarged(graph, numbers)):
+        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, sizes))
+        if len(probed.uncertain) <= len(bound.uncertain):
             return _fixed(probed, bound)
-        first = _fixed(probed, bound) if first is bound else first
-    return first
+    return bound
 
 
-def _collapses(made: BoundShapes, bound: BoundShapes) -> bool:
-    """Whether an axis of several elements has one, or none, with the sizes that are made up."""
-    return any(
-        size < 2 <= planned
-        for name, shape in made.shapes.items()
-        for size, planned in zip(shape, bound.shapes.get(name, ()), strict=False)
-    )
+def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]:
+    """These sizes, and before them larger ones for symbols of which axes are made that would have one element, or none.
+
+    Axes of one element say nothing, and operators that make images smaller refuse such.
+    """
+    sizes = {size for node in graph.nodes for value in node.outputs for size in value.shape or ()}
+    derived = [size for size in sizes if isinstance(size, ir.SymbolicDim) and size.value not in (None, *numbers)]
+    larger = numbers
+    for smallest in LARGER:
+        small = {
+            str(symbol)
+            for size in derived
+            if (count := evaluate_size(size, larger)) is not None and count < 2
+            for symbol in size.free_symbols()
+        }
+        primes = _primes(graph, smallest)
+        larger = {name: next(primes) if name in small else size for name, size in larger.items()}
+    yield from (larger, numbers) if larger != numbers else (numbers,)
 
 
 def bind_same_axes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes | None:
@@ -75,10 +80,11 @@ def bind_same_axes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes
         return None
     numbers = _number(graph, symbols, True)
     numbers.update({name: numbers[first] for name, first in same.items()})
-    probed = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
-    if len(probed.uncertain) > len(bound.uncertain):
-        return None
-    return _fixed(probed, bound)
+    for sizes in _enlarged(graph, numbers):
+        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, sizes))
+        if len(probed.uncertain) <= len(bound.uncertain):
+            return _fixed(probed, bound)
+    return None
 
 
 def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
@@ -222,15 +228,12 @@ def _same_axes(graph: Graph, symbols: Mapping[str, int], first: int = 0) -> dict
     return {name: other for name, other in same.items() if name != other}
 
 
-def _number(
-    graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1, skipped: int = 0, smallest: int = SMALLEST[0]
-) -> dict[str, int]:
+def _number(graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1, skipped: int = 0) -> dict[str, int]:
     """A probe size for each symbol. With `sums`, one that is the sum of two others, each at least `least`, stays so.
 
-    So many of the first primes, from the `smallest` on, are `skipped`.
+    So many of the first primes are `skipped`.
     """
-    primes = _primes({size for weight in graph.graph.initializers.values() for size in shape_of(weight)}, smallest)
-    primes = itertools.islice(primes, skipped, None)
+    primes = itertools.islice(_primes(graph), skipped, None)
     numbers: dict[str, int] = {}
     for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
         parts = [
@@ -242,8 +245,9 @@ def _number(
     return numbers
 
 
-def _primes(avoid: set[int], smallest: int) -> Iterator[int]:
-    """The odd primes from the smallest on that divide none of these sizes."""
+def _primes(graph: Graph, smallest: int = 3) -> Iterator[int]:
+    """The odd primes from the smallest on that divide no size of a weight."""
+    avoid = {size for weight in graph.graph.initializers.values() for size in shape_of(weight)}
     for number in itertools.count(smallest, 2):
         is_prime = all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
         if is_prime and not any(size % number == 0 for size in avoid if size):
