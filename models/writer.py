@@ -50,11 +50,15 @@ class Writer:
         """A node with one output."""
         return self.ops(kind, *inputs, outputs=1, **attributes)[0]
 
+    def uses(self, domain: str, version: int) -> None:
+        """Nodes of a domain are of this version of its operators. Without it, they are of the first."""
+        self._opsets[domain] = version
+
     def ops(self, kind: str, *inputs: ir.Value | None, outputs: int, **attributes: Any) -> Sequence[ir.Value]:
         """A node with several outputs. An operator of another domain is named with it: `com.microsoft.Attention`."""
         domain, _, kind = kind.rpartition(".")
         if domain:
-            self._opsets[domain] = 1
+            self._opsets.setdefault(domain, 1)
         name = "/" + "/".join([*self._scopes, kind])
         self._names[name] += 1
         if self._names[name] > 1:

@@ -26,12 +26,13 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
     With `trusts_data`, these may lie outside the model's folder.
 
     Raises ModelError if the file is missing or no ONNX model; for operators that ONNX Runtime does not know; for a name
-    of two values; for sparse weights; for external data that are missing, too short or outside the model's folder.
+    of two values; for maps; for sparse weights; for external data that are missing, too short or outside of its folder.
     """
     proto = read_proto(path)
     contents = contents_of(proto)
     _check_texts(contents, path)
     _check_declared(proto.graph, path)
+    _check_maps(proto.graph, path)
     for graph, outside in _graphs(proto.graph, frozenset()):
         _check_names(graph, path, outside)
     _check_operators(proto, contents)
@@ -93,6 +94,19 @@ def _check_declared(graph: onnx.GraphProto, path: Path) -> None:
     for kind, values in (("input", graph.input), ("output", graph.output)):
         if twice := [name for name, count in Counter(value.name for value in values).items() if count > 1]:
             raise ModelError(f"{path}: the {kind} '{twice[0]}' is declared twice: leave out one of them")
+
+
+def _check_maps(graph: onnx.GraphProto, path: Path) -> None:
+    """Raise ModelError for values that are maps, or lists of them."""
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        kind = value.type
+        while kind.WhichOneof("value") in ("sequence_type", "optional_type"):
+            kind = getattr(kind, kind.WhichOneof("value")).elem_type
+        if kind.WhichOneof("value") == "map_type":
+            raise ModelError(
+                f"{path}: '{value.name}' is of maps, and splitc takes tensors: export the model without them (for "
+                "skl2onnx and onnxmltools, with the option zipmap=False)"
+            )
 
 
 def _check_names(graph: onnx.GraphProto, path: Path, outside: frozenset[str]) -> None:

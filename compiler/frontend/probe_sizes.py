@@ -20,6 +20,9 @@ from splitc.compiler.request.shapes import Shape
 FACTORS = (3, 5, 7, 2)
 # For each symbol alone shapes are inferred again, for each of its sizes: more symbols would take too long.
 MOST_SYMBOLS = 6
+# Probe sizes, in the order in which they are tried, from which models make sizes of less than two. Images are made 32
+# times smaller, and sounds some 300 times.
+LARGER = (67, 1031)
 
 Array = npt.NDArray[Any]
 
@@ -31,7 +34,7 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     past and new length), its probe size is the sum of theirs. If that leaves more shapes unknown, no sums are kept;
     then the same axis of several inputs gets one symbol where its size is the same, since some exporters name each axis
     anew. The given shapes are returned if all that leaves more shapes unknown (an image whose sides must be multiples
-    of the patch size). `constants` are only those that do not depend on sizes.
+    of the patch size). `constants` and `mixed` have only what does not depend on sizes.
     """
     symbols = _symbols(graph, shapes)
     if not symbols:
@@ -39,11 +42,31 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     ways = [_number(graph, symbols, sums) for sums in (True, False)]
     same = _same_axes(graph, symbols)
     ways += [{**numbers, **{name: numbers[first] for name, first in same.items()}} for numbers in ways if same]
-    for numbers in ways:
-        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
+    for sizes in (sizes for numbers in ways for sizes in _enlarged(graph, numbers)):
+        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, sizes))
         if len(probed.uncertain) <= len(bound.uncertain):
-            return replace(probed, constants=_same(probed.constants, bound.constants))
+            return _fixed(probed, bound)
     return bound
+
+
+def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]:
+    """These sizes, and before them larger ones for symbols of which axes are made that would have one element, or none.
+
+    Axes of one element say nothing, and operators that make images smaller refuse such.
+    """
+    sizes = {size for node in graph.nodes for value in node.outputs for size in value.shape or ()}
+    derived = [size for size in sizes if isinstance(size, ir.SymbolicDim) and size.value not in (None, *numbers)]
+    larger = numbers
+    for smallest in LARGER:
+        small = {
+            str(symbol)
+            for size in derived
+            if (count := evaluate_size(size, larger)) is not None and count < 2
+            for symbol in size.free_symbols()
+        }
+        primes = _primes(graph, smallest)
+        larger = {name: next(primes) if name in small else size for name, size in larger.items()}
+    yield from (larger, numbers) if larger != numbers else (numbers,)
 
 
 def bind_same_axes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes | None:
@@ -57,10 +80,11 @@ def bind_same_axes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes
         return None
     numbers = _number(graph, symbols, True)
     numbers.update({name: numbers[first] for name, first in same.items()})
-    probed = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
-    if len(probed.uncertain) > len(bound.uncertain):
-        return None
-    return replace(probed, constants=_same(probed.constants, bound.constants))
+    for sizes in _enlarged(graph, numbers):
+        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, sizes))
+        if len(probed.uncertain) <= len(bound.uncertain):
+            return _fixed(probed, bound)
+    return None
 
 
 def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
@@ -81,11 +105,11 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
         numbers.update({name: numbers[first] for name, first in caches.items()})
         made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
         if _fits(graph, made, bound) and _differs(graph, made, bound):
-            return replace(made, constants=_same(made.constants, bound.constants))
+            return _fixed(made, bound)
     varied = _one_by_one(graph, shapes, bound, kinds)
     if varied is None or not _differs(graph, varied, bound):
         return bound
-    return replace(varied, constants=_same(varied.constants, bound.constants))
+    return _fixed(varied, bound)
 
 
 def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes | None:
@@ -99,7 +123,7 @@ def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes
     symbols = _symbols(graph, shapes)
     same = _same_axes(graph, symbols)
     made = _one_by_one(graph, shapes, bound, [name for name in symbols if name not in same], keeps=True)
-    return None if made is None else replace(made, constants=_same(made.constants, bound.constants))
+    return None if made is None else _fixed(made, bound)
 
 
 def _one_by_one(
@@ -179,9 +203,17 @@ def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
     return symbols
 
 
-def _same(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, Array]:
-    """The constants that are equal with both sizes, and so do not depend on the inputs' sizes."""
-    return {name: array for name, array in first.items() if name in second and np.array_equal(array, second[name])}
+def _fixed(made: BoundShapes, bound: BoundShapes) -> BoundShapes:
+    """With only the constants, and entries of constants, that are equal with both sizes, so do not depend on them."""
+    same, mixed = {}, {}
+    for name, array in made.constants.items():
+        if (other := bound.constants.get(name)) is None or other.shape != array.shape:
+            continue
+        if np.array_equal(array, other):
+            same[name] = array
+        elif array.ndim == 1:
+            mixed[name] = [int(a) if a == b else None for a, b in zip(array, other, strict=True)]
+    return replace(made, constants=same, mixed=mixed)
 
 
 def _same_axes(graph: Graph, symbols: Mapping[str, int], first: int = 0) -> dict[str, str]:
@@ -201,8 +233,7 @@ def _number(graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1
 
     So many of the first primes are `skipped`.
     """
-    primes = _primes({size for weight in graph.graph.initializers.values() for size in shape_of(weight)})
-    primes = itertools.islice(primes, skipped, None)
+    primes = itertools.islice(_primes(graph), skipped, None)
     numbers: dict[str, int] = {}
     for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
         parts = [
@@ -214,9 +245,10 @@ def _number(graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1
     return numbers
 
 
-def _primes(avoid: set[int]) -> Iterator[int]:
-    """The odd primes that divide none of these sizes."""
-    for number in itertools.count(3, 2):
+def _primes(graph: Graph, smallest: int = 3) -> Iterator[int]:
+    """The odd primes from the smallest on that divide no size of a weight."""
+    avoid = {size for weight in graph.graph.initializers.values() for size in shape_of(weight)}
+    for number in itertools.count(smallest, 2):
         is_prime = all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
         if is_prime and not any(size % number == 0 for size in avoid if size):
             yield number

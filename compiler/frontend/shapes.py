@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,7 +32,8 @@ class BoundShapes:
 
     `unknown` are the axes of a value whose size depends on data. `constants` are the results of shape arithmetic with
     these shapes. `observed` are the operators without a shape rule, which ONNX Runtime ran on made-up inputs.
-    `repeated` are the nodes that have the form of another one.
+    `repeated` are the nodes that have the form of another one. `mixed` are results of shape arithmetic of which some
+    entries are known for any sizes, with None in place of the others.
     """
 
     shapes: Mapping[str, Shape]
@@ -41,6 +42,7 @@ class BoundShapes:
     observed: frozenset[str] = frozenset()
     repeated: frozenset[ir.Node] = frozenset()
     unknown: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    mixed: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
 
 
 def read_symbols(model: ir.Model) -> None:

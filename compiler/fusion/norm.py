@@ -95,7 +95,8 @@ def _weighted(normal: ir.Value) -> tuple[ir.Value, ir.Value]:
     value = normal if cast is None else cast.outputs[0]
     product = only_user(value, "Mul")
     if product is None or product.inputs[0] is product.inputs[1]:
-        raise NotFusedError("it is multiplied by no weights")
+        readers = sorted({usage.node.op_type for usage in value.uses()})
+        raise NotFusedError(f"it is multiplied by no weights, but read by {' and '.join(readers) or 'no node'}")
     one, other = product.inputs
     weights = other if one is value else one
     assert weights is not None

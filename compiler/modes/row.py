@@ -224,7 +224,9 @@ def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -
     """Raise CannotSplitError if less than LEAST_SHARE can be sliced. The message says what reads the weights."""
     halves = slice_products(analysis.graph, products, [1.0, 1.0], analysis.costs.value_bytes)
     weights = sliced_weights(analysis, products, halves)
-    total = max(1, sum(weight.bytes for weight in weights))
+    total = sum(weight.bytes for weight in weights)
+    if not total:
+        raise CannotSplitError("row mode can slice nothing of this model: it has no weights")
     divided = sum(weight.split for weight in weights)
     if divided >= LEAST_SHARE * total:
         return

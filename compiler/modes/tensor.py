@@ -179,6 +179,8 @@ def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]
 def _check_split(weights: Sequence[WeightFate]) -> None:
     """Raise CannotSplitError if nothing is sharded."""
     if not any(weight.split for weight in weights):
+        if not weights:
+            raise CannotSplitError("tensor mode can split nothing of this model: it has no weights")
         total = sum(weight.bytes for weight in weights)
         reasons = dict.fromkeys(f"  {weight.name}: {weight.reason}" for weight in weights if weight.reason)
         listed = "\n".join(list(reasons)[:5])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import onnx_ir as ir
@@ -151,17 +150,7 @@ def unique_shapes(context: Any, node: ir.Node) -> None:
         context.set_shape_and_dtype(value, ir.Shape(shape), dtype)
 
 
-def feature_shape(context: Any, node: ir.Node) -> None:
-    """Picked entries of the last axis, of two axes at least. The library takes only the last axis of the indices."""
-    data, indices = node.inputs
-    if data is None or data.shape is None or indices is None or indices.shape is None or data.dtype is None:
-        return
-    rows = data.shape[:-1] if len(data.shape) > 1 else (1,)
-    context.set_shape_and_dtype(node.outputs[0], ir.Shape([*rows, prod(indices.shape)]), data.dtype)
-
-
 OPERATORS = (
-    Operator("ai.onnx.ml.ArrayFeatureExtractor", shapes=feature_shape),
     Operator("Unique", shapes=unique_shapes),
     Operator("Gather", gather, reads_part=True, shape_arithmetic=True, passes_sizes=True, lookups=((1, 0),)),
     Operator("GatherElements", gather_elements, reads_part=True, lookups=((1, 0),)),

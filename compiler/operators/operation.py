@@ -36,6 +36,7 @@ class Operation:
 
     constants: for each input its value, if it is known beforehand and short.
     weights: the inputs that are weights, or computed from weights alone.
+    mixed: for an input, the whole numbers in it that are known beforehand, None for those that are not.
     contracted: the axis that is summed over. A rank with a shard of it makes a partial value.
     linear: sets of inputs. The output is partial if exactly the inputs of one set are.
     sizes: for an input, the axes whose sizes its entries are. `attributes` likewise.
@@ -51,6 +52,7 @@ class Operation:
     outputs: Sequence[Axes]
     constants: Sequence[npt.NDArray[Any] | None]
     weights: Collection[int] = ()
+    mixed: Mapping[int, Sequence[int | None] | None] = field(default_factory=dict)
     contracted: Axis = ()
     linear: tuple[frozenset[int], ...] = ()
     sizes: dict[int, Sizes] = field(default_factory=dict)
@@ -102,6 +104,10 @@ class Operation:
         if number < len(self.constants) and (array := self.constants[number]) is not None:
             return [int(integer) for integer in np.atleast_1d(array)]
         return self.numbers_of(attribute) if attribute else None
+
+    def entries(self, number: int, attribute: str = "") -> Sequence[int | None] | None:
+        """As `numbers`, with None for those that depend on sizes."""
+        return self.numbers(number, attribute) or self.mixed.get(number)
 
     def relate(self, first: Axis, second: Axis) -> None:
         """Record that two axes are the same."""

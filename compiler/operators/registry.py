@@ -21,6 +21,7 @@ from splitc.compiler.operators import (
     reduction,
     shaping,
     signals,
+    tabular,
 )
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
@@ -40,6 +41,7 @@ FAMILIES = (
     reduction,
     shaping,
     signals,
+    tabular,
 )
 
 
@@ -98,7 +100,7 @@ def relate_axes(operation: Operation) -> None:
     ]
     shapes = (*zip(node.inputs, operation.inputs, strict=True), *made)
     if rule is None or draws(node) or any(value is not None and value.name and axes is None for value, axes in shapes):
-        operation.opaque()
+        operation.opaque("splitc has no rule for its axes" if rule is None else "")
         return
     rule(operation)
     operation.finish()

@@ -149,11 +149,12 @@ def _slice_axis(
 
 def pad(op: Operation) -> None:
     """Axes that are not padded are the same. (One that is padded by -1 and 1 has the same size, but is shifted.)"""
-    pads, rank = op.numbers(1, "pads"), len(op.input(0))
+    pads, rank = op.entries(1, "pads"), len(op.input(0))
     places = op.numbers(3) if op.has(3) else list(range(rank))
     if pads is None or places is None:
         return
-    padded = {place % rank for place, *both in zip(places, pads, pads[len(places) :], strict=False) if any(both)}
+    both = zip(places, pads, pads[len(places) :], strict=False)
+    padded = {place % rank for place, *ends in both if ends != [0, 0]}
     for place, (source, target) in enumerate(zip(op.input(0), op.output(), strict=True)):
         if place not in padded:
             op.relate(source, target)

@@ -32,7 +32,8 @@ from splitc.runtime.requests.lengths import needs_one_row
 from splitc.runtime.session.session import Session
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import Judged, judge
-from splitc.runtime.tools.unsplit import Arrays, Reference, open_reference
+from splitc.runtime.tools.rounding import Arrays
+from splitc.runtime.tools.unsplit import Reference, open_reference
 from splitc.runtime.units import first_few
 
 # The most bytes of weights of a model that is compared whole, since it is loaded twice. A choice: larger ones

@@ -137,8 +137,9 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
         )
     if analysis.fitted.problem is not None:
         warnings.append(
-            "the model does not run on the sizes that are planned for, so memory and time may be wrong: give its "
-            f"inputs' shapes (--shapes). {analysis.fitted.problem.splitlines()[0]}"
+            "the model does not run on the sizes that are planned for, with made-up numbers. If it takes other sizes, "
+            "memory and time are wrong: give them (--shapes). If it takes other numbers, compile with these (--fill). "
+            f"{analysis.fitted.problem.splitlines()[0]}"
         )
     for merged in analysis.merged:
         if left_out := merged.matches.unmatched:

@@ -91,9 +91,8 @@ def plan_stages(
     """
     count = len(costs.names)
     if len(targets) > count:
-        raise CannotSplitError(
-            f"{len(targets)} devices, and the model can be cut into {count} pieces at most: name fewer devices with -d"
-        )
+        most = f"can be cut into {count} pieces at most" if count > 1 else "can't be cut"
+        raise CannotSplitError(f"{len(targets)} devices, and the model {most}: name fewer devices with -d")
     limits = {(target.capacity, target.most_weights) for target in targets}  # the same for most of them
     fitting = {limit: np.array([_fitting(costs, start, *limit) for start in range(count)]) for limit in limits}
     work = [

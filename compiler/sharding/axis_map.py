@@ -130,7 +130,8 @@ class _Relater:
             inputs, outputs = _own_axes(island, inputs, outputs)
         constants = [_constant(value, self.bound) for value in node.inputs]
         weights = [n for n, value in enumerate(node.inputs) if value is not None and self.graph.is_constant(value)]
-        operation = Operation(node, inputs, outputs, constants, weights)
+        mixed = {n: self.bound.mixed.get(value.name or "") for n, value in enumerate(node.inputs) if value is not None}
+        operation = Operation(node, inputs, outputs, constants, weights, mixed)
         if opaque is None and node in self.rules:
             self.rules[node](operation)
             operation.finish()

@@ -12,6 +12,7 @@ from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Axes, Operation
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap
 
 Places = dict[Factor, dict[str, int]]
@@ -141,7 +142,7 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
         for value, axes in zip(node.inputs, operation.inputs, strict=True):
             if value is not None and value.is_initializer() and _has(axes, atom):
                 return f"{_named(node)}: its weight '{value.name}' has an entry for each of them"
-        if pinned is not None and _loses(operation, atom):
+        if pinned is not None and not operator_of(node).reads_shape and _loses(operation, atom):
             return f"{_named(node)}: {pinned.reason}"
     return None
 

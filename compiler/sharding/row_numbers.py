@@ -92,7 +92,10 @@ def _varies(array: Array, axis: int) -> bool:
 
 
 def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> RowNumbers | None:
-    """The axes of a model, where nodes pick by numbers that follow from sizes alone; None if no node does."""
+    """The axes of a model, where nodes pick by numbers that follow from sizes alone; None if there are no such numbers.
+
+    What follows from sizes may also be all of a mask, in which rows were picked by their numbers.
+    """
     nodes = nodes_from_sizes(graph)
     picking = [node for node in graph.nodes if node not in nodes and node.op_type in PICKING and not node.domain]
     indices = {node: _parts(node.inputs[1], nodes) for node in picking}
@@ -103,7 +106,7 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
         if operator_of(node).tables and (index := _input(node, _index_of(node))) is not None
         if index.producer() in nodes
     }
-    if not indices and not turning:
+    if not nodes:
         return None
     values = from_sizes(graph, bound)
     aligned: dict[ir.Node, frozenset[int]] = {}

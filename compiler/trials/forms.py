@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -184,7 +184,7 @@ class _Writer:
             return None
         content = content_of(operation, number)
         if content is None:
-            known: Hashable = value.is_initializer()
+            known: Hashable = tuple(mixed_of(operation, number)) or value.is_initializer()
         elif number in operation.sizes:
             known = self._constant_sizes(content, operation.sizes[number])
         else:
@@ -210,6 +210,11 @@ class _Writer:
 
 # A float constant of so many elements may be the scales of a Resize, one for each axis. Others are data.
 FEW_SCALES = range(2, 9)
+
+
+def mixed_of(operation: Operation, number: int) -> Sequence[int | None]:
+    """The entries of an input that are known, None for the others, if they decide what the node does; else none."""
+    return () if number in operation.sizes else operation.mixed.get(number) or ()
 
 
 def content_of(operation: Operation, number: int) -> Any:

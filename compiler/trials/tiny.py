@@ -25,7 +25,7 @@ from splitc.compiler.sharding.partial import Sums
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range, Ranges, divide_units, ranges_of
-from splitc.compiler.trials.forms import LARGE, PARTNER, SHARDED, Form, content_of, is_tried
+from splitc.compiler.trials.forms import LARGE, PARTNER, SHARDED, Form, content_of, is_tried, mixed_of
 from splitc.compiler.trials.made_up import made_up, made_up_sum, parts_of
 
 Array = npt.NDArray[Any]
@@ -238,6 +238,8 @@ class _Maker:
             return np.array(entries, dtype.numpy()).reshape(shape)
         if content is not None and content.shape == shape:
             return np.asarray(content)
+        if mixed := mixed_of(operation, number):
+            return np.array([1 if entry is None else entry for entry in mixed], dtype.numpy())
         return made_up(self.made, number, shape, dtype, self._name)
 
 

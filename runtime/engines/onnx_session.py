@@ -35,6 +35,14 @@ def open_onnx(
     return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
 
 
+def open_content(content: bytes, folder: Path) -> ort.InferenceSession:
+    """A session on the CPU of what was in an ONNX file, whose external data are in this folder."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+
+
 def too_large(path: Path) -> str | None:
     """Why an ONNX file is too large to be read; None if it is not."""
     if not path.is_file() or (size := path.stat().st_size) <= LARGEST:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from splitc.runtime.tools.compare import Difference
-from splitc.runtime.tools.rounding import excuse, nudged, own_moves
-from splitc.runtime.tools.unsplit import Arrays, Reference
+from splitc.runtime.tools.rounding import Arrays, excuse, own_moves
+from splitc.runtime.tools.unsplit import Reference
 from splitc.runtime.units import first_few
 
 Compare = Callable[[Arrays, Arrays], list[Difference]]
@@ -38,8 +38,8 @@ def judge(
 ) -> Judged:
     """Compare a split model's `actual` outputs on `feeds` with the `expected` ones of the unsplit model.
 
-    Where they differ, the unsplit model runs again: once more, without ONNX Runtime's optimizations, and on feeds that
-    differ in the last digit. What it does itself then is excused, unless not even rounding is to be `excused`.
+    Where they differ, the unsplit model runs again: once more, without ONNX Runtime's optimizations, and with feeds or
+    weights that differ in the last digit. What it does itself then is excused, unless rounding is not to be `excused`.
     """
     judged = Judged(compared(expected, actual), [])
     if not judged.passed:
@@ -48,7 +48,7 @@ def judge(
         plain = whole.run_unoptimized(feeds)
         judged = _without_optimizations(judged, expected, actual, plain, compared)
         if not judged.passed and excused:
-            judged = _without_rounding(judged, [compared(expected, e) for e in (plain, *map(whole.run, nudged(feeds)))])
+            judged = _without_rounding(judged, [compared(expected, e) for e in (plain, *whole.run_nudged(feeds))])
     return judged
 
 
@@ -100,7 +100,7 @@ def _without_rounding(judged: Judged, own: Sequence[Sequence[Difference]]) -> Ju
         return judged
     note = (
         f"what {first_few(bad)} differs by is rounding, which the model makes much of: without ONNX Runtime's "
-        f"optimizations, or with inputs that differ in their last digit, its own outputs move by "
+        f"optimizations, or with inputs or weights that differ in their last digit, its own outputs move by "
         f"{max(moved[name] for name in bad):.1e}"
     )
     return replace(judged, differences=excused, notes=[*judged.notes, note])

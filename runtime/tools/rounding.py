@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from splitc.runtime.tools.compare import Difference
-from splitc.runtime.tools.unsplit import Arrays
 
+Arrays = Mapping[str, npt.NDArray[Any]]
 # How much farther off than rounding moved the unsplit model's outputs, in a few tries, the split model's may be.
 # A choice: the few tries do not find the most that rounding can do. Twice is still far below what a wrong rule does.
 ROUNDING = 2
 # The number types of inputs of which numpy knows the next number.
 NUDGED = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
+# How many numbers a weight has that is nudged. A choice: in shorter ones are exponents, and scales from which sizes
+# follow; norms, biases and scales of channels, of which any model has some, are not longer.
+FEWEST, MOST = 8, 1 << 16
 
 
 def own_moves(own: Sequence[Sequence[Difference]]) -> dict[str, float]:
@@ -39,3 +46,35 @@ def nudged(feeds: Arrays) -> Iterator[Arrays]:
                 name: np.nextafter(array, array.dtype.type(end)) if array.dtype in NUDGED else array
                 for name, array in feeds.items()
             }
+
+
+def nudged_weights(model: Path) -> Iterator[bytes]:
+    """The model with numbers in its vectors of weights a step up, and a step down; nothing without `onnx`.
+
+    For a model whose inputs are all whole numbers. External data stay where they are, except those of these vectors.
+    """
+    if find_spec("onnx") is None:
+        return
+    import onnx
+    from onnx import external_data_helper, numpy_helper
+
+    proto = onnx.load(model, load_external_data=False)
+    weights = {
+        number: tensor
+        for number, tensor in enumerate(proto.graph.initializer)
+        if FEWEST <= np.prod(tensor.dims) <= MOST and onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type) in NUDGED
+    }
+    for tensor in weights.values():
+        if external_data_helper.uses_external_data(tensor):
+            external_data_helper.load_external_data_for_tensor(tensor, str(model.parent))
+            tensor.data_location = onnx.TensorProto.DEFAULT
+            del tensor.external_data[:]
+    arrays = {number: numpy_helper.to_array(tensor) for number, tensor in weights.items()}
+    for end in (np.inf, -np.inf) if arrays else ():
+        for number, array in arrays.items():
+            # The largest ones stay: they stand for infinity.
+            moved = np.where(
+                np.abs(array) < np.finfo(array.dtype).max / 2, np.nextafter(array, array.dtype.type(end)), array
+            )
+            proto.graph.initializer[number].CopyFrom(numpy_helper.from_array(moved, weights[number].name))
+        yield proto.SerializeToString()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime as ort
 
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.settings import setting_array
 from splitc.runtime.engines import Backend, LoadedEngine
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
-from splitc.runtime.engines.onnx_session import has_data_outside
+from splitc.runtime.engines.onnx_session import has_data_outside, open_content
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import MisuseError, PackageError
@@ -24,9 +25,9 @@ from splitc.runtime.hardware.devices import Device, free_bytes, parse_devices
 from splitc.runtime.package.manifest import FixedInput, Manifest, Tensor
 from splitc.runtime.package.unfolded import unfolded
 from splitc.runtime.threads.executor import Executor
+from splitc.runtime.tools.rounding import Arrays, nudged, nudged_weights
 from splitc.runtime.units import format_bytes
 
-Arrays = Mapping[str, npt.NDArray[Any]]
 RunModel = Callable[[Arrays], dict[str, npt.NDArray[Any]]]
 CPU = Device("cpu", 0)
 
@@ -35,14 +36,15 @@ CPU = Device("cpu", 0)
 class Reference:
     """The unsplit model on a device. `why` says why not on the package's kind of device; else it is empty.
 
-    Both functions take the feeds of the package. `run_unoptimized` runs the model on the CPU without ONNX Runtime's
-    optimizations, and gives nothing if that fails.
+    All functions take the feeds of the package. `run_unoptimized` runs the model on the CPU without ONNX Runtime's
+    optimizations, and gives nothing if that fails. `run_nudged` runs it with numbers that differ in the last digit.
     """
 
     device: Device
     why: str
     run: RunModel
     run_unoptimized: RunModel
+    run_nudged: Callable[[Arrays], Iterable[Arrays]]
 
     def __str__(self) -> str:
         return describe_reference(self.device, self.why)
@@ -88,18 +90,34 @@ def open_reference(
             why,
             lambda feeds: run({**all_feeds(manifest, feeds), **settings}),
             lambda feeds: _run_unoptimized(model, {**all_feeds(manifest, feeds), **settings}, trusts_data),
+            lambda feeds: _run_nudged(model, {**all_feeds(manifest, feeds), **settings}, run, device),
         )
 
 
 def _run_unoptimized(model: Path, feeds: Arrays, trusts_data: bool) -> dict[str, npt.NDArray[Any]]:
     try:
-        session = load_unoptimized(model, trusts_data=trusts_data)
-        names = [value.name for value in session.get_outputs()]
-        known = {value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())}
-        given = {name: feed for name, feed in feeds.items() if name in known}
-        return dict(zip(names, session.run(names, given), strict=True))
+        return _run_in(load_unoptimized(model, trusts_data=trusts_data), feeds)
     except ERRORS:
         return {}
+
+
+def _run_nudged(model: Path, feeds: Arrays, run: RunModel, device: Device) -> Iterator[Arrays]:
+    """What the model makes of nudged feeds; if there are none to nudge, on a CPU, what nudged weights make of them.
+
+    It gives nothing for weights with which the model does not run.
+    """
+    moved = list(nudged(feeds))
+    yield from map(run, moved)
+    with suppress(*ERRORS):
+        for content in nudged_weights(model) if not moved and device.kind == "cpu" else ():
+            yield _run_in(open_content(content, model.parent), feeds)
+
+
+def _run_in(session: ort.InferenceSession, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
+    names = [value.name for value in session.get_outputs()]
+    known = {value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())}
+    given = {name: feed for name, feed in feeds.items() if name in known}
+    return dict(zip(names, session.run(names, given), strict=True))
 
 
 def choose_reference(

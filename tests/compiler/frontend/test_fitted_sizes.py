@@ -189,7 +189,8 @@ def test_sizes_that_can_not_be_right_are_a_warning_of_plan_and_an_error_of_compi
     save(image_block().model(), tmp_path / "model.onnx")
     arguments = (tmp_path / "model.onnx", "-d", "2xcpu", "--split-mode", "layer", "--shapes", "image:1x4x12x12")
     said = splitc("plan", *arguments).stderr
-    assert "the model does not run on the sizes that are planned for" in " ".join(said.split())
+    assert "the model does not run on the sizes that are planned for, with made-up numbers" in " ".join(said.split())
+    assert "give them (--shapes). If it takes other numbers, compile with these (--fill)" in " ".join(said.split())
     said = splitc("compile", *arguments, "-o", tmp_path / "package", code=1).stderr
     assert "C: 4 kernel channels: 3" in " ".join(said.split())
     assert not (tmp_path / "package").exists()

@@ -122,6 +122,20 @@ def test_unknown_operator_of_a_known_domain(write_model: WriteModel) -> None:
         read_model(path)
 
 
+def test_outputs_of_maps(tmp_path: Path) -> None:
+    """As skl2onnx gives the probabilities of a classifier. The model is valid."""
+    zipped = helper.make_node("ZipMap", ["x"], ["y"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])
+    number = helper.make_tensor_type_proto(TensorProto.FLOAT, [])
+    maps = helper.make_sequence_type_proto(helper.make_map_type_proto(TensorProto.INT64, number))
+    ends = [helper.make_value_info("y", maps)]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2])]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
+    model = helper.make_model(helper.make_graph([zipped], "zipped", inputs, ends), opset_imports=opsets, ir_version=8)
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with pytest.raises(ModelError, match=r"model.onnx: 'y' is of maps, .* with the option zipmap=False"):
+        read_model(tmp_path / "model.onnx")
+
+
 def test_external_data_of_which_the_model_gives_too_little(external: Path) -> None:
     proto = onnx.load(external, load_external_data=False)
     next(entry for entry in proto.graph.initializer[0].external_data if entry.key == "length").value = "16000"

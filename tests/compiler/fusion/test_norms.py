@@ -74,7 +74,7 @@ def test_halves_in_single_precision_between_casts(tmp_path: Path) -> None:
 ODD = [
     (POWER + MEAN + DIVIDED + WEIGHTED, "ONNX Runtime fuses this form by itself"),
     (POWER + MEAN + DIVIDED + "y = Mul (normal, data)", "it is multiplied by what is no weight for each place"),
-    (POWER + MEAN + RECIPROCAL + "y = Neg (normal)", "it is multiplied by no weights"),
+    (POWER + MEAN + RECIPROCAL + "y = Neg (normal)", "it is multiplied by no weights, but read by Neg"),
     (POWER + MEAN + RECIPROCAL + "y = Mul (normal, data)", "it is multiplied by what is no weight for each place"),
 ]
 

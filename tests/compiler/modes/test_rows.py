@@ -14,7 +14,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.modes.rows import NoRowsError
 from splitc.runtime import Session
 from tests.conftest import assert_close, run_whole
-from tests.helpers.blocks import Block
+from tests.helpers.blocks import FLOAT, Block
 
 WIDTH, HEADS, TOKENS = 32, 2, 3
 
@@ -102,6 +102,21 @@ def of_each_row(b: Block, x: ir.Value) -> Iterator[ir.Value]:
     yield b.op("STFT", signal, b.constant(4, np.int64), b.w("window", 8))
     lengths = b.op("Expand", b.ints(3), b.shape(x, 0))
     yield b.op("ReverseSequence", signal, lengths, batch_axis=0, time_axis=1)
+    yield from (b.op("Cast", made, to=FLOAT) for made in of_a_table(b, x))
+
+
+def of_a_table(b: Block, x: ir.Value) -> Iterator[ir.Value]:
+    """What classical machine learning makes of the 20 features of each row."""
+    domain = "ai.onnx.ml."
+    yield b.op(f"{domain}Scaler", x, offset=[0.1] * 20, scale=[0.1 * n for n in range(20)])
+    yield b.op(f"{domain}FeatureVectorizer", x, x, inputdimensions=[20, 20])
+    linear = {"coefficients": [0.1 * (n % 7) - 0.3 for n in range(40)], "intercepts": [0.5, 0.1]}
+    yield b.op(f"{domain}LinearRegressor", x, targets=2, **linear)
+    labels, scores = b.ops(f"{domain}LinearClassifier", x, outputs=2, classlabels_ints=[4, 7], **linear)
+    yield from (labels, scores, b.op(f"{domain}OneHotEncoder", labels, cats_int64s=[4, 7]))
+    best = b.op("ArgMax", scores, axis=1)
+    yield b.op(f"{domain}ArrayFeatureExtractor", x, b.ints(3, 1))
+    yield b.op("Reshape", b.op(f"{domain}ArrayFeatureExtractor", b.w("names", 1, 2), best), b.ints(-1, 1))
 
 
 def test_operators_that_take_each_row_by_itself(tmp_path: Path) -> None:
@@ -111,6 +126,16 @@ def test_operators_that_take_each_row_by_itself(tmp_path: Path) -> None:
     for name, value in made.items():
         b.give(value, name)
     check_rows(b, tmp_path, {"x", *made})
+
+
+def test_image_that_is_made_small(tmp_path: Path) -> None:
+    """Smaller sizes than those planned for would leave nothing of it."""
+    b = Block(22)
+    v = b.data("x", (2, 3, 64, 32), ["batch", 3, "height", "width"])
+    for number, channels in enumerate((3, 4, 4, 4)):
+        v = b.op("Relu", b.op("Conv", v, b.w(f"filters {number}", 4, channels, 2, 2), strides=[2, 2]))
+    b.give(b.op("GlobalMaxPool", v), "y", ["batch", 4, 1, 1])
+    check_rows(b, tmp_path, {"x", "y"})
 
 
 def numbers(b: Block, ids: ir.Value) -> ir.Value:
@@ -173,3 +198,34 @@ def test_rows_of_images_whose_sides_are_halved_and_doubled(tmp_path: Path) -> No
     both = b.op("Conv", b.op("Concat", x, double, axis=1), b.w("both", 6, 6, 1, 1))
     b.give(b.op("Squeeze", b.op("AveragePool", both, kernel_shape=[8, 1]), b.ints(2)), "y", ["batch", 6, "columns"])
     check_rows(b, tmp_path, {"x", "y"})
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_mask_that_follows_from_sizes_is_picked_by_row_numbers(differ: bool, tmp_path: Path) -> None:
+    """As of images that are not padded: ones, of which each row picks its own by its number."""
+    b = Block(21)
+    x = b.data("x", (2, TOKENS, WIDTH), ["batch", TOKENS, WIDTH])
+    one, count = b.constant(1, np.int64), b.shape(x, 0)
+    ones = b.op("Expand", b.constant([[1.0]], np.float32), b.op("Concat", count, b.ints(TOKENS), axis=0))
+    rows = b.op("Range", zero(b), b.op("Squeeze", count), one)
+    row = b.op("Expand", b.op("Reshape", rows, b.ints(-1, 1, 1)), b.op("Concat", count, b.ints(TOKENS, 1), axis=0))
+    place = b.op("Expand", b.constant(np.arange(TOKENS).reshape(1, -1, 1), np.int64), b.op("Shape", row))
+    mask = b.op("GatherND", ones, b.op("Concat", row, place, axis=-1))
+    if differ:
+        mask = b.op("Add", mask, b.op("Cast", b.op("Squeeze", row, b.ints(2)), to=FLOAT))
+    b.give(layer(b, b.op("Add", x, b.op("Unsqueeze", mask, b.ints(2))), "up"), "y", ["batch", TOKENS, WIDTH])
+    if differ:
+        refuse_rows(b, tmp_path, "tells them apart by numbers that are computed from sizes")
+    else:
+        check_rows(b, tmp_path, {"x", "y"})
+
+
+def test_rows_that_are_counted_by_another_input(tmp_path: Path) -> None:
+    """As those of the encoder's states in a decoder, whose ids have a symbol of their own for the rows."""
+    b = Block(21)
+    image = layer(b, b.data("image", (2, TOKENS, WIDTH), ["images", TOKENS, WIDTH]), "up")
+    x = b.data("x", (2, WIDTH), ["texts", WIDTH])
+    heads = b.op("Reshape", image, b.op("Concat", b.shape(x, 0), b.ints(TOKENS, HEADS, -1), axis=0))
+    pooled = b.op("Reshape", b.op("ReduceMax", heads, b.ints(1), keepdims=0), b.op("Shape", x))
+    b.give(b.op("Add", x, pooled), "y", ["texts", WIDTH])
+    check_rows(b, tmp_path, {"image", "x", "y"})

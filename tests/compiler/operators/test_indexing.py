@@ -110,14 +110,7 @@ def lower_by_heads(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Reshape", lower, b.ints(0, 0, INNER))
 
 
-def turned_around(b: Block, v: ir.Value) -> ir.Value:
-    """With the numbers of each row in reverse added, picked by two rows of indices."""
-    backwards = b.constant(np.arange(INNER)[::-1].reshape(2, -1), np.int64)
-    return b.op("Add", v, b.op("ai.onnx.ml.ArrayFeatureExtractor", v, backwards))
-
-
 GRAPHS: dict[str, Tiny] = {
-    "ai.onnx.ml.ArrayFeatureExtractor": sandwich(through("Identity"), needs=turned_around),
     "OneHot": sandwich(through("Identity"), needs=marked),
     "Unique": sandwich(through("Identity"), needs=among_unlike),
     "Gather": sandwich(picked_rows, needs=picked_columns, whole="C", split="D", sums=2, shares=SHARES),

@@ -27,7 +27,7 @@ from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.hardware.profiles import find_profile
-from tests.compiler.operators import test_indexing, test_linear, test_qlinear, test_quantized
+from tests.compiler.operators import test_indexing, test_linear, test_qlinear, test_quantized, test_tabular
 from tests.conftest import whole_session
 from tests.helpers.blocks import FLOAT, INT, Block, sharded
 from tests.helpers.graphs import read_graph
@@ -276,11 +276,12 @@ def test_factor_of_an_input_goes_with_it(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", having("shapes"))
 def test_shapes(name: str, tmp_path: Path) -> None:
     """As ONNX Runtime makes them. A size that depends on data has a symbol that no input has."""
-    graphs = {**test_indexing.GRAPHS, **test_linear.GRAPHS, **test_qlinear.GRAPHS, **test_quantized.GRAPHS}
+    families = (test_indexing, test_linear, test_qlinear, test_quantized, test_tabular)
+    graphs = {name: graph for family in families for name, graph in family.GRAPHS.items()}
     b = graphs[name].build()
     model = b.model()
     assert infer_shapes(model).observed == frozenset()
-    made = [node.outputs[0] for node in nodes_of(model.graph, name)]
+    made = [value for node in nodes_of(model.graph, name) for value in node.outputs if value.name]
     inferred = [(value.dtype, value.shape) for value in made]
     model.graph.outputs.extend(value for value in made if not value.is_graph_output())
     names = [value.name for value in made]

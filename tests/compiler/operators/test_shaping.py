@@ -128,6 +128,15 @@ def resized_along(*axes: int) -> Middle:
     return middle
 
 
+def padded_to_a_multiple(b: Block, v: ir.Value) -> ir.Value:
+    """As windows are: by as many places as the last one lacks, which depends on how many there are."""
+    eight, zero = b.ints(8), b.ints(0)
+    lacking = b.op("Mod", b.op("Sub", eight, b.op("Mod", b.shape(v, 1), eight)), eight)
+    padded = b.op("Pad", v, b.op("Concat", zero, zero, zero, zero, lacking, zero, axis=0))
+    windows = b.op("Reshape", padded, b.op("Concat", b.shape(v, 0), b.ints(-1, 8, INNER), axis=0))
+    return b.op("ReduceMax", windows, axes=[2], keepdims=0)
+
+
 def padded_along(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Slice", b.op("Pad", v, b.ints(0, 0, 1, 0, 0, 0)), b.ints(0), b.ints(INNER), b.ints(2))
 
@@ -189,6 +198,7 @@ FORMS: dict[str, Tiny] = {
     "batch and heads": sandwich(merged_with_batch, shares=SHARES),
     "expand to the sizes of another": sandwich(expanded_from_one, split={"row"}),
     "pad of one axis": sandwich(padded_by_axes, opset=18),
+    "pad to a multiple": sandwich(padded_to_a_multiple),
     "pad to the same size": sandwich(padded_elsewhere, needs=padded_and_cut),
     "expand by fewer sizes": sandwich(lambda b, v: b.op("Relu", b.op("Expand", v, b.ints(1)))),
     "expand of a column": sandwich(expanded_along_the_last),

@@ -12,7 +12,8 @@ import pytest
 from models.writer import save
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.judge import Judged, judge
-from splitc.runtime.tools.unsplit import CPU, Arrays, Reference, RunModel
+from splitc.runtime.tools.rounding import Arrays, nudged
+from splitc.runtime.tools.unsplit import CPU, Reference, RunModel
 from tests.helpers.blocks import FLOAT, Block
 from tests.helpers.command import splitc
 
@@ -30,7 +31,8 @@ def never(feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
 
 def judged(actual: Arrays, run: RunModel = never, plain: RunModel = never, excused: bool = True) -> Judged:
     """The judgement of these outputs, where y and z of the unsplit model are 1."""
-    return judge(compare, Reference(CPU, "", run, plain), FEEDS, outputs(y=1, z=1), actual, excused=excused)
+    whole = Reference(CPU, "", run, plain, lambda feeds: map(run, nudged(feeds)))
+    return judge(compare, whole, FEEDS, outputs(y=1, z=1), actual, excused=excused)
 
 
 def same(feeds: Arrays) -> dict[str, npt.NDArray[Any]]:

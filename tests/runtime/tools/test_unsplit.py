@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
 import pytest
 from typer.testing import CliRunner
 
+from splitc.compiler import compile_model, plan_model
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.kinds import make_backend
 from splitc.runtime.errors import MisuseError, PackageError
@@ -16,6 +19,7 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.unsplit import choose_reference, open_reference
 from tests.conftest import assert_close, decoder_feeds, run_whole
 from tests.helpers.app import app
+from tests.helpers.blocks import Block
 
 CPU, GPU = Device("cpu", 0), Device("cuda", 3)
 
@@ -61,6 +65,24 @@ def without_gpus(engine: str, device: Device, *options: Any) -> Backend:
     if device.kind == "cuda":
         raise PackageError("no kernel")
     return make_backend(engine, device, *options)
+
+
+def test_model_without_inputs_of_floating_point_runs_with_other_weights(tmp_path: Path) -> None:
+    """A step up and a step down. What stands for infinity, and short weights, such as exponents, stay."""
+    b = Block()
+    ids = b.indices("ids", [3, 1], ["n"])
+    picked = b.op("Mul", b.op("Gather", b.w("table", 30, 12), ids), b.w("scale", 12))
+    masked = b.op("Add", picked, b.constant([np.finfo(np.float32).min, *[0.0] * 11], np.float32))
+    b.give(b.op("Pow", b.op("Softmax", masked), b.weight("two", ir.tensor(np.array([2], np.float32)))), shape=["n", 12])
+    model = tmp_path / "model.onnx"
+    ir.save(b.model(), model, external_data="data")
+    compile_model(plan_model(model, "cpu0"), tmp_path / "package")
+    with open_reference(model, read_manifest(tmp_path / "package"), [CPU], 1) as whole:
+        expected, moved = whole.run(b.feeds)["y"], [made["y"] for made in whole.run_nudged(b.feeds)]
+    for made in moved:
+        assert not np.array_equal(made, expected)
+        np.testing.assert_allclose(made, expected, rtol=1e-5)
+    assert len(moved) == 2
 
 
 def test_check_says_what_it_compared_with(decoder: Path, package: Path) -> None:

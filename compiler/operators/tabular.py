@@ -1,0 +1,122 @@
+"""Operators of classical machine learning (`ai.onnx.ml`): tables with a row for each sample and a column a feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+
+from splitc.compiler.operators.elementwise import elementwise
+from splitc.compiler.operators.operation import Operation
+from splitc.compiler.operators.operator import Operator
+
+DOMAIN = "ai.onnx.ml"
+# The ends of the names of attributes with the classes' labels.
+TEXTS = ("strings",)
+LABELS = (*TEXTS, "ints", "int64s")
+
+
+def samples(op: Operation) -> None:
+    """Each row by itself. A vector is one row, whose features are needed together."""
+    for rows in (op.input(number) for number in range(len(op.inputs)) if op.has(number) and number not in op.weights):
+        for number in range(len(op.outputs)):
+            if len(rows) > 1 and op.has_output(number):
+                op.relate(rows[0], op.output(number)[0])
+
+
+def columns(op: Operation) -> None:
+    """Features are told apart by numbers in attributes. All other axes are the same."""
+    op.relate_all(op.input(0)[:-1], op.output()[:-1])
+
+
+def picked_columns(op: Operation) -> None:
+    """The picked entries of each row, one after the other."""
+    columns(op)
+    op.relate(tuple(factor for axis in op.input(1) for factor in axis), op.output()[-1])
+    op.free(op.input(1))
+
+
+def encoded(op: Operation) -> None:
+    """An axis more, with an entry for each category."""
+    op.relate_all(op.input(0), op.output())
+
+
+def feature_shape(context: Any, node: ir.Node) -> None:
+    """Picked entries of the last axis, of two axes at least. The library takes only the last axis of the indices."""
+    data, indices = node.inputs
+    if data is None or data.shape is None or indices is None or indices.shape is None or data.dtype is None:
+        return
+    rows = data.shape[:-1] if len(data.shape) > 1 else (1,)
+    context.set_shape_and_dtype(node.outputs[0], ir.Shape([*rows, prod(indices.shape)]), data.dtype)
+
+
+def same_shape(context: Any, node: ir.Node) -> None:
+    """Floats of the same shape; of an Imputer, numbers of the same type."""
+    (data,) = node.inputs
+    if data is not None and data.shape is not None:
+        dtype = data.dtype if node.op_type == "Imputer" else ir.DataType.FLOAT
+        context.set_shape_and_dtype(node.outputs[0], data.shape, dtype)
+
+
+def encoded_shape(context: Any, node: ir.Node) -> None:
+    (data,) = node.inputs
+    if data is not None and data.shape is not None:
+        shape = ir.Shape([*data.shape, max(_count(node, "cats_int64s"), _count(node, "cats_strings"))])
+        context.set_shape_and_dtype(node.outputs[0], shape, ir.DataType.FLOAT)
+
+
+def joined_shape(context: Any, node: ir.Node) -> None:
+    """The features of all inputs, as many of each as the attribute says."""
+    data, sizes = node.inputs[0], node.attributes.get_ints("inputdimensions", ())
+    if data is not None and data.shape is not None and sizes:
+        shape = ir.Shape([_rows(data.shape), sum(sizes)])
+        context.set_shape_and_dtype(node.outputs[0], shape, ir.DataType.FLOAT)
+
+
+def targets_shape(context: Any, node: ir.Node) -> None:
+    """A column of numbers for each target."""
+    data, name = node.inputs[0], "targets" if node.op_type == "LinearRegressor" else "n_targets"
+    if data is not None and data.shape is not None:
+        shape = ir.Shape([_rows(data.shape), node.attributes.get_int(name, 1)])
+        context.set_shape_and_dtype(node.outputs[0], shape, ir.DataType.FLOAT)
+
+
+def classes_shapes(context: Any, node: ir.Node) -> None:
+    """The label of each row, and a score for each class; of a vector machine without probabilities, for each pair."""
+    data, attributes = node.inputs[0], node.attributes
+    if data is None or data.shape is None:
+        return
+    rows, classes = _rows(data.shape), max(_count(node, f"classlabels_{kind}") for kind in LABELS)
+    label = ir.DataType.STRING if any(_count(node, f"classlabels_{kind}") for kind in TEXTS) else ir.DataType.INT64
+    context.set_shape_and_dtype(node.outputs[0], ir.Shape([rows]), label)
+    if "vectors_per_class" in attributes and "prob_a" not in attributes:
+        classes = max(classes, classes * (classes - 1) // 2)
+    scores = classes if classes > 1 else context.new_symbolic_dim()
+    context.set_shape_and_dtype(node.outputs[1], ir.Shape([rows, scores]), ir.DataType.FLOAT)
+
+
+def _count(node: ir.Node, name: str) -> int:
+    """The length of an attribute; 0 without it."""
+    return len(node.attributes[name].value) if name in node.attributes else 0
+
+
+def _rows(shape: ir.Shape) -> Any:
+    return shape[0] if len(shape) > 1 else 1
+
+
+def _entries(rule: Callable[[Operation], None], shapes: Any, *names: str) -> list[Operator]:
+    return [Operator(f"{DOMAIN}.{name}", rule, shapes=shapes) for name in names]
+
+
+OPERATORS = (
+    *_entries(elementwise, None, "Binarizer", "LabelEncoder"),
+    *_entries(columns, same_shape, "Imputer", "Normalizer", "Scaler"),
+    *_entries(picked_columns, feature_shape, "ArrayFeatureExtractor"),
+    *_entries(encoded, encoded_shape, "OneHotEncoder"),
+    *_entries(samples, joined_shape, "FeatureVectorizer"),
+    *_entries(samples, None, "TreeEnsemble"),
+    *_entries(samples, targets_shape, "LinearRegressor", "SVMRegressor", "TreeEnsembleRegressor"),
+    *_entries(samples, classes_shapes, "LinearClassifier", "SVMClassifier", "TreeEnsembleClassifier"),
+)

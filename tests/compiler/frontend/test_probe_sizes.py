@@ -1,0 +1,27 @@
+"""Sizes that axes are found with: unlike, and large enough that something is left of what a model makes smaller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.writer import save
+from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
+from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes
+from tests.helpers.blocks import Block
+from tests.helpers.graphs import read_graph
+
+
+def test_only_what_is_made_small_has_many_elements(tmp_path: Path) -> None:
+    """Masks of as many tokens as a sound has samples would be too large to be computed."""
+    b = Block()
+    frames = b.op("Conv", b.data("sound", (2, 1, 4800), ["batch", 1, "samples"]), b.w("A", 4, 1, 60), strides=[60])
+    tokens = b.data("x", (2, 3, 4), ["batch", "tokens", 4])
+    b.give(b.op("MatMul", tokens, b.op("Conv", frames, b.w("B", 4, 4, 5), strides=[5])))
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    shapes = bind_probe_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes
+    batch, count, left = shapes["y"]
+    assert shapes["sound"][2] > 1000 > 20 > max(batch, count)
+    assert min(batch, count) > 1 < left
