@@ -211,7 +211,7 @@ def _fixed(made: BoundShapes, bound: BoundShapes) -> BoundShapes:
             continue
         if np.array_equal(array, other):
             same[name] = array
-        elif array.ndim == 1:
+        elif array.ndim == 1 and array.dtype.kind == "i" and np.any(array == other):
             mixed[name] = [int(a) if a == b else None for a, b in zip(array, other, strict=True)]
     return replace(made, constants=same, mixed=mixed)
 
