@@ -111,7 +111,6 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)
-    in_files = {value: costs.left_in_file(value, own) for value, own in weights.items() if value not in cast}
     memory = StageMemory(
         weights=packed_bytes(costs, running, weights, costs.shapes_of if held is None else held.shapes)
         + sum(weights[value] for value in cast),
@@ -123,7 +122,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         ),
         folding=folding_bytes(costs, stage.nodes, weights),
         passed=fed + given,
-        in_files=sum(in_files.values()),
+        in_files=sum(costs.left_in_file(value, own) for value, own in weights.items() if value not in cast),
     )
     return with_adapters(memory, costs, weights)
 

@@ -42,11 +42,18 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     ways = [_number(graph, symbols, sums) for sums in (True, False)]
     same = _same_axes(graph, symbols)
     ways += [{**numbers, **{name: numbers[first] for name, first in same.items()}} for numbers in ways if same]
+    return _first_probed(graph, shapes, bound, ways) or bound
+
+
+def _first_probed(
+    graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes, ways: Sequence[dict[str, int]]
+) -> BoundShapes | None:
+    """Shapes with the first of these symbols' sizes that leave no more shapes unknown; None if all do."""
     for sizes in (sizes for numbers in ways for sizes in _enlarged(graph, numbers)):
         probed = bind_shapes(graph.model, _input_shapes(graph, shapes, sizes))
         if len(probed.uncertain) <= len(bound.uncertain):
             return _fixed(probed, bound)
-    return bound
+    return None
 
 
 def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -80,11 +87,7 @@ def bind_same_axes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes
         return None
     numbers = _number(graph, symbols, True)
     numbers.update({name: numbers[first] for name, first in same.items()})
-    for sizes in _enlarged(graph, numbers):
-        probed = bind_shapes(graph.model, _input_shapes(graph, shapes, sizes))
-        if len(probed.uncertain) <= len(bound.uncertain):
-            return _fixed(probed, bound)
-    return None
+    return _first_probed(graph, shapes, bound, [numbers])
 
 
 def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:

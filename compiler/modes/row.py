@@ -306,7 +306,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         packed_bytes(costs, multiplied, weights, held.shapes),
         _columns_peak(analysis, split, number),
         cache=0,
-        loading=max(weights.values(), default=0),
+        loading=max((costs.weight_in_memory(weight, size) for weight, size in weights.items()), default=0),
         folding=folding_bytes(costs, multiplied, weights),
     )
     return with_adapters(memory, costs, weights)

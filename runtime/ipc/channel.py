@@ -9,22 +9,17 @@ import os
 import pickle
 import select
 import socket
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.ipc.pickling import Pieces, pickled, unpickled
 
-# Pieces of a message, in order.
-Pieces = Sequence[bytes | memoryview]
-# Bytes of a number. Before each message comes its length.
-LENGTH = NUMBER = 8
-# Bytes of the buffer for messages that fit into it, and of the longest array that is part of a pickle.
-USUAL = 1 << 16
+# Bytes of a message's length, which comes before it, and of the buffer for messages that fit into it.
+LENGTH, USUAL = 8, 1 << 16
 # The most descriptors that the system lets come with one message, and the space that they take.
 MOST = 253
 SPACE = socket.CMSG_SPACE(MOST * array.array("i").itemsize)
@@ -32,8 +27,6 @@ SPACE = socket.CMSG_SPACE(MOST * array.array("i").itemsize)
 LACKING = -1
 # The most pieces that are sent at once. A choice: the system lets it be 1,024.
 TOGETHER = 64
-# Arrays begin at multiples of so many bytes in a message, as vector instructions like it.
-ALIGNMENT = 64
 
 
 class Channel:
@@ -46,11 +39,11 @@ class Channel:
     def __init__(
         self,
         descriptor: int,
-        encode: Callable[[Any], Pieces] | None = None,
-        decode: Callable[[bytearray], Any] | None = None,
+        encode: Callable[[Any], Pieces] = pickled,
+        decode: Callable[[bytearray], Any] = unpickled,
     ) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._encode, self._decode = encode or pickled, decode or unpickled
+        self._encode, self._decode = encode, decode
         self.spin = 0.0
         self._lock = threading.Lock()
         self._poll = select.poll()
@@ -171,39 +164,6 @@ class Channel:
         while self._descriptors:
             if (descriptor := self._descriptors.popleft()) != LACKING:
                 os.close(descriptor)
-
-
-def pickled(message: Any) -> Pieces:
-    """The number of a message's long arrays, the sizes of what follows if there are any, its pickle, and the arrays.
-
-    They are not copied.
-    """
-    arrays: list[memoryview] = []
-
-    def is_short(array: pickle.PickleBuffer) -> bool:
-        raw = array.raw()
-        if len(raw) > USUAL:
-            arrays.append(raw)
-        return len(raw) <= USUAL
-
-    packed = pickle.dumps(message, protocol=5, buffer_callback=is_short)
-    if not arrays:
-        return [bytes(NUMBER), packed]
-    pieces: list[bytes | memoryview] = [packed, *arrays]
-    sizes = struct.pack(f"<{1 + len(pieces)}Q", len(arrays), *map(len, pieces))
-    return [part for piece in [sizes, *pieces] for part in (piece, bytes(-len(piece) % ALIGNMENT))]
-
-
-def unpickled(packed: bytearray) -> Any:
-    """The message of these bytes, which its long arrays lie in."""
-    whole = memoryview(packed)
-    (count,) = struct.unpack_from("<Q", packed)
-    if not count:
-        return pickle.loads(whole[NUMBER:])
-    sizes = NUMBER * (2 + count), *struct.unpack_from(f"<{1 + count}Q", packed, NUMBER)
-    starts = accumulate((size + -size % ALIGNMENT for size in sizes), initial=0)
-    _, message, *arrays = (whole[start : start + size] for start, size in zip(starts, sizes, strict=False))
-    return pickle.loads(message, buffers=arrays)
 
 
 def _with_length(pieces: Pieces) -> Pieces:

@@ -16,8 +16,8 @@ from splitc.runtime.hardware.machine import MeasuredSpeed, link_end
 CPU_SIDE, GPU_SIDE = 512, 8192
 # Tokens of a prompt, as rows of a product on a GPU. Measured on an H100, in TFLOP/s: 585 with 512 rows, 741 with 8192.
 GPU_ROWS = 512
-# Products of one row in a row, each with a matrix that no cache holds: alone, one is a third slower on an H200, since
-# its start and its end leave the memory idle. In a replayed token they follow each other.
+# Products that are timed together, each of one row with a matrix that no cache holds. They follow each other as in a
+# replayed token: one alone is a third slower on an H200, since its start and its end leave the memory idle.
 GPU_READS = 8
 # Bytes of the copied arrays: many times the size of a cache, and few enough for one.
 CPU_BYTES, CACHED_BYTES = 1 << 27, 1 << 20

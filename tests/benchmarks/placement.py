@@ -5,7 +5,7 @@
 
 A mixture of 8 experts, of which a token takes 2, behind a table of 32,000 rows, in the forms that are named. For one
 token and for 64: the time of a request in each way, and that between those of a stream of four in flight. The ways take
-turns, so that they see the same load of the machine. Of CPU devices, each way has two threads in all: one each of two.
+turns, so that they see the same load of the machine. On CPU devices each way has two threads in all.
 Last what each device holds, predicted, and the bytes that cross in a run.
 """
 

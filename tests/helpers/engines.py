@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import pytest
+
+from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 
 
 class FunctionEngine:
@@ -16,6 +21,20 @@ class FunctionEngine:
 
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
         return {self.outputs[0]: self._function(*(values[name] for name in self.inputs))}
+
+
+def hold_engines(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Have engines on CPUs wait before they run. Returns what tells that one has begun, and what lets all go on."""
+    begun, go_on = threading.Event(), threading.Event()
+    run = OnnxRuntimeEngine.run
+
+    def run_later(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return run(*args, **options)
+
+    monkeypatch.setattr(OnnxRuntimeEngine, "run", run_later)
+    return begun, go_on
 
 
 def fail(*_: Any) -> Any:

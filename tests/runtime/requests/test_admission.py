@@ -32,6 +32,7 @@ from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.ranks.thread import Worker
 from tests.conftest import LAYER, Arrays, assert_close, decoder_feeds, listen_to_interrupts, run_whole, until
+from tests.helpers.engines import hold_engines
 from tests.helpers.packages import compile_mode
 
 STREAMED = ["layer", "row", "tensor", "tensor in layers"]
@@ -236,17 +237,9 @@ def test_closing_cancels_what_has_not_begun(package: Path, monkeypatch: pytest.M
 def test_a_request_is_cancelled_until_a_rank_begins_it(
     decoder: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    run = OnnxRuntimeEngine.run
-
-    def run_later(*args: Any, **options: Any) -> Any:
-        begun.set()
-        assert go_on.wait(10)
-        return run(*args, **options)
-
     package = compile_mode(decoder, mode)
     with Session(package, in_flight=4, ranks="threads") as session:
-        monkeypatch.setattr(OnnxRuntimeEngine, "run", run_later)
+        begun, go_on = hold_engines(monkeypatch)
         futures = [session.submit(decoder_feeds(2)) for _ in range(4)]
         assert begun.wait(10)
         assert [future.cancel() for future in futures] == [False, True, True, True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import numpy as np
 import pytest
 
 from splitc.runtime import FeedError, Session
-from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 from tests.conftest import decoder_feeds, until
+from tests.helpers.engines import hold_engines
 
 
 def test_requests_are_awaited(package: Path) -> None:
@@ -46,13 +45,6 @@ def test_errors_and_what_comes_after(package: Path) -> None:
 
 def test_a_cancelled_task_cancels_its_request(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it waits for a thread or a place, and while the request waits for its turn. The session goes on."""
-    begun, go_on = threading.Event(), threading.Event()
-    run = OnnxRuntimeEngine.run
-
-    def run_later(*args: Any, **options: Any) -> Any:
-        begun.set()
-        assert go_on.wait(10)
-        return run(*args, **options)
 
     async def ask(session: Session) -> int:
         tasks = [asyncio.create_task(session.run_async(decoder_feeds())) for _ in range(50)]
@@ -66,7 +58,7 @@ def test_a_cancelled_task_cancels_its_request(package: Path, monkeypatch: pytest
         return sum(isinstance(each, asyncio.CancelledError) for each in ended)
 
     with Session(package, in_flight=2) as session:
-        monkeypatch.setattr(OnnxRuntimeEngine, "run", run_later)
+        begun, go_on = hold_engines(monkeypatch)
         assert asyncio.run(ask(session)) == 49
         until(lambda: session.metrics.in_flight == 0)
         assert (session.metrics.done, session.metrics.failed) == (1, 0)
