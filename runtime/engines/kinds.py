@@ -129,11 +129,10 @@ def is_installed(engine: str) -> bool:
 def has_collectives(engine: str, devices: Sequence[Device]) -> bool:
     """Whether engines that are built here may have collectives inside, on these devices.
 
-    Operators meet on the host or by NCCL, which connects GPUs of one rank each.
+    Operators meet by NCCL where each rank has a GPU of its own, and else on the host, wherever the ranks are.
     """
     kind = find_kind(engine)
-    on_cpus = all(device.kind == "cpu" for device in devices)
-    return kind.has_collectives and (not kind.uses_operators or on_cpus or has_gpu_each(devices))
+    return kind.has_collectives and (kind.uses_operators or has_gpu_each(devices))
 
 
 def maps_weights(engine: str, devices: Sequence[Device]) -> bool:

@@ -98,6 +98,31 @@ def test_states_are_where_the_graph_left_them(package: tuple[Path, Path]) -> Non
         assert session.notes == []
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "devices", [["cuda0", "cpu0"], ["cpu0", "cuda0"], ["cuda0", "cuda0"], ["cuda0", "cuda1", "cpu0"]]
+)
+def test_devices_that_meet_on_the_host(mode: str, devices: list[str], tmp_path: Path) -> None:
+    """A GPU with a CPU device, or with two ranks: they exchange inside their engines, and replay nothing."""
+    if "cuda1" in devices and GPUS < 2:
+        pytest.skip("needs two GPUs")
+    save(build(replace(SIZE, dtype=ir.DataType.FLOAT)), tmp_path / "model.onnx")
+    planned = devices if len({*devices}) == len(devices) else ["cuda0", "cuda1"]
+    asked = Request(split_mode=mode, engine="onnxruntime", spread=True, memory=[f"{name}=8GiB" for name in planned])
+    compile_model(plan_model(tmp_path / "model.onnx", planned, asked), tmp_path / "package", verify=False)
+    package = Session(tmp_path / "package", devices=devices, in_flight=2)
+    with open_unsplit(tmp_path / "model.onnx", CPU, 4) as whole, package as session:
+        assert [len(rank.engines) for rank in session.manifest.ranks] == [1] * len(devices)
+        sizes = ((1, 8), (5, 3), (1, 8), (1, 20), (1, 8), (1, 8))
+        many = [in_single(feeds(*size, seed)) for seed, size in enumerate(sizes)]
+        for given, outputs in zip(many, session.map(many)):
+            agree(whole(given), outputs)
+
+
+def in_single(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: array.astype("f4") if array.dtype == "f2" else array for name, array in given.items()}
+
+
 @pytest.mark.parametrize("graphs", [True, False])
 def test_rank_that_fails_fails_one_request(tmp_path: Path, graphs: bool) -> None:
     given = feeds(3, 8, 0)

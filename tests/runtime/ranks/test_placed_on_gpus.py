@@ -47,13 +47,10 @@ def test_feed_forward_parts_on_another_device(
 
 @pytest.mark.skipif(not is_built(), reason="splitc was installed without a C compiler")
 @pytest.mark.parametrize("devices", DEVICES)
-def test_gpus_exchange_inside_engines_and_a_gpu_with_a_cpu_between_them(
-    decoder: Path, tmp_path: Path, devices: list[str]
-) -> None:
+def test_gpus_and_cpus_exchange_inside_engines(decoder: Path, tmp_path: Path, devices: list[str]) -> None:
     ranks = make_package(decoder, tmp_path / "package", devices).ranks
-    inside = devices == ["cuda0", "cuda1"]
-    assert [len(rank.engines) == 1 for rank in ranks] == [inside] * len(ranks)
-    assert {tuple(engine.group) for rank in ranks for engine in rank.engines} == {(0, 1) if inside else ()}
+    assert [len(rank.engines) for rank in ranks] == [1] * len(devices)
+    assert {tuple(engine.group) for rank in ranks for engine in rank.engines} == {tuple(range(len(devices)))}
 
 
 GROUPS = [
@@ -63,8 +60,11 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("mode", "devices"), GROUPS)
-def test_beside_shards_and_in_groups(decoder: Path, tmp_path: Path, mode: str, devices: list[str]) -> None:
+def test_beside_shards_and_in_groups(
+    decoder: Path, tmp_path: Path, mode: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums are between GPUs alone, and each group of batch mode has a device for what is placed."""
+    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
     memory = [f"{device}=4GiB" for device in devices]
     place = devices[1] if mode == "batch" else devices[-1]
     plan = plan_model(decoder, devices, Request(mode, place=[Place("mlp", place)], memory=memory))
