@@ -138,12 +138,11 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
     while True:
         straight = straight if turned else value
         users = _users(value)
-        kinds = {node.op_type: node for node in users if not node.domain}
-        if len(users) == 2 and kinds.keys() == {"IsNaN", "Where"} and _guards(kinds["Where"], kinds["IsNaN"], value):
-            guarded, value = True, kinds["Where"].outputs[0]
+        if (zeroed := without_nan(value)) is not None:
+            guarded, value = True, zeroed
         elif value.is_graph_output() or len(users) > 1:
             raise NotFusedError("its weights are read elsewhere too")
-        elif not users or not kinds:
+        elif not users or users[0].domain:
             raise NotFusedError("its weights go nowhere that is known")
         elif users[0].op_type in PRODUCTS:
             below = _read_weighing(users[0], value, turned, rank_of)
@@ -181,9 +180,16 @@ def _swaps_last(node: ir.Node) -> bool:
     return tuple(order) == (*range(rank - 2), rank - 1, rank - 2)
 
 
-def _guards(where: ir.Node, is_nan: ir.Node, value: ir.Value) -> bool:
-    """Whether a Where makes zeros of a value's NaN."""
-    return list(where.inputs[::2]) == [is_nan.outputs[0], value] and constant(where.inputs[1]) == 0.0
+def without_nan(value: ir.Value) -> ir.Value | None:
+    """A value with zeros for its NaN, if it is read only for that."""
+    users = _users(value)
+    kinds = {node.op_type: node for node in users if not node.domain}
+    if len(users) != 2 or kinds.keys() != {"IsNaN", "Where"}:
+        return None
+    where = kinds["Where"]
+    asked, zero, kept = where.inputs
+    fits = asked is kinds["IsNaN"].outputs[0] and constant(zero) == 0.0 and kept is value
+    return where.outputs[0] if fits else None
 
 
 def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from msgspec.structs import replace
 
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
+from splitc.compiler.fusion.attention import without_nan
 from splitc.compiler.fusion.masks import BIAS, biased
 from splitc.runtime.package import manifest as m
 
@@ -26,6 +27,9 @@ def without_masks(graph: ir.Graph, masks: Collection[str]) -> ir.Graph | None:
         for node in [use.node for use in value.uses()]:
             node.replace_input_with(BIAS, None)
             node.attributes["causal"] = ir.AttrInt64("causal", 1)
+            # A token sees itself at least, so that no row is NaN for want of a key.
+            if (zeroed := without_nan(node.outputs[0])) is not None:
+                zeroed.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
     remove_unused_inputs(plain, own)
     remove_unused(plain)
     return plain

@@ -150,6 +150,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=30, help="tokens that are timed, in each round")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--optimization-level", type=int)
+    parser.add_argument("--profile", action="store_true", help="time each block on the devices, for the plans")
     options = parser.parse_args()
     options.capacity_only = options.engine != "onnxruntime"
     return options
@@ -193,7 +194,8 @@ def _compile(model: Path, name: str, mode: str, devices: list[str], options: arg
     if not options.capacity_only:
         shapes["past_key_values.0.key"] = (1, *_size(options, 1).cache_shape(2 * options.cache))
     memory = () if "cpu" in options.devices[0] else ("120GiB",)  # what is free has the other packages in it
-    plan = plan_model(model, devices, way_request(mode, engine=options.engine, shapes=shapes, memory=memory))
+    request = way_request(mode, engine=options.engine, shapes=shapes, memory=memory, profile=options.profile)
+    plan = plan_model(model, devices, request)
     tactics: list[str] | None = None if options.engine == "onnxruntime" else []
     build_options = BuildOptions(optimization_level=options.optimization_level, tactic_sources=tactics)
     weights = "link" if mode == "layer" and options.engine == "onnxruntime" else "copy"

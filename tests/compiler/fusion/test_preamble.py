@@ -130,6 +130,8 @@ def test_masks_that_hide_nothing_but_later_tokens_are_left_out(
         assert manifest.masks.isdisjoint(value.name for value in graph.inputs)
         attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
         assert attentions and all(node.attributes.get_int("causal", 1) == 1 for node in attentions)
+        assert "IsNaN" in {node.op_type for node in ir.load(path / engine.path).graph}
+        assert "IsNaN" not in {node.op_type for node in graph}, "each token sees itself"
     loaded = []
     load = OnnxRuntimeBackend.load
 
