@@ -69,12 +69,12 @@ def assemble(
 
 def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
     """The ranks with what their engines' libraries take, those with slots for adapters included."""
-    devices = [rank.device for rank in ranks]
-    inside = has_collectives(engine, devices)
+    inside = has_collectives(engine, [rank.device for rank in ranks])
     made = []
     for rank in ranks:
         more, memory = split.more_sessions(rank, inside), rank.memory
-        own = engine_bytes(rank.device, devices, engine, more or 1, len(rank.stage.nodes))
+        met = [other.device for other in ranks if other.replica == rank.replica]
+        own = engine_bytes(rank.device, met, engine, more or 1, len(rank.stage.nodes), bool(split.collectives))
         # Several engines of a rank have a session each, and share no weights.
         adapters = adapter_bytes(memory, packs=rank.device.kind == "cpu" or bool(more))
         slotted = slotted_bytes(rank.device, engine, more, len(rank.stage.nodes)) if memory.sums else 0
@@ -96,11 +96,14 @@ def search_budget(request: Request, device: Device, budget: Budget) -> Budget:
     return None if request.weights_at == DISK and device.kind == "cpu" else budget
 
 
-def engine_bytes(device: Device, devices: Sequence[Device], engine: str, sessions: int = 1, nodes: int = 0) -> int:
+def engine_bytes(
+    device: Device, met: Sequence[Device], engine: str, sessions: int = 1, nodes: int = 0, sums: bool = False
+) -> int:
     """What a rank's sessions take beside weights and what they compute, and NCCL.
 
     On a GPU the headroom covers the first session. Several engines of a rank have a session each, and a single one has
-    two there. `devices` are those of all ranks, and `nodes` those of the rank's engines on a CPU.
+    two there. `met` are the devices that it exchanges values with, and its own; with `sums` each GPU of a host with all
+    others, and else with its neighbours. `nodes` are those of the rank's engines on a CPU.
     """
     if engine != ONNXRUNTIME:
         return 0
@@ -109,9 +112,9 @@ def engine_bytes(device: Device, devices: Sequence[Device], engine: str, session
         return CPU_ENGINE.library + own + nodes * CPU_ENGINE.node
     profile = find_profile(device.kind)
     own = profile.library_bytes + sessions * profile.engine_bytes
-    if not has_gpu_each(devices):
+    if not has_gpu_each(met):
         return own
-    beside = sum(other.host == device.host for other in devices)
+    beside = sum(other.host == device.host for other in met) if sums else 0
     return own + profile.communicator_bytes + max(0, beside - 2) * profile.peer_bytes
 
 

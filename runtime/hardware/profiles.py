@@ -55,7 +55,7 @@ class DeviceProfile:
     - `engine_bytes`: the memory of an ONNX Runtime session beside weights and activations.
     - `library_bytes`: the same of all sessions of a rank together.
     - `communicator_bytes`: what NCCL takes of each GPU to connect two ranks; `peer_bytes`, for each further GPU of the
-      host.
+      host that it sums with.
     - `kernel_copy_bytes`: up to this size, a captured copy is faster as a kernel.
     """
 

@@ -62,7 +62,8 @@ def main() -> None:
     kinds = {"one device": ("layer", places[0][:1]), **split}
     small = _make_model(options, options.work / "small", options.check_layers, save)
     large = _make_model(options, options.work / "large", options.layers, save_sparse)
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    # What is timed has the devices alone.
+    with ProcessPoolExecutor(1 if options.profile else None, mp_context=get_context("spawn")) as pool:
         made = {
             (model, name): pool.submit(_compile, model, name, *kind, options)
             for model in (small, large)

@@ -120,7 +120,10 @@ def test_devices_that_meet_on_the_host(mode: str, devices: list[str], tmp_path: 
 
 
 def in_single(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: array.astype("f4") if array.dtype == "f2" else array for name, array in given.items()}
+    """The feeds of a decoder in single precision, which takes positions too."""
+    tokens, all_tokens = given["input_ids"].shape[1], given["attention_mask"].shape[1]
+    single = {name: array.astype("f4") if array.dtype == "f2" else array for name, array in given.items()}
+    return {**single, "position_ids": np.arange(all_tokens - tokens, all_tokens)[None]}
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -168,7 +168,9 @@ def test_many_engines_on_a_gpu_are_counted(decoder: Path, is_built: bool, monkey
         assert engines(plan("2xcpu", "tensor")) == [0, 0]
         assert engines(plan("cuda0", "layer")) == [second]
         assert engines(plan("2xcuda", "layer")) == [nccl + second] * 2
-        assert engines(plan("3xcuda", "layer")) == [nccl + HOPPER.peer_bytes + second] * 3
+        assert engines(plan("3xcuda", "layer")) == [nccl + second] * 3
+        assert engines(plan("3xcuda", "tensor")) == [nccl + HOPPER.peer_bytes + second] * 3
+        assert engines(plan("2xcuda", "batch")) == [second] * 2, "copies exchange nothing"
     tensor = plan("2xcuda", "tensor")
     sums = tensor.split.collectives
     assert engines(tensor) == [nccl + second * (1 if is_built else sums)] * 2
