@@ -75,7 +75,7 @@ def _contents(analysis: Analysis, device: Device, threads: int) -> list[str]:
 def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> str:
     """A hash of all that a block's time and memory depend on. Names of nodes and values are left out."""
     shapes = analysis.costs.shapes
-    where = f"{threads} threads" if device.kind == "cpu" else f"{device.local}, replayed"
+    where = f"{threads} threads" if device.kind == "cpu" else f"{device.local}, replayed in a row"
     lines = [platform.node(), platform.processor(), ort.__version__, where]
     for node in stage.nodes:
         values = [*analysis.graph.reads[node], *node.outputs]
