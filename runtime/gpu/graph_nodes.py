@@ -66,8 +66,13 @@ def own_what_is_copied(graph: Any, known: Sequence[npt.NDArray[Any]], pinned: Ca
     Engines reuse theirs once they have run. Returns the new memory, which must live as long as the graph. `known` is
     memory that may stay, `pinned` makes new memory.
 
-    Raises EngineError if the graph copies from unpinned memory of the host, which may be freed already, or to the host.
+    Raises EngineError if the graph copies from unpinned memory of the host, which may be freed already, or to the host,
+    and where CuPy kept none: before version 14 only what was instantiated is left of a graph.
     """
+    if not graph.graph:
+        raise EngineError(
+            "CuPy before version 14 keeps no graph that can be looked at: pip install --upgrade cupy-cuda12x"
+        )
     owned = []
     places = [range(memory.ctypes.data, memory.ctypes.data + memory.nbytes) for memory in known]
     for node, copy, is_inside in _copies(graph.graph):

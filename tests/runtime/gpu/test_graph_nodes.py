@@ -100,6 +100,11 @@ def test_pinned_memory_of_an_engine_is_kept_as_it_was(kind: int, monkeypatch: py
     assert driver.replaced == {3: kept.ctypes.data}
 
 
+def test_graph_that_cupy_did_not_keep_is_refused() -> None:
+    with pytest.raises(EngineError, match="CuPy before version 14"):
+        own_what_is_copied(SimpleNamespace(graph=0, graphExec=INSTANCE), [], lambda size: np.zeros(size, np.uint8))
+
+
 def test_other_memory_of_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned, other = memory(), memory()
     many = copied(pinned.ctypes.data, ON_DEVICE)
