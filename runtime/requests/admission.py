@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from splitc.runtime.errors import EngineError, HandOverError, MisuseError, SplitcError
-from splitc.runtime.feeds.checks import explain_failure
+from splitc.runtime.feeds.named_sizes import explain_failure
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.processes.remote import RemoteRanks
 from splitc.runtime.ranks.request import NEVER, InFlightRequest, closed_before

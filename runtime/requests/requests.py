@@ -11,7 +11,7 @@ from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.feeds.batches import join_batches
-from splitc.runtime.feeds.checks import check_sizes
+from splitc.runtime.feeds.named_sizes import NamedSizes
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.ranks.request import InFlightRequest
@@ -39,6 +39,7 @@ class Requests:
         self.devices = devices
         self.device_arrays = DeviceArrays(manifest, devices, ranks)
         self._joiner = OutputJoiner(manifest, devices)
+        self._shared_sizes = NamedSizes(manifest.inputs, manifest.shared_sizes)
         self._sequences = itertools.count()
         # Of sequences that were dropped without being closed, and of sums of adapters.
         self._dropped: deque[int] = deque()
@@ -52,7 +53,7 @@ class Requests:
         """
         if request.on_device:
             self.device_arrays.check_outputs()
-        check_sizes(request.feeds, self.manifest)
+        self._shared_sizes.check(request.feeds)
         if self.manifest.lengths:
             request.given = request.feeds
             if request.sequence is None:

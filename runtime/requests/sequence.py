@@ -14,7 +14,7 @@ import numpy.typing as npt
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array, Zeros, number_type
 from splitc.runtime.errors import MisuseError, SplitcError
-from splitc.runtime.feeds.checks import check_feeds
+from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.empty_states import count_batch, empty_states
 from splitc.runtime.requests.lengths import added, filled_rows, length_feeds, lengthened, room_needed
@@ -47,7 +47,8 @@ class StateSequence:
         resident = {state.input for state in manifest.resident_states}
         self._carries = [state for state in manifest.states if state.input not in resident]
         inputs = {state.input for state in manifest.states}
-        self._fed = [tensor for tensor in manifest.inputs if tensor.name not in inputs]
+        self._given = [tensor for tensor in manifest.inputs if tensor.name not in inputs]
+        self._fed = Inputs(self._given, manifest.optional, manifest.fixed)
         self._states = [tensor for tensor in manifest.inputs if tensor.name in inputs]
         self._outputs = {state.output for state in manifest.states}
         self._carried: dict[str, Array] = {}
@@ -78,7 +79,7 @@ class StateSequence:
         with self._alone():
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
-            arrays = check_feeds(feeds, self._fed, self._session.manifest.optional, self._session.manifest.fixed)
+            arrays = self._fed.on_host(feeds)
             filled = self._fill(arrays)
             self._failed = True  # until the end: whatever comes between may leave states that nobody knows
             request = self._next_request(arrays)
@@ -153,7 +154,7 @@ class StateSequence:
         with self._alone():
             if self._numbers:
                 raise SplitcError("states can be loaded before the first run only")
-            loaded = check_feeds(states, self._states, copy=True)
+            loaded = Inputs(self._states).on_host(states, copy=True)
             self._filled = {length.input: filled_rows(length, loaded) for length in self._session.manifest.lengths}
             longest = max(self._filled.values(), default=0)
             if self._capacity is not None and longest > self._capacity:
@@ -170,9 +171,11 @@ class StateSequence:
         with self._alone():
             if self._numbers:
                 raise SplitcError("what a sequence holds is given before its first run")
-            held = [tensor for tensor in self._fed if tensor.name in feeds]
-            self._constant.update(check_feeds(feeds, held))
-            self._fed = [tensor for tensor in self._fed if tensor.name not in feeds]
+            held = [tensor for tensor in self._given if tensor.name in feeds]
+            self._constant.update(Inputs(held).on_host(feeds))
+            manifest = self._session.manifest
+            self._given = [tensor for tensor in self._given if tensor.name not in feeds]
+            self._fed = Inputs(self._given, manifest.optional, manifest.fixed)
 
     def grow(self, capacity: int) -> None:
         """Give the caches a capacity of so many tokens, with the next run, which copies them once.

@@ -17,7 +17,7 @@ from splitc.runtime.engines.built_here import check_built_here, check_host_code,
 from splitc.runtime.engines.kinds import choose_engine, make_backend
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.batches import cut_batches, join_batches
-from splitc.runtime.feeds.checks import take_feeds
+from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.feeds.on_gpu import Feed, on_host
 from splitc.runtime.files.listing import Listed, Listing
 from splitc.runtime.generate.tokens import generate
@@ -112,6 +112,10 @@ class Session(Requests, Listed):
         super().__init__(manifest, own, kind)
         if kind != MPI:  # where each rank does so for itself
             check_built_here(self.package, manifest, own)
+        self._states = frozenset(state.input for state in manifest.states)
+        self._whole = Inputs(manifest.inputs, manifest.optional, manifest.fixed)
+        begun = [tensor for tensor in manifest.inputs if tensor.name not in self._states]
+        self._begins = Inputs(begun, manifest.optional, manifest.fixed) if self._states else None
         hashes = NEVER if kind == MPI else verify
         verification = Verification(self.package, manifest.files, hashes, engine_files(manifest))
         self.threads = threads_for(own, threads or manifest.threads)
@@ -270,10 +274,9 @@ class Session(Requests, Listed):
 
     def _take(self, feeds: Mapping[str, npt.ArrayLike], copy: bool = False) -> dict[str, Feed]:
         """The feeds as arrays. Without a state among them, all states begin empty, as in a sequence."""
-        states = {state.input for state in self.manifest.states}
-        begins = bool(states) and isinstance(feeds, Mapping) and states.isdisjoint(feeds)
-        inputs = [tensor for tensor in self.inputs if tensor.name not in states] if begins else self.inputs
-        taken = take_feeds(feeds, inputs, self.optional, self.manifest.fixed, copy, self.device_arrays.feeds)
+        if not self._begins or not isinstance(feeds, Mapping) or not self._states.isdisjoint(feeds):
+            return self._whole.take(feeds, copy, self.device_arrays.feeds)
+        taken = self._begins.take(feeds, copy, self.device_arrays.feeds)
         return {**taken, **unfed_states(self.manifest, taken)}
 
     def _answer(self, request: InFlightRequest) -> Future[dict[str, Array]]:

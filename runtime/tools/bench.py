@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.feeds.checks import check_feeds
+from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.package.steps import Receive, Reduce, Run
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import NEVER, Execution, InFlightRequest
@@ -150,7 +150,7 @@ class _Stream:
 
 def _stream(session: Session, feeds: Mapping[str, npt.NDArray[Any]], count: int, in_flight: int) -> _Stream:
     """Run the feeds `count` times, with at most `in_flight` at a time."""
-    arrays = check_feeds(feeds, session.inputs, fixed=session.manifest.fixed)
+    arrays = Inputs(session.inputs, fixed=session.manifest.fixed).on_host(feeds)
     held = session.adapters.sum(None)
     latencies, timeline = [], []
     first = time.perf_counter()
