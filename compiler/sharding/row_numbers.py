@@ -3,7 +3,8 @@
 Exporters write the mask of attention so: `mask[arange(rows)[:, None], columns]`. By the operators' rules an index may
 point to any row. What follows from sizes alone can be computed, and shows where it points: if an index is everywhere
 its own place along an axis, the node picks along that axis what already stands there. So do rotary embeddings, whose
-tables may have a row for each token of a request.
+tables may have a row for each token of a request. A part of a mask that is written in place is a node that puts it
+where such an index says.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 
 Array = npt.NDArray[Any]
-# The operators that pick by an index, which is their second input.
-PICKING = ("Gather", "GatherND")
+# The operators that pick by an index, or put what they are given there. It is their second input.
+PUTTING = "ScatterND"
+PICKING = ("Gather", "GatherND", PUTTING)
 # The most elements of a value that is computed. A choice: at probe sizes masks have thousands.
 MOST_ELEMENTS = 1 << 22
 
@@ -113,7 +115,8 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     rules: dict[ir.Node, Callable[[Operation], None]] = dict.fromkeys(nodes - opaque.keys(), _free)
     for node, parts in indices.items():
         if node not in opaque:
-            rules[node] = partial(_pick, [values.get(part) for part in parts], aligned)
+            rule = _put if node.op_type == PUTTING else _pick
+            rules[node] = partial(rule, [values.get(part) for part in parts], aligned)
     for node, index in turning.items():
         if node not in opaque:
             rules[node] = partial(_look_up, values.get(index), aligned)
@@ -211,21 +214,7 @@ def _pick(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]],
         first = operation.number("batch_dims", 0)
         columns = [column for part in index for column in _columns(part)]
         places, behind = indices[:-1], first + len(columns)
-    pairs: list[tuple[Factor, int]] = []
-    loose: set[int] = set()  # axes along which the index differs in some other way
-    for number, column in enumerate(columns):
-        if column is None:
-            continue
-        leaves = ax.leaves(data[first + number])
-        sizes = [leaf.size for leaf in leaves]
-        column = np.where(column < 0, column + ax.size_of(data[first + number]), column)
-        if leaves and column.size and column.min() >= 0 and column.max() < np.prod(sizes):
-            for leaf, own in zip(leaves, np.unravel_index(column, sizes), strict=True):
-                own_places = list(_places(own, leaf.size))
-                pairs += [(leaf, place) for place in own_places]
-                loose |= {n for n in range(own.ndim) if n not in own_places and _varies(own, n)}
-        else:
-            loose |= {n for n in range(column.ndim) if _varies(column, n)}
+    pairs, loose = _paired(columns, data[first:behind])
     if not pairs:
         rule = operator_of(operation.node).axes
         assert rule is not None, "an operator that picks has a rule"
@@ -243,6 +232,47 @@ def _pick(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]],
     operation.free(indices)
     for leaf, number in pairs:
         operation.relate((leaf,), places[number])
+
+
+def _put(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
+    """Relate the axes of a node that puts updates where this index says, as `_pick` does."""
+    data, indices, updates, output = *map(operation.input, range(3)), operation.output()
+    columns = [column for part in index for column in _columns(part)]
+    places, behind = updates[: len(indices) - 1], len(columns)
+    pairs, loose = _paired(columns, data[:behind])
+    related, numbers = {leaf for leaf, _ in pairs}, frozenset(number for _, number in pairs)
+    aligned[operation.node] = numbers - loose
+    for axis in data[:behind]:
+        operation.whole([(leaf,) for leaf in ax.leaves(axis) if leaf not in related], "it is written by index")
+    operation.whole([axis for number, axis in enumerate(places) if number not in numbers], "it is written by index")
+    operation.relate_all(data, output)
+    operation.relate_all(updates[len(places) :], output[behind:])
+    operation.free(indices)
+    for leaf, number in pairs:
+        operation.relate((leaf,), places[number])
+
+
+def _paired(columns: Sequence[Array | None], axes: Sequence[Axis]) -> tuple[list[tuple[Factor, int]], set[int]]:
+    """The factors of these axes, each with an axis of the index along which it is everywhere its own place.
+
+    A column says where along an axis. Also the axes of the index along which it differs in some other way.
+    """
+    pairs: list[tuple[Factor, int]] = []
+    loose: set[int] = set()
+    for column, axis in zip(columns, axes, strict=True):
+        if column is None:
+            continue
+        leaves = ax.leaves(axis)
+        sizes = [leaf.size for leaf in leaves]
+        column = np.where(column < 0, column + ax.size_of(axis), column)
+        if leaves and column.size and column.min() >= 0 and column.max() < np.prod(sizes):
+            for leaf, own in zip(leaves, np.unravel_index(column, sizes), strict=True):
+                own_places = list(_places(own, leaf.size))
+                pairs += [(leaf, place) for place in own_places]
+                loose |= {n for n in range(own.ndim) if n not in own_places and _varies(own, n)}
+        else:
+            loose |= {n for n in range(column.ndim) if _varies(column, n)}
+    return pairs, loose
 
 
 def _look_up(index: Array | None, aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
