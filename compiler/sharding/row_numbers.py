@@ -74,7 +74,9 @@ class RowNumbers:
         if value.producer() not in self.nodes:
             return False
         along = [number for number, axis in enumerate(axes) if atom in ax.atoms(axis) and number not in known]
-        return bool(along) and (value not in self.values or any(_varies(self.values[value], n) for n in along))
+        if not along or value not in self.values:
+            return bool(along)
+        return any(_varies_along(atom, self.values[value], number, axes[number]) for number in along)
 
 
 def free_of_sizes(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> AxisMap:
@@ -91,6 +93,15 @@ def _index_of(node: ir.Node) -> int:
 def _varies(array: Array, axis: int) -> bool:
     """Whether an array differs along an axis."""
     return array.size > 0 and not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
+
+
+def _varies_along(atom: Factor, array: Array, number: int, axis: Axis) -> bool:
+    """Whether an array differs along a factor of an axis: rows and tokens may be one, along which only these differ."""
+    leaves = ax.leaves(axis)
+    if atom not in leaves:  # it is in sections
+        return _varies(array, number)
+    parts = array.reshape(*array.shape[:number], *(leaf.size for leaf in leaves), *array.shape[number + 1 :])
+    return any(_varies(parts, number + place) for place, leaf in enumerate(leaves) if leaf is atom)
 
 
 def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> RowNumbers | None:
@@ -178,7 +189,7 @@ def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.
         source = node.inputs[0]
         if source is not None and (shape := bound.shapes.get(source.name or "")) is not None:
             known[node.outputs[0]] = _sizes(node, shape)
-    if any(operator_of(node).reads_shape for node in nodes_between(known, list(wanted))):
+    if not nodes_between(known, list(wanted)) <= nodes | graph.constant:  # it needs a size that is not known
         return {}
     try:
         return dict(zip(wanted, run_part(graph.graph, known, list(wanted)), strict=True))

@@ -229,3 +229,22 @@ def test_rows_that_are_counted_by_another_input(tmp_path: Path) -> None:
     pooled = b.op("Reshape", b.op("ReduceMax", heads, b.ints(1), keepdims=0), b.op("Shape", x))
     b.give(b.op("Add", x, pooled), "y", ["texts", WIDTH])
     check_rows(b, tmp_path, {"image", "x", "y"})
+
+
+def test_tables_that_follow_from_sizes_are_alike_in_all_rows(tmp_path: Path) -> None:
+    """Rows and tokens are one axis of theirs, and tokens are as many as a constant has whose shape no inference tells.
+
+    A mask is picked by row numbers besides, without which no number is looked at.
+    """
+    b = Block(21)
+    x = b.data("x", (2, TOKENS, WIDTH), ["batch", TOKENS, WIDTH])
+    written = b.op("ScatterND", *(b.constant([[0]] * n, np.int64) for n in (TOKENS, 1)), b.constant([[1]], np.int64))
+    count, length = b.shape(x, 0), b.op("Gather", b.op("Shape", written), b.ints(0))
+    tokens, rows = (b.op("Range", zero(b), b.op("Squeeze", n), b.constant(1, np.int64)) for n in (length, count))
+    places = b.op("Expand", tokens, b.op("Concat", count, length, axis=0))
+    angles = b.op("Mul", b.op("Cast", b.op("Reshape", places, b.ints(-1, 1)), to=FLOAT), b.w("rates", WIDTH // 8))
+    merged = b.op("Reshape", b.op("Gather", x, rows, axis=0), b.ints(1, -1, WIDTH))
+    tables = (b.op(kind, angles) for kind in ("Cos", "Sin"))
+    merged = b.op("com.microsoft.RotaryEmbedding", merged, b.ints(0), *tables, num_heads=4)
+    b.give(layer(b, b.op("Reshape", merged, b.op("Shape", x)), "up"), "y", ["batch", TOKENS, WIDTH])
+    check_rows(b, tmp_path, {"x", "y"})
