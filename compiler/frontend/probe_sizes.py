@@ -95,8 +95,36 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
 
     Those of `bind_probe_sizes`, if they fit; else caches that have symbols of their own get the same size. Else each
     symbol gets a prime or, where that does not fit, a multiple of its given size. The given shapes are returned if some
-    symbol takes none of these.
+    symbol takes none of these. A size that is the same though the model's own shapes do not tell so may be by chance,
+    where many samples become few tokens: larger primes are taken then, if they tell more such sizes apart.
     """
+    other = _bind_other(graph, shapes, bound)
+    alike = _count_alike(graph, other, bound) if other is not bound else 0
+    symbols = _symbols(graph, shapes)
+    caches = _same_axes(graph, symbols, first=2)
+    for smallest in LARGER if alike else ():
+        numbers = _number(graph, symbols, True, smallest=smallest)
+        numbers.update({name: numbers[first] for name, first in caches.items()})
+        made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
+        if _fits(graph, made, bound) and _differs(graph, made, bound):
+            count = _count_alike(graph, made, bound)
+            other, alike = (_fixed(made, bound), count) if count < alike else (other, alike)
+    return other
+
+
+def _count_alike(graph: Graph, made: BoundShapes, bound: BoundShapes) -> int:
+    """How many sizes of computed values are the same as the given ones, where the model's own shapes do not say so."""
+    count = 0
+    for value in (value for node in graph.nodes for value in node.outputs):
+        one, other = made.shapes.get(value.name or "", ()), bound.shapes.get(value.name or "", ())
+        own = value.shape if value.shape is not None else [None] * len(one)
+        sizes = zip(own, one, other, strict=False)
+        count += sum(a == b and not isinstance(size, int) for size, a, b in sizes)
+    return count
+
+
+def _bind_other(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
+    """Other sizes than the given ones, by themselves."""
     probed = bind_probe_sizes(graph, shapes, bound)
     if probed is not bound and _fits(graph, probed, bound) and _differs(graph, probed, bound):
         return probed
@@ -231,12 +259,14 @@ def _same_axes(graph: Graph, symbols: Mapping[str, int], first: int = 0) -> dict
     return {name: other for name, other in same.items() if name != other}
 
 
-def _number(graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1, skipped: int = 0) -> dict[str, int]:
+def _number(
+    graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1, skipped: int = 0, smallest: int = 3
+) -> dict[str, int]:
     """A probe size for each symbol. With `sums`, one that is the sum of two others, each at least `least`, stays so.
 
-    So many of the first primes are `skipped`.
+    They are primes from the `smallest` on, of which so many are `skipped`.
     """
-    primes = itertools.islice(_primes(graph), skipped, None)
+    primes = itertools.islice(_primes(graph, smallest), skipped, None)
     numbers: dict[str, int] = {}
     for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
         parts = [
