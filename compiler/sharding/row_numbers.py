@@ -4,7 +4,8 @@ Exporters write the mask of attention so: `mask[arange(rows)[:, None], columns]`
 point to any row. What follows from sizes alone can be computed, and shows where it points: if an index is everywhere
 its own place along an axis, the node picks along that axis what already stands there. So do rotary embeddings, whose
 tables may have a row for each token of a request. A part of a mask that is written in place is a node that puts it
-where such an index says.
+where such an index says. `x[arange(rows), highest]` is written as one index of rows and tokens that are one axis: the
+number of the row's first token, and that of the token in its row.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     """
     nodes = nodes_from_sizes(graph)
     picking = [node for node in graph.nodes if node not in nodes and node.op_type in PICKING and not node.domain]
-    indices = {node: _parts(node.inputs[1], nodes) for node in picking}
+    indices = {node: _parts(node, nodes) for node in picking}
     indices = {node: parts for node, parts in indices.items() if any(part.producer() in nodes for part in parts)}
     turning = {
         node: index
@@ -126,7 +127,7 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     rules: dict[ir.Node, Callable[[Operation], None]] = dict.fromkeys(nodes - opaque.keys(), _free)
     for node, parts in indices.items():
         if node not in opaque:
-            rule = _put if node.op_type == PUTTING else _pick
+            rule = _put if node.op_type == PUTTING else partial(_pick, _count_below(parts[-1], bound))
             rules[node] = partial(rule, [values.get(part) for part in parts], aligned)
     for node, index in turning.items():
         if node not in opaque:
@@ -140,20 +141,48 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     return RowNumbers(graph, axis_map, frozenset(nodes), aligned, joining, values)
 
 
-def _parts(index: ir.Value | None, nodes: set[ir.Node]) -> Sequence[ir.Value]:
+def _parts(picking: ir.Node, nodes: set[ir.Node]) -> Sequence[ir.Value]:
     """What an index is put together of, a part for each axis that is indexed; or the index itself.
 
-    Only one that has data in it is taken apart: of others `nodes` make all.
+    Only one that has data in it is taken apart: of others `nodes` make all. That of a Gather may be a sum: its second
+    part is of data then.
     """
+    index = picking.inputs[1]
     if index is None:
         return ()
     node = index.producer()
-    if node is None or node in nodes or node.op_type != "Concat" or len(index.uses()) > 1 or index.shape is None:
+    if node is None or node in nodes or index.is_graph_output() or _data_readers(index) != {picking}:
+        return (index,)
+    if node.op_type == "Add" and picking.op_type == "Gather":
+        one, other = sorted(filter(None, node.inputs), key=lambda part: part.producer() not in nodes)
+        return (one, other) if _choice(other) is not None else (index,)
+    if node.op_type != "Concat" or index.shape is None:
         return (index,)
     last = node.attributes.get_int("axis", 0) in (-1, len(index.shape) - 1)
     parts = [value for value in node.inputs if value is not None]
     single = all(value.shape is not None and value.shape[-1] == 1 for value in parts)
     return parts if last and single else (index,)
+
+
+def _data_readers(value: ir.Value) -> set[ir.Node]:
+    """The nodes that read a value's data, and not only its sizes."""
+    return {node for node, _ in value.uses() if not operator_of(node).reads_shape}
+
+
+def _choice(index: ir.Value) -> ir.Node | None:
+    """The node that makes an index by choosing from an axis, so that it is below the axis's size."""
+    node = index.producer()
+    while node is not None and node.op_type == "Cast":
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    return node if node is not None and node.op_type in ("ArgMax", "ArgMin") else None
+
+
+def _count_below(index: ir.Value, bound: BoundShapes) -> int:
+    """A number that an index is below: 1 if none is known."""
+    node = _choice(index)
+    source = None if node is None else node.inputs[0]
+    shape = () if source is None else bound.shapes.get(source.name or "", ())
+    return shape[node.attributes.get_int("axis", 0)] if node is not None and shape else 1
 
 
 def from_sizes(graph: Graph, bound: BoundShapes) -> dict[ir.Value, Array]:
@@ -211,21 +240,24 @@ def _free(operation: Operation) -> None:
         operation.free(axes or ())
 
 
-def _pick(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
+def _pick(
+    below: int, index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation
+) -> None:
     """Relate the axes of a node that picks by this index, where that is its own place along an axis.
 
-    The index is one array, or has a part for each axis that is indexed: None for one of data. A node where it is so
-    nowhere has its operator's rule. Others are `aligned`, along the axes where it is.
+    The index is one array, or has a part for each axis that is indexed: None for one of data. That of a Gather may be
+    an array to which data `below` a number is added. A node where it is so nowhere has its operator's rule. Others are
+    `aligned`, along the axes where it is.
     """
     data, indices, output = operation.input(0), operation.input(1), operation.output()
     if operation.node.op_type == "Gather":
         first = operation.number("axis", 0) % len(data)
-        columns, places, behind = list(index), indices, first + 1
+        columns, places, behind = list(index[:1]), indices, first + 1
     else:
         first = operation.number("batch_dims", 0)
         columns = [column for part in index for column in _columns(part)]
         places, behind = indices[:-1], first + len(columns)
-    pairs, loose = _paired(columns, data[first:behind])
+    pairs, loose = _paired(columns, data[first:behind], below if len(index) > len(columns) else 1)
     if not pairs:
         rule = operator_of(operation.node).axes
         assert rule is not None, "an operator that picks has a rule"
@@ -263,10 +295,13 @@ def _put(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], 
         operation.relate((leaf,), places[number])
 
 
-def _paired(columns: Sequence[Array | None], axes: Sequence[Axis]) -> tuple[list[tuple[Factor, int]], set[int]]:
+def _paired(
+    columns: Sequence[Array | None], axes: Sequence[Axis], below: int = 1
+) -> tuple[list[tuple[Factor, int]], set[int]]:
     """The factors of these axes, each with an axis of the index along which it is everywhere its own place.
 
-    A column says where along an axis. Also the axes of the index along which it differs in some other way.
+    A column says where along an axis, or where something begins that has as many elements as the last factors, up to
+    `below`. Also the axes of the index along which it differs in some other way.
     """
     pairs: list[tuple[Factor, int]] = []
     loose: set[int] = set()
@@ -276,6 +311,10 @@ def _paired(columns: Sequence[Array | None], axes: Sequence[Axis]) -> tuple[list
         leaves = ax.leaves(axis)
         sizes = [leaf.size for leaf in leaves]
         column = np.where(column < 0, column + ax.size_of(axis), column)
+        if below > 1:
+            count = next((n for n in range(len(sizes)) if np.prod(sizes[n:]) == below), 0)
+            leaves, sizes = leaves[:count], sizes[:count]
+            column = np.where(column % below == 0, column // below, -1)
         if leaves and column.size and column.min() >= 0 and column.max() < np.prod(sizes):
             for leaf, own in zip(leaves, np.unravel_index(column, sizes), strict=True):
                 own_places = list(_places(own, leaf.size))
