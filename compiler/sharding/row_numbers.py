@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.part_alone import nodes_between, run_part
+from splitc.compiler.frontend.part_alone import nodes_between, read_sizes, run_part
 from splitc.compiler.frontend.reads import is_random, subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.operators import axes as ax
@@ -217,21 +217,13 @@ def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.
     for node in (node for node in nodes if operator_of(node).reads_shape):
         source = node.inputs[0]
         if source is not None and (shape := bound.shapes.get(source.name or "")) is not None:
-            known[node.outputs[0]] = _sizes(node, shape)
+            known[node.outputs[0]] = read_sizes(node, shape)
     if not nodes_between(known, list(wanted)) <= nodes | graph.constant:  # it needs a size that is not known
         return {}
     try:
         return dict(zip(wanted, run_part(graph.graph, known, list(wanted)), strict=True))
     except Exception:  # whatever it refuses: nothing is known then
         return {}
-
-
-def _sizes(node: ir.Node, shape: Sequence[int]) -> Array:
-    """What a node that reads sizes gives for a value of this shape."""
-    if node.op_type == "Size":
-        return np.array(np.prod(shape, dtype=np.int64))
-    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
-    return np.array(list(shape)[start:end], np.int64)
 
 
 def _free(operation: Operation) -> None:
