@@ -80,11 +80,6 @@ class RowNumbers:
         return any(_varies_along(atom, self.values[value], number, axes[number]) for number in along)
 
 
-def free_of_sizes(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> AxisMap:
-    """The axes of a model without what is computed from sizes alone, where no rows meet."""
-    return find_axes(graph, bound, opaque, rules=dict.fromkeys(nodes_from_sizes(graph) - opaque.keys(), _free))
-
-
 def _index_of(node: ir.Node) -> int:
     """The input of a node that picks, by which it does."""
     operator = operator_of(node)

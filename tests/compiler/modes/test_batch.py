@@ -171,6 +171,16 @@ def test_numbers_of_other_rows_are_no_rows(write_model: Callable[[str], Path], n
         plan_model(write_model(text.replace("NUMBERS", numbers).replace("L]", "4]")), ["2xcpu"], BATCH)
 
 
+def test_output_without_rows_is_named(write_model: Callable[[str], Path]) -> None:
+    """Not the mask that is written by row numbers, in which rows do not meet."""
+    text = WRITTEN.replace("NUMBERS", SAME).replace("=> (float[B,L] y)", "=> (float[B,L] y, float[L] z)")
+    model = write_model(
+        text.replace("L]", "4]").replace("y = Add(x, own)", "y = Add(x, own) z = Cast <to = 1> (column_numbers)")
+    )
+    with pytest.raises(CannotSplitError, match="the output 'z' does not have the rows along axis 0 of 'x'"):
+        plan_model(model, ["2xcpu"], BATCH)
+
+
 def test_rows_may_not_be_written_on_a_diagonal(write_model: Callable[[str], Path]) -> None:
     """An index that points to a row by each of two axes divides neither."""
     model = write_model(
