@@ -186,14 +186,24 @@ def _one_by_one(
 
 def _fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
     """Whether shapes are known as far as the given ones, and agree where operators want them to."""
-    return len(made.uncertain) <= len(bound.uncertain) and all(_agree(node, made.shapes) for node in graph.nodes)
+    if len(made.uncertain) > len(bound.uncertain):
+        return False
+    certain = {name: shape for name, shape in made.shapes.items() if name not in made.uncertain}
+    return all(_agree(node, certain) for node in graph.nodes)
 
 
 def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
-    """Whether factors agree along the axis that a product sums over, and what is put together along all other axes."""
-    if node.domain or node.op_type not in ("MatMul", "Concat"):
+    """Whether sizes are as an operator wants them.
+
+    Factors agree along the axis that a product sums over, and what is put together along all other axes. What is
+    reshaped has as many elements as before.
+    """
+    if node.domain or node.op_type not in ("MatMul", "Concat", "Reshape"):
         return True
     read = [shapes.get(value.name or "") for value in node.inputs if value is not None]
+    if node.op_type == "Reshape":
+        made = shapes.get(node.outputs[0].name or "")
+        return made is None or read[0] is None or math.prod(made) == math.prod(read[0])
     known = [shape for shape in read if shape]
     if node.op_type == "MatMul":
         return len(known) < 2 or len(known[1]) < 2 or known[0][-1] == known[1][-2]
