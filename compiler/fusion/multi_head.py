@@ -18,7 +18,7 @@ from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
 from splitc.compiler.fusion.operand import VIEWS, Operand, axes_of, seen_through_merged, unmerged, whole
-from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, size_readers
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer
 
 DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
@@ -76,7 +76,7 @@ def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
     own, scores = sizes.axes(scale.value), sizes.axes(scale.at)
     if own is None or scores is None or len(own) > len(scores):
         raise NotFusedError("its scores are scaled by what has no known shape")
-    if all(axis.size == ONE for axis in own):
+    if is_one(own):
         return
     leading = [axis.size for axis in frame.leading]
     if own[-1].size != ONE or [axis.size for axis in scores[:-2]] != leading:
@@ -147,7 +147,7 @@ class Writing:
         """Queries, times what is computed to scale their scores."""
         for number, scale in enumerate(self.attention.row_scales):
             axes, value = self.work.axes(scale.value), scale.value
-            if all(axis.size == ONE for axis in axes):
+            if is_one(axes):
                 value = self.work.viewed(value, [], f"scale{number}")
             else:
                 query = replace(whole(self.work.ordered(query, "query_ordered"), len(query.axes)), factor=query.factor)

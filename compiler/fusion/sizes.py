@@ -32,8 +32,8 @@ def fixed_axis(number: int) -> Axis:
 
 
 def joined(axes: Iterable[Axis]) -> Axis:
-    """Several axes as one."""
-    kept = [axis for axis in axes if axis.size != ONE]
+    """Several axes as one. One that has a single element by chance, as a batch of one row, is kept."""
+    kept = [axis for axis in axes if axis.fixed != 1]
     if len(kept) == 1:
         return kept[0]
     fixed = [axis.fixed for axis in kept]
@@ -51,8 +51,8 @@ def product_of(sizes: Iterable[Size]) -> Size:
 
 
 def is_one(axes: Iterable[Axis]) -> bool:
-    """Whether axes have one element together."""
-    return product_of(axis.size for axis in axes) == ONE
+    """Whether axes have one element together, in each request."""
+    return all(axis.fixed == 1 for axis in axes)
 
 
 @dataclass(frozen=True)
