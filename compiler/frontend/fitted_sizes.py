@@ -137,7 +137,7 @@ class _Search:
         shapes = self.inputs.shapes(model)
         with bound_model(model, shapes, defaults=True) as (bound_copy, bound):
             whole = can_be_made_up(self._graph, shapes) and self._is_small(bound)
-            whole = whole and not any(crashes(node, bound.shapes) for node in bound_copy.graph)
+            whole = whole and not any(crashes(node, bound.shapes) is not None for node in bound_copy.graph)
             problem = self._trial.refusal(shapes, {}) if whole else None
             refused = None if whole and problem is None else first_refused(bound_copy, bound, self._accepted)
             if refused is not None:

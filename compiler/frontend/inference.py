@@ -14,12 +14,14 @@ from typing import Any
 import onnx
 import onnx.shape_inference
 import onnx_ir as ir
+import sympy
 from onnx_shape_inference import (
     SYM_DATA_KEY,
     OpShapeInferenceRegistry,
     OpUsageError,
     ShapeInferenceContext,
     ShapeInferenceError,
+    _constraints,
     _registry,
     infer_symbolic_shapes,
     registry,
@@ -268,15 +270,31 @@ def _own_registry() -> OpShapeInferenceRegistry:
     return rules
 
 
+def _without_common_factor(one: sympy.Expr, other: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """Two equal numbers of elements without the factors that both have, as the library finds them.
+
+    It simplifies what is left by all that sympy knows, which takes up to a second for the windows of a picture whose
+    sides may change. To cancel factors suffices, and takes a twentieth.
+    """
+    try:
+        factor = sympy.gcd(one, other)
+        if factor in (0, 1):
+            return one, other
+        return sympy.cancel(one / factor), sympy.cancel(other / factor)
+    except sympy.PolynomialError:
+        return one, other
+
+
 @contextmanager
 def _own_rules() -> Iterator[None]:
     """Have the library infer by our rules meanwhile."""
     with _lock:
-        _registry.registry = RULES
+        theirs = _constraints._reduce_common_factor
+        _registry.registry, _constraints._reduce_common_factor = RULES, _without_common_factor
         try:
             yield
         finally:
-            _registry.registry = registry
+            _registry.registry, _constraints._reduce_common_factor = registry, theirs
 
 
 RULES = _own_registry()

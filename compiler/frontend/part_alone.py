@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
@@ -21,6 +22,14 @@ def nodes_between(known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -
         return [value for value in node.inputs if value is not None and value not in known]
 
     return ancestors(producers(value for value in wanted if value not in known), above)
+
+
+def read_sizes(node: ir.Node, shape: Sequence[int]) -> Array:
+    """What a node that reads sizes gives for a value of this shape."""
+    if node.op_type == "Size":
+        return np.array(np.prod(shape, dtype=np.int64))
+    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+    return np.array(list(shape)[start:end], np.int64)
 
 
 def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -> list[Array]:

@@ -95,8 +95,36 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
 
     Those of `bind_probe_sizes`, if they fit; else caches that have symbols of their own get the same size. Else each
     symbol gets a prime or, where that does not fit, a multiple of its given size. The given shapes are returned if some
-    symbol takes none of these.
+    symbol takes none of these. A size that is the same though the model's own shapes do not tell so may be by chance,
+    where many samples become few tokens: larger primes are taken then, if they tell more such sizes apart.
     """
+    other = _bind_other(graph, shapes, bound)
+    alike = _count_alike(graph, other, bound) if other is not bound else 0
+    symbols = _symbols(graph, shapes)
+    caches = _same_axes(graph, symbols, first=2)
+    for smallest in LARGER if alike else ():
+        numbers = _number(graph, symbols, True, smallest=smallest)
+        numbers.update({name: numbers[first] for name, first in caches.items()})
+        made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
+        if _fits(graph, made, bound) and _differs(graph, made, bound):
+            count = _count_alike(graph, made, bound)
+            other, alike = (_fixed(made, bound), count) if count < alike else (other, alike)
+    return other
+
+
+def _count_alike(graph: Graph, made: BoundShapes, bound: BoundShapes) -> int:
+    """How many sizes of computed values are the same as the given ones, where the model's own shapes do not say so."""
+    count = 0
+    for value in (value for node in graph.nodes for value in node.outputs):
+        one, other = made.shapes.get(value.name or "", ()), bound.shapes.get(value.name or "", ())
+        own = value.shape if value.shape is not None else [None] * len(one)
+        sizes = zip(own, one, other, strict=False)
+        count += sum(a == b and not isinstance(size, int) for size, a, b in sizes)
+    return count
+
+
+def _bind_other(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
+    """Other sizes than the given ones, by themselves."""
     probed = bind_probe_sizes(graph, shapes, bound)
     if probed is not bound and _fits(graph, probed, bound) and _differs(graph, probed, bound):
         return probed
@@ -158,14 +186,24 @@ def _one_by_one(
 
 def _fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
     """Whether shapes are known as far as the given ones, and agree where operators want them to."""
-    return len(made.uncertain) <= len(bound.uncertain) and all(_agree(node, made.shapes) for node in graph.nodes)
+    if len(made.uncertain) > len(bound.uncertain):
+        return False
+    certain = {name: shape for name, shape in made.shapes.items() if name not in made.uncertain}
+    return all(_agree(node, certain) for node in graph.nodes)
 
 
 def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
-    """Whether factors agree along the axis that a product sums over, and what is put together along all other axes."""
-    if node.domain or node.op_type not in ("MatMul", "Concat"):
+    """Whether sizes are as an operator wants them.
+
+    Factors agree along the axis that a product sums over, and what is put together along all other axes. What is
+    reshaped has as many elements as before.
+    """
+    if node.domain or node.op_type not in ("MatMul", "Concat", "Reshape"):
         return True
     read = [shapes.get(value.name or "") for value in node.inputs if value is not None]
+    if node.op_type == "Reshape":
+        made = shapes.get(node.outputs[0].name or "")
+        return made is None or read[0] is None or math.prod(made) == math.prod(read[0])
     known = [shape for shape in read if shape]
     if node.op_type == "MatMul":
         return len(known) < 2 or len(known[1]) < 2 or known[0][-1] == known[1][-2]
@@ -231,12 +269,14 @@ def _same_axes(graph: Graph, symbols: Mapping[str, int], first: int = 0) -> dict
     return {name: other for name, other in same.items() if name != other}
 
 
-def _number(graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1, skipped: int = 0) -> dict[str, int]:
+def _number(
+    graph: Graph, symbols: Mapping[str, int], sums: bool, least: int = 1, skipped: int = 0, smallest: int = 3
+) -> dict[str, int]:
     """A probe size for each symbol. With `sums`, one that is the sum of two others, each at least `least`, stays so.
 
-    So many of the first primes are `skipped`.
+    They are primes from the `smallest` on, of which so many are `skipped`.
     """
-    primes = itertools.islice(_primes(graph), skipped, None)
+    primes = itertools.islice(_primes(graph, smallest), skipped, None)
     numbers: dict[str, int] = {}
     for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
         parts = [

@@ -112,8 +112,8 @@ def first_refused(
             if leave_large or any(_bytes(value, shape_of(value)) > LARGEST_NODE for value in inputs):
                 continue
             return node, "it is too large to be tried"
-        if crashes(node, bound.shapes):
-            return node, "ONNX Runtime ends the process where its first input has no elements"
+        if (why := crashes(node, bound.shapes)) is not None:
+            return node, f"ONNX Runtime ends the process where {why}"
         form = f"{signature(node)}\n{shapes}"
         if form in accepted:
             continue
@@ -123,10 +123,15 @@ def first_refused(
     return None
 
 
-def crashes(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
-    """Whether ONNX Runtime ends the process when it runs a node on inputs of these shapes."""
-    first = node.inputs[0] if operator_of(node).crashes_empty else None
-    return first is not None and 0 in shape_of(first, shapes)
+def crashes(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
+    """Where ONNX Runtime ends the process when it runs a node on inputs of these shapes; None if it does not."""
+    operator = operator_of(node)
+    first = node.inputs[0] if operator.crashes_empty else None
+    if first is not None and 0 in shape_of(first, shapes):
+        return "its first input has no elements"
+    if operator.crashes_emptied and (why := _emptied(node, shapes)) is not None:
+        return why
+    return None
 
 
 def _can_be_tried(node: ir.Node, inputs: Sequence[ir.Value], bound: BoundShapes) -> bool:
@@ -165,13 +170,16 @@ def first_emptied(model: ir.Model, bound: BoundShapes) -> tuple[ir.Node, str] | 
 
     ONNX Runtime rounds a pool's size up to 1 then.
     """
-    for node in model.graph:
-        if "kernel_shape" not in node.attributes or node.inputs[0] is None:
-            continue
-        read, made = shape_of(node.inputs[0], bound.shapes), shape_of(node.outputs[0], bound.shapes)
-        if 0 in made and 0 not in read:
-            return node, f"its window is larger than {format_shape(read[2:])}"
-    return None
+    emptied = ((node, _emptied(node, bound.shapes)) for node in model.graph)
+    return next(((node, why) for node, why in emptied if why is not None), None)
+
+
+def _emptied(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
+    """Why a node makes nothing of something; None if it does not."""
+    if "kernel_shape" not in node.attributes or node.inputs[0] is None:
+        return None
+    read, made = shape_of(node.inputs[0], shapes), shape_of(node.outputs[0], shapes)
+    return f"its window is larger than {format_shape(read[2:])}" if 0 in made and 0 not in read else None
 
 
 def _refuses(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:

@@ -133,8 +133,7 @@ class _Work:
     @cached_property
     def _tables(self) -> Tables:
         other = self._other_sizes
-        shapes = {value.name or "": other.shapes[value.name or ""] for value in self.graph.graph.inputs}
-        return Tables(self.graph, shapes, {} if other is self.bound else other.constants)
+        return Tables(self.graph, known_shapes(other), {} if other is self.bound else other.constants)
 
     @cached_property
     def held(self) -> Held:

@@ -128,14 +128,15 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
         filled.total,
     ]
     inputs += [] if bias is None else [None, None, None, bias]
-    axes = work.axes(cached.keys.new)
+    # The cache itself tells that these are fixed: what is added to it may not.
+    kv_heads = work.axes(cached.keys.present)[1].fixed or 1
     heads = frame.heads.fixed or 1
     node = ir.node(
         OPERATOR,
         inputs,
         {
             "num_heads": heads,
-            "kv_num_heads": axes[1].fixed or 1,
+            "kv_num_heads": kv_heads,
             "scale": attention.scale * factor * cached.keys.factor,
             "causal": 0,
         },
@@ -155,7 +156,8 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
 def _merged(cache: Cache, work: Writer, role: str, again: Again | None) -> ir.Value:
     """What is added to a cache, behind the rows that are given again, as [batch, length, heads x size]."""
     new = seen_through(whole(cache.new, 4), scaled=False).transposed(BY_ROWS)
-    batch, heads, rows, size = work.axes(cache.new)
+    batch, _, rows, _ = work.axes(cache.new)
+    _, heads, _, size = work.axes(cache.present)
     value = work.ordered(new, f"{role}_by_rows")
     if again is not None:
         begin, axis = (work.editor.constant(np.array([number], np.int64)) for number in (0, ROWS))

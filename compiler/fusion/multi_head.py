@@ -18,7 +18,7 @@ from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
 from splitc.compiler.fusion.operand import VIEWS, Operand, axes_of, seen_through_merged, unmerged, whole
-from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, size_readers
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer
 
 DOMAIN, OPERATOR = "com.microsoft", "MultiHeadAttention"
@@ -76,7 +76,7 @@ def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
     own, scores = sizes.axes(scale.value), sizes.axes(scale.at)
     if own is None or scores is None or len(own) > len(scores):
         raise NotFusedError("its scores are scaled by what has no known shape")
-    if all(axis.size == ONE for axis in own):
+    if is_one(own):
         return
     leading = [axis.size for axis in frame.leading]
     if own[-1].size != ONE or [axis.size for axis in scores[:-2]] != leading:
@@ -110,9 +110,9 @@ class Writing:
         values = self._fitted(seen_through_merged(attention.values, work.sizes, scaled=False), frame.weighed, "values")
         heads = frame.heads.fixed or 1
         inputs: list[ir.Value | None] = [
-            self.merged(query, "query"),
-            self.merged(keys, "keys"),
-            self.merged(values, "values"),
+            self.merged(query, frame.size, "query"),
+            self.merged(keys, frame.size, "keys"),
+            self.merged(values, frame.value_size, "values"),
         ]
         if attention.biases:
             inputs += [None, None, write_bias(attention, frame, work)]
@@ -125,7 +125,7 @@ class Writing:
     def merged_query(self) -> tuple[ir.Value, float]:
         """The queries as [batch, length, heads x size], and a factor that they are still to be multiplied by."""
         query = self._query()
-        return self.merged(query, "query"), query.factor
+        return self.merged(query, self.frame.size, "query"), query.factor
 
     def _query(self) -> Operand:
         """The queries in the frame."""
@@ -147,7 +147,7 @@ class Writing:
         """Queries, times what is computed to scale their scores."""
         for number, scale in enumerate(self.attention.row_scales):
             axes, value = self.work.axes(scale.value), scale.value
-            if all(axis.size == ONE for axis in axes):
+            if is_one(axes):
                 value = self.work.viewed(value, [], f"scale{number}")
             else:
                 query = replace(whole(self.work.ordered(query, "query_ordered"), len(query.axes)), factor=query.factor)
@@ -186,11 +186,11 @@ class Writing:
         assert batch is not None
         return operand.transposed((*range(batch), rank - 2, *range(batch, rank - 2), rank - 1))
 
-    def merged(self, operand: Operand, role: str) -> ir.Value:
-        """An operand as [batch, rows, heads x size]."""
-        *_, rows, size = self._axes(operand)
+    def merged(self, operand: Operand, size: int, role: str) -> ir.Value:
+        """An operand as [batch, rows, heads x size], which its own axes may not tell to be fixed: the frame does."""
+        rows = self._axes(operand)[-2]
         value = self.work.ordered(self._natural(operand), f"{role}_by_rows")
-        width = fixed_axis((self.frame.heads.fixed or 1) * (size.fixed or 1))
+        width = fixed_axis((self.frame.heads.fixed or 1) * size)
         return self.work.viewed(value, [self.frame.batch, rows, width], role)
 
     def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:

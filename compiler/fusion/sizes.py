@@ -32,8 +32,8 @@ def fixed_axis(number: int) -> Axis:
 
 
 def joined(axes: Iterable[Axis]) -> Axis:
-    """Several axes as one."""
-    kept = [axis for axis in axes if axis.size != ONE]
+    """Several axes as one. One that has a single element by chance, as a batch of one row, is kept."""
+    kept = [axis for axis in axes if axis.fixed != 1]
     if len(kept) == 1:
         return kept[0]
     fixed = [axis.fixed for axis in kept]

@@ -15,10 +15,11 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_tensor
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.part_alone import run_part
+from splitc.compiler.frontend.part_alone import read_sizes, run_part
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.walks import producers, reached
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.feeds.fills import make_inputs
@@ -36,7 +37,7 @@ Array = npt.NDArray[Any]
 class Tables:
     """What a model computes from positions.
 
-    `shapes` are those of its inputs to do so with. `known` are the results of shape arithmetic, and `rows` what was
+    `shapes` are those of its values to do so with. `known` are the results of shape arithmetic, and `rows` what was
     written of a table: one number for each pair, in a row for each position.
     """
 
@@ -67,18 +68,30 @@ class Tables:
         """A table's numbers; None if too much goes into it, or what can't be made up."""
         if table.const_value is not None:
             return table.const_value.numpy().astype(np.float64) if source_of(table) is None else None
-        nodes = list(islice(reached(producers([table]), lambda node: producers(node.inputs)), MOST_NODES + 1))
+        above = reached(
+            producers([table]), lambda node: () if self._sizes_of(node) is not None else producers(node.inputs)
+        )
+        made = list(islice(above, MOST_NODES + 1))
+        sizes = {node.outputs[0]: array for node in made if (array := self._sizes_of(node)) is not None}
+        nodes = [node for node in made if node.outputs[0] not in sizes]
         read = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
         weights = [value.const_value for value in read if value.const_value is not None]
         inputs = [value for value in self._graph.graph.inputs if value in read or value is table]
         elements = sum(tensor.size for tensor in weights) + sum(map(self._size, inputs))
-        if len(nodes) > MOST_NODES or elements > MOST_ELEMENTS or any(any(subgraphs(node)) for node in nodes):
+        if len(made) > MOST_NODES or elements > MOST_ELEMENTS or any(any(subgraphs(node)) for node in nodes):
             return None
         try:
-            (numbers,) = run_part(self._graph.graph, self._made_up(inputs), [table])
+            (numbers,) = run_part(self._graph.graph, {**self._made_up(inputs), **sizes}, [table])
         except ERRORS:
             return None
         return numbers.astype(np.float64)
+
+    def _sizes_of(self, node: ir.Node) -> Array | None:
+        """The sizes that a node reads, for which their value need not be computed; None if they are not known."""
+        shape = None
+        if operator_of(node).reads_shape and node.inputs[0] is not None:
+            shape = self._shapes.get(node.inputs[0].name or "")
+        return None if shape is None else read_sizes(node, shape)
 
     def _size(self, value: ir.Value) -> float:
         return float(np.prod(self._shapes[value.name or ""], dtype=float))

@@ -26,7 +26,6 @@ from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.row_numbers import (
     RowNumbers,
     find_row_numbers,
-    free_of_sizes,
     from_sizes,
     nodes_from_sizes,
 )
@@ -71,7 +70,10 @@ def _rows_or_why(analysis: Analysis) -> Rows | str:
         rows, _ = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
     if rows is not None:
         return rows
-    why = explain_no_rows(graph, free_of_sizes(graph, bound, opaque), nodes_from_sizes(graph))
+    numbers = find_row_numbers(graph, bound, opaque)
+    why = explain_no_rows(
+        graph, numbers.axis_map if numbers else find_axes(graph, bound, opaque), nodes_from_sizes(graph)
+    )
     other = "Use another --split-mode, without --batch-groups, or export the model with an axis of independent rows."
     return f"{why}. {other}"
 

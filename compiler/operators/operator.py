@@ -69,6 +69,7 @@ class Operator:
     is_attention: ONNX Runtime chooses its kernel by shape.
     crashes_without: an input that may be missing, though ONNX Runtime before 1.32 ends the process on the CPU then.
     crashes_empty: ONNX Runtime ends the process on the CPU where its first input has no elements.
+    crashes_emptied: it may where its first output has none, in spite of its input: by channels in blocks.
 
     Splits:
     matrix_input: the input whose columns row mode may slice.
@@ -112,6 +113,7 @@ class Operator:
     is_attention: bool = False
     crashes_without: int | None = None
     crashes_empty: bool = False
+    crashes_emptied: bool = False
     matrix_input: int | None = None
     tables: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()

@@ -89,11 +89,19 @@ def embed_layer_norm(op: Operation) -> None:
 
 
 def batch_norm(op: Operation) -> None:
-    """Each channel is normalized by itself."""
+    """Each channel is normalized by itself. In training, by all that is along its other axes.
+
+    Exporters write weights that are standardized so, and the running mean and variance are outputs then.
+    """
     op.relate_all(op.input(0), op.output())
-    channels = op.output()[1]
+    batch, channels, *places = op.output()
     for number in range(1, 5):
         op.relate(op.input(number)[0], channels)
+    for number in (1, 2):
+        if op.has_output(number):
+            op.relate(op.output(number)[0], channels)
+    if op.number("training_mode", 0):
+        op.whole([batch, *places], "it is normalized along it")
 
 
 def instance_norm(op: Operation) -> None:
@@ -176,8 +184,8 @@ OPERATORS = (
     Operator("GroupNormalization", group_norm, is_norm=True),
     Operator("MeanVarianceNormalization", mean_variance_norm, is_norm=True),
     Operator("LRN", local_norm, is_norm=True),
-    Operator("AveragePool", pool),
-    Operator("MaxPool", pool),
+    Operator("AveragePool", pool, crashes_emptied=True),
+    Operator("MaxPool", pool, crashes_emptied=True),
     Operator("LpPool", pool),
     Operator("GlobalMaxPool", pool),
     Operator("GlobalLpPool", pool),

@@ -3,7 +3,9 @@
 Exporters write the mask of attention so: `mask[arange(rows)[:, None], columns]`. By the operators' rules an index may
 point to any row. What follows from sizes alone can be computed, and shows where it points: if an index is everywhere
 its own place along an axis, the node picks along that axis what already stands there. So do rotary embeddings, whose
-tables may have a row for each token of a request.
+tables may have a row for each token of a request. A part of a mask that is written in place is a node that puts it
+where such an index says. `x[arange(rows), highest]` is written as one index of rows and tokens that are one axis: the
+number of the row's first token, and that of the token in its row.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.part_alone import nodes_between, run_part
+from splitc.compiler.frontend.part_alone import nodes_between, read_sizes, run_part
 from splitc.compiler.frontend.reads import is_random, subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.operators import axes as ax
@@ -29,8 +31,9 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 
 Array = npt.NDArray[Any]
-# The operators that pick by an index, which is their second input.
-PICKING = ("Gather", "GatherND")
+# The operators that pick by an index, or put what they are given there. It is their second input.
+PUTTING = "ScatterND"
+PICKING = ("Gather", "GatherND", PUTTING)
 # The most elements of a value that is computed. A choice: at probe sizes masks have thousands.
 MOST_ELEMENTS = 1 << 22
 
@@ -72,12 +75,9 @@ class RowNumbers:
         if value.producer() not in self.nodes:
             return False
         along = [number for number, axis in enumerate(axes) if atom in ax.atoms(axis) and number not in known]
-        return bool(along) and (value not in self.values or any(_varies(self.values[value], n) for n in along))
-
-
-def free_of_sizes(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> AxisMap:
-    """The axes of a model without what is computed from sizes alone, where no rows meet."""
-    return find_axes(graph, bound, opaque, rules=dict.fromkeys(nodes_from_sizes(graph) - opaque.keys(), _free))
+        if not along or value not in self.values:
+            return bool(along)
+        return any(_varies_along(atom, self.values[value], number, axes[number]) for number in along)
 
 
 def _index_of(node: ir.Node) -> int:
@@ -91,6 +91,15 @@ def _varies(array: Array, axis: int) -> bool:
     return array.size > 0 and not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
 
 
+def _varies_along(atom: Factor, array: Array, number: int, axis: Axis) -> bool:
+    """Whether an array differs along a factor of an axis: rows and tokens may be one, along which only these differ."""
+    leaves = ax.leaves(axis)
+    if atom not in leaves:  # it is in sections
+        return _varies(array, number)
+    parts = array.reshape(*array.shape[:number], *(leaf.size for leaf in leaves), *array.shape[number + 1 :])
+    return any(_varies(parts, number + place) for place, leaf in enumerate(leaves) if leaf is atom)
+
+
 def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> RowNumbers | None:
     """The axes of a model, where nodes pick by numbers that follow from sizes alone; None if there are no such numbers.
 
@@ -98,7 +107,7 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     """
     nodes = nodes_from_sizes(graph)
     picking = [node for node in graph.nodes if node not in nodes and node.op_type in PICKING and not node.domain]
-    indices = {node: _parts(node.inputs[1], nodes) for node in picking}
+    indices = {node: _parts(node, nodes) for node in picking}
     indices = {node: parts for node, parts in indices.items() if any(part.producer() in nodes for part in parts)}
     turning = {
         node: index
@@ -113,7 +122,8 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     rules: dict[ir.Node, Callable[[Operation], None]] = dict.fromkeys(nodes - opaque.keys(), _free)
     for node, parts in indices.items():
         if node not in opaque:
-            rules[node] = partial(_pick, [values.get(part) for part in parts], aligned)
+            rule = _put if node.op_type == PUTTING else partial(_pick, _count_below(parts[-1], bound))
+            rules[node] = partial(rule, [values.get(part) for part in parts], aligned)
     for node, index in turning.items():
         if node not in opaque:
             rules[node] = partial(_look_up, values.get(index), aligned)
@@ -126,20 +136,48 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     return RowNumbers(graph, axis_map, frozenset(nodes), aligned, joining, values)
 
 
-def _parts(index: ir.Value | None, nodes: set[ir.Node]) -> Sequence[ir.Value]:
+def _parts(picking: ir.Node, nodes: set[ir.Node]) -> Sequence[ir.Value]:
     """What an index is put together of, a part for each axis that is indexed; or the index itself.
 
-    Only one that has data in it is taken apart: of others `nodes` make all.
+    Only one that has data in it is taken apart: of others `nodes` make all. That of a Gather may be a sum: its second
+    part is of data then.
     """
+    index = picking.inputs[1]
     if index is None:
         return ()
     node = index.producer()
-    if node is None or node in nodes or node.op_type != "Concat" or len(index.uses()) > 1 or index.shape is None:
+    if node is None or node in nodes or index.is_graph_output() or _data_readers(index) != {picking}:
+        return (index,)
+    if node.op_type == "Add" and picking.op_type == "Gather":
+        one, other = sorted(filter(None, node.inputs), key=lambda part: part.producer() not in nodes)
+        return (one, other) if _choice(other) is not None else (index,)
+    if node.op_type != "Concat" or index.shape is None:
         return (index,)
     last = node.attributes.get_int("axis", 0) in (-1, len(index.shape) - 1)
     parts = [value for value in node.inputs if value is not None]
     single = all(value.shape is not None and value.shape[-1] == 1 for value in parts)
     return parts if last and single else (index,)
+
+
+def _data_readers(value: ir.Value) -> set[ir.Node]:
+    """The nodes that read a value's data, and not only its sizes."""
+    return {node for node, _ in value.uses() if not operator_of(node).reads_shape}
+
+
+def _choice(index: ir.Value) -> ir.Node | None:
+    """The node that makes an index by choosing from an axis, so that it is below the axis's size."""
+    node = index.producer()
+    while node is not None and node.op_type == "Cast":
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    return node if node is not None and node.op_type in ("ArgMax", "ArgMin") else None
+
+
+def _count_below(index: ir.Value, bound: BoundShapes) -> int:
+    """A number that an index is below: 1 if none is known."""
+    node = _choice(index)
+    source = None if node is None else node.inputs[0]
+    shape = () if source is None else bound.shapes.get(source.name or "", ())
+    return shape[node.attributes.get_int("axis", 0)] if node is not None and shape else 1
 
 
 def from_sizes(graph: Graph, bound: BoundShapes) -> dict[ir.Value, Array]:
@@ -174,21 +212,13 @@ def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.
     for node in (node for node in nodes if operator_of(node).reads_shape):
         source = node.inputs[0]
         if source is not None and (shape := bound.shapes.get(source.name or "")) is not None:
-            known[node.outputs[0]] = _sizes(node, shape)
-    if any(operator_of(node).reads_shape for node in nodes_between(known, list(wanted))):
+            known[node.outputs[0]] = read_sizes(node, shape)
+    if not nodes_between(known, list(wanted)) <= nodes | graph.constant:  # it needs a size that is not known
         return {}
     try:
         return dict(zip(wanted, run_part(graph.graph, known, list(wanted)), strict=True))
     except Exception:  # whatever it refuses: nothing is known then
         return {}
-
-
-def _sizes(node: ir.Node, shape: Sequence[int]) -> Array:
-    """What a node that reads sizes gives for a value of this shape."""
-    if node.op_type == "Size":
-        return np.array(np.prod(shape, dtype=np.int64))
-    start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
-    return np.array(list(shape)[start:end], np.int64)
 
 
 def _free(operation: Operation) -> None:
@@ -197,35 +227,24 @@ def _free(operation: Operation) -> None:
         operation.free(axes or ())
 
 
-def _pick(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
+def _pick(
+    below: int, index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation
+) -> None:
     """Relate the axes of a node that picks by this index, where that is its own place along an axis.
 
-    The index is one array, or has a part for each axis that is indexed: None for one of data. A node where it is so
-    nowhere has its operator's rule. Others are `aligned`, along the axes where it is.
+    The index is one array, or has a part for each axis that is indexed: None for one of data. That of a Gather may be
+    an array to which data `below` a number is added. A node where it is so nowhere has its operator's rule. Others are
+    `aligned`, along the axes where it is.
     """
     data, indices, output = operation.input(0), operation.input(1), operation.output()
     if operation.node.op_type == "Gather":
         first = operation.number("axis", 0) % len(data)
-        columns, places, behind = list(index), indices, first + 1
+        columns, places, behind = list(index[:1]), indices, first + 1
     else:
         first = operation.number("batch_dims", 0)
         columns = [column for part in index for column in _columns(part)]
         places, behind = indices[:-1], first + len(columns)
-    pairs: list[tuple[Factor, int]] = []
-    loose: set[int] = set()  # axes along which the index differs in some other way
-    for number, column in enumerate(columns):
-        if column is None:
-            continue
-        leaves = ax.leaves(data[first + number])
-        sizes = [leaf.size for leaf in leaves]
-        column = np.where(column < 0, column + ax.size_of(data[first + number]), column)
-        if leaves and column.size and column.min() >= 0 and column.max() < np.prod(sizes):
-            for leaf, own in zip(leaves, np.unravel_index(column, sizes), strict=True):
-                own_places = list(_places(own, leaf.size))
-                pairs += [(leaf, place) for place in own_places]
-                loose |= {n for n in range(own.ndim) if n not in own_places and _varies(own, n)}
-        else:
-            loose |= {n for n in range(column.ndim) if _varies(column, n)}
+    pairs, loose = _paired(columns, data[first:behind], below if len(index) > len(columns) else 1)
     if not pairs:
         rule = operator_of(operation.node).axes
         assert rule is not None, "an operator that picks has a rule"
@@ -243,6 +262,54 @@ def _pick(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]],
     operation.free(indices)
     for leaf, number in pairs:
         operation.relate((leaf,), places[number])
+
+
+def _put(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
+    """Relate the axes of a node that puts updates where this index says, as `_pick` does."""
+    data, indices, updates, output = *map(operation.input, range(3)), operation.output()
+    columns = [column for part in index for column in _columns(part)]
+    places, behind = updates[: len(indices) - 1], len(columns)
+    pairs, loose = _paired(columns, data[:behind])
+    related, numbers = {leaf for leaf, _ in pairs}, frozenset(number for _, number in pairs)
+    aligned[operation.node] = numbers - loose
+    for axis in data[:behind]:
+        operation.whole([(leaf,) for leaf in ax.leaves(axis) if leaf not in related], "it is written by index")
+    operation.whole([axis for number, axis in enumerate(places) if number not in numbers], "it is written by index")
+    operation.relate_all(data, output)
+    operation.relate_all(updates[len(places) :], output[behind:])
+    operation.free(indices)
+    for leaf, number in pairs:
+        operation.relate((leaf,), places[number])
+
+
+def _paired(
+    columns: Sequence[Array | None], axes: Sequence[Axis], below: int = 1
+) -> tuple[list[tuple[Factor, int]], set[int]]:
+    """The factors of these axes, each with an axis of the index along which it is everywhere its own place.
+
+    A column says where along an axis, or where something begins that has as many elements as the last factors, up to
+    `below`. Also the axes of the index along which it differs in some other way.
+    """
+    pairs: list[tuple[Factor, int]] = []
+    loose: set[int] = set()
+    for column, axis in zip(columns, axes, strict=True):
+        if column is None:
+            continue
+        leaves = ax.leaves(axis)
+        sizes = [leaf.size for leaf in leaves]
+        column = np.where(column < 0, column + ax.size_of(axis), column)
+        if below > 1:
+            count = next((n for n in range(len(sizes)) if np.prod(sizes[n:]) == below), 0)
+            leaves, sizes = leaves[:count], sizes[:count]
+            column = np.where(column % below == 0, column // below, -1)
+        if leaves and column.size and column.min() >= 0 and column.max() < np.prod(sizes):
+            for leaf, own in zip(leaves, np.unravel_index(column, sizes), strict=True):
+                own_places = list(_places(own, leaf.size))
+                pairs += [(leaf, place) for place in own_places]
+                loose |= {n for n in range(own.ndim) if n not in own_places and _varies(own, n)}
+        else:
+            loose |= {n for n in range(column.ndim) if _varies(column, n)}
+    return pairs, loose
 
 
 def _look_up(index: Array | None, aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:

@@ -184,6 +184,15 @@ def test_sizes_that_would_end_the_process_are_not_tried(tmp_path: Path) -> None:
     assert "(LSTM): ONNX Runtime ends the process where its first input has no elements" in (fitted.problem or "")
 
 
+def test_pools_that_would_end_the_process_are_not_tried(tmp_path: Path) -> None:
+    """ONNX Runtime's do so by blocks of channels, where a window is larger than what is left."""
+    block = Block()
+    image = block.input("image", FLOAT, ["batch", 2, "height", "width"])
+    block.give(block.op("MaxPool", image, kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1), shape=["?"] * 4)
+    problem = fit(block, tmp_path, {"image": (1, 2, 1, 1)}).fitted.problem or ""
+    assert "(MaxPool): ONNX Runtime ends the process where its window is larger than 1 x 1" in problem
+
+
 def test_sizes_that_can_not_be_right_are_a_warning_of_plan_and_an_error_of_compile(tmp_path: Path) -> None:
     """A given size that the graph refuses stays as it is given."""
     save(image_block().model(), tmp_path / "model.onnx")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from models.writer import save
-from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
+from splitc.compiler.frontend.probe_sizes import bind_other_sizes, bind_probe_sizes
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes
 from tests.helpers.blocks import Block
 from tests.helpers.graphs import read_graph
@@ -25,3 +25,36 @@ def test_only_what_is_made_small_has_many_elements(tmp_path: Path) -> None:
     batch, count, left = shapes["y"]
     assert shapes["sound"][2] > 1000 > 20 > max(batch, count)
     assert min(batch, count) > 1 < left
+
+
+def test_sizes_that_are_few_are_not_the_same_by_chance(tmp_path: Path) -> None:
+    """As tokens of a short sound, where inference loses what follows from its samples."""
+    b = Block()
+    sound = b.data("sound", (1, 7), ["batch", "samples"])
+    shape = b.op("Shape", sound)
+    known = b.op("Where", b.op("Equal", shape, b.ints(-1)), b.ints(1), shape)
+    tokens = b.op("Slice", b.op("Reshape", sound, known), *(b.ints(n) for n in (0, 1 << 40, 1, 8)))
+    b.give(tokens)
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    bound = bind_shapes(graph.model, planned)
+    assert bound.shapes["y"] == (1, 1)
+    assert 1 not in bind_other_sizes(graph, planned, bound).shapes["y"]
+
+
+def test_what_is_reshaped_keeps_its_elements(tmp_path: Path) -> None:
+    """What is filled up to windows has too many where primes are sides, if the model was exported for whole windows."""
+    b = Block()
+    x = b.data("x", (2, 4, 6), ["batch", "height", "width"])
+    missing = [b.op("Mod", b.shape(x, axis), b.ints(2)) for axis in (1, 2)]
+    filled = b.op("Pad", x, b.op("Concat", b.ints(0, 0, 0, 0), *missing, axis=0))
+    places = b.op("Mul", b.shape(x, 1), b.shape(x, 2))
+    b.give(b.op("Reshape", filled, b.op("Concat", b.shape(x, 0), places, axis=0)))
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    _, height, width = bind_other_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes["x"]
+    assert height % 2 == width % 2 == 0 and height not in (4, width) and width != 6

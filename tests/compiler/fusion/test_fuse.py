@@ -228,6 +228,29 @@ def test_caches_may_have_symbols_of_their_own_and_be_empty(tmp_path: Path) -> No
     check(model, tmp_path, shapes, later)
 
 
+def test_width_of_keys_is_known_by_the_queries(tmp_path: Path) -> None:
+    """Where inference loses what keys are computed with, and no other sizes fit to tell. Nor is one row the batch."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        lost (float[batch, 4, length, 8] q, float[batch, 4, length, 8] k, float[batch, 4, length, 8] v)
+            => (float[batch, 4, length, 8] y)
+        <int64[2] parts = {3, 2}, int64 minus = {-1}, int64 one = {1}>
+        {
+            shape = Shape (k)
+            negative = Equal (shape, minus)
+            target = Where (negative, one, shape)
+            same = Reshape (k, target)
+            first, second = Split <axis = 2> (same, parts)
+            keys = Concat <axis = 2> (first, second)
+            turned = Transpose <perm = [0, 1, 3, 2]> (keys)
+            scores = MatMul (q, turned)
+            weights = Softmax <axis = -1> (scores)
+            y = MatMul (weights, v)
+        }
+    """)
+    check(model, tmp_path, dict.fromkeys("qkv", (1, 4, 5, 8)), dict.fromkeys("qkv", (2, 4, 5, 8)))
+
+
 def check(model: onnx.ModelProto, folder: Path, shapes: Mapping[str, Shape], *others: Mapping[str, Shape]) -> list[str]:
     """Check that a model's one attention is fused and gives the same, with other shapes too.
 

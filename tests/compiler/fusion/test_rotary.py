@@ -140,6 +140,18 @@ def test_elements_of_pairs_by_themselves(tmp_path: Path, interleaved: bool, cros
     check(written(by_pairs(interleaved, NEIGHBOURS if interleaved else SLICED, crossed)), tmp_path, 2e-6)
 
 
+def test_tables_of_as_many_rows_as_something_has_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its size is needed, as that of what convolutions make of a sound."""
+    monkeypatch.setattr("splitc.compiler.fusion.tables.MOST_NODES", 16)
+    chain = "n0 = Abs (positions)  " + "  ".join(f"n{k + 1} = Abs (n{k})" for k in range(20))
+    body = whole(False, PARTS["slices"], "counted")
+    model = written(body, "counted")
+    text = onnx.printer.to_text(model).replace("Shape (positions)", "Shape (n20)").replace("{", "{ " + chain, 1)
+    check(onnx.parser.parse_model(text), tmp_path, 2e-6)
+
+
 def test_a_difference_with_the_opposite_rotation(tmp_path: Path) -> None:
     joined = JOINED[False].format("b", "opposite")
     check(written(f"{twice(False)} {SLICED}  opposite = Neg (a)  {joined} {DIFFERENCE}"), tmp_path, 2e-6)

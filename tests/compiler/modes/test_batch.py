@@ -54,6 +54,8 @@ picked (float[B,L] x, float[M,L] mask) => (float[B,L] y)
   own = GatherND(mask, index)
   y = Add(x, own) }"""
 SAME = "numbers = Identity(row_numbers)"
+# The same with what is written where the numbers say, as a model writes a part of a mask in place.
+WRITTEN = PICKED.replace("GatherND(mask, index)", "ScatterND(mask, index, x)")
 
 
 def request(feeds: Mapping[str, np.ndarray], split_mode: str = "batch", **more: Any) -> Request:
@@ -138,12 +140,13 @@ def test_model_without_dynamic_sizes_is_refused(write_model: Callable[[str], Pat
         plan_model(model, ["2xcpu"], BATCH)
 
 
+@pytest.mark.parametrize("text", [PICKED, WRITTEN], ids=["picked", "written"])
 @pytest.mark.parametrize("mask", ["B", "M"])
-def test_rows_are_followed_through_masks_that_are_picked_by_row_numbers(
-    write_model: Callable[[str], Path], tmp_path: Path, mask: str
+def test_rows_are_followed_through_masks_that_are_picked_or_written_by_row_numbers(
+    write_model: Callable[[str], Path], tmp_path: Path, mask: str, text: str
 ) -> None:
     """Also where the exporter gives the mask's rows another name."""
-    model = write_model(PICKED.replace("NUMBERS", SAME).replace("[M,L]", f"[{mask},L]"))
+    model = write_model(text.replace("NUMBERS", SAME).replace("[M,L]", f"[{mask},L]"))
     chance = np.random.default_rng(0)
     compile_model(plan_model(model, ["3xcpu"], BATCH), tmp_path / "package")
     with Session(tmp_path / "package", threads=1) as session:
@@ -153,6 +156,7 @@ def test_rows_are_followed_through_masks_that_are_picked_by_row_numbers(
             assert_close(session.run(feeds), run_whole(model, feeds))
 
 
+@pytest.mark.parametrize("text", [PICKED, WRITTEN], ids=["picked", "written"])
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -162,9 +166,36 @@ def test_rows_are_followed_through_masks_that_are_picked_by_row_numbers(
     ],
     ids=["the other way", "two rows share one", "the next row"],
 )
-def test_numbers_of_other_rows_are_no_rows(write_model: Callable[[str], Path], numbers: str) -> None:
+def test_numbers_of_other_rows_are_no_rows(write_model: Callable[[str], Path], numbers: str, text: str) -> None:
     with pytest.raises(CannotSplitError, match="can't be divided: the rows along axis 0 of 'x' meet in"):
-        plan_model(write_model(PICKED.replace("NUMBERS", numbers)), ["2xcpu"], BATCH)
+        plan_model(write_model(text.replace("NUMBERS", numbers).replace("L]", "4]")), ["2xcpu"], BATCH)
+
+
+def test_output_without_rows_is_named(write_model: Callable[[str], Path]) -> None:
+    """Not the mask that is written by row numbers, in which rows do not meet."""
+    text = WRITTEN.replace("NUMBERS", SAME).replace("=> (float[B,L] y)", "=> (float[B,L] y, float[L] z)")
+    model = write_model(
+        text.replace("L]", "4]").replace("y = Add(x, own)", "y = Add(x, own) z = Cast <to = 1> (column_numbers)")
+    )
+    with pytest.raises(CannotSplitError, match="the output 'z' does not have the rows along axis 0 of 'x'"):
+        plan_model(model, ["2xcpu"], BATCH)
+
+
+def test_rows_may_not_be_written_on_a_diagonal(write_model: Callable[[str], Path]) -> None:
+    """An index that points to a row by each of two axes divides neither."""
+    model = write_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        diagonal (float[B] x, float[B,B] table) => (float[B,B] y)
+        <int64 zero = {0}, int64 one = {1}, int64[1] last = {-1}>
+        { sizes = Shape(x)
+          rows = Squeeze(sizes)
+          numbers = Range(zero, rows, one)
+          column = Unsqueeze(numbers, last)
+          index = Concat <axis = -1> (column, column)
+          y = ScatterND(table, index, x) }"""
+    )
+    with pytest.raises(CannotSplitError, match="can't be divided"):
+        plan_model(model, ["2xcpu"], BATCH)
 
 
 def test_row_numbers_that_meet_data_tell_rows_apart(write_model: Callable[[str], Path]) -> None:

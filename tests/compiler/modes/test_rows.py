@@ -14,7 +14,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.modes.rows import NoRowsError
 from splitc.runtime import Session
 from tests.conftest import assert_close, run_whole
-from tests.helpers.blocks import FLOAT, Block
+from tests.helpers.blocks import FLOAT, INT, Block
 
 WIDTH, HEADS, TOKENS = 32, 2, 3
 
@@ -229,3 +229,49 @@ def test_rows_that_are_counted_by_another_input(tmp_path: Path) -> None:
     pooled = b.op("Reshape", b.op("ReduceMax", heads, b.ints(1), keepdims=0), b.op("Shape", x))
     b.give(b.op("Add", x, pooled), "y", ["texts", WIDTH])
     check_rows(b, tmp_path, {"image", "x", "y"})
+
+
+def test_tables_that_follow_from_sizes_are_alike_in_all_rows(tmp_path: Path) -> None:
+    """Rows and tokens are one axis of theirs, and tokens are as many as a constant has whose shape no inference tells.
+
+    A mask is picked by row numbers besides, without which no number is looked at.
+    """
+    b = Block(21)
+    x = b.data("x", (2, TOKENS, WIDTH), ["batch", TOKENS, WIDTH])
+    written = b.op("ScatterND", *(b.constant([[0]] * n, np.int64) for n in (TOKENS, 1)), b.constant([[1]], np.int64))
+    count, length = b.shape(x, 0), b.op("Gather", b.op("Shape", written), b.ints(0))
+    tokens, rows = (b.op("Range", zero(b), b.op("Squeeze", n), b.constant(1, np.int64)) for n in (length, count))
+    places = b.op("Expand", tokens, b.op("Concat", count, length, axis=0))
+    angles = b.op("Mul", b.op("Cast", b.op("Reshape", places, b.ints(-1, 1)), to=FLOAT), b.w("rates", WIDTH // 8))
+    merged = b.op("Reshape", b.op("Gather", x, rows, axis=0), b.ints(1, -1, WIDTH))
+    tables = (b.op(kind, angles) for kind in ("Cos", "Sin"))
+    merged = b.op("com.microsoft.RotaryEmbedding", merged, b.ints(0), *tables, num_heads=4)
+    b.give(layer(b, b.op("Reshape", merged, b.op("Shape", x)), "up"), "y", ["batch", TOKENS, WIDTH])
+    check_rows(b, tmp_path, {"x", "y"})
+
+
+def pooled(b: Block, made: str) -> None:
+    """What stands at one token of each row, as exporters write `x[arange(rows), chosen]`, after a layer."""
+    x = b.data("x", (2, TOKENS, WIDTH), ["batch", "tokens", WIDTH])
+    count, length = b.op("Squeeze", b.shape(x, 0)), b.shape(x, 1)
+    first = b.op("Mul", b.op("Range", zero(b), count, b.constant(1, np.int64)), length)
+    if made == "any":
+        chosen = b.indices("chosen", np.array([1, 0]), ["batch"])
+    else:
+        chosen = b.op("ArgMax", b.op("ReduceSum", x, b.ints(2), keepdims=0), axis=-1, keepdims=0)
+    index = b.op("Add", chosen, first)
+    if made == "given":
+        b.give(index, "index", ["batch"], dtype=INT)
+    picked = b.op("Gather", b.op("Reshape", layer(b, x, "up"), b.ints(-1, WIDTH)), index, axis=0)
+    b.give(b.op("Reshape", picked, b.op("Concat", b.op("Shape", index), b.ints(WIDTH), axis=0)), "y", ["batch", WIDTH])
+
+
+@pytest.mark.parametrize("made", ["chosen", "any", "given"])
+def test_token_of_each_row_that_is_picked_from_all(made: str, tmp_path: Path) -> None:
+    """One that is chosen among its row's tokens is in its row; any number may be beyond. A model may give the index."""
+    b = Block(21)
+    pooled(b, made)
+    if made == "chosen":
+        check_rows(b, tmp_path, {"x", "y"})
+    else:
+        refuse_rows(b, tmp_path, "meet in node")

@@ -136,6 +136,12 @@ def batch_normed(b: Block, image: ir.Value) -> ir.Value:
     return b.op("BatchNormalization", image, *(b.w(name, INNER) for name in ("scale", "shift", "mean")), variance)
 
 
+def batch_trained(b: Block, image: ir.Value, channels: int) -> ir.Value:
+    """Normalized by its own numbers, as exporters write standardized weights."""
+    numbers = [b.w(f"{name}{channels}", channels) for name in ("scale", "shift", "mean", "variance")]
+    return b.ops("BatchNormalization", image, *numbers, outputs=3, training_mode=1)[0]
+
+
 def channels(b: Block, image: ir.Value) -> ir.Value:
     """Each by itself: a norm, a convolution, a norm, a pool."""
     own = b.op(
@@ -205,7 +211,11 @@ GRAPHS: dict[str, Tiny] = {
     "com.microsoft.SkipLayerNormalization": norms("com.microsoft.SkipLayerNormalization", "scale", "shift", "bias"),
     "com.microsoft.SkipSimplifiedLayerNormalization": norms("com.microsoft.SkipSimplifiedLayerNormalization", "scale"),
     "com.microsoft.EmbedLayerNormalization": Tiny(embedded, "AB", {"words", "places"}, sums=1),
-    "BatchNormalization": sandwich(of_channels(batch_normed), split={"scale", "shift", "mean", "variance"}),
+    "BatchNormalization": sandwich(
+        of_channels(lambda b, image: batch_trained(b, batch_normed(b, image), INNER)),
+        needs=lambda b, v: batch_trained(b, v, PLACES),
+        split={name + own for name in ("scale", "shift", "mean", "variance") for own in ("", str(INNER))},
+    ),
     "InstanceNormalization": sandwich(
         of_channels(instance_normed(INNER)), needs=instance_normed(PLACES), split={"scale24", "shift24"}
     ),
