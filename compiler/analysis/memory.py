@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,11 +10,10 @@ import onnx_ir as ir
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.liveness import peak_bytes
+from splitc.compiler.analysis.loading import Loading, NodeShapes, find_loading, packed_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
-from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.slots import is_slot_input
-from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.package.states import State
 
@@ -30,7 +28,7 @@ class Held:
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
-    shapes: Callable[[ir.Node], tuple[Shapes, Shapes]]
+    shapes: NodeShapes
     twice: Collection[ir.Value] = ()
 
 
@@ -39,11 +37,9 @@ class StageMemory:
     """Bytes of one stage.
 
     `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
-    all other values, with the engine's scratch and what its allocator wastes. `loading` is the largest weight that is
-    packed for a product: ONNX Runtime packs them one by one while loading, and then holds one of them twice. Before
-    that it takes `folding` for those that it folds (`Costs.folding`). `engines` is the memory of the engines'
-    libraries. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`), and `passed` the inputs
-    and outputs among the activations.
+    all other values, with the engine's scratch and what its allocator wastes. `loading` is what weights take while they
+    are loaded. `engines` is the memory of the engines' libraries. `in_files` are those of the weights that stay in
+    mapped files (`Costs.in_files`), and `passed` the inputs and outputs among the activations.
 
     `adapters` is what requests with adapters take beside all that: A and B of a sum of the planned rank, which are
     `sums`, and the engines with slots, with values and, on CPUs, weights of their own.
@@ -52,13 +48,12 @@ class StageMemory:
     weights: int
     activations: int
     cache: int
-    loading: int
+    loading: Loading = Loading()
     engines: int = 0
     in_files: int = 0
     passed: int = 0
     sums: int = 0
     adapters: int = 0
-    folding: int = 0
 
     @property
     def held_weights(self) -> int:
@@ -68,8 +63,7 @@ class StageMemory:
     @property
     def values(self) -> int:
         """The peak bytes of weights and values, while loading or while running, without adapters."""
-        packed = self.held_weights + max(self.activations + self.cache, self.loading)
-        return max(packed, self.folding)
+        return max(self.held_weights + self.activations + self.cache, self.loading.most)
 
     @property
     def total(self) -> int:
@@ -111,16 +105,13 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)
+    shapes = costs.shapes_of if held is None else held.shapes
     memory = StageMemory(
-        weights=packed_bytes(costs, running, weights, costs.shapes_of if held is None else held.shapes)
-        + sum(weights[value] for value in cast),
+        weights=packed_bytes(costs, running, weights, shapes) + sum(weights[value] for value in cast),
         activations=fed + max(arena - states_made, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
-        loading=max(
-            (costs.weight_in_memory(w, weights.get(w, 0)) for w in _of_products(costs, stage.nodes)), default=0
-        ),
-        folding=folding_bytes(costs, stage.nodes, weights),
+        loading=find_loading(costs, stage.nodes, weights, shapes),
         passed=fed + given,
         in_files=sum(costs.left_in_file(value, own) for value, own in weights.items() if value not in cast),
     )
@@ -142,27 +133,6 @@ def _cast_tables(costs: Costs, nodes: Iterable[ir.Node], held: Held) -> frozense
     )
 
 
-def packed_bytes(
-    costs: Costs,
-    nodes: Collection[ir.Node],
-    weights: Mapping[ir.Value, int],
-    shapes: Callable[[ir.Node], tuple[Shapes, Shapes]],
-) -> int:
-    """The bytes of weights as an engine holds them that runs the nodes. For `shapes` see `Held`."""
-    padding = sum(costs.padding_of(node, *shapes(node)) for node in nodes)
-    packed = sum(weights.get(scales, 0) for scales in costs.packed_scales(nodes))
-    return padding + 2 * packed + sum(costs.weight_in_memory(weight, size) for weight, size in weights.items())
-
-
-def folding_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:
-    """`Costs.folding` of the shards that a rank holds of what is folded; 0 for engines that read folded weights."""
-    if not costs.maps_weights:
-        return 0
-    whole = {value: size for value, size in costs.held(nodes).items() if value.producer() is not None}
-    held = sum(weights.get(value, size) for value, size in whole.items())
-    return costs.folding(nodes) * held // max(1, sum(whole.values()))
-
-
 def with_adapters(memory: StageMemory, costs: Costs, weights: Mapping[ir.Value, int]) -> StageMemory:
     """The memory of a stage whose `weights` have A and B among them, with what adapters take as a term of its own."""
     sums = sum(size for weight, size in weights.items() if is_slot_input(weight))
@@ -177,23 +147,8 @@ def adapter_bytes(memory: StageMemory, packs: bool) -> int:
     """
     if not memory.sums:
         return 0
-    packed = memory.held_weights if packs else 0
-    return memory.sums + packed + max(memory.activations - memory.passed, memory.loading)
-
-
-def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
-    """Bytes of the largest weight that a product or convolution among the nodes reads."""
-    return max((costs.weight_in_memory(*held) for held in _of_products(costs, nodes).items()), default=0)
-
-
-def _of_products(costs: Costs, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:
-    """The weights that kernels pack while they are loaded."""
-    held = dict[ir.Value, int]()
-    for node in nodes:
-        if costs.is_product(node):
-            most = 2 if operator_of(node).packs_matrices else math.inf
-            held.update((w, size) for w, size in costs.held([node]).items() if len(shape_of(w, costs.shapes)) <= most)
-    return held
+    running = memory.activations - memory.passed
+    return memory.sums + (max(memory.held_weights + running, memory.loading.most) if packs else running)
 
 
 def state_names(states: Iterable[State]) -> frozenset[str]:

@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.arena import Arena, Place
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import StageMemory, folding_bytes, packed_bytes, stage_memory, with_adapters
+from splitc.compiler.analysis.loading import find_loading, packed_bytes
+from splitc.compiler.analysis.memory import StageMemory, stage_memory, with_adapters
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.lowering.engine_segments import engine_segments
@@ -306,8 +307,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         packed_bytes(costs, multiplied, weights, held.shapes),
         _columns_peak(analysis, split, number),
         cache=0,
-        loading=max((costs.weight_in_memory(weight, size) for weight, size in weights.items()), default=0),
-        folding=folding_bytes(costs, multiplied, weights),
+        loading=find_loading(costs, multiplied, weights, held.shapes),
     )
     return with_adapters(memory, costs, weights)
 

@@ -1,8 +1,7 @@
 """What the kernels of ONNX Runtime's CPU provider allocate while they run, in elements of the node's first output.
 
 Measured with ONNX Runtime 1.31 (`session.collect_node_memory_stats_to_file`), for sizes that tell the terms apart.
-Kernels that are not here allocate nothing, or less than 64 KiB a thread. Attention in halves runs on GPUs, whose
-kernels keep scores and turned copies in registers.
+Kernels that are not here allocate nothing, or less than 64 KiB a thread.
 """
 
 from __future__ import annotations
@@ -20,12 +19,16 @@ BLOCKS = 1 << 18
 CHANNELS = 16
 # Bytes of an address.
 ADDRESS = 8
-HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
 def biased(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """A Gelu's input with the bias, if it has one."""
     return math.prod(inputs[0]) if len(inputs) > 1 else 0
+
+
+def steps(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """What a function's step makes of its input, for the next one."""
+    return math.prod(inputs[0])
 
 
 def selected(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
@@ -40,24 +43,44 @@ def einsum(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """Copies of image or result in another order.
+    """Copies of image or result in blocks of channels, where there are two axes beside these.
 
-    GPUs want the channels last, in half precision, of kernels too. CPUs want blocks of channels where there are two
-    axes beside them: the image is copied before, and then the result (core/optimizer/nchwc_transformer.cc).
+    The image is copied before, and then the result (core/optimizer/nchwc_transformer.cc).
     """
     image, kernel, result = inputs[0], inputs[1], outputs[0]
-    if _halves(node):
-        return sum(map(math.prod, (image, kernel, result)))
     if not _takes_blocks(node, inputs, outputs):
         return 0
     before = 0 if _reads_image(node, kernel) else _in_blocks(image)
     return max(before, _in_blocks(result))
 
 
-def kernel_in_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def half_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Copies of image, kernel and result with the channels last."""
+    return sum(map(math.prod, (inputs[0], inputs[1], outputs[0])))
+
+
+def nothing(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    """Attention in halves on GPUs keeps scores and turned copies in registers."""
+    return 0
+
+
+def matrix_padding(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
+    """Columns up to whole blocks. Stacks of matrices are not packed.
+
+    It is MlasGemmPackBSize (core/mlas/lib/sgemm.cpp), and PrePack in math/matmul.cc and
+    quantization/matmul_integer_base.h (core/providers/cpu).
+    """
+    weight = inputs[1]
+    if len(weight) != 2:
+        return None
+    rows, columns = weight[::-1] if node.attributes.get_int("transB", 0) else weight
+    return rows * (_whole(columns) - columns)
+
+
+def kernel_in_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
     """What a convolution's weight has beyond the model's where its channels are in whole blocks (as above)."""
     if not _takes_blocks(node, inputs, outputs):
-        return 0
+        return None
     kernel = inputs[1]
     alone = _reads_image(node, kernel) or kernel[1] == 1
     read = kernel[1] if alone else _whole(kernel[1])
@@ -67,7 +90,7 @@ def kernel_in_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 def _takes_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> bool:
     """Whether ONNX Runtime has a convolution of single precision take blocks of channels."""
     image, kernel, result = inputs[0], inputs[1], outputs[0]
-    if _halves(node) or len(kernel) != 4 or len(image) != 4 or len(result) != 4:
+    if len(kernel) != 4 or len(image) != 4 or len(result) != 4:
         return False
     groups = node.attributes.get_int("group", 1)
     if groups == 1:
@@ -133,8 +156,6 @@ def multi_head_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
     Keys and values that are given by heads count as a past: the kernel without scores does not take them.
     """
-    if _halves(node):
-        return 0
     query, keys, *_ = (*inputs, (), ())
     by_heads = len(keys) == 4
     turned = math.prod(query) + (0 if by_heads else sum(map(math.prod, inputs[1:3])))
@@ -145,22 +166,18 @@ def multi_head_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 def fused_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """Queries, keys and values by heads, the result by heads, and all scores."""
-    return 0 if _halves(node) else 4 * math.prod(outputs[0]) + _scores(node, inputs, outputs)
+    return 4 * math.prod(outputs[0]) + _scores(node, inputs, outputs)
 
 
 def attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """All scores, of ONNX's own operator."""
-    return 0 if _halves(node) else _scores(node, inputs, outputs)
+    return _scores(node, inputs, outputs)
 
 
 def group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """Queries, keys and values by heads."""
     blocks = min(BLOCKS, _scores(node, inputs, outputs))
-    return 0 if _halves(node) else sum(math.prod(shape) for shape in inputs[:3]) + blocks
-
-
-def _halves(node: ir.Node) -> bool:
-    return node.outputs[0].dtype in HALVES
+    return sum(math.prod(shape) for shape in inputs[:3]) + blocks
 
 
 def _scores(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:

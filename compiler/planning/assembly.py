@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import adapter_bytes
 from splitc.compiler.planning.plan import Plan
@@ -28,8 +29,8 @@ class CpuEngine:
     9 to 21 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes.
     """
 
-    library: int = 10 << 20
-    session: int = 3 << 20
+    library: int = 9 << 20
+    session: int = 2 << 20
     further: int = 256 << 10
     node: int = 5 << 10
 
@@ -48,7 +49,10 @@ def assemble(
 ) -> Plan:
     """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages."""
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
-    ranks = [replace(r, limited=is_limited(r.device, request.memory)) for r in _with_sessions(ranks, engine, split)]
+    ranks = [
+        replace(r, limited=is_limited(r.device, request.memory))
+        for r in _with_sessions(analysis.costs, ranks, engine, split)
+    ]
     if request.weights_at == DISK:
         ranks = list(map(_with_mapped, ranks))
     warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, whole))
@@ -67,17 +71,18 @@ def assemble(
     )
 
 
-def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
+def _with_sessions(costs: Costs, ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
     """The ranks with what their engines' libraries take, those with slots for adapters included."""
     devices = [rank.device for rank in ranks]
     inside = has_collectives(engine, devices)
     made = []
     for rank in ranks:
         more, memory = split.more_sessions(rank, inside), rank.memory
-        own = engine_bytes(rank.device, devices, engine, more or 1, len(rank.stage.nodes))
+        nodes = costs.count_run(rank.stage.nodes)
+        own = engine_bytes(rank.device, devices, engine, more or 1, nodes)
         # Several engines of a rank have a session each, and share no weights.
         adapters = adapter_bytes(memory, packs=rank.device.kind == "cpu" or bool(more))
-        slotted = slotted_bytes(rank.device, engine, more, len(rank.stage.nodes)) if memory.sums else 0
+        slotted = slotted_bytes(rank.device, engine, more, nodes) if memory.sums else 0
         made.append(replace(rank, memory=replace(memory, engines=own, adapters=adapters + slotted)))
     return tuple(made)
 
@@ -86,9 +91,10 @@ def _with_mapped(rank: RankPlan) -> RankPlan:
     """A rank whose weights stay in their files, if its device is a CPU's: none is packed while loading either."""
     if rank.device.kind != "cpu":
         return rank
-    memory = replace(rank.memory, in_files=rank.memory.weights, loading=0)
-    packed = rank.memory.held_weights if memory.adapters else 0
-    return replace(rank, memory=replace(memory, adapters=memory.adapters - packed))
+    before, loading = rank.memory, rank.memory.loading
+    memory = replace(before, in_files=before.weights - loading.made, loading=replace(loading, most=loading.optimizing))
+    less = adapter_bytes(before, packs=True) - adapter_bytes(memory, packs=True)
+    return replace(rank, memory=replace(memory, adapters=before.adapters - less))
 
 
 def search_budget(request: Request, device: Device, budget: Budget) -> Budget:
