@@ -19,9 +19,8 @@ NodeShapes = Callable[[ir.Node], tuple[Shapes, Shapes]]
 
 def packed_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes) -> int:
     """The bytes of weights as an engine holds them that runs the nodes. For `shapes` see `Held`."""
-    padding = sum(packed.bytes - packed.source for packed in _packed(costs, nodes, weights, shapes))
-    scales = sum(weights.get(scales, 0) for scales in costs.packed_scales(nodes))
-    return padding + 2 * scales + sum(costs.weight_in_memory(weight, size) for weight, size in weights.items())
+    more = sum(packed.bytes - packed.source for packed in _packed(costs, nodes, weights, shapes))
+    return more + sum(costs.weight_in_memory(weight, size) for weight, size in weights.items())
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _packed(
     costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes
 ) -> Iterator[_Packed]:
     """The weights that products pack, in the order in which they do."""
-    seen = set[ir.Value]()
+    seen, scales = set[ir.Value](), costs.packed_scales(nodes)
     for node in nodes:
         padding = costs.padding_of(node, *shapes(node)) if costs.is_product(node) else None
         own = [weight for weight in costs.held([node]) if weight in weights and weight not in seen]
@@ -89,7 +88,8 @@ def _packed(
         largest = max(own, key=weights.__getitem__)
         for weight in own:
             size = costs.weight_in_memory(weight, weights[weight])
-            yield _Packed(weight, size, size + padding * (weight is largest), operator_of(node).takes_blocks)
+            more = padding * (weight is largest) + 2 * size * (weight in scales)
+            yield _Packed(weight, size, size + more, operator_of(node).takes_blocks)
 
 
 def _folding(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:

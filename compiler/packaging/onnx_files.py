@@ -71,13 +71,13 @@ def write_graphs(
 
 def _drop_notes(graph: ir.Graph) -> None:
     """Drop what exporters note of nodes and values, such as lines of their source: sessions hold it three times."""
-    for node in graph.all_nodes():
-        node.doc_string = None
-        for key in node.metadata_props.keys() - {BLOCK}:
-            del node.metadata_props[key]
-    made = (value for node in graph.all_nodes() for value in node.outputs)
-    for value in (*graph.inputs, *graph.initializers.values(), *made):
-        value.metadata_props.clear()
+    nodes = tuple(graph.all_nodes())
+    made = (value for node in nodes for value in node.outputs)
+    items: list[ir.Node | ir.Value] = [*nodes, *graph.inputs, *graph.initializers.values(), *made]
+    for item in items:
+        item.doc_string = None
+        for key in item.metadata_props.keys() - {BLOCK}:
+            del item.metadata_props[key]
 
 
 def _place(
