@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of
 
@@ -61,6 +62,9 @@ def find_loading(
         waiting -= folded.get(own.weight, 0)
         done += own.bytes
         most = max(most, waiting + done + own.source)
+    # What branches pack stays as it was until all have packed it.
+    inner = sum(weights.get(weight, 0) for weight in costs.held(node for node in nodes if any(subgraphs(node))))
+    most = max(most, waiting + done + 2 * inner)
     return Loading(most, optimizing, made_bytes)
 
 
@@ -85,7 +89,7 @@ def _packed(
         if padding is None or not own:
             continue
         seen.update(own)
-        largest = max(own, key=weights.__getitem__)
+        *_, largest = own = sorted(own, key=weights.__getitem__)  # scales are packed with what they belong to
         for weight in own:
             size = costs.weight_in_memory(weight, weights[weight])
             more = padding * (weight is largest) + 2 * size * (weight in scales)

@@ -39,7 +39,8 @@ class StageMemory:
     `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
     all other values, with the engine's scratch and what its allocator wastes. `loading` is what weights take while they
     are loaded. `engines` is the memory of the engines' libraries. `in_files` are those of the weights that stay in
-    mapped files (`Costs.in_files`), and `passed` the inputs and outputs among the activations.
+    mapped files (`Costs.in_files`), and `passed` the inputs and outputs among the activations. `nodes` is how many its
+    engines run.
 
     `adapters` is what requests with adapters take beside all that: A and B of a sum of the planned rank, which are
     `sums`, and the engines with slots, with values and, on CPUs, weights of their own.
@@ -54,6 +55,7 @@ class StageMemory:
     passed: int = 0
     sums: int = 0
     adapters: int = 0
+    nodes: int = 0
 
     @property
     def held_weights(self) -> int:
@@ -113,6 +115,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
         loading=find_loading(costs, stage.nodes, weights, shapes),
         passed=fed + given,
+        nodes=costs.count_run(stage.nodes),
         in_files=sum(costs.left_in_file(value, own) for value, own in weights.items() if value not in cast),
     )
     return with_adapters(memory, costs, weights)

@@ -308,6 +308,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         _columns_peak(analysis, split, number),
         cache=0,
         loading=find_loading(costs, multiplied, weights, held.shapes),
+        nodes=costs.count_run(multiplied),
     )
     return with_adapters(memory, costs, weights)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import adapter_bytes
 from splitc.compiler.planning.plan import Plan
@@ -49,10 +48,7 @@ def assemble(
 ) -> Plan:
     """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages."""
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
-    ranks = [
-        replace(r, limited=is_limited(r.device, request.memory))
-        for r in _with_sessions(analysis.costs, ranks, engine, split)
-    ]
+    ranks = [replace(r, limited=is_limited(r.device, request.memory)) for r in _with_sessions(ranks, engine, split)]
     if request.weights_at == DISK:
         ranks = list(map(_with_mapped, ranks))
     warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, whole))
@@ -71,18 +67,17 @@ def assemble(
     )
 
 
-def _with_sessions(costs: Costs, ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
+def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
     """The ranks with what their engines' libraries take, those with slots for adapters included."""
     devices = [rank.device for rank in ranks]
     inside = has_collectives(engine, devices)
     made = []
     for rank in ranks:
         more, memory = split.more_sessions(rank, inside), rank.memory
-        nodes = costs.count_run(rank.stage.nodes)
-        own = engine_bytes(rank.device, devices, engine, more or 1, nodes)
+        own = engine_bytes(rank.device, devices, engine, more or 1, memory.nodes)
         # Several engines of a rank have a session each, and share no weights.
         adapters = adapter_bytes(memory, packs=rank.device.kind == "cpu" or bool(more))
-        slotted = slotted_bytes(rank.device, engine, more, nodes) if memory.sums else 0
+        slotted = slotted_bytes(rank.device, engine, more, memory.nodes) if memory.sums else 0
         made.append(replace(rank, memory=replace(memory, engines=own, adapters=adapters + slotted)))
     return tuple(made)
 
