@@ -188,9 +188,9 @@ class Costs:
         """Floating point operations of a node; see `node_flops`."""
         return self._flops[node]
 
-    def scratch(self, node: ir.Node) -> int:
-        """Bytes that the kernel of a node allocates while it runs; see `Operator.scratch`."""
-        return self._scratch.get(node, 0)
+    def scratch(self, node: ir.Node) -> tuple[int, ...]:
+        """Bytes of the blocks that the kernel of a node allocates while it runs; see `Operator.scratch`."""
+        return self._scratch.get(node, ())
 
     def is_product(self, node: ir.Node) -> bool:
         """Whether a node takes more than two operations per element of its outputs, as products and convolutions do."""
@@ -220,7 +220,7 @@ class Costs:
         return {node: node_flops(node, self.shapes) for node in self.graph.nodes}
 
     @cached_property
-    def _scratch(self) -> Mapping[ir.Node, int]:
+    def _scratch(self) -> Mapping[ir.Node, tuple[int, ...]]:
         running = [node for node in self.graph.nodes if node not in self.graph.folded]
         return {node: self.scratch_of(node, *self.shapes_of(node)) for node in running}
 
@@ -229,11 +229,12 @@ class Costs:
         inputs, outputs = ([shape_of(value, self.shapes) for value in values] for values in (node.inputs, node.outputs))
         return inputs, outputs
 
-    def scratch_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    def scratch_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
         """As `scratch`, where inputs and outputs have these shapes."""
         operator, is_half = operator_of(node), node.outputs[0].dtype in HALVES and not self.maps_weights
         scratch = operator.half_scratch if is_half and operator.half_scratch else operator.scratch
-        return 0 if scratch is None else scratch(node, inputs, outputs) * self._item_bytes(node)
+        blocks, size = () if scratch is None else scratch(node, inputs, outputs), self._item_bytes(node)
+        return tuple([elements * size for elements in blocks if elements])
 
     def padding_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
         """Bytes that the kernel of a node adds to its weight; see `Operator.padding`."""

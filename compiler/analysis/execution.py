@@ -131,7 +131,11 @@ def _reads_erf(node: ir.Node, steps: int) -> bool:
 
 
 def arena_bytes(
-    nodes: Sequence[ir.Node], reads: Reads, size: Size, scratch: Callable[[ir.Node], int], kept: AbstractSet[ir.Value]
+    nodes: Sequence[ir.Node],
+    reads: Reads,
+    size: Size,
+    scratch: Callable[[ir.Node], tuple[int, ...]],
+    kept: AbstractSet[ir.Value],
 ) -> int:
     """The bytes of its arena that ONNX Runtime uses in one run of the nodes, from an empty arena on.
 
@@ -157,7 +161,7 @@ def arena_bytes(
     steps = [
         Step(
             tuple((value, bytes_) for value in node.outputs if value not in source and (bytes_ := size(value))),
-            scratch(node) + (size(node.outputs[0]) if node in gelus else 0),
+            (*scratch(node), *([size(node.outputs[0])] if node in gelus else [])),
             tuple(value for value in last if value not in held),
         )
         for node, last in zip(order, _last_uses(order, reads, root), strict=True)
@@ -170,7 +174,7 @@ class Step:
     """A node's allocations: values with their bytes, then its scratch; and the values that are freed after it."""
 
     made: tuple[tuple[ir.Value, int], ...]
-    scratch: int
+    scratch: tuple[int, ...]
     freed: tuple[ir.Value, ...]
 
 
@@ -179,8 +183,8 @@ def _touched(steps: Iterable[Step], arena: Arena) -> int:
     places = dict[ir.Value, Place]()
     for step in steps:
         places.update((value, arena.allocate(size)) for value, size in step.made)
-        if step.scratch:
-            arena.free(arena.allocate(step.scratch))
+        for place in [arena.allocate(size) for size in step.scratch if size]:
+            arena.free(place)
         for value in step.freed:
             if value in places:
                 arena.free(places.pop(value))

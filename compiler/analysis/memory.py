@@ -89,14 +89,14 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     made = {value for node in running for value in node.outputs}
     reads = costs.graph.reads.__getitem__
 
-    def scratch(node: ir.Node) -> int:
+    def scratch(node: ir.Node) -> tuple[int, ...]:
         whole, result = costs.scratch(node), costs.value_bytes(node.outputs[0])
         if held is None or not result:
             return whole
         # The rank's node has other numbers of heads than the model's.
-        attends = operator_of(node).is_attention
-        own = whole * size(node.outputs[0]) // result if attends else costs.scratch_of(node, *held.shapes(node))
-        return own + sum(size(value) for value in node.outputs if value in held.twice)
+        attends, own = operator_of(node).is_attention, size(node.outputs[0])
+        blocks = [bytes_ * own // result for bytes_ in whole] if attends else costs.scratch_of(node, *held.shapes(node))
+        return *blocks, *(size(value) for value in node.outputs if value in held.twice)
 
     def computed(value: ir.Value) -> int:
         return costs.value_in_memory(value, size(value), value in ends) if value in made else 0

@@ -15,8 +15,9 @@ AxesRule = Callable[[Operation], None]
 Shapes = Sequence[tuple[int, ...]]
 # Floating point operations of a node, from the bound shapes of its inputs and outputs.
 Flops = Callable[[ir.Node, Shapes, Shapes], int]
-# What the kernel of a node allocates while it runs, in elements of the first output, from the same shapes.
-Scratch = Callable[[ir.Node, Shapes, Shapes], int]
+# The blocks of memory that the kernel of a node allocates while it runs, in elements of the first output, from the same
+# shapes.
+Scratch = Callable[[ir.Node, Shapes, Shapes], tuple[int, ...]]
 # A shape function of onnx-shape-inference, with its context and a node as arguments.
 ShapeFunction = Callable[[Any, ir.Node], None]
 # The number that an input is filled with when the node is tried on made-up data; None if any data will do.
