@@ -72,6 +72,15 @@ class Arena:
             self._before[after] = offset
         self._put((region, offset), size)
 
+    def turned(self, size: int, then: int) -> Place:
+        """The place of what so many bytes become: another chunk if it has another size; the first one is free then."""
+        place = self.allocate(size)
+        if then == size:
+            return place
+        after = self.allocate(then)
+        self.free(place)
+        return after
+
     def _extend(self, size: int) -> None:
         is_enough = size <= self._step
         while size > self._step:

@@ -316,6 +316,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
 def _columns_peak(analysis: Analysis, split: SlicedProducts, number: int) -> int:
     """The bytes that a rank beside the main one takes for its products' inputs and its columns of their results.
 
+    On CPUs halves are cast to singles before a product, and back after it, each freed as soon as the other is there.
     ONNX Runtime goes depth first from the last round: what a product of a later round reads may be there already, as
     an encoder's result is for each layer's keys. It is then computed at once, and its columns wait for their round.
     """
@@ -323,13 +324,13 @@ def _columns_peak(analysis: Analysis, split: SlicedProducts, number: int) -> int
     came = {value: number for number, work in enumerate(works) for value in work.takes}
     products = [product for work in works for product in work.products]
     readers = Counter(value for product in products for value in product.takes)
-    arena, places = Arena(), dict[ir.Value, Place]()
+    arena, places, single = Arena(), dict[ir.Value, Place](), analysis.costs.value_in_memory
     for now, work in enumerate(works):
-        places.update((value, arena.allocate(size(value))) for value in work.takes)
+        places.update((value, arena.turned(size(value), single(value, size(value), False))) for value in work.takes)
         for product in reversed(products):
             if max((came[value] for value in product.takes), default=0) == now:
                 columns = int(size(product.result) * split.share(number, product))
-                places[product.result] = arena.allocate(columns)
+                places[product.result] = arena.turned(single(product.result, columns, False), columns)
                 readers.subtract(product.takes)
         done = {value for product in work.products for value in (product.result, *product.takes)}
         for value in [value for value in places if value in done and not readers[value]]:

@@ -311,6 +311,19 @@ def test_columns_of_what_is_there_early_wait_for_their_round(tmp_path: Path) -> 
     assert helper.memory.activations >= 256 * 32 * 4 + layers * 256 * 16 * 4
 
 
+def test_halves_are_cast_on_helpers(tmp_path: Path) -> None:
+    """Inputs of 32 KiB to singles of 64, which are there together. Columns of 32 KiB take the place of the first."""
+    w = Writer(17)
+    weights = [w.weight(f"w{number}", ir.tensor(np.ones((256, 256), np.float16))) for number in range(4)]
+    hidden = w.input("x", ir.DataType.FLOAT16, [64, 256])
+    for weight in weights:
+        hidden = w.op("Relu", w.op("MatMul", hidden, weight))
+    w.output(hidden, "y", ir.DataType.FLOAT16, [64, 256])
+    save(w.model(), tmp_path / "model.onnx")
+    _, helper = plan_model(tmp_path / "model.onnx", ["2xcpu"], replace(ROW, tensor_split=[1, 1])).ranks
+    assert helper.memory.activations == (32 + 64 + 16) << 10
+
+
 def test_commands_know_row_mode(decoder: Path, tmp_path: Path) -> None:
     def splitc(*arguments: object) -> str:
         result = CliRunner().invoke(app, [str(each) for each in arguments])

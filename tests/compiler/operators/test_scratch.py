@@ -64,6 +64,24 @@ def run_counted(w: Writer, feeds: Mapping[str, Any], folder: Path) -> tuple[Any,
     return result, sum(int(row[4]) for row in rows)
 
 
+@pytest.mark.parametrize("asked", [{}, {"causal": 0}, {"softcap": 5.0}])
+def test_scores_of_grouped_queries(tmp_path: Path, asked: Mapping[str, Any]) -> None:
+    """All of them, where the kernel that goes by blocks of keys does not take what is asked for."""
+    w, shapes = Writer(21), [ROWS, (B, S, 2 * D), (B, S, 2 * D), (B, 2, 0, D), (B, 2, 0, D), (B,), (1,)]
+    types = [ir.DataType.FLOAT] * 5 + [ir.DataType.INT32] * 2
+    inputs = [w.input(f"x{number}", *own) for number, own in enumerate(zip(types, shapes, strict=True))]
+    how = {"num_heads": N, "kv_num_heads": 2, **asked}
+    made, *_ = w.ops("com.microsoft.GroupQueryAttention", *inputs, outputs=3, **how)
+    w.output(made, "y", ir.DataType.FLOAT, list(ROWS))
+    feeds = {f"x{n}": np.zeros(shape, kind.numpy()) for n, (kind, shape) in enumerate(zip(types, shapes, strict=True))}
+    feeds["x5"][:], feeds["x6"][:] = S - 1, S
+    _, allocated = run_counted(w, feeds, tmp_path)
+    node, scratch = made.producer(), REGISTRY["com.microsoft.GroupQueryAttention"].scratch
+    assert node is not None and scratch is not None
+    predicted = 4 * sum(scratch(node, shapes, [ROWS, (B, 2, S, D), (B, 2, S, D)]))
+    assert 0.95 * allocated <= predicted <= allocated + (1 << 20)
+
+
 PADDED = {"pads": [1] * 4}
 # Image and kernel. ONNX Runtime has the channels last where they are whole blocks, of unsigned numbers.
 CONVOLUTIONS: list[tuple[tuple[int, ...], tuple[int, ...], Mapping[str, Any]]] = [
