@@ -15,7 +15,8 @@ from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.operators.operator import Shapes
-from splitc.compiler.operators.registry import INT8_ACCURACY, operator_of
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.operators.scratch import INT8_ACCURACY
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.hardware.profiles import find_profile
 

@@ -183,8 +183,7 @@ def _touched(steps: Iterable[Step], arena: Arena) -> int:
     places = dict[ir.Value, Place]()
     for step in steps:
         places.update((value, arena.allocate(size)) for value, size in step.made)
-        for place in [arena.allocate(size) for size in step.scratch if size]:
-            arena.free(place)
+        arena.pass_by(step.scratch)
         for value in step.freed:
             if value in places:
                 arena.free(places.pop(value))

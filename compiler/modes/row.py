@@ -48,6 +48,8 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
+# About how many nodes send and receive what a product takes and makes, and join its columns.
+PASSING = 3
 # Where unsliced weights are held, for messages.
 WHOLE = "on the main device"
 # Minimum share of the model's weights that can be sliced. Less does not justify a round trip in each block. A choice:
@@ -299,7 +301,8 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         # The columns of all ranks are there beside the result that they are joined to.
         joined = frozenset(product.result for product in split.products.values())
         held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes, twice=joined)
-        return stage_memory(costs, analysis.states, stage, held)
+        memory = stage_memory(costs, analysis.states, stage, held)
+        return replace(memory, nodes=memory.nodes + PASSING * len(split.products))
     multiplied = product_stage(analysis.graph, own).nodes
     held = held_shards(costs, split.columns, multiplied, number)
     weights = held.weights
@@ -308,7 +311,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         _columns_peak(analysis, split, number),
         cache=0,
         loading=find_loading(costs, multiplied, weights, held.shapes),
-        nodes=costs.count_run(multiplied),
+        nodes=(1 + PASSING) * len(multiplied),
     )
     return with_adapters(memory, costs, weights)
 
@@ -331,6 +334,7 @@ def _columns_peak(analysis: Analysis, split: SlicedProducts, number: int) -> int
             if max((came[value] for value in product.takes), default=0) == now:
                 columns = int(size(product.result) * split.share(number, product))
                 places[product.result] = arena.turned(single(product.result, columns, False), columns)
+                arena.pass_by(analysis.costs.scratch(product.node))
                 readers.subtract(product.takes)
         done = {value for product in work.products for value in (product.result, *product.takes)}
         for value in [value for value in places if value in done and not readers[value]]:

@@ -17,6 +17,8 @@ from splitc.compiler.operators.operator import Shapes
 BLOCKS = 1 << 18
 # Channels in a block of convolutions with AVX-512; with AVX2 it is half as many (MlasNchwcGetBlockSize).
 CHANNELS = 16
+# ONNX Runtime's `accuracy_level` at which it quantizes the other factor of a product with a quantized weight to int8.
+INT8_ACCURACY = 4
 # Bytes of an address.
 ADDRESS = 8
 
@@ -24,6 +26,18 @@ ADDRESS = 8
 def biased(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """A Gelu's input with the bias, if it has one."""
     return (math.prod(inputs[0]),) if len(inputs) > 1 else ()
+
+
+def quantized_product(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """The other factor in bytes, with a scale and a sum for each block; or the weight of 8 bits as it was.
+
+    See contrib_ops/cpu/quantization/matmul_nbits.cc.
+    """
+    asked = node.attributes
+    if asked.get_int("accuracy_level", 0) == INT8_ACCURACY:
+        block = asked.get_int("block_size", 32)
+        return (math.prod(inputs[0]) * (block + 8) // (4 * block),)
+    return (asked.get_int("K", 0) * outputs[0][-1],) if asked.get_int("bits", 4) == 8 and outputs[0] else ()
 
 
 def steps(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
@@ -61,7 +75,7 @@ def half_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[in
 
 
 def nothing(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Attention in halves on GPUs keeps scores and turned copies in registers."""
+    """Attention and quantized products in halves keep what they compute in registers on GPUs."""
     return ()
 
 
