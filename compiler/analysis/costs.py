@@ -234,14 +234,14 @@ class Costs:
         """As `scratch`, where inputs and outputs have these shapes."""
         operator, is_half = operator_of(node), node.outputs[0].dtype in HALVES and not self.maps_weights
         scratch = operator.half_scratch if is_half and operator.half_scratch else operator.scratch
-        blocks, size = () if scratch is None else scratch(node, inputs, outputs), self._item_bytes(node)
-        return tuple([elements * size for elements in blocks if elements])
+        blocks = () if scratch is None else scratch(node, inputs, outputs)
+        return tuple([elements * self._item_bytes(node) for elements in blocks if elements])
 
     def padding_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
         """Bytes that the kernel of a node adds to its weight; see `Operator.padding`."""
         padding = operator_of(node).padding if self.maps_weights else None
         elements = 0 if padding is None else padding(node, inputs, outputs)
-        return None if elements is None else elements * self._item_bytes(node)
+        return elements * self._item_bytes(node) if elements else elements
 
     def _item_bytes(self, node: ir.Node) -> int:
         """The bytes of an element of what a node makes, as its kernel computes it: on CPUs halves are singles."""

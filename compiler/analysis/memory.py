@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -22,14 +22,14 @@ from splitc.runtime.package.states import State
 class Held:
     """The bytes of a rank's shards: of its weights (see `Costs.held`), and by `size` of any computed value.
 
-    `shapes` gives those of a node's inputs and outputs. Values in `twice` are held twice for a moment: as the rank's
-    part and as the sum of all parts.
+    `shapes` gives those of a node's inputs and outputs. Values of several `parts` are there for a moment beside these,
+    which have such shares of its bytes: its own part of a sum, or all columns.
     """
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
     shapes: NodeShapes
-    twice: Collection[ir.Value] = ()
+    parts: Mapping[ir.Value, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,17 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
             return whole
         # The rank's node has other numbers of heads than the model's.
         attends, own = operator_of(node).is_attention, size(node.outputs[0])
-        blocks = [bytes_ * own // result for bytes_ in whole] if attends else costs.scratch_of(node, *held.shapes(node))
-        return *blocks, *(size(value) for value in node.outputs if value in held.twice)
+        return tuple([b * own // result for b in whole]) if attends else costs.scratch_of(node, *held.shapes(node))
+
+    def parts(node: ir.Node) -> tuple[int, ...]:
+        shares = held.parts if held is not None else {}
+        return tuple(int(computed(value) * share) for value in node.outputs for share in shares.get(value, ()))
 
     def computed(value: ir.Value) -> int:
         return costs.value_in_memory(value, size(value), value in ends) if value in made else 0
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
-    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives))
+    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts)
     alive = peak_bytes(stage.nodes, reads, lambda value: 0 if value in ends else size(value))
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)

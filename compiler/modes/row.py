@@ -298,9 +298,9 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
     if number == 0:
         elsewhere = {product.node for product in split.products.values()} - {product.node for product in own}
         nodes = [node for node in stage.nodes if node not in elsewhere]
-        # The columns of all ranks are there beside the result that they are joined to.
-        joined = frozenset(product.result for product in split.products.values())
-        held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes, twice=joined)
+        products = split.products.values()
+        joined = {each.result: [split.share(rank, each) for rank in split.ranks(each)] for each in products}
+        held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes, parts=joined)
         memory = stage_memory(costs, analysis.states, stage, held)
         return replace(memory, nodes=memory.nodes + PASSING * len(split.products))
     multiplied = product_stage(analysis.graph, own).nodes

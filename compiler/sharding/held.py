@@ -60,7 +60,7 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
         )
         return inputs, outputs
 
-    return Held(weights, own, shapes, frozenset(sharded.sums.summed))
+    return Held(weights, own, shapes, dict.fromkeys(sharded.sums.summed, (1.0,)))
 
 
 def _own(shards: Shards, axes: Axes, shape: Shape) -> Shape:
