@@ -61,7 +61,7 @@ def find_loading(
     for own in (own for own in packed if not own.is_kernel):
         waiting -= folded.get(own.weight, 0)
         done += own.bytes
-        most = max(most, waiting + done + own.source)
+        most = max(most, waiting + done + own.beside)
     # What branches pack stays as it was until all have packed it.
     inner = sum(weights.get(weight, 0) for weight in costs.held(node for node in nodes if any(subgraphs(node))))
     most = max(most, waiting + done + 2 * inner)
@@ -70,11 +70,12 @@ def find_loading(
 
 @dataclass(frozen=True)
 class _Packed:
-    """A weight that a product packs, the bytes that it is made of, and those that it takes then."""
+    """A weight that a product packs: its bytes, those that it takes then, and those that are read meanwhile."""
 
     weight: ir.Value
     source: int
     bytes: int
+    beside: int
     is_kernel: bool
 
 
@@ -93,7 +94,8 @@ def _packed(
         for weight in own:
             size = costs.weight_in_memory(weight, weights[weight])
             more = padding * (weight is largest) + 2 * size * (weight in scales)
-            yield _Packed(weight, size, size + more, operator_of(node).takes_blocks)
+            beside = size + sum(weights[other] for other in own if weight is largest and other in scales)
+            yield _Packed(weight, size, size + more, beside, operator_of(node).takes_blocks)
 
 
 def _folding(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:

@@ -24,8 +24,8 @@ from splitc.runtime.units import first_few, format_bytes
 class CpuEngine:
     """Bytes of ONNX Runtime on a CPU rank: what is read of its code and tables, of a session, and of a node in it.
 
-    Measured on 58 graphs of 2 to 3,500 nodes, as what loading and a first run take beside weights and what is computed:
-    9 to 21 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes.
+    Measured on 90 graphs of 2 to 1,840 nodes, as what loading and a first run take beside weights and what is computed:
+    9 to 20 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes.
     """
 
     library: int = 9 << 20
