@@ -169,8 +169,8 @@ def arena_bytes(
         )
         for node, last in zip(order, _last_uses(order, reads, root), strict=True)
     ]
-    waits = {bool(step.parts) for step in steps}
-    return max(_touched(steps, Arena(downwards), first) for downwards in (True, False) for first in waits)
+    orders = {False, any(step.parts for step in steps)}
+    return max(_touched(steps, Arena(downwards), first) for downwards in (True, False) for first in orders)
 
 
 @dataclass(frozen=True)

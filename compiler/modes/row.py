@@ -299,7 +299,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         elsewhere = {product.node for product in split.products.values()} - {product.node for product in own}
         nodes = [node for node in stage.nodes if node not in elsewhere]
         products = split.products.values()
-        joined = {each.result: [split.share(rank, each) for rank in split.ranks(each)] for each in products}
+        joined = {one.result: [split.share(rank, one) for rank in split.ranks(one)] for one in products}
         held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes, parts=joined)
         memory = stage_memory(costs, analysis.states, stage, held)
         return replace(memory, nodes=memory.nodes + PASSING * len(split.products))
