@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of
 
@@ -86,7 +87,8 @@ def _packed(
     seen, scales = set[ir.Value](), costs.packed_scales(nodes)
     for node in nodes:
         padding = costs.padding_of(node, *shapes(node)) if costs.is_product(node) else None
-        own = [weight for weight in costs.held([node]) if weight in weights and weight not in seen]
+        held = [weight for weight in costs.held([node]) if weight in weights and not is_slot_input(weight)]
+        own = [weight for weight in held if weight not in seen]
         if padding is None or not own:
             continue
         seen.update(own)
