@@ -8,6 +8,7 @@ divided if it is twice as large as what is asked for, and new regions double in 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 UNIT = 256
 FIRST_REGION, LARGEST_STEP = 1 << 20, 1 << 30
@@ -71,6 +72,20 @@ class Arena:
         if (after := (region, offset + size)) in self._sizes:
             self._before[after] = offset
         self._put((region, offset), size)
+
+    def pass_by(self, sizes: Iterable[int]) -> None:
+        """Allocate chunks at once, and free them again, as kernels do while they run."""
+        for place in [self.allocate(size) for size in sizes if size]:
+            self.free(place)
+
+    def turned(self, size: int, then: int) -> Place:
+        """The place of what so many bytes become: another chunk if it has another size; the first one is free then."""
+        place = self.allocate(size)
+        if then == size:
+            return place
+        after = self.allocate(then)
+        self.free(place)
+        return after
 
     def _extend(self, size: int) -> None:
         is_enough = size <= self._step

@@ -13,8 +13,10 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
+from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.operators.operator import Shapes
-from splitc.compiler.operators.registry import INT8_ACCURACY, operator_of
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.operators.scratch import INT8_ACCURACY
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.hardware.profiles import find_profile
 
@@ -178,13 +180,18 @@ class Costs:
             for node, reads in self.graph.reads.items()
         }
 
+    def count_run(self, nodes: Iterable[ir.Node]) -> int:
+        """How many nodes an engine on a CPU makes of these, those of their subgraphs included."""
+        running = [node for node in nodes if node not in self.graph.folded]
+        return sum(operator_of(node).nodes + sum(map(self.count_run, subgraphs(node))) for node in running)
+
     def flops(self, node: ir.Node) -> int:
         """Floating point operations of a node; see `node_flops`."""
         return self._flops[node]
 
-    def scratch(self, node: ir.Node) -> int:
-        """Bytes that the kernel of a node allocates while it runs; see `Operator.scratch`."""
-        return self._scratch.get(node, 0)
+    def scratch(self, node: ir.Node) -> tuple[int, ...]:
+        """Bytes of the blocks that the kernel of a node allocates while it runs; see `Operator.scratch`."""
+        return self._scratch.get(node, ())
 
     def is_product(self, node: ir.Node) -> bool:
         """Whether a node takes more than two operations per element of its outputs, as products and convolutions do."""
@@ -214,7 +221,7 @@ class Costs:
         return {node: node_flops(node, self.shapes) for node in self.graph.nodes}
 
     @cached_property
-    def _scratch(self) -> Mapping[ir.Node, int]:
+    def _scratch(self) -> Mapping[ir.Node, tuple[int, ...]]:
         running = [node for node in self.graph.nodes if node not in self.graph.folded]
         return {node: self.scratch_of(node, *self.shapes_of(node)) for node in running}
 
@@ -223,15 +230,24 @@ class Costs:
         inputs, outputs = ([shape_of(value, self.shapes) for value in values] for values in (node.inputs, node.outputs))
         return inputs, outputs
 
-    def scratch_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    def scratch_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
         """As `scratch`, where inputs and outputs have these shapes."""
-        scratch = operator_of(node).scratch
-        return 0 if scratch is None else scratch(node, inputs, outputs) * _item_bytes(node)
+        operator, is_half = operator_of(node), node.outputs[0].dtype in HALVES and not self.maps_weights
+        scratch = operator.half_scratch if is_half and operator.half_scratch else operator.scratch
+        blocks = () if scratch is None else scratch(node, inputs, outputs)
+        return tuple([elements * self._item_bytes(node) for elements in blocks if elements])
 
-    def padding_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+    def padding_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
         """Bytes that the kernel of a node adds to its weight; see `Operator.padding`."""
         padding = operator_of(node).padding if self.maps_weights else None
-        return 0 if padding is None else padding(node, inputs, outputs) * _item_bytes(node)
+        elements = 0 if padding is None else padding(node, inputs, outputs)
+        return elements * self._item_bytes(node) if elements else elements
+
+    def _item_bytes(self, node: ir.Node) -> int:
+        """The bytes of an element of what a node makes, as its kernel computes it: on CPUs halves are singles."""
+        dtype = node.outputs[0].dtype
+        size = dtype.bitwidth // 8 if dtype is not None else 0
+        return 4 if self.maps_weights and dtype == ir.DataType.FLOAT16 else size
 
     @cached_property
     def _moved(self) -> dict[ir.Node, tuple[int, tuple[int, ...]]]:
@@ -246,12 +262,6 @@ class Costs:
                 stored = sum(self.value_bytes(value) for value in reads if value.producer() is None)
                 moved[node] = (stored, computed)
         return moved
-
-
-def _item_bytes(node: ir.Node) -> int:
-    """The bytes of an element of what a node makes."""
-    dtype = node.outputs[0].dtype
-    return dtype.bitwidth // 8 if dtype is not None else 0
 
 
 def node_flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:

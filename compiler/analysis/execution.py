@@ -131,19 +131,25 @@ def _reads_erf(node: ir.Node, steps: int) -> bool:
 
 
 def arena_bytes(
-    nodes: Sequence[ir.Node], reads: Reads, size: Size, scratch: Callable[[ir.Node], int], kept: AbstractSet[ir.Value]
+    nodes: Sequence[ir.Node],
+    reads: Reads,
+    size: Size,
+    scratch: Callable[[ir.Node], tuple[int, ...]],
+    kept: AbstractSet[ir.Value],
+    parts: Callable[[ir.Node], tuple[int, ...]] = lambda node: (),
 ) -> int:
     """The bytes of its arena that ONNX Runtime uses in one run of the nodes, from an empty arena on.
 
     A value is allocated before its node runs, and freed after its last reader; `kept` ones, which leave the engine, are
-    not. `scratch` is what a node's kernel allocates while it runs. A view is its source. Where the system places
-    regions decides which of two free chunks of one size is used: it is the more of two ways.
+    not. `scratch` is what a node's kernel allocates while it runs. A view is its source. What ranks make a value of are
+    `parts`: they are there beside it. Where the system places regions decides which of two free chunks of one size is
+    used, and parts come when other ranks send them: it is the most of these ways.
     """
     biased = biased_products(nodes, reads)
     order = _order(nodes, reads, biased)
     source = {node.outputs[0]: first for node in order if (first := _viewed(node, size)) is not None}
     # What a product would make without its bias is never there. What is summed over ranks first gets no bias before.
-    products = [product for product in biased.values() if not scratch(product)]
+    products = [product for product in biased.values() if not parts(product)]
     source.update((node.outputs[0], first) for node in products if (first := node.inputs[0]) is not None)
     gelus = biased_gelus(nodes, reads, biased)
     source.update((first, value) for node, value in gelus.items() if (first := node.inputs[0]) is not None)
@@ -156,31 +162,36 @@ def arena_bytes(
     held = {root(value) for value in kept}
     steps = [
         Step(
+            parts(node),
             tuple((value, bytes_) for value in node.outputs if value not in source and (bytes_ := size(value))),
-            scratch(node) + (size(node.outputs[0]) if node in gelus else 0),
+            (*scratch(node), *([size(node.outputs[0])] if node in gelus else [])),
             tuple(value for value in last if value not in held),
         )
         for node, last in zip(order, _last_uses(order, reads, root), strict=True)
     ]
-    return max(_touched(steps, Arena(downwards)) for downwards in (True, False))
+    orders = {False, any(step.parts for step in steps)}
+    return max(_touched(steps, Arena(downwards), first) for downwards in (True, False) for first in orders)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A node's allocations: values with their bytes, then its scratch; and the values that are freed after it."""
+    """A node's allocations: parts, values with their bytes, and its scratch; and the values that are freed after it."""
 
+    parts: tuple[int, ...]
     made: tuple[tuple[ir.Value, int], ...]
-    scratch: int
+    scratch: tuple[int, ...]
     freed: tuple[ir.Value, ...]
 
 
-def _touched(steps: Iterable[Step], arena: Arena) -> int:
-    """The bytes of the arena that are used after these steps."""
+def _touched(steps: Iterable[Step], arena: Arena, parts_first: bool) -> int:
+    """The bytes of the arena that are used after these steps. Parts are there before what is made of them, or after."""
     places = dict[ir.Value, Place]()
     for step in steps:
+        parts = [arena.allocate(size) for size in step.parts if parts_first]
         places.update((value, arena.allocate(size)) for value, size in step.made)
-        if step.scratch:
-            arena.free(arena.allocate(step.scratch))
+        for part in parts:
+            arena.free(part)
+        arena.pass_by(step.scratch if parts_first else (*step.scratch, *step.parts))
         for value in step.freed:
             if value in places:
                 arena.free(places.pop(value))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.liveness import peak_bytes
+from splitc.compiler.analysis.loading import Loading, NodeShapes, find_loading, packed_bytes
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
-from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.slots import is_slot_input
-from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.package.states import State
 
@@ -24,14 +22,14 @@ from splitc.runtime.package.states import State
 class Held:
     """The bytes of a rank's shards: of its weights (see `Costs.held`), and by `size` of any computed value.
 
-    `shapes` gives those of a node's inputs and outputs. Values in `twice` are held twice for a moment: as the rank's
-    part and as the sum of all parts.
+    `shapes` gives those of a node's inputs and outputs. Values of several `parts` are there for a moment beside these,
+    which have such shares of its bytes: its own part of a sum, or all columns.
     """
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
-    shapes: Callable[[ir.Node], tuple[Shapes, Shapes]]
-    twice: Collection[ir.Value] = ()
+    shapes: NodeShapes
+    parts: Mapping[ir.Value, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -39,11 +37,10 @@ class StageMemory:
     """Bytes of one stage.
 
     `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
-    all other values, with the engine's scratch and what its allocator wastes. `loading` is the largest weight that is
-    packed for a product: ONNX Runtime packs them one by one while loading, and then holds one of them twice. Before
-    that it takes `folding` for those that it folds (`Costs.folding`). `engines` is the memory of the engines'
-    libraries. `in_files` are those of the weights that stay in mapped files (`Costs.in_files`), and `passed` the inputs
-    and outputs among the activations.
+    all other values, with the engine's scratch and what its allocator wastes. `loading` is what weights take while they
+    are loaded. `engines` is the memory of the engines' libraries. `in_files` are those of the weights that stay in
+    mapped files (`Costs.in_files`), and `passed` the inputs and outputs among the activations. `nodes` is how many its
+    engines run.
 
     `adapters` is what requests with adapters take beside all that: A and B of a sum of the planned rank, which are
     `sums`, and the engines with slots, with values and, on CPUs, weights of their own.
@@ -52,13 +49,13 @@ class StageMemory:
     weights: int
     activations: int
     cache: int
-    loading: int
+    loading: Loading = Loading()
     engines: int = 0
     in_files: int = 0
     passed: int = 0
     sums: int = 0
     adapters: int = 0
-    folding: int = 0
+    nodes: int = 0
 
     @property
     def held_weights(self) -> int:
@@ -68,8 +65,7 @@ class StageMemory:
     @property
     def values(self) -> int:
         """The peak bytes of weights and values, while loading or while running, without adapters."""
-        packed = self.held_weights + max(self.activations + self.cache, self.loading)
-        return max(packed, self.folding)
+        return max(self.held_weights + self.activations + self.cache, self.loading.most)
 
     @property
     def total(self) -> int:
@@ -93,35 +89,36 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
     made = {value for node in running for value in node.outputs}
     reads = costs.graph.reads.__getitem__
 
-    def scratch(node: ir.Node) -> int:
+    def scratch(node: ir.Node) -> tuple[int, ...]:
         whole, result = costs.scratch(node), costs.value_bytes(node.outputs[0])
         if held is None or not result:
             return whole
         # The rank's node has other numbers of heads than the model's.
-        attends = operator_of(node).is_attention
-        own = whole * size(node.outputs[0]) // result if attends else costs.scratch_of(node, *held.shapes(node))
-        return own + sum(size(value) for value in node.outputs if value in held.twice)
+        attends, own = operator_of(node).is_attention, size(node.outputs[0])
+        return tuple([b * own // result for b in whole]) if attends else costs.scratch_of(node, *held.shapes(node))
+
+    def parts(node: ir.Node) -> tuple[int, ...]:
+        shares = held.parts if held is not None else {}
+        return tuple(int(computed(value) * share) for value in node.outputs for share in shares.get(value, ()))
 
     def computed(value: ir.Value) -> int:
         return costs.value_in_memory(value, size(value), value in ends) if value in made else 0
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
-    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives))
+    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts)
     alive = peak_bytes(stage.nodes, reads, lambda value: 0 if value in ends else size(value))
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)
+    shapes = costs.shapes_of if held is None else held.shapes
     memory = StageMemory(
-        weights=packed_bytes(costs, running, weights, costs.shapes_of if held is None else held.shapes)
-        + sum(weights[value] for value in cast),
+        weights=packed_bytes(costs, running, weights, shapes) + sum(weights[value] for value in cast),
         activations=fed + max(arena - states_made, given + alive),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
-        loading=max(
-            (costs.weight_in_memory(w, weights.get(w, 0)) for w in _of_products(costs, stage.nodes)), default=0
-        ),
-        folding=folding_bytes(costs, stage.nodes, weights),
+        loading=find_loading(costs, stage.nodes, weights, shapes),
         passed=fed + given,
+        nodes=costs.count_run(stage.nodes),
         in_files=sum(costs.left_in_file(value, own) for value, own in weights.items() if value not in cast),
     )
     return with_adapters(memory, costs, weights)
@@ -142,27 +139,6 @@ def _cast_tables(costs: Costs, nodes: Iterable[ir.Node], held: Held) -> frozense
     )
 
 
-def packed_bytes(
-    costs: Costs,
-    nodes: Collection[ir.Node],
-    weights: Mapping[ir.Value, int],
-    shapes: Callable[[ir.Node], tuple[Shapes, Shapes]],
-) -> int:
-    """The bytes of weights as an engine holds them that runs the nodes. For `shapes` see `Held`."""
-    padding = sum(costs.padding_of(node, *shapes(node)) for node in nodes)
-    packed = sum(weights.get(scales, 0) for scales in costs.packed_scales(nodes))
-    return padding + 2 * packed + sum(costs.weight_in_memory(weight, size) for weight, size in weights.items())
-
-
-def folding_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:
-    """`Costs.folding` of the shards that a rank holds of what is folded; 0 for engines that read folded weights."""
-    if not costs.maps_weights:
-        return 0
-    whole = {value: size for value, size in costs.held(nodes).items() if value.producer() is not None}
-    held = sum(weights.get(value, size) for value, size in whole.items())
-    return costs.folding(nodes) * held // max(1, sum(whole.values()))
-
-
 def with_adapters(memory: StageMemory, costs: Costs, weights: Mapping[ir.Value, int]) -> StageMemory:
     """The memory of a stage whose `weights` have A and B among them, with what adapters take as a term of its own."""
     sums = sum(size for weight, size in weights.items() if is_slot_input(weight))
@@ -177,23 +153,8 @@ def adapter_bytes(memory: StageMemory, packs: bool) -> int:
     """
     if not memory.sums:
         return 0
-    packed = memory.held_weights if packs else 0
-    return memory.sums + packed + max(memory.activations - memory.passed, memory.loading)
-
-
-def largest_product_weight(costs: Costs, nodes: Iterable[ir.Node]) -> int:
-    """Bytes of the largest weight that a product or convolution among the nodes reads."""
-    return max((costs.weight_in_memory(*held) for held in _of_products(costs, nodes).items()), default=0)
-
-
-def _of_products(costs: Costs, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:
-    """The weights that kernels pack while they are loaded."""
-    held = dict[ir.Value, int]()
-    for node in nodes:
-        if costs.is_product(node):
-            most = 2 if operator_of(node).packs_matrices else math.inf
-            held.update((w, size) for w, size in costs.held([node]).items() if len(shape_of(w, costs.shapes)) <= most)
-    return held
+    running = memory.activations - memory.passed
+    return memory.sums + (max(memory.held_weights + running, memory.loading.most) if packs else running)
 
 
 def state_names(states: Iterable[State]) -> frozenset[str]:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.blocks import Partition
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.liveness import peak_bytes
-from splitc.compiler.analysis.memory import largest_product_weight, overwritten, stage_memory, state_names
+from splitc.compiler.analysis.memory import overwritten, stage_memory, state_names
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.runtime.package.states import State
 
@@ -45,7 +45,6 @@ class RangeMemory:
         self._in_files = _Held({v: costs.in_files[v] for v in own.keys() & costs.in_files.keys()} for own in weights)
         self._cache = _Held({value: size(value) for value in own if value.name in names} for own in ends)
         self._ends = _Held({value: size(value) for value in own if value.name not in names} for own in ends)
-        self._loading = [largest_product_weight(costs, block.nodes) for block in partition.blocks]
         self._crossing = self._find_crossing()
         self.cut_bytes = [sum(size(value) for value, _, _ in crossing) for crossing in self._crossing]
         # What crosses a cut or leaves the model is held throughout, and not part of a peak.
@@ -106,8 +105,7 @@ class RangeMemory:
         sent = {value for value, maker, _ in self._crossing[end] if maker >= start}
         crossing = sum(map(self._costs.value_bytes, (received | sent) - self._outputs))
         running = crossing + self._ends.of(start, end) + self._cache.of(start, end) + max(self._peaks[start:end])
-        resident = self.weights(start, end) - self._in_files.of(start, end)
-        return resident + max(running, *self._loading[start:end])
+        return self.weights(start, end) - self._in_files.of(start, end) + running
 
 
 class _Held:

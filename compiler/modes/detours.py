@@ -140,9 +140,10 @@ def rank_memory(
         sends=tuple(value for value in stage.sends if value not in passing),
     )
     own_size = held.size
-    return stage_memory(
+    memory = stage_memory(
         costs, analysis.states, all_run, replace(held, size=lambda value: own_size(value) if value in here else 0)
     )
+    return replace(memory, nodes=costs.count_run(stage.nodes))
 
 
 def detour_cuts(analysis: Analysis, transfers: Sequence[Transfer], first: int, count: int) -> list[CutPlan]:

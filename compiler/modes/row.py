@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.arena import Arena, Place
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import StageMemory, folding_bytes, packed_bytes, stage_memory, with_adapters
+from splitc.compiler.analysis.loading import find_loading, packed_bytes
+from splitc.compiler.analysis.memory import StageMemory, stage_memory, with_adapters
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.lowering.engine_segments import engine_segments
@@ -47,6 +48,8 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
+# About how many nodes send and receive what a product takes and makes, and join its columns.
+PASSING = 3
 # Where unsliced weights are held, for messages.
 WHOLE = "on the main device"
 # Minimum share of the model's weights that can be sliced. Less does not justify a round trip in each block. A choice:
@@ -295,10 +298,11 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
     if number == 0:
         elsewhere = {product.node for product in split.products.values()} - {product.node for product in own}
         nodes = [node for node in stage.nodes if node not in elsewhere]
-        # The columns of all ranks are there beside the result that they are joined to.
-        joined = frozenset(product.result for product in split.products.values())
-        held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes, twice=joined)
-        return stage_memory(costs, analysis.states, stage, held)
+        products = split.products.values()
+        joined = {one.result: [split.share(rank, one) for rank in split.ranks(one)] for one in products}
+        held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes, parts=joined)
+        memory = stage_memory(costs, analysis.states, stage, held)
+        return replace(memory, nodes=memory.nodes + PASSING * len(split.products))
     multiplied = product_stage(analysis.graph, own).nodes
     held = held_shards(costs, split.columns, multiplied, number)
     weights = held.weights
@@ -306,8 +310,8 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         packed_bytes(costs, multiplied, weights, held.shapes),
         _columns_peak(analysis, split, number),
         cache=0,
-        loading=max((costs.weight_in_memory(weight, size) for weight, size in weights.items()), default=0),
-        folding=folding_bytes(costs, multiplied, weights),
+        loading=find_loading(costs, multiplied, weights, held.shapes),
+        nodes=(1 + PASSING) * len(multiplied),
     )
     return with_adapters(memory, costs, weights)
 
@@ -315,6 +319,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
 def _columns_peak(analysis: Analysis, split: SlicedProducts, number: int) -> int:
     """The bytes that a rank beside the main one takes for its products' inputs and its columns of their results.
 
+    On CPUs halves are cast to singles before a product, and back after it, each freed as soon as the other is there.
     ONNX Runtime goes depth first from the last round: what a product of a later round reads may be there already, as
     an encoder's result is for each layer's keys. It is then computed at once, and its columns wait for their round.
     """
@@ -322,13 +327,14 @@ def _columns_peak(analysis: Analysis, split: SlicedProducts, number: int) -> int
     came = {value: number for number, work in enumerate(works) for value in work.takes}
     products = [product for work in works for product in work.products]
     readers = Counter(value for product in products for value in product.takes)
-    arena, places = Arena(), dict[ir.Value, Place]()
+    arena, places, single = Arena(), dict[ir.Value, Place](), analysis.costs.value_in_memory
     for now, work in enumerate(works):
-        places.update((value, arena.allocate(size(value))) for value in work.takes)
+        places.update((value, arena.turned(size(value), single(value, size(value), False))) for value in work.takes)
         for product in reversed(products):
             if max((came[value] for value in product.takes), default=0) == now:
                 columns = int(size(product.result) * split.share(number, product))
-                places[product.result] = arena.allocate(columns)
+                places[product.result] = arena.turned(single(product.result, columns, False), columns)
+                arena.pass_by(analysis.costs.scratch(product.node))
                 readers.subtract(product.takes)
         done = {value for product in work.products for value in (product.result, *product.takes)}
         for value in [value for value in places if value in done and not readers[value]]:

@@ -5,7 +5,7 @@ This is Megatron's tensor parallelism: matrices are column-, then row-parallel, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -32,7 +32,7 @@ from splitc.compiler.planning.rank_plan import RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.request.request import Request
-from splitc.compiler.sharding.held import held_shards
+from splitc.compiler.sharding.held import held_shards, rank_nodes
 from splitc.compiler.sharding.report import WeightFate, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
@@ -121,12 +121,13 @@ def _make_plan(
     ranks = []
     repeated = rematerialized(analysis, stages)
     for number, (run, stage) in enumerate(zip(chosen, stages, strict=False)):
-        memories: dict[tuple[int, ...], StageMemory] = {}  # most ranks have shards of the same sizes
+        memories: dict[Hashable, StageMemory] = {}  # most ranks run the same nodes with shards of the same sizes
         for part in range(count):
             place = run.target * count + part
-            if (sizes := sharded.sizes(part)) not in memories:
-                held = held_shards(analysis.costs, sharded, stage.nodes, part)
-                memories[sizes] = rank_memory(analysis, stage, number, transfers, held)
+            shard = rank_nodes(analysis.costs, sharded, analysis.states, stage, part)
+            if (own := (sharded.sizes(part), shard.nodes)) not in memories:
+                held = held_shards(analysis.costs, sharded, shard.nodes, part)
+                memories[own] = rank_memory(analysis, shard, number, transfers, held)
             rank = RankPlan(
                 resources.devices[place],
                 resources.budgets[place],
@@ -134,7 +135,7 @@ def _make_plan(
                 stage,
                 number,
                 part,
-                as_measured(analysis, resources, place, stage.blocks, memories[sizes]),
+                as_measured(analysis, resources, place, stage.blocks, memories[own]),
                 sum(seconds[run.target][run.start : run.end]) * shares[place] / sum(groups[run.target]),
                 repeated[number] if part == 0 else Rematerialized(),
             )

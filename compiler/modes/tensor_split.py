@@ -27,7 +27,6 @@ from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.sharding.axis_map import AxisMap
-from splitc.compiler.sharding.partial import chosen_atoms
 from splitc.compiler.sharding.report import AxisFate, axis_fates
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.hardware.profiles import HOST
@@ -150,10 +149,7 @@ class TensorSplit:
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
     def _gives(self, rank: RankPlan, value: ir.Value) -> bool:
-        """Whether the rank gives its shard of an output to the caller. The first rank gives replicated outputs."""
-        ranges = self.sharded.ranges
-        atoms = chosen_atoms(self.sharded.axes(value), ranges)
-        return all(ranges[atom][rank.part].owned for atom in atoms) if atoms else rank.part == 0
+        return self.sharded.gives(rank.part, value)
 
     def _parts(self, rank: RankPlan) -> list[Part]:
         """The rank's shards of inputs and outputs that it has not all of."""

@@ -199,6 +199,7 @@ OPERATORS = (
         is_product=True,
         is_attention=True,
         scratch=scratch.attention,
+        half_scratch=scratch.nothing,
         states={1: 4, 2: 5},
     ),
     Operator(
@@ -210,6 +211,7 @@ OPERATORS = (
         is_attention=True,
         crashes_without=2,
         scratch=scratch.fused_attention,
+        half_scratch=scratch.nothing,
         states={1: 4},
     ),
     Operator(
@@ -232,6 +234,7 @@ OPERATORS = (
         writes_in_place=True,
         example_input=key_lengths,
         scratch=scratch.group_query_attention,
+        half_scratch=scratch.nothing,
         states={1: 3, 2: 4},
     ),
     Operator(
@@ -242,6 +245,7 @@ OPERATORS = (
         is_product=True,
         is_attention=True,
         scratch=scratch.multi_head_attention,
+        half_scratch=scratch.nothing,
         states={1: 6, 2: 7},
     ),
     Operator(

@@ -244,11 +244,23 @@ def integer_product_shape(context: Any, node: ir.Node) -> None:
 
 
 OPERATORS = (
-    # PrePack wants 2 dimensions in math/matmul.cc and quantization/matmul_integer_base.h of core/providers/cpu.
     Operator(
-        "MatMul", matmul, product_flops, is_product=True, may_make_angles=True, matrix_input=1, packs_matrices=True
+        "MatMul",
+        matmul,
+        product_flops,
+        is_product=True,
+        may_make_angles=True,
+        matrix_input=1,
+        padding=scratch.matrix_padding,
     ),
-    Operator("MatMulInteger", matmul_integer, product_flops, is_product=True, matrix_input=1, packs_matrices=True),
+    Operator(
+        "MatMulInteger",
+        matmul_integer,
+        product_flops,
+        is_product=True,
+        matrix_input=1,
+        padding=scratch.matrix_padding,
+    ),
     Operator(
         "com.microsoft.MatMulIntegerToFloat", matmul_integer, product_flops, integer_product_shape, matrix_input=1
     ),
@@ -258,9 +270,17 @@ OPERATORS = (
         fused_product_flops,
         is_product=True,
         matrix_input=1,
-        packs_matrices=True,
+        padding=scratch.matrix_padding,
     ),
-    Operator("Gemm", gemm, gemm_flops, is_product=True, matrix_input=1, scaling_attributes={2: "beta"}),
+    Operator(
+        "Gemm",
+        gemm,
+        gemm_flops,
+        is_product=True,
+        matrix_input=1,
+        scaling_attributes={2: "beta"},
+        padding=scratch.matrix_padding,
+    ),
     Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True, scratch=scratch.einsum),
     Operator(
         "Conv",
@@ -268,7 +288,9 @@ OPERATORS = (
         convolution_flops,
         is_product=True,
         scratch=scratch.convolution,
+        half_scratch=scratch.half_convolution,
         padding=scratch.kernel_in_blocks,
+        takes_blocks=True,
     ),
     Operator("ConvInteger", convolution, convolution_flops, scratch=scratch.integer_convolution),
     Operator(

@@ -15,8 +15,9 @@ AxesRule = Callable[[Operation], None]
 Shapes = Sequence[tuple[int, ...]]
 # Floating point operations of a node, from the bound shapes of its inputs and outputs.
 Flops = Callable[[ir.Node, Shapes, Shapes], int]
-# What the kernel of a node allocates while it runs, in elements of the first output, from the same shapes.
-Scratch = Callable[[ir.Node, Shapes, Shapes], int]
+# The blocks of memory that the kernel of a node allocates while it runs, in elements of the first output, from the same
+# shapes.
+Scratch = Callable[[ir.Node, Shapes, Shapes], tuple[int, ...]]
 # A shape function of onnx-shape-inference, with its context and a node as arguments.
 ShapeFunction = Callable[[Any, ir.Node], None]
 # The number that an input is filled with when the node is tried on made-up data; None if any data will do.
@@ -41,9 +42,12 @@ class Operator:
         differently.
     packed_scales: the input of a quantized weight's scales, which the kernel for int8 on CPUs holds two more times: in
         the packed weight, and as the sums of its blocks.
-    packs_matrices: its kernel on CPUs packs weights that are matrices, and reads stacks of these from their files.
     scratch: what its kernel allocates while it runs. Without one, nothing.
-    padding: what its kernel on CPUs adds to its weight. Both are of a rank's own shapes then.
+    half_scratch: the same of its kernel for half precision on GPUs, where it is another one.
+    padding: what its kernel on CPUs adds to its weight as it packs it; None if it reads it from its file instead.
+        Without one, nothing. All three are of a rank's own shapes.
+    takes_blocks: that weight is put in blocks of channels as a graph is optimized, before others are packed.
+    nodes: how many nodes ONNX Runtime makes of it on CPUs, where it has no kernel for it.
     reads_part: it reads only as many bytes of its input as it writes.
     is_view: its output shares the memory of its first input.
 
@@ -91,9 +95,11 @@ class Operator:
     dequantizes: bool = False
     quantizes: bool = False
     packed_scales: int | None = None
-    packs_matrices: bool = False
     scratch: Scratch | None = None
-    padding: Scratch | None = None
+    half_scratch: Scratch | None = None
+    padding: Callable[[ir.Node, Shapes, Shapes], int | None] | None = None
+    takes_blocks: bool = False
+    nodes: int = 1
     reads_part: bool = False
     is_view: bool = False
     shape_arithmetic: bool = False

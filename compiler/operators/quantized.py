@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
@@ -130,6 +131,13 @@ OPERATORS = (
     Operator("com.microsoft.QuantizeLinear", linear_quantization, shapes=quantized_shape, quantizes=True),
     Operator("DynamicQuantizeLinear", dynamic_quantization, quantizes=True),
     Operator(
-        "com.microsoft.MatMulNBits", matmul_blocks, blocks_flops, is_product=True, matrix_input=1, packed_scales=2
+        "com.microsoft.MatMulNBits",
+        matmul_blocks,
+        blocks_flops,
+        is_product=True,
+        matrix_input=1,
+        packed_scales=2,
+        scratch=scratch.quantized_product,
+        half_scratch=scratch.nothing,
     ),
 )

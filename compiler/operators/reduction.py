@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from splitc.compiler.operators import axes as ax
+from splitc.compiler.operators import scratch
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
@@ -181,7 +182,8 @@ OPERATORS = (
     ),
     Operator("BatchNormalization", batch_norm, is_norm=True),
     Operator("InstanceNormalization", instance_norm, is_norm=True),
-    Operator("GroupNormalization", group_norm, is_norm=True),
+    # ONNX defines it as a function of so many nodes.
+    Operator("GroupNormalization", group_norm, is_norm=True, nodes=29, scratch=scratch.steps),
     Operator("MeanVarianceNormalization", mean_variance_norm, is_norm=True),
     Operator("LRN", local_norm, is_norm=True),
     Operator("AveragePool", pool, crashes_emptied=True),

@@ -25,9 +25,8 @@ from splitc.compiler.operators import (
 )
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
+from splitc.compiler.operators.scratch import INT8_ACCURACY
 
-# ONNX Runtime's `accuracy_level` at which it quantizes the other factor of a product with a quantized weight to int8.
-INT8_ACCURACY = 4
 FAMILIES = (
     attention,
     elementwise,

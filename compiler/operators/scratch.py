@@ -1,8 +1,7 @@
 """What the kernels of ONNX Runtime's CPU provider allocate while they run, in elements of the node's first output.
 
 Measured with ONNX Runtime 1.31 (`session.collect_node_memory_stats_to_file`), for sizes that tell the terms apart.
-Kernels that are not here allocate nothing, or less than 64 KiB a thread. Attention in halves runs on GPUs, whose
-kernels keep scores and turned copies in registers.
+Kernels that are not here allocate nothing, or less than 64 KiB a thread.
 """
 
 from __future__ import annotations
@@ -18,46 +17,85 @@ from splitc.compiler.operators.operator import Shapes
 BLOCKS = 1 << 18
 # Channels in a block of convolutions with AVX-512; with AVX2 it is half as many (MlasNchwcGetBlockSize).
 CHANNELS = 16
+# ONNX Runtime's `accuracy_level` at which it quantizes the other factor of a product with a quantized weight to int8.
+INT8_ACCURACY = 4
 # Bytes of an address.
 ADDRESS = 8
-HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
 
-def biased(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def biased(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """A Gelu's input with the bias, if it has one."""
-    return math.prod(inputs[0]) if len(inputs) > 1 else 0
+    return (math.prod(inputs[0]),) if len(inputs) > 1 else ()
 
 
-def selected(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def quantized_product(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """The other factor in bytes, with a scale and a sum for each block; or the weight of 8 bits as it was.
+
+    See contrib_ops/cpu/quantization/matmul_nbits.cc.
+    """
+    asked = node.attributes
+    if asked.get_int("accuracy_level", 0) == INT8_ACCURACY:
+        block = asked.get_int("block_size", 32)
+        return (math.prod(inputs[0]) * (block + 8) // (4 * block),)
+    return (asked.get_int("K", 0) * outputs[0][-1],) if asked.get_int("bits", 4) == 8 and outputs[0] else ()
+
+
+def steps(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """What a function's step makes of its input, for the next one."""
+    return (math.prod(inputs[0]),)
+
+
+def selected(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """What Where selects of either one, each in the shape of it and of the condition (cpu/tensor/where_op.cc)."""
     condition, *both = inputs
-    return sum(math.prod(map(max, zip_longest(condition[::-1], shape[::-1], fillvalue=1))) for shape in both)
+    return tuple(math.prod(map(max, zip_longest(condition[::-1], shape[::-1], fillvalue=1))) for shape in both)
 
 
-def einsum(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def einsum(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """Transposed copies of inputs and result, and the product."""
-    return 2 * sum(map(math.prod, inputs)) + math.prod(outputs[0])
+    return (2 * sum(map(math.prod, inputs)) + math.prod(outputs[0]),)
 
 
-def convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """Copies of image or result in another order.
+def convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """Copies of image or result in blocks of channels, where there are two axes beside these.
 
-    GPUs want the channels last, in half precision, of kernels too. CPUs want blocks of channels where there are two
-    axes beside them: the image is copied before, and then the result (core/optimizer/nchwc_transformer.cc).
+    The image is copied before, and then the result (core/optimizer/nchwc_transformer.cc). Otherwise columns are made
+    where there are more filters than results (MlasConvPrepare, core/mlas/lib/convolve.cpp).
     """
     image, kernel, result = inputs[0], inputs[1], outputs[0]
-    if _halves(node):
-        return sum(map(math.prod, (image, kernel, result)))
     if not _takes_blocks(node, inputs, outputs):
-        return 0
+        return (_columns(node, kernel, result),) if kernel[0] > math.prod(result[2:]) else ()
     before = 0 if _reads_image(node, kernel) else _in_blocks(image)
-    return max(before, _in_blocks(result))
+    return (max(before, _in_blocks(result)),)
 
 
-def kernel_in_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def half_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """Copies of image, kernel and result with the channels last."""
+    return (sum(map(math.prod, (inputs[0], inputs[1], outputs[0]))),)
+
+
+def nothing(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """Attention and quantized products in halves keep what they compute in registers on GPUs."""
+    return ()
+
+
+def matrix_padding(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
+    """Columns up to whole blocks. Stacks of matrices are not packed.
+
+    It is MlasGemmPackBSize (core/mlas/lib/sgemm.cpp), and PrePack in math/matmul.cc and
+    quantization/matmul_integer_base.h (core/providers/cpu).
+    """
+    weight = inputs[1]
+    if len(weight) != 2:
+        return None
+    rows, columns = weight[::-1] if node.attributes.get_int("transB", 0) else weight
+    return rows * (_whole(columns) - columns)
+
+
+def kernel_in_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
     """What a convolution's weight has beyond the model's where its channels are in whole blocks (as above)."""
     if not _takes_blocks(node, inputs, outputs):
-        return 0
+        return None
     kernel = inputs[1]
     alone = _reads_image(node, kernel) or kernel[1] == 1
     read = kernel[1] if alone else _whole(kernel[1])
@@ -67,7 +105,7 @@ def kernel_in_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 def _takes_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> bool:
     """Whether ONNX Runtime has a convolution of single precision take blocks of channels."""
     image, kernel, result = inputs[0], inputs[1], outputs[0]
-    if _halves(node) or len(kernel) != 4 or len(image) != 4 or len(result) != 4:
+    if len(kernel) != 4 or len(image) != 4 or len(result) != 4:
         return False
     groups = node.attributes.get_int("group", 1)
     if groups == 1:
@@ -90,12 +128,12 @@ def _whole(channels: int) -> int:
     return -(-channels // CHANNELS) * CHANNELS
 
 
-def integer_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def integer_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """Columns of one image, a byte each; the result has four (cpu/quantization/conv_integer.cc)."""
-    return -(-_columns(node, inputs[1], outputs[0]) // 4)
+    return (-(-_columns(node, inputs[1], outputs[0]) // 4),)
 
 
-def quantized_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def quantized_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """Addresses of what each result is made of, or columns of one image and its sums, in bytes.
 
     The first is so where ONNX Runtime has the channels last, for which image or result is copied
@@ -108,8 +146,8 @@ def quantized_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int
     addresses = 0 if pointwise else ADDRESS * math.prod(kernel[2:]) * math.prod(result[2:])
     whole = kernel[0] % CHANNELS == 0 and (is_depthwise or (groups == 1 and kernel[1] % 4 == 0))
     if whole and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.UINT8:
-        return image[0] * addresses + max(math.prod(image), math.prod(result))
-    return 4 * math.prod(result[1:]) + (addresses if is_depthwise else _columns(node, kernel, result))
+        return image[0] * addresses, max(math.prod(image), math.prod(result))
+    return 4 * math.prod(result[1:]), addresses if is_depthwise else _columns(node, kernel, result)
 
 
 def _columns(node: ir.Node, kernel: tuple[int, ...], result: tuple[int, ...]) -> int:
@@ -123,44 +161,44 @@ def _is_pointwise(node: ir.Node, kernel: tuple[int, ...]) -> bool:
     return math.prod(kernel[2:]) == 1 and moves == ({1}, {0})
 
 
-def transposed_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def transposed_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """Columns of one image: each of its positions times the kernel."""
-    return math.prod(inputs[0][2:]) * math.prod(inputs[1][1:])
+    return (math.prod(inputs[0][2:]) * math.prod(inputs[1][1:]),)
 
 
-def multi_head_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def multi_head_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """Queries, keys and values by heads; all scores too where something is added to them, or where keys have a past.
 
     Keys and values that are given by heads count as a past: the kernel without scores does not take them.
     """
-    if _halves(node):
-        return 0
-    query, keys, *_ = (*inputs, (), ())
+    keys = inputs[1] if len(inputs) > 1 else ()
     by_heads = len(keys) == 4
-    turned = math.prod(query) + (0 if by_heads else sum(map(math.prod, inputs[1:3])))
+    turned, scores = map(math.prod, inputs[: 1 if by_heads else 3]), _scores(node, inputs, outputs)
     if not by_heads and len(keys) == 3 and all(value is None for value in node.inputs[3:]):
-        return turned + min(BLOCKS, _scores(node, inputs, outputs))
-    return turned + math.prod(outputs[0]) + _scores(node, inputs, outputs)
+        return *turned, min(BLOCKS, scores)
+    return *turned, math.prod(outputs[0]), scores
 
 
-def fused_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def fused_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """Queries, keys and values by heads, the result by heads, and all scores."""
-    return 0 if _halves(node) else 4 * math.prod(outputs[0]) + _scores(node, inputs, outputs)
+    return 3 * math.prod(outputs[0]), math.prod(outputs[0]), _scores(node, inputs, outputs)
 
 
-def attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
+def attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """All scores, of ONNX's own operator."""
-    return 0 if _halves(node) else _scores(node, inputs, outputs)
+    return (_scores(node, inputs, outputs),)
 
 
-def group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """Queries, keys and values by heads."""
-    blocks = min(BLOCKS, _scores(node, inputs, outputs))
-    return 0 if _halves(node) else sum(math.prod(shape) for shape in inputs[:3]) + blocks
+def group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """Queries, keys and values by heads; all scores too where the kernel without these can not do what is asked for.
 
-
-def _halves(node: ir.Node) -> bool:
-    return node.outputs[0].dtype in HALVES
+    See use_flash in contrib_ops/cpu/bert/group_query_attention.cc.
+    """
+    scores, asked = _scores(node, inputs, outputs), node.attributes
+    beyond = asked.get_float("softcap", 0) or asked.get_int("smooth_softmax", 0) or any(node.inputs[11:12])
+    is_plain = asked.get_int("causal", 1) and not beyond and len(outputs) <= 3
+    blocks = min(BLOCKS, scores) if is_plain else scores
+    return *map(math.prod, inputs[:3]), blocks
 
 
 def _scores(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:

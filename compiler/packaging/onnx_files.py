@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from splitc.compiler.frontend.external_data import SMALL
+from splitc.compiler.packaging.build_messages import BLOCK
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
 
@@ -63,8 +64,20 @@ def write_graphs(
         for value in graph.initializers.values():
             if value.const_value is not None:
                 value.const_value = weights.place(value.const_value)
+        _drop_notes(graph)
         writer.write(path, ir.to_proto(_model(graph, source)).SerializeToString())
     return weights
+
+
+def _drop_notes(graph: ir.Graph) -> None:
+    """Drop what exporters note of nodes and values, such as lines of their source: sessions hold it three times."""
+    nodes = tuple(graph.all_nodes())
+    made = (value for node in nodes for value in node.outputs)
+    items: list[ir.Node | ir.Value] = [*nodes, *graph.inputs, *graph.initializers.values(), *made]
+    for item in items:
+        item.doc_string = None
+        for key in item.metadata_props.keys() - {BLOCK}:
+            del item.metadata_props[key]
 
 
 def _place(

@@ -24,12 +24,12 @@ from splitc.runtime.units import first_few, format_bytes
 class CpuEngine:
     """Bytes of ONNX Runtime on a CPU rank: what is read of its code and tables, of a session, and of a node in it.
 
-    Measured on 58 graphs of 2 to 3,500 nodes, as what loading and a first run take beside weights and what is computed:
-    9 to 21 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes.
+    Measured on 90 graphs of 2 to 1,840 nodes, as what loading and a first run take beside weights and what is computed:
+    9 to 20 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes.
     """
 
-    library: int = 10 << 20
-    session: int = 3 << 20
+    library: int = 9 << 20
+    session: int = 2 << 20
     further: int = 256 << 10
     node: int = 5 << 10
 
@@ -74,10 +74,10 @@ def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tupl
     for rank in ranks:
         more, memory = split.more_sessions(rank, inside), rank.memory
         met = [other.device for other in ranks if other.replica == rank.replica]
-        own = engine_bytes(rank.device, met, engine, more or 1, len(rank.stage.nodes), bool(split.collectives))
+        own = engine_bytes(rank.device, met, engine, more or 1, memory.nodes, bool(split.collectives))
         # Several engines of a rank have a session each, and share no weights.
         adapters = adapter_bytes(memory, packs=rank.device.kind == "cpu" or bool(more))
-        slotted = slotted_bytes(rank.device, engine, more, len(rank.stage.nodes)) if memory.sums else 0
+        slotted = slotted_bytes(rank.device, engine, more, memory.nodes) if memory.sums else 0
         made.append(replace(rank, memory=replace(memory, engines=own, adapters=adapters + slotted)))
     return tuple(made)
 
@@ -86,9 +86,10 @@ def _with_mapped(rank: RankPlan) -> RankPlan:
     """A rank whose weights stay in their files, if its device is a CPU's: none is packed while loading either."""
     if rank.device.kind != "cpu":
         return rank
-    memory = replace(rank.memory, in_files=rank.memory.weights, loading=0)
-    packed = rank.memory.held_weights if memory.adapters else 0
-    return replace(rank, memory=replace(memory, adapters=memory.adapters - packed))
+    before, loading = rank.memory, rank.memory.loading
+    memory = replace(before, in_files=before.weights - loading.made, loading=replace(loading, most=loading.optimizing))
+    less = adapter_bytes(before, packs=True) - adapter_bytes(memory, packs=True)
+    return replace(rank, memory=replace(memory, adapters=before.adapters - less))
 
 
 def search_budget(request: Request, device: Device, budget: Budget) -> Budget:

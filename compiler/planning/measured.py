@@ -39,8 +39,8 @@ def block_activations(analysis: Analysis, resources: Resources, place: int) -> S
         return None
     device = resources.devices[place]
     activations = []
-    for own, stage, memory in zip(measured, single_blocks(analysis), _predicted(analysis), strict=True):
-        engine = engine_bytes(device, [device], ONNXRUNTIME, nodes=len(stage.nodes))
+    for own, memory in zip(measured, _predicted(analysis), strict=True):
+        engine = engine_bytes(device, [device], ONNXRUNTIME, nodes=memory.nodes)
         beside = memory.weights + memory.sums - memory.in_files + memory.cache + engine
         activations.append(Activations(memory.activations, max(0, own.bytes - beside)))
     return activations

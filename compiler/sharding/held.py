@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.memory import Held
+from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.frontend.walks import ancestors, producers
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Axes
 from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.sharding.shards import Shards
+from splitc.runtime.package.states import State
+
+
+def rank_nodes(costs: Costs, sharded: ShardedModel, states: Iterable[State], stage: Stage, part: int) -> Stage:
+    """The stage with the nodes that one rank runs: what it gives or keeps, and collectives, need them."""
+    names = {state.output for state in states}
+    given = [value for value in stage.outputs if value.name in names or sharded.gives(part, value)]
+    sums = sharded.sums
+    roots = {*producers([*given, *stage.sends, *sums.exchanged]), *sums.ranged}
+    needed = ancestors(roots, costs.graph.reads.__getitem__)
+    return replace(stage, nodes=tuple(node for node in stage.nodes if node in needed))
 
 
 def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node], part: int) -> Held:
@@ -46,7 +60,7 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
         )
         return inputs, outputs
 
-    return Held(weights, own, shapes, frozenset(sharded.sums.summed))
+    return Held(weights, own, shapes, dict.fromkeys(sharded.sums.summed, (1.0,)))
 
 
 def _own(shards: Shards, axes: Axes, shape: Shape) -> Shape:

@@ -12,7 +12,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
-from splitc.compiler.sharding.partial import NO_SUMS, Sums
+from splitc.compiler.sharding.partial import NO_SUMS, Sums, chosen_atoms
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Ranges, assign_units
 
@@ -51,6 +51,11 @@ class ShardedModel:
     def axes(self, value: ir.Value) -> Axes:
         """The axes of a value of the model."""
         return self.axis_map.axes.get(value)
+
+    def gives(self, rank: int, value: ir.Value) -> bool:
+        """Whether a rank gives its shard of an output to the caller. The first rank gives replicated outputs."""
+        atoms = chosen_atoms(self.axes(value), self.ranges)
+        return all(self.ranges[atom][rank].owned for atom in atoms) if atoms else rank == 0
 
     def owns(self, rank: int, operation: Operation) -> bool:
         """Whether the rank contracts units that it owns at a node, rather than only replicas of another rank's."""

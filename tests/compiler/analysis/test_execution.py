@@ -85,7 +85,7 @@ def test_products_with_a_bias_are_one_node_where_sizes_are_fixed(tmp_path: Path,
     if "mem_arena_held" in events[0]["args"]:
         used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
         weights = 3 * (257 << 10)
-        bytes_ = arena_bytes(list(model.graph), reads, size, lambda node: 0, frozenset(model.graph.outputs))
+        bytes_ = arena_bytes(list(model.graph), reads, size, lambda node: (), frozenset(model.graph.outputs))
         assert used - weights <= bytes_ <= 1.5 * (used - weights)
 
 
@@ -115,7 +115,7 @@ def test_bytes_are_those_in_use(tmp_path: Path, branches: int) -> None:
         joined = maker is not None and maker.op_type == "Concat"
         return 0 if maker is None else (branches << 19 if value.is_graph_output() else 1 << 20) if joined else 1 << 19
 
-    ours = arena_bytes(list(model.graph), reads, size, lambda node: 0, frozenset(model.graph.outputs))
+    ours = arena_bytes(list(model.graph), reads, size, lambda node: (), frozenset(model.graph.outputs))
     assert used <= ours <= 1.75 * held
 
 
@@ -134,7 +134,7 @@ def test_gelu_with_a_bias_before_it_takes_a_copy_of_its_input(tmp_path: Path, ap
         list(model.graph),
         reads,
         lambda value: 0 if value.producer() is None else 3 << 18,
-        lambda node: 0,
+        lambda node: (),
         frozenset(model.graph.outputs),
     )
     assert ours == 3 * (3 << 18)
@@ -158,12 +158,13 @@ def test_convolution_copies_into_blocks_of_channels(tmp_path: Path, channels: in
     model = ShapeInferencePass()(ir.load(tmp_path / "model.onnx")).model
     image, result = channels << 16, 2 << 20
 
-    def scratch(node: ir.Node) -> int:
+    def scratch(node: ir.Node) -> tuple[int, ...]:
         if node.op_type != "Conv":
-            return 0
+            return ()
         convolution = REGISTRY["Conv"].scratch
         assert convolution is not None
-        return 4 * convolution(node, [(1, channels, 128, 128), (32, channels, 1, 1)], [(1, 32, 128, 128)])
+        (block,) = convolution(node, [(1, channels, 128, 128), (32, channels, 1, 1)], [(1, 32, 128, 128)])
+        return (4 * block,)
 
     def size(value: ir.Value) -> int:
         maker = value.producer()

@@ -218,9 +218,9 @@ def test_slots_are_counted(decoder: Path) -> None:
         assert memory.sums == 4 * 16 * sum(slot.inputs + slot.outputs for slot in slotted.analysis.slots)
         assert memory.weights == without.weights and without.adapters == 0
         engines = slotted_bytes(slotted.ranks[0].device, "onnxruntime", 0, len(slotted.ranks[0].stage.nodes))
-        packed = memory.weights - memory.in_files if device == "cpu0" else 0
-        rest = memory.adapters - memory.sums - engines - packed
-        assert 0 < rest == max(memory.activations - memory.passed, memory.loading)
+        rest, running = memory.adapters - memory.sums - engines, memory.activations - memory.passed
+        packed = max(memory.held_weights + running, memory.loading.most)
+        assert 0 < rest == (packed if device == "cpu0" else running)
         assert memory.total - without.total >= memory.adapters
     assert any("lm_head" in slot.names[0] for slot in slotted.analysis.slots)
 

@@ -219,3 +219,17 @@ def test_made_up_caches_of_two_lengths_are_not_compared(decoder: Path, tmp_path:
     onnx.save(proto, tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor")), tmp_path / "package")
     assert read_manifest(tmp_path / "package").lengths
+
+
+def test_notes_of_exporters_stay_out_of_engines(decoder: Path, tmp_path: Path) -> None:
+    """Sessions would hold them, which took a tenth of a small denoiser's memory."""
+    model = onnx.load(decoder, load_external_data=False)
+    items: list[Any] = [*model.graph.node, *model.graph.value_info, *model.graph.initializer, *model.graph.input]
+    for item in items:
+        item.doc_string = "line 7"
+        item.metadata_props.add(key="scope", value="layer")
+    noted = decoder.with_name("noted.onnx")
+    noted.write_bytes(model.SerializeToString())
+    compile_model(plan_model(noted, ["cpu0"], LAYER), tmp_path / "package", verify=False)
+    written = (tmp_path / "package/rank0/stage0.onnx").read_bytes()
+    assert b"line 7" not in written and b"scope" not in written

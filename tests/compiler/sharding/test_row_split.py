@@ -255,7 +255,7 @@ def test_weight_of_several_layers_is_stored_once_a_rank(tmp_path: Path) -> None:
     b.give(b.op("Add", x, bias), shape=["n", 64])
     for plan in check_rows(b, tmp_path, "A", rounds=4):
         held = [rank.memory.weights for rank in plan.ranks]
-        assert sum(held) < 1.1 * 64 * 64 * 4
+        assert sum(held) < 1.3 * 64 * 64 * 4  # packed columns are in whole blocks
         for number in range(len(plan.ranks)):
             (graph,) = plan.program(number).graphs
             assert len([name for name in graph.initializers if name.startswith("A/rank")]) == 1

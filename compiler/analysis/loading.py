@@ -1,0 +1,107 @@
+"""The weights of an engine as ONNX Runtime holds them on a CPU, and the most that it holds while it loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.slots import is_slot_input
+from splitc.compiler.operators.operator import Shapes
+from splitc.compiler.operators.registry import operator_of
+
+# What a weight is there beside its blocks while it is put in these: as it was read, in another order, and as a tensor.
+COPIES = 3
+
+NodeShapes = Callable[[ir.Node], tuple[Shapes, Shapes]]
+
+
+def packed_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes) -> int:
+    """The bytes of weights as an engine holds them that runs the nodes. For `shapes` see `Held`."""
+    more = sum(packed.bytes - packed.source for packed in _packed(costs, nodes, weights, shapes))
+    return more + sum(costs.weight_in_memory(weight, size) for weight, size in weights.items())
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The most bytes of weights at once while an engine is loaded, and while it is only optimized.
+
+    `made` are those that optimizing leaves: what was folded, and kernels in blocks. They lie in no file.
+    """
+
+    most: int = 0
+    optimizing: int = 0
+    made: int = 0
+
+
+def find_loading(
+    costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes
+) -> Loading:
+    """What an engine of the nodes takes while it is loaded; nothing where engines do not pack weights.
+
+    First it folds (see `Costs.folding`). Then it puts kernels of convolutions in blocks, one by one
+    (core/optimizer/nchwc_transformer.cc); kernels that were folded go when all are done. At last matrices are packed,
+    one by one, out of their mapped files or of what was folded, each of which then goes
+    (PrepackConstantInitializedTensors, core/framework/session_state.cc). What is not packed is read by requests.
+    """
+    if not costs.maps_weights:
+        return Loading()
+    # Halves are cast, which is folded as well.
+    made = [w for w in weights if w.producer() is not None or costs.weight_in_memory(w, 1) > 1]
+    folded = {weight: costs.weight_in_memory(weight, weights[weight]) for weight in made}
+    most, waiting, done = _folding(costs, nodes, weights), sum(folded.values()), 0
+    packed = list(_packed(costs, nodes, weights, shapes))
+    for own in (own for own in packed if own.is_kernel):
+        done += own.bytes
+        most = max(most, waiting + done + COPIES * own.source)
+    waiting -= sum(folded.get(own.weight, 0) for own in packed if own.is_kernel)
+    optimizing, made_bytes = most, waiting + done
+    for own in (own for own in packed if not own.is_kernel):
+        waiting -= folded.get(own.weight, 0)
+        done += own.bytes
+        most = max(most, waiting + done + own.beside)
+    # What branches pack stays as it was until all have packed it.
+    inner = sum(weights.get(weight, 0) for weight in costs.held(node for node in nodes if any(subgraphs(node))))
+    most = max(most, waiting + done + 2 * inner)
+    return Loading(most, optimizing, made_bytes)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A weight that a product packs: its bytes, those that it takes then, and those that are read meanwhile."""
+
+    weight: ir.Value
+    source: int
+    bytes: int
+    beside: int
+    is_kernel: bool
+
+
+def _packed(
+    costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes
+) -> Iterator[_Packed]:
+    """The weights that products pack, in the order in which they do."""
+    seen, scales = set[ir.Value](), costs.packed_scales(nodes)
+    for node in nodes:
+        padding = costs.padding_of(node, *shapes(node)) if costs.is_product(node) else None
+        held = [weight for weight in costs.held([node]) if weight in weights and not is_slot_input(weight)]
+        own = [weight for weight in held if weight not in seen]
+        if padding is None or not own:
+            continue
+        seen.update(own)
+        *_, largest = own = sorted(own, key=weights.__getitem__)  # scales are packed with what they belong to
+        for weight in own:
+            size = costs.weight_in_memory(weight, weights[weight])
+            more = padding * (weight is largest) + 2 * size * (weight in scales)
+            beside = size + sum(weights[other] for other in own if weight is largest and other in scales)
+            yield _Packed(weight, size, size + more, beside, operator_of(node).takes_blocks)
+
+
+def _folding(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:
+    """`Costs.folding` of the shards that a rank holds of what is folded."""
+    whole = {value: size for value, size in costs.held(nodes).items() if value.producer() is not None}
+    held = sum(weights.get(value, size) for value, size in whole.items())
+    return costs.folding(nodes) * held // max(1, sum(whole.values()))
