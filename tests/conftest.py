@@ -160,4 +160,4 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 @pytest.fixture
 def bare_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines take nothing beside weights and values, so that budgets of tiny models are those of the models alone."""
-    monkeypatch.setattr("splitc.compiler.planning.assembly.CPU_ENGINE", CpuEngine(0, 0, 0, 0))
+    monkeypatch.setattr("splitc.compiler.planning.assembly.CPU_ENGINE", CpuEngine(0, 0, 0, 0, 0))

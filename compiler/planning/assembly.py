@@ -25,13 +25,16 @@ class CpuEngine:
     """Bytes of ONNX Runtime on a CPU rank: what is read of its code and tables, of a session, and of a node in it.
 
     Measured on 90 graphs of 2 to 1,840 nodes, as what loading and a first run take beside weights and what is computed:
-    9 to 20 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes.
+    9 to 20 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes. `met` is for each rank
+    of those that sum, or send to each other, inside engines, itself included: the memory that processes share for it
+    (STAGING in runtime/collectives/meeting.py, and the queues of native/transfers.c).
     """
 
     library: int = 9 << 20
     session: int = 2 << 20
     further: int = 256 << 10
     node: int = 5 << 10
+    met: int = 1 << 20
 
 
 CPU_ENGINE = CpuEngine()
@@ -109,7 +112,7 @@ def engine_bytes(
     if engine != ONNXRUNTIME:
         return 0
     if device.kind != "cuda":
-        own = CPU_ENGINE.session + (sessions - 1) * CPU_ENGINE.further
+        own = CPU_ENGINE.session + (sessions - 1) * CPU_ENGINE.further + (len(met) * CPU_ENGINE.met if sums else 0)
         return CPU_ENGINE.library + own + nodes * CPU_ENGINE.node
     profile = find_profile(device.kind)
     own = profile.library_bytes + sessions * profile.engine_bytes

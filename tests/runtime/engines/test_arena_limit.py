@@ -31,7 +31,9 @@ def test_request_beyond_the_budget_fails_alone(decoder: Path, tmp_path: Path, mo
     with Session(tmp_path / "package", ranks=ranks) as session:
         expected = session.run(SMALL)
         for _ in range(2):
-            with pytest.raises(EngineError, match=r"more memory than the budget leaves: .* may take 8\.\d+ MiB, and"):
+            with pytest.raises(
+                EngineError, match=r"more memory than the budget leaves: .* may take [78]\.\d+ MiB, and"
+            ):
                 session.run(LARGE)
             for name, value in session.run(SMALL).items():
                 np.testing.assert_array_equal(value, expected[name])
@@ -40,7 +42,7 @@ def test_request_beyond_the_budget_fails_alone(decoder: Path, tmp_path: Path, mo
 def test_sums_of_adapters_beyond_the_budget_are_refused(decoder: Path, tmp_path: Path) -> None:
     """Those that are only kept make room first. Engines with slots have the limit too."""
     shapes = {name: value.shape for name, value in SMALL.items()}
-    request = Request(split_mode="tensor", memory=["15.7MiB"], shapes=shapes, lora_slots=16)
+    request = Request(split_mode="tensor", memory=["17.75MiB"], shapes=shapes, lora_slots=16)
     most = compile_model(plan_model(decoder, ["2xcpu"], request), tmp_path / "package").most_rank
     assert most is not None and 16 <= most < 32
     sizes = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(LAYERS)}
