@@ -103,23 +103,23 @@ def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     symbols = _symbols(graph, shapes)
     caches = _same_axes(graph, symbols, first=2)
     for smallest in LARGER if alike else ():
-        numbers = _number(graph, symbols, True, smallest=smallest)
-        numbers.update({name: numbers[first] for name, first in caches.items()})
-        made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
-        if _fits(graph, made, bound) and _differs(graph, made, bound):
-            count = _count_alike(graph, made, bound)
-            other, alike = (_fixed(made, bound), count) if count < alike else (other, alike)
+        made = _bind_numbers(graph, shapes, bound, _number(graph, symbols, True, smallest=smallest), caches)
+        if made is not None and (count := _count_alike(graph, made, bound)) < alike:
+            other, alike = _fixed(made, bound), count
     return other
 
 
 def _count_alike(graph: Graph, made: BoundShapes, bound: BoundShapes) -> int:
-    """How many sizes of computed values are the same as the given ones, where the model's own shapes do not say so."""
+    """How many sizes of computed values are the same as the given ones, where the model's own shapes do not say so.
+
+    They do where a size is a number, or a symbol that is one.
+    """
     count = 0
     for value in (value for node in graph.nodes for value in node.outputs):
         one, other = made.shapes.get(value.name or "", ()), bound.shapes.get(value.name or "", ())
         own = value.shape if value.shape is not None else [None] * len(one)
         sizes = zip(own, one, other, strict=False)
-        count += sum(a == b and not isinstance(size, int) for size, a, b in sizes)
+        count += sum(a == b and not str(size).isdigit() for size, a, b in sizes)
     return count
 
 
@@ -133,14 +133,25 @@ def _bind_other(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -
     kinds = [name for name in symbols if name not in same]
     caches = _same_axes(graph, symbols, first=2)
     for numbers in (_number(graph, symbols, True, least, skipped) for skipped in (0, 1, 2) for least in (1, 0)):
-        numbers.update({name: numbers[first] for name, first in caches.items()})
-        made = bind_shapes(graph.model, _input_shapes(graph, shapes, numbers))
-        if _fits(graph, made, bound) and _differs(graph, made, bound):
+        if (made := _bind_numbers(graph, shapes, bound, numbers, caches)) is not None:
             return _fixed(made, bound)
     varied = _one_by_one(graph, shapes, bound, kinds)
     if varied is None or not _differs(graph, varied, bound):
         return bound
     return _fixed(varied, bound)
+
+
+def _bind_numbers(
+    graph: Graph,
+    shapes: Mapping[str, Shape],
+    bound: BoundShapes,
+    numbers: Mapping[str, int],
+    same: Mapping[str, str],
+) -> BoundShapes | None:
+    """Shapes with these numbers for symbols, and the `same` for others; None if they do not fit, or differ nowhere."""
+    alike = {name: numbers[first] for name, first in same.items()}
+    made = bind_shapes(graph.model, _input_shapes(graph, shapes, {**numbers, **alike}))
+    return made if _fits(graph, made, bound) and _differs(graph, made, bound) else None
 
 
 def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes | None:

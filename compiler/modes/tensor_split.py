@@ -119,7 +119,7 @@ class TensorSplit:
         rank, sharded = ranks[number], self.sharded
         if self._apart:
             return self._program_with_placed(rank, number, len(ranks))
-        outputs = [value.name or "" for value in rank.stage.outputs if self._gives(rank, value)]
+        outputs = self._given(rank)
         keeps = kept_states(self.analysis.states, rank, outputs)
         graph = rank_graph(sharded, rank.stage, rank.part)
         wanted = {*outputs, *keeps, *names(rank.stage.sends)}
@@ -136,7 +136,7 @@ class TensorSplit:
         inside = [own for own in transfers if own.inside]
         outputs, keeps = names(stage.outputs), list[str]()
         if self._has_shards(rank):
-            outputs = [value.name or "" for value in stage.outputs if self._gives(rank, value)]
+            outputs = self._given(rank)
             keeps = kept_states(self.analysis.states, rank, outputs)
             graph = with_steps(rank_graph(self.sharded, stage, rank.part), number, inside)
         else:
@@ -148,8 +148,9 @@ class TensorSplit:
         program = stage_program(number, stage, segments, transfers, group, outputs)
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
-    def _gives(self, rank: RankPlan, value: ir.Value) -> bool:
-        return self.sharded.gives(rank.part, value)
+    def _given(self, rank: RankPlan) -> list[str]:
+        """The names of the outputs of which the rank gives its shard to the caller."""
+        return [value.name or "" for value in rank.stage.outputs if self.sharded.gives(rank.part, value)]
 
     def _parts(self, rank: RankPlan) -> list[Part]:
         """The rank's shards of inputs and outputs that it has not all of."""
