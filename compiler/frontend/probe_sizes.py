@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, shape_of
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 
 # Sizes of an image may have to be multiples of the given ones, or of a part of these.
@@ -48,12 +49,18 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
 def _first_probed(
     graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes, ways: Sequence[dict[str, int]]
 ) -> BoundShapes | None:
-    """Shapes with the first of these symbols' sizes that leave no more shapes unknown; None if all do."""
+    """Shapes with the first of these symbols' sizes that leave no more shapes unknown, and that operators agree on.
+
+    If none are agreed on, the first that leave no more unknown. None if all do.
+    """
+    first = None
     for sizes in (sizes for numbers in ways for sizes in _enlarged(graph, numbers)):
         probed = bind_shapes(graph.model, _input_shapes(graph, shapes, sizes))
-        if len(probed.uncertain) <= len(bound.uncertain):
+        if _fits(graph, probed, bound):
             return _fixed(probed, bound)
-    return None
+        if first is None and len(probed.uncertain) <= len(bound.uncertain):
+            first = _fixed(probed, bound)
+    return first
 
 
 def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -207,11 +214,14 @@ def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
     """Whether sizes are as an operator wants them.
 
     Factors agree along the axis that a product sums over, and what is put together along all other axes. What is
-    reshaped has as many elements as before.
+    reshaped has as many elements as before. Attention has as many keys as values.
     """
+    read = [shapes.get(value.name or "") for value in node.inputs if value is not None]
+    if operator_of(node).is_attention:
+        lengths = {shape[-2] for shape in read[1:3] if shape and len(shape) > 2}
+        return len(lengths) <= 1
     if node.domain or node.op_type not in ("MatMul", "Concat", "Reshape"):
         return True
-    read = [shapes.get(value.name or "") for value in node.inputs if value is not None]
     if node.op_type == "Reshape":
         made = shapes.get(node.outputs[0].name or "")
         return made is None or read[0] is None or math.prod(made) == math.prod(read[0])

@@ -93,7 +93,7 @@ def left_out(
         if maker is not None and operator_of(maker).writes_in_place:
             yield state.input, NotFusedError("it is read elsewhere than by the operator that could write it in place")
         elif state.input in pasts:
-            yield state.input, NotFusedError("no attention has it as its keys or its values")
+            yield state.input, NotFusedError("no attention that is written out has it as its keys or its values")
         else:
             yield state.input, NotFusedError("it is not concatenated as it is, along the third of four axes")
 

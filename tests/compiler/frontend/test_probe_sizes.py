@@ -58,3 +58,18 @@ def test_what_is_reshaped_keeps_its_elements(tmp_path: Path) -> None:
     planned = {name: feed.shape for name, feed in b.feeds.items()}
     _, height, width = bind_other_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes["x"]
     assert height % 2 == width % 2 == 0 and height not in (4, width) and width != 6
+
+
+def test_attention_has_as_many_keys_as_values(tmp_path: Path) -> None:
+    """Though an exporter names the length of each cache anew, as torch's newer one does."""
+    b = Block(opset=23)
+    sizes = (2, 3, 5, 4)
+    queries = b.data("q", (2, 3, 7, 4), ["batch", 3, "new", 4])
+    keys, values = (b.data(name, sizes, ["batch", 3, f"{name}_rows", 4]) for name in "kv")
+    b.give(b.op("Attention", queries, keys, values))
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    shapes = bind_probe_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes
+    assert shapes["k"] == shapes["v"] and shapes["k"][2] != shapes["q"][2]

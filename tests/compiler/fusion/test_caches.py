@@ -193,7 +193,7 @@ def test_states_that_are_loaded_get_room(tmp_path: Path, capacity: int | None, b
 
 ODD = {
     "it is not concatenated as it is, along the third of four axes": replace(OPTIMUM, odd="beams"),
-    "no attention has it as its keys or its values": replace(OPTIMUM, odd="parts"),
+    "no attention that is written out has it as its keys or its values": replace(OPTIMUM, odd="parts"),
     "its cache is read elsewhere too": replace(OPTIMUM, odd="values", layers=1),
     "no kernel is faster for its type, FLOAT16": replace(OPTIMUM, dtype=TensorProto.FLOAT16),
     "the operator takes heads of a multiple of 8, for keys and values the same": replace(OPTIMUM, size=12),
@@ -219,7 +219,7 @@ def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:
     made = analyzed(replace(OPTIMUM, odd="tanh"), tmp_path)
     assert {(fate.kind, fate.operator, fate.why) for fate in made.fates} == {
         ("attention", None, "its scores are capped by a Tanh, which the operator can't do"),
-        ("cache", None, "no attention has it as its keys or its values"),
+        ("cache", None, "no attention that is written out has it as its keys or its values"),
     }
 
 
