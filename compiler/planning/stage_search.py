@@ -286,9 +286,9 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
     else:
         lines.append("  Filled in order it fits, but then a device is left with nothing: name fewer devices.")
     beside = " beside their engines" if any(target.engines for target in targets) else ""
-    short = f", {format_bytes(needed - available)} short" if needed > available else ""
+    short = f"{format_bytes(needed - available)} short" if needed > available else "but no run of blocks for each fits"
     return (
-        f"the model needs {format_bytes(needed)}, and the devices have {format_bytes(available)}{beside}{short}:\n"
+        f"the model needs {format_bytes(needed)}, and the devices have {format_bytes(available)}{beside}, {short}:\n"
         + "\n".join(lines)
         + "\nGive the devices more memory (--memory, --headroom), add one (-d), or plan for smaller inputs (--shapes)."
     )
