@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -15,6 +16,8 @@ from splitc.compiler.fusion.softmax import Softmax, is_row_maximum
 DEEPEST = 16
 # Scores that a mask replaces by this or less have no weight: masks are written as -1e4 in halves, and lower in others.
 HIDDEN = -1e4
+# A number up to this that is added to all scores changes no weight, nor rounds a score: TensorFlow's models add 1e-9.
+SHIFT = 1.0
 
 
 class NotFusedError(Exception):
@@ -276,6 +279,8 @@ def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
         except NotFusedError as error:
             reasons.append(error)
         else:
+            if abs(constant(bias) or math.inf) <= SHIFT:
+                return above
             added = Bias(bias, node.outputs[0], -1.0 if node.op_type == "Sub" else 1.0)
             return replace(above, biases=(*above.biases, added))
     # What says most of the two is the reason on the path that has a product.

@@ -26,7 +26,7 @@ class Form:
     in the middle of views that merge batch and heads and divide them again, from a cache [batch, heads, all, size], or
     one head for all queries'. `layout`: batch and heads are two axes; merged after heads were moved before lengths;
     merged while lengths are first; or in any order, in an Einsum. `softmax`: one operator, one with the highest score
-    taken off before, or written out.
+    taken off before, one with a small number added to all scores, or written out.
     """
 
     scale: str = "after"
@@ -229,7 +229,10 @@ class _Writer:
             scores = self._add("Concat", scores, scores, axis=-1)
         if form.wide_softmax:
             scores = self._add("Cast", scores, to=TensorProto.FLOAT)
-        if form.softmax != "one":
+        if form.softmax == "shifted":
+            shift = self._weight(np.array(1e-3))
+            scores = self._add("Add", *((shift, scores) if form.flipped else (scores, shift)))
+        elif form.softmax != "one":
             scores = self._add("Sub", scores, self._add("ReduceMax", scores, axes=[-1], keepdims=1))
         if form.softmax == "written":
             powers = self._add("Exp", scores)
