@@ -238,12 +238,7 @@ def _differs(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
 
     A prime may be a given size by chance, and so may a sum, as of a past and a new length.
     """
-    known = {
-        size.value
-        for value in graph.graph.inputs
-        for size in value.shape or ()
-        if isinstance(size, ir.SymbolicDim) and size.value and not size.value.isdigit()
-    }
+    known = _symbols(graph, bound.shapes).keys()
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         one, other = made.shapes.get(value.name or ""), bound.shapes.get(value.name or "")
         for size, first, second in zip(value.shape or (), one or (), other or (), strict=False):
@@ -259,8 +254,8 @@ def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
     symbols: dict[str, int] = {}
     for value in graph.graph.inputs:
         for size, number in zip(value.shape or (), shapes[value.name or ""], strict=False):
-            # Some exporters write a number as a symbol: "4" may be any length, or the number of heads.
-            if isinstance(size, ir.SymbolicDim) and size.value and not size.value.isdigit():
+            # Some exporters write a number as a symbol: "4" is any length, or the number of heads, if there are 4.
+            if isinstance(size, ir.SymbolicDim) and size.value and size.value != str(number):
                 symbols[size.value] = number
     return symbols
 

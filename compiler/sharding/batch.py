@@ -82,8 +82,11 @@ def _places(graph: Graph, axis_map: AxisMap) -> Places:
     """For each factor of dynamic size where inputs and outputs have it alone on an axis."""
     places: Places = {}
     for value in (*graph.graph.inputs, *graph.graph.outputs):
-        # The model may say another number of axes than there are: a Reshape's may be the size of an input.
-        for number, (axis, size) in enumerate(zip(axis_map.axes.get(value) or (), value.shape or (), strict=False)):
+        # The model may say another number of axes than there are: a Reshape's may be the size of an input. It may also
+        # say nothing of an output, and inference may lose it.
+        axes = axis_map.axes.get(value) or ()
+        sizes = value.shape if value.shape is not None else [None] * len(axes)
+        for number, (axis, size) in enumerate(zip(axes, sizes, strict=False)):
             leaves = ax.leaves(axis)
             if len(leaves) == 1 and leaves[0].is_atom and not isinstance(size, int):
                 places.setdefault(leaves[0], {}).setdefault(value.name or "", number)

@@ -73,3 +73,15 @@ def test_attention_has_as_many_keys_as_values(tmp_path: Path) -> None:
     planned = {name: feed.shape for name, feed in b.feeds.items()}
     shapes = bind_probe_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes
     assert shapes["k"] == shapes["v"] and shapes["k"][2] != shapes["q"][2]
+
+
+def test_symbol_that_is_another_number_may_be_any(tmp_path: Path) -> None:
+    """Whatever it is called: of what is computed from it, nothing is the same in each request."""
+    b = Block()
+    b.give(b.op("Tanh", b.data("x", (2, 7, 4), ["0", "1", "4"])))
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    batch, length, width = bind_other_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes["y"]
+    assert batch != 2 and length != 7 and width == 4

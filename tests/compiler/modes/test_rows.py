@@ -275,3 +275,17 @@ def test_token_of_each_row_that_is_picked_from_all(made: str, tmp_path: Path) ->
         check_rows(b, tmp_path, {"x", "y"})
     else:
         refuse_rows(b, tmp_path, "meet in node")
+
+
+def test_output_of_whose_shape_nothing_is_said(tmp_path: Path) -> None:
+    """Neither by the model nor by inference, which loses it."""
+    b = Block()
+    x = b.data("x", (2, TOKENS), ["batch", "tokens"])
+    shape = b.op("Shape", x)
+    known = b.op("Where", b.op("Equal", shape, b.ints(-1)), b.ints(1), shape)
+    places = b.op("Slice", b.w("places", 1, 8), b.ints(0), b.shape(x, 1), b.ints(1))
+    moved = b.op("Add", x, b.op("Expand", places, known))
+    y = layer(b, b.op("MatMul", b.op("Unsqueeze", moved, b.ints(2)), b.w("in", 1, WIDTH)), "up")
+    b.give(y)
+    y.shape = None
+    check_rows(b, tmp_path, {"x", "y"})
