@@ -15,7 +15,7 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import LINEAR, Operation
-from splitc.compiler.operators.operator import Operator, Shapes
+from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
 
 
 def product(op: Operation, left: tuple[Axis, ...], right: tuple[Axis, ...]) -> None:
@@ -73,6 +73,22 @@ def gemm(op: Operation) -> None:
         op.add_on_one_rank = frozenset([2])
 
 
+def activated(rule: AxesRule) -> AxesRule:
+    """The rule of a product that has its activation inside: of parts of the sum, none is what it is of the sum.
+
+    A convolution may add another image before.
+    """
+
+    def relate(op: Operation) -> None:
+        rule(op)
+        op.whole([op.contracted], "its activation is of the whole sum")
+        op.contracted, op.add_on_one_rank, op.linear = (), frozenset(), ()
+        if op.has(3):
+            op.broadcast(op.input(3), op.output())
+
+    return relate
+
+
 def einsum(op: Operation) -> None:
     equation = op.node.attributes.get_string("equation", "").replace(" ", "")
     if "." in equation or "->" not in equation:
@@ -89,11 +105,11 @@ def einsum(op: Operation) -> None:
 def convolution(op: Operation) -> None:
     """Conv takes a bias, ConvInteger the zero points of both inputs."""
     op.contracted = convolve(op, 0, 1, range(2, len(op.inputs)))
-    if op.node.op_type == "Conv":
+    if op.node.op_type == "ConvInteger":
+        op.zero_point = 2
+    else:
         op.add_on_one_rank = frozenset([2])
         op.linear = () if op.has(2) else LINEAR
-    else:
-        op.zero_point = 2
 
 
 def convolve(op: Operation, image: int, filters: int, of_channels: Iterable[int]) -> Axis:
@@ -115,7 +131,7 @@ def convolve(op: Operation, image: int, filters: int, of_channels: Iterable[int]
     op.free([inner])
     op.attributes["group"] = [groups]
     for number in of_channels:
-        if op.has(number) and op.input(number) and ax.size_of(op.input(number)[0]) == ax.size_of(output[1]):
+        if op.has(number) and len(op.input(number)) == 1 and ax.size_of(op.input(number)[0]) == ax.size_of(output[1]):
             op.relate(op.input(number)[0], output[1])
     return inner
 
@@ -281,6 +297,15 @@ OPERATORS = (
         scaling_attributes={2: "beta"},
         padding=scratch.matrix_padding,
     ),
+    Operator(
+        "com.microsoft.FusedGemm",
+        activated(gemm),
+        gemm_flops,
+        registry.get("", "Gemm", 13),
+        is_product=True,
+        matrix_input=1,
+        padding=scratch.matrix_padding,
+    ),
     Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True, scratch=scratch.einsum),
     Operator(
         "Conv",
@@ -289,6 +314,16 @@ OPERATORS = (
         is_product=True,
         scratch=scratch.convolution,
         half_scratch=scratch.half_convolution,
+        padding=scratch.kernel_in_blocks,
+        takes_blocks=True,
+    ),
+    Operator(
+        "com.microsoft.FusedConv",
+        activated(convolution),
+        convolution_flops,
+        registry.get("", "Conv", 11),
+        is_product=True,
+        scratch=scratch.convolution,
         padding=scratch.kernel_in_blocks,
         takes_blocks=True,
     ),
