@@ -23,6 +23,7 @@ from splitc.compiler.operators import (
     signals,
     tabular,
 )
+from splitc.compiler.operators.dequantized import is_fused
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
 from splitc.compiler.operators.scratch import INT8_ACCURACY
@@ -73,8 +74,8 @@ def draws(node: ir.Node) -> bool:
 def quantizes(node: ir.Node) -> bool:
     """Whether a node quantizes computed values, or ONNX Runtime does so for it.
 
-    ONNX Runtime does so in a product with a quantized weight: if the node permits it (`accuracy_level`), or if the
-    product is the only reader of the dequantized weight, since it fuses the two then.
+    ONNX Runtime does so in a product with a quantized weight: if the node permits it (`accuracy_level`), or if it fuses
+    the two.
     """
     operator, matrix = operator_of(node), operator_of(node).matrix_input
     if matrix is None or operator.quantizes:
@@ -83,7 +84,7 @@ def quantizes(node: ir.Node) -> bool:
         return True
     weight = node.inputs[matrix] if matrix < len(node.inputs) else None
     maker = weight.producer() if weight is not None else None
-    return maker is not None and operator_of(maker).dequantizes and len(maker.outputs[0].uses()) == 1
+    return maker is not None and operator_of(maker).dequantizes and is_fused(maker)
 
 
 def relate_axes(operation: Operation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -34,10 +35,27 @@ def with_matrices(shared: bool) -> Block:
     return b
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_dequantized_weight_that_stages_share_is_multiplied_as_in_the_model(ranks: int, tmp_path: Path) -> None:
-    """In the last case each stage has one reader of it."""
-    b = with_matrices(shared=True)
+def with_one_scale(turned: bool) -> Block:
+    """Eight products with matrices of their own, whose scales are one number each, and the same."""
+    b = Block(opset=18)
+    x = b.data("x", (4, WIDTH), ["n", WIDTH])
+    for place in range(8):
+        matrix, scale = stored(b, f"A{place}", WIDTH, WIDTH), b.weight(f"scale {place}", ir.tensor(np.float32(0.003)))
+        if turned:
+            matrix = b.op("Transpose", matrix, perm=[1, 0])
+        x = b.op("Tanh", b.op("MatMul", x, b.op("DequantizeLinear", matrix, scale)))
+    b.give(x, shape=["n", WIDTH])
+    return b
+
+
+@pytest.mark.parametrize(
+    ("b", "ranks"),
+    [(with_matrices(True), 2), (with_matrices(True), 8), (with_one_scale(False), 8), (with_one_scale(True), 8)],
+)
+def test_dequantized_weight_that_stages_share_is_multiplied_as_in_the_model(
+    b: Block, ranks: int, tmp_path: Path
+) -> None:
+    """They share it, or its scale. With eight, each stage has one reader of it."""
     save(b.model(), tmp_path / "model.onnx")
     request = Request(split_mode="layer", memory=["1GiB"], tensor_split=[1] * ranks)
     plan = plan_model(tmp_path / "model.onnx", [f"{ranks}xcpu"], request)
