@@ -236,15 +236,17 @@ def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
 def _differs(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
     """Whether each size of inputs and outputs that follows from symbols of inputs has another value than the given one.
 
-    A prime may be a given size by chance, and so may a sum, as of a past and a new length.
+    A prime may be a given size by chance, and so may a sum, as of a past and a new length. A model may name a size of
+    an output by a symbol that it is not.
     """
-    known = _symbols(graph, bound.shapes).keys()
+    known = _symbols(graph, bound.shapes)
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         one, other = made.shapes.get(value.name or ""), bound.shapes.get(value.name or "")
         for size, first, second in zip(value.shape or (), one or (), other or (), strict=False):
             if isinstance(size, ir.SymbolicDim) and first == second:
                 names = {str(symbol) for symbol in size.free_symbols()}
-                if size.value in known or (names and names <= known):
+                given = known.get(size.value or "")
+                if given == second or (given is None and names and names <= known.keys()):
                     return False
     return True
 

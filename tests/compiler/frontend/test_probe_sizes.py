@@ -85,3 +85,21 @@ def test_symbol_that_is_another_number_may_be_any(tmp_path: Path) -> None:
     planned = {name: feed.shape for name, feed in b.feeds.items()}
     batch, length, width = bind_other_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes["y"]
     assert batch != 2 and length != 7 and width == 4
+
+
+def test_output_that_is_named_by_a_symbol_that_it_is_not(tmp_path: Path) -> None:
+    """As by an exporter that was told that the first axis of each output is the batch."""
+    b = Block()
+    x = b.data("x", (1, 5), ["batch", "tokens"])
+    shape = b.op("Shape", x)
+    known = b.op("Where", b.op("Equal", shape, b.ints(-1)), b.ints(1), shape)
+    places = b.op("Slice", b.w("places", 1, 8), b.ints(0), b.shape(x, 1), b.ints(1))
+    kinds = b.op("Unsqueeze", b.op("Add", x, b.op("Expand", places, known)), b.ints(0))
+    b.give(b.op("Concat", kinds, kinds, axis=0), shape=["batch", "of", "tokens"])
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    bound = bind_shapes(graph.model, planned)
+    kinds_of, batch, tokens = bind_other_sizes(graph, planned, bound).shapes["y"]
+    assert kinds_of == 2 and batch != 1 and tokens != 5
