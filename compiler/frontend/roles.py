@@ -81,10 +81,25 @@ def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
 
 
 def _table_rows(value: ir.Value, shapes: Mapping[str, Shape] = MappingProxyType({})) -> list[int]:
-    """The number of rows of each table of known size that a value indexes. `shapes` are planned ones."""
-    tables = ((node, shapes.get(table.name or "", table.shape)) for node, table in _lookups(value))
-    sizes = (shape[node.attributes.get_int("axis", 0)] for node, shape in tables if shape)
+    """The number of rows of each table of known size that a value indexes, to read or to write.
+
+    `shapes` are planned ones.
+    """
+    tables = [*_lookups(value), *_picked(value)]
+    known = ((node, shapes.get(table.name or "", table.shape)) for node, table in tables)
+    sizes = (shape[node.attributes.get_int("axis", 0)] for node, shape in known if shape)
     return [size for size in sizes if isinstance(size, int)]
+
+
+def _picked(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """Each node that writes at places along one axis, or has a list of places with one number each, with its table."""
+    for node, number in _uses(value):
+        places = node.inputs[1].shape if len(node.inputs) > 1 and node.inputs[1] is not None else None
+        if number != 1 or node.inputs[0] is None or not places:
+            continue
+        listed = node.op_type in ("GatherND", "ScatterND") and not node.attributes.get_int("batch_dims", 0)
+        if node.op_type == "ScatterElements" or (listed and places[-1] == 1):
+            yield node, node.inputs[0]
 
 
 def _are_positions(value: ir.Value) -> bool:

@@ -174,3 +174,19 @@ def test_decoder_with_other_names_generates_the_same(decoder: Path, package: Pat
     with Session(tmp_path / "package") as session, Session(package) as named:
         expected = list(named.generate([1, 2, 3], max_new_tokens=8))
         assert list(session.generate([1, 2, 3], max_new_tokens=8)) == expected
+
+
+@pytest.mark.parametrize("kind", ["ScatterElements", "ScatterND", "GatherND"])
+def test_places_are_below_the_number_of_rows(kind: str, tmp_path: Path) -> None:
+    """As of nodes of several graphs, whose values are summed by graph."""
+    block = Block(18)
+    x, place = block.data("x", (5, HIDDEN), ["n", HIDDEN]), block.input("g", INT, ["n"])
+    listed = block.op("Unsqueeze", place, block.ints(1))
+    graphs = block.w("graphs", 2, HIDDEN)
+    if kind == "GatherND":
+        block.give(block.op("Add", x, block.op(kind, graphs, listed)), shape=["n", HIDDEN])
+    else:
+        places = block.op("Expand", listed, block.op("Shape", x)) if kind == "ScatterElements" else listed
+        block.give(block.op(kind, graphs, places, x, reduction="add"), shape=[2, HIDDEN])
+    role = roles_of(block, tmp_path)["g"]
+    assert role.rows == 2 and choose_fill(place, role).high == 2
