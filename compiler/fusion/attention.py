@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_halves
-from splitc.compiler.fusion.product import PRODUCTS, Product, RankOf, is_product, read_product
+from splitc.compiler.fusion.product import Product, RankOf, is_product, multiplies, read_product
 from splitc.compiler.fusion.softmax import Softmax, is_row_maximum
 
 # More nodes between a Softmax and its product are not looked through. A choice: an addition is looked through both
@@ -145,11 +145,11 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
             guarded, value = True, zeroed
         elif value.is_graph_output() or len(users) > 1:
             raise NotFusedError("its weights are read elsewhere too")
-        elif not users or users[0].domain:
-            raise NotFusedError("its weights go nowhere that is known")
-        elif users[0].op_type in PRODUCTS:
+        elif users and multiplies(users[0]):
             below = _read_weighing(users[0], value, turned, rank_of)
             return replace(below, weights=straight, guarded=guarded, passed=tuple(passed))
+        elif not users or users[0].domain:
+            raise NotFusedError("its weights go nowhere that is known")
         elif users[0].op_type in (PASSED if turned else PASSED | VIEWS) and users[0].inputs[0] is value:
             value = users[0].outputs[0]
         elif users[0].op_type == "Transpose" and _swaps_last(users[0]):
@@ -168,6 +168,8 @@ def _read_weighing(node: ir.Node, weights: ir.Value, turned: bool, rank_of: Rank
     first = product.first.swapped() if turned else product.first
     if not first.is_value:
         raise NotFusedError("its weights are multiplied along another axis than the Softmax's")
+    if product.scale != 1:
+        raise NotFusedError("what is weighed by it is scaled by the same operator")
     return _Weighing(product.second, weights, node.outputs[0], product.order)
 
 
@@ -198,10 +200,10 @@ def without_nan(value: ir.Value) -> ir.Value | None:
 def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     """The product of two computed values that scores come from, and what is done to it on the way."""
     node = value.producer()
+    if node is not None and deepest and multiplies(node):
+        return _read_scores(node, rank_of)
     if node is None or node.domain or not deepest:
         raise NotFusedError("its scores come from no product")
-    if node.op_type in PRODUCTS:
-        return _read_scores(node, rank_of)
     one = node.inputs[0]
     assert one is not None
     if node.op_type in PASSED | VIEWS or _changes_nothing(node, one):
@@ -239,7 +241,7 @@ def _read_scores(node: ir.Node, rank_of: RankOf) -> _Scores:
         product = product.flipped()
     if product.order != tuple(range(rank)):
         raise NotFusedError("its scores have their axes in an order that is not understood")
-    return _Scores(product, (node.outputs[0],))
+    return _Scores(product, (node.outputs[0],), scale=product.scale)
 
 
 def _find_scaled(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
@@ -330,10 +332,11 @@ def _weighs(value: ir.Value) -> bool:
     """Whether a few nodes below a Softmax there is a product with a computed value."""
     level = [value]
     for _ in range(6):
-        users = [node for one in level for node in _users(one) if not node.domain]
+        users = [node for one in level for node in _users(one)]
         if any(is_product(node) for node in users):
             return True
-        level = [node.outputs[0] for node in users if node.op_type not in ("TopK", "ReduceSum", "ArgMax", "Gather")]
+        ends = ("TopK", "ReduceSum", "ArgMax", "Gather")
+        level = [node.outputs[0] for node in users if not node.domain and node.op_type not in ends]
     return False
 
 
@@ -341,10 +344,9 @@ def _comes_from_product(value: ir.Value) -> bool:
     """Whether a few nodes above a Softmax there is a product of two computed values."""
     level = [value]
     for _ in range(10):
-        above = [node for one in level if (node := one.producer()) is not None and not node.domain]
+        above = [node for one in level if (node := one.producer()) is not None]
         if any(is_product(node) for node in above):
             return True
-        level = [
-            one for node in above if node.op_type not in ("MatMul", "Gemm", "Conv") for one in node.inputs[:2] if one
-        ]
+        passing = (node for node in above if not node.domain and node.op_type not in ("MatMul", "Gemm", "Conv"))
+        level = [one for node in passing for one in node.inputs[:2] if one]
     return False

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.fusion.operand import Operand, whole
+from splitc.compiler.nodes import operator_name
 
-PRODUCTS = frozenset({"MatMul", "Einsum"})
+PRODUCTS = frozenset({"MatMul", "Einsum", "com.microsoft.FusedMatMul"})
 # The number of a value's axes, None if it is not known.
 RankOf = Callable[[ir.Value], int | None]
 
 
 @dataclass(frozen=True)
 class Product:
-    """`first` [..., rows, inner] times `second` [..., inner, columns].
+    """`first` [..., rows, inner] times `second` [..., inner, columns] times `scale`.
 
     Axis n of its output is axis `order[n]` of [..., rows, columns].
     """
@@ -24,19 +25,25 @@ class Product:
     first: Operand
     second: Operand
     order: tuple[int, ...]
+    scale: float = 1.0
 
     def flipped(self) -> Product:
         """The same output as `second` transposed times `first` transposed."""
         rank = len(self.order)
         swap = {rank - 2: rank - 1, rank - 1: rank - 2}
-        return Product(self.second.swapped(), self.first.swapped(), tuple(swap.get(axis, axis) for axis in self.order))
+        order = tuple(swap.get(axis, axis) for axis in self.order)
+        return Product(self.second.swapped(), self.first.swapped(), order, self.scale)
+
+
+def multiplies(node: ir.Node) -> bool:
+    """Whether a node is a product, of whatever."""
+    return operator_name(node) in PRODUCTS
 
 
 def is_product(node: ir.Node) -> bool:
     """Whether a node is a product of two values that are both computed."""
     return (
-        node.op_type in PRODUCTS
-        and not node.domain
+        multiplies(node)
         and len(node.inputs) == 2
         and all(factor is not None and not factor.is_initializer() for factor in node.inputs)
     )
@@ -51,7 +58,21 @@ def read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
         return None
     if node.op_type == "MatMul":
         return Product(whole(first, ranks[0]), whole(second, ranks[0]), tuple(range(ranks[0])))
+    if node.op_type == "FusedMatMul":
+        return _read_fused(node, whole(first, ranks[0]), whole(second, ranks[0]))
     return _read_einsum(node.attributes.get_string("equation", ""), first, second, ranks[0])
+
+
+def _read_fused(node: ir.Node, first: Operand, second: Operand) -> Product | None:
+    """A product that takes either factor turned, and scales what it makes."""
+    if any(node.attributes.get_int(f"transBatch{side}", 0) for side in "AB"):
+        return None
+    sides = [
+        operand.swapped() if node.attributes.get_int(f"trans{side}", 0) else operand
+        for side, operand in zip("AB", (first, second), strict=True)
+    ]
+    order = tuple(range(len(first.axes)))
+    return Product(sides[0], sides[1], order, node.attributes.get_float("alpha", 1.0))
 
 
 def _read_einsum(equation: str, first: ir.Value, second: ir.Value, rank: int) -> Product | None:

@@ -26,7 +26,8 @@ class Form:
     in the middle of views that merge batch and heads and divide them again, from a cache [batch, heads, all, size], or
     one head for all queries'. `layout`: batch and heads are two axes; merged after heads were moved before lengths;
     merged while lengths are first; or in any order, in an Einsum. `softmax`: one operator, one with the highest score
-    taken off before, one with a small number added to all scores, or written out.
+    taken off before, one with a small number added to all scores, or written out. With `fused_product` the scores are
+    made by ONNX Runtime's operator for products of scaled, turned factors.
     """
 
     scale: str = "after"
@@ -47,6 +48,7 @@ class Form:
     reads_sizes: bool = False
     sinks: bool = False
     widened: bool = False
+    fused_product: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class _Writer:
             values.append(helper.make_tensor_value_info("mask", mask_type, mask))
         outputs = [helper.make_tensor_value_info("y", dtype, ["batch", length, size.width])]
         graph = helper.make_graph(self._nodes, "attention", values, outputs, self._weights)
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", self.form.opset)], ir_version=8)
+        opsets = [helper.make_opsetid("", self.form.opset), helper.make_opsetid("com.microsoft", 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=8)
 
     def _add(self, operator: str, *inputs: str, **attributes: Any) -> str:
         self._count += 1
@@ -151,9 +154,12 @@ class _Writer:
             query, keys = (self._add("Cast", factor, to=TensorProto.FLOAT) for factor in (query, keys))
         if form.layout == "einsum":
             scores = self._add("Einsum", query, keys, equation="blhd,bahd->bhla")
+        elif form.fused_product:
+            turned = self._add("Transpose", keys, perm=[0, 1, 3, 2])
+            scores = self._add("FusedMatMul", query, turned, domain="com.microsoft", transB=1, alpha=number)
         else:
             scores = self._add("MatMul", query, keys)
-        if form.scale == "after":
+        if form.scale == "after" and not form.fused_product:
             scores = self._scaled(scores, number)
         if form.scale in ("computed", "heads"):
             computed = self._weight(self._random.random((size.heads, 1, 1) if form.scale == "heads" else 1) - 1)
