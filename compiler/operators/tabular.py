@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -55,46 +55,57 @@ def feature_shape(context: Any, node: ir.Node) -> None:
 def same_shape(context: Any, node: ir.Node) -> None:
     """Floats of the same shape; of an Imputer, numbers of the same type."""
     (data,) = node.inputs
-    if data is not None and data.shape is not None:
+    if data is not None:
         dtype = data.dtype if node.op_type == "Imputer" else ir.DataType.FLOAT
-        context.set_shape_and_dtype(node.outputs[0], data.shape, dtype)
+        _set(context, node.outputs[0], data, lambda shape: shape, dtype)
 
 
 def encoded_shape(context: Any, node: ir.Node) -> None:
-    (data,) = node.inputs
-    if data is not None and data.shape is not None:
-        shape = ir.Shape([*data.shape, max(_count(node, "cats_int64s"), _count(node, "cats_strings"))])
-        context.set_shape_and_dtype(node.outputs[0], shape, ir.DataType.FLOAT)
+    count = max(_count(node, "cats_int64s"), _count(node, "cats_strings"))
+    _set(context, node.outputs[0], node.inputs[0], lambda shape: [*shape, count])
 
 
 def joined_shape(context: Any, node: ir.Node) -> None:
     """The features of all inputs, as many of each as the attribute says."""
-    data, sizes = node.inputs[0], node.attributes.get_ints("inputdimensions", ())
-    if data is not None and data.shape is not None and sizes:
-        shape = ir.Shape([_rows(data.shape), sum(sizes)])
-        context.set_shape_and_dtype(node.outputs[0], shape, ir.DataType.FLOAT)
+    sizes = node.attributes.get_ints("inputdimensions", ())
+    if sizes:
+        _set(context, node.outputs[0], node.inputs[0], lambda shape: [_rows(shape), sum(sizes)])
 
 
 def targets_shape(context: Any, node: ir.Node) -> None:
     """A column of numbers for each target."""
-    data, name = node.inputs[0], "targets" if node.op_type == "LinearRegressor" else "n_targets"
-    if data is not None and data.shape is not None:
-        shape = ir.Shape([_rows(data.shape), node.attributes.get_int(name, 1)])
-        context.set_shape_and_dtype(node.outputs[0], shape, ir.DataType.FLOAT)
+    count = node.attributes.get_int("targets" if node.op_type == "LinearRegressor" else "n_targets", 1)
+    _set(context, node.outputs[0], node.inputs[0], lambda shape: [_rows(shape), count])
 
 
 def classes_shapes(context: Any, node: ir.Node) -> None:
     """The label of each row, and a score for each class; of a vector machine without probabilities, for each pair."""
     data, attributes = node.inputs[0], node.attributes
-    if data is None or data.shape is None:
-        return
-    rows, classes = _rows(data.shape), max(_count(node, f"classlabels_{kind}") for kind in LABELS)
+    classes = max(_count(node, f"classlabels_{kind}") for kind in LABELS)
     label = ir.DataType.STRING if any(_count(node, f"classlabels_{kind}") for kind in TEXTS) else ir.DataType.INT64
-    context.set_shape_and_dtype(node.outputs[0], ir.Shape([rows]), label)
+    _set(context, node.outputs[0], data, lambda shape: [_rows(shape)], label)
     if "vectors_per_class" in attributes and "prob_a" not in attributes:
         classes = max(classes, classes * (classes - 1) // 2)
-    scores = classes if classes > 1 else context.new_symbolic_dim()
-    context.set_shape_and_dtype(node.outputs[1], ir.Shape([rows, scores]), ir.DataType.FLOAT)
+    _set(
+        context,
+        node.outputs[1],
+        data,
+        lambda shape: [_rows(shape), classes if classes > 1 else context.new_symbolic_dim()],
+    )
+
+
+def _set(
+    context: Any,
+    value: ir.Value,
+    data: ir.Value | None,
+    shape_of: Callable[[ir.Shape], Iterable[Any]],
+    dtype: ir.DataType | None = ir.DataType.FLOAT,
+) -> None:
+    """Set the type, which ONNX infers for none of these operators, and the shape that follows from the data's."""
+    if data is not None and data.shape is not None:
+        context.set_shape_and_dtype(value, ir.Shape([*shape_of(data.shape)]), dtype)
+    elif dtype is not None:
+        value.dtype = dtype
 
 
 def _count(node: ir.Node, name: str) -> int:

@@ -295,3 +295,22 @@ def test_shapes(name: str, tmp_path: Path) -> None:
         known = [size if isinstance(size, int) else sizes.get(str(size)) for size in shape]
         assert all(size in (None, n) for size, n in zip(known, array.shape)), (known, array.shape)
         assert None not in known or name == "Unique"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in having("shapes") if name in test_tabular.GRAPHS and "Imputer" not in name]
+)
+def test_type_is_known_where_the_shape_is_not(name: str) -> None:
+    """Nothing else infers it, and a node of unknown type can't be tried."""
+    model = test_tabular.GRAPHS[name].build().model()
+    (node,) = nodes_of(model.graph, name)
+    infer_shapes(model)
+    assert node.inputs[0] is not None
+    unknown = ir.Value(name="unknown", type=node.inputs[0].type)
+    model.graph.inputs.append(unknown)
+    node.replace_input_with(0, unknown)
+    for made in node.outputs:
+        made.type = None
+    infer_shapes(model)
+    assert node.outputs[0].shape is None
+    assert all(made.dtype is not None for made in node.outputs if made.name)
