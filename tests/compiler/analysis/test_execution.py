@@ -107,9 +107,8 @@ def test_bytes_are_those_in_use(tmp_path: Path, branches: int, alike: bool) -> N
     w.output(w.op("Concat", *ends, axis=0), "y", ir.DataType.FLOAT, [512 * branches, 256])
     save(named(w.model()), tmp_path / "model.onnx")
     events = profile(tmp_path / "model.onnx", {"x": np.ones((512, 256), np.float32)}, tmp_path, optimized=True)
-    if "mem_arena_held" not in events[0]["args"]:
+    if "mem_in_use_peak" not in events[0]["args"]:
         pytest.skip("this ONNX Runtime (Python 3.10 gets 1.23) profiles no bytes")
-    held = max(int(event["args"]["mem_arena_held"]) for event in events)
     used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
     model = ir.load(tmp_path / "model.onnx")
 
@@ -119,7 +118,7 @@ def test_bytes_are_those_in_use(tmp_path: Path, branches: int, alike: bool) -> N
         return 0 if maker is None else (branches << 19 if value.is_graph_output() else 1 << 20) if joined else 1 << 19
 
     ours = arena_bytes(list(model.graph), reads, size, lambda node: (), frozenset(model.graph.outputs))
-    assert used <= ours <= 1.75 * held
+    assert used <= ours <= 1.75 * used
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
