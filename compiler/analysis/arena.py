@@ -33,11 +33,16 @@ class Arena:
         self._is_free: set[Place] = set()
         self._step = FIRST_REGION
         self._touched: dict[int, int] = {}
+        self._gaps: list[int] = []
+        self._is_open = False  # whether no region came after the last gap
 
     @property
     def touched(self) -> int:
-        """Bytes of the regions up to the highest that was ever used. The system gives no memory for the rest."""
-        return sum(self._touched.values())
+        """Bytes of the regions up to the highest that was ever used, and of gaps between them.
+
+        The system gives no memory for the rest.
+        """
+        return sum(self._touched.values()) + sum(self._gaps)
 
     def allocate(self, size: int) -> Place:
         """The place of a new chunk."""
@@ -78,9 +83,18 @@ class Arena:
         for place in [self.allocate(size) for size in sizes if size]:
             self.free(place)
 
-    def turned(self, size: int, then: int) -> Place:
-        """The place of what so many bytes become: another chunk if it has another size; the first one is free then."""
-        place = self.allocate(size)
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Take blocks from the heap, past the arena, one by one, and free each (BFCArena::Reserve).
+
+        A block lies where another one did, or leaves a gap at the heap's end, which may grow until a region comes.
+        """
+        for size in sizes:
+            if size > max(self._gaps, default=0):
+                self._gaps = [*(self._gaps[:-1] if self._is_open else self._gaps), size]
+                self._is_open = True
+
+    def turned(self, place: Place, size: int, then: int) -> Place:
+        """The place of what so many bytes become: another chunk if it has another size, and the first is freed then."""
         if then == size:
             return place
         after = self.allocate(then)
@@ -93,6 +107,7 @@ class Arena:
             self._step *= 2
         region = self._direction * len(self._touched)
         self._touched[region] = 0
+        self._is_open = False
         self._put((region, 0), self._step)
         if is_enough and self._step < LARGEST_STEP:
             self._step *= 2

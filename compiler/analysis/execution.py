@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -11,6 +11,8 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.arena import Arena, Place
 from splitc.compiler.analysis.liveness import Reads, Size, is_view
+from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.operators.registry import operator_of
 
 _GELUS = ("Gelu", "FastGelu")
 _ENDS_GELU = (*_GELUS, "Mul")
@@ -130,6 +132,25 @@ def _reads_erf(node: ir.Node, steps: int) -> bool:
     return steps > 0 and any(_reads_erf(maker, steps - 1) for maker in makers if maker is not None)
 
 
+def merged(nodes: Sequence[ir.Node], reads: Reads) -> tuple[list[ir.Node], Reads]:
+    """The nodes without those that compute what one before them does, and what each reads then.
+
+    ONNX Runtime merges them (core/optimizer/common_subexpression_elimination.cc).
+    """
+    first: dict[Hashable, ir.Node] = {}
+    same = dict[ir.Value, ir.Value]()
+    kept = []
+    for node in nodes:
+        inputs = tuple(value and same.get(value, value) for value in node.inputs)
+        how = frozenset((name, str(attribute.value)) for name, attribute in node.attributes.items())
+        other = first.setdefault((node.domain, node.op_type, inputs, how), node)
+        if other is node or operator_of(node).random or any(subgraphs(node)):
+            kept.append(node)
+        else:
+            same.update(zip(node.outputs, other.outputs, strict=False))
+    return kept, lambda node: [same.get(value, value) for value in reads(node)]
+
+
 def arena_bytes(
     nodes: Sequence[ir.Node],
     reads: Reads,
@@ -145,6 +166,7 @@ def arena_bytes(
     `parts`: they are there beside it. Where the system places regions decides which of two free chunks of one size is
     used, and parts come when other ranks send them: it is the most of these ways.
     """
+    nodes, reads = merged(nodes, reads)
     biased = biased_products(nodes, reads)
     order = _order(nodes, reads, biased)
     source = {node.outputs[0]: first for node in order if (first := _viewed(node, size)) is not None}
@@ -164,7 +186,8 @@ def arena_bytes(
         Step(
             parts(node),
             tuple((value, bytes_) for value in node.outputs if value not in source and (bytes_ := size(value))),
-            (*scratch(node), *([size(node.outputs[0])] if node in gelus else [])),
+            () if operator_of(node).reserves else (*scratch(node), *([size(node.outputs[0])] if node in gelus else [])),
+            scratch(node) if operator_of(node).reserves else (),
             tuple(value for value in last if value not in held),
         )
         for node, last in zip(order, _last_uses(order, reads, root), strict=True)
@@ -175,11 +198,15 @@ def arena_bytes(
 
 @dataclass(frozen=True)
 class Step:
-    """A node's allocations: parts, values with their bytes, and its scratch; and the values that are freed after it."""
+    """A node's allocations: parts, values with their bytes, and its scratch; and the values that are freed after it.
+
+    What is `reserved` is scratch that is taken past the arena.
+    """
 
     parts: tuple[int, ...]
     made: tuple[tuple[ir.Value, int], ...]
     scratch: tuple[int, ...]
+    reserved: tuple[int, ...]
     freed: tuple[ir.Value, ...]
 
 
@@ -192,6 +219,7 @@ def _touched(steps: Iterable[Step], arena: Arena, parts_first: bool) -> int:
         for part in parts:
             arena.free(part)
         arena.pass_by(step.scratch if parts_first else (*step.scratch, *step.parts))
+        arena.reserve(step.reserved)
         for value in step.freed:
             if value in places:
                 arena.free(places.pop(value))

@@ -7,7 +7,7 @@ N outputs has N rows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from splitc.compiler.lowering.programs import names, rank_program
 from splitc.compiler.lowering.row_graphs import row_graph
 from splitc.compiler.lowering.row_slices import find_rounds, product_stage
 from splitc.compiler.modes.mode import Mode, Way, WholeValues
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace
 from splitc.compiler.planning.host_groups import single_groups
@@ -262,7 +263,7 @@ def _shares_of_free_memory(
     split = _slice(analysis, products, [0.0, *[1.0] * (count - 1)])
     main = _rank_memory(analysis, split, stage, 0).total
     takes = (product_stage(analysis.graph, products).receives for products in split.rounds)
-    taken = max((_sum(analysis.costs.value_bytes, values) for values in takes), default=0)
+    taken = max((sum(map(analysis.costs.value_bytes, values)) for values in takes), default=0)
     left = [max(0, budget - (taken if number else main)) for number, budget in enumerate(known)]
     return [float(share) for share in (left if any(left) else known if any(known) else [1] * count)]
 
@@ -319,9 +320,8 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
 def _columns_peak(analysis: Analysis, split: SlicedProducts, number: int) -> int:
     """The bytes that a rank beside the main one takes for its products' inputs and its columns of their results.
 
-    On CPUs halves are cast to singles before a product, and back after it, each freed as soon as the other is there.
-    ONNX Runtime goes depth first from the last round: what a product of a later round reads may be there already, as
-    an encoder's result is for each layer's keys. It is then computed at once, and its columns wait for their round.
+    On CPUs halves are singles in a product. ONNX Runtime goes depth first from the last round: what a later product
+    reads may be there already, as an encoder's result is. It is computed at once, and its columns wait for their round.
     """
     size, works = analysis.costs.value_bytes, split.work(number)
     came = {value: number for number, work in enumerate(works) for value in work.takes}
@@ -329,12 +329,17 @@ def _columns_peak(analysis: Analysis, split: SlicedProducts, number: int) -> int
     readers = Counter(value for product in products for value in product.takes)
     arena, places, single = Arena(), dict[ir.Value, Place](), analysis.costs.value_in_memory
     for now, work in enumerate(works):
-        places.update((value, arena.turned(size(value), single(value, size(value), False))) for value in work.takes)
+        came_to = [(value, arena.allocate(size(value))) for value in work.takes]
+        if not now:
+            arena.allocate(1)  # the token that chains what ranks exchange
+        places.update((v, arena.turned(place, size(v), single(v, size(v), False))) for v, place in came_to)
         for product in reversed(products):
             if max((came[value] for value in product.takes), default=0) == now:
                 columns = int(size(product.result) * split.share(number, product))
-                places[product.result] = arena.turned(single(product.result, columns, False), columns)
-                arena.pass_by(analysis.costs.scratch(product.node))
+                made = single(product.result, columns, False)
+                places[product.result] = arena.turned(arena.allocate(made), made, columns)
+                pass_by = arena.reserve if operator_of(product.node).reserves else arena.pass_by
+                pass_by(analysis.costs.scratch(product.node))
                 readers.subtract(product.takes)
         done = {value for product in work.products for value in (product.result, *product.takes)}
         for value in [value for value in places if value in done and not readers[value]]:
@@ -358,12 +363,8 @@ def _exchanged(
 def _crossing(analysis: Analysis, split: SlicedProducts, number: int) -> CutPlan:
     """The values that cross between a rank and the main one in a run, in both directions, each sent once."""
     takes, gives = _exchanged(analysis, split, number, split.products.values())
-    crossing = _sum(analysis.costs.value_bytes, takes) + sum(gives.values())
+    crossing = sum(map(analysis.costs.value_bytes, takes)) + sum(gives.values())
     return CutPlan(tuple(dict.fromkeys([*takes, *gives])), crossing)
-
-
-def _sum(size: Callable[[ir.Value], int], values: Iterable[ir.Value]) -> int:
-    return sum(map(size, values))
 
 
 def _rank_seconds(analysis: Analysis, resources: Resources, split: SlicedProducts) -> list[float]:

@@ -43,6 +43,7 @@ class Operator:
     packed_scales: the input of a quantized weight's scales, which the kernel for int8 on CPUs holds two more times: in
         the packed weight, and as the sums of its blocks.
     scratch: what its kernel allocates while it runs. Without one, nothing.
+    reserves: that is taken past the allocator's arena.
     half_scratch: the same of its kernel for half precision on GPUs, where it is another one.
     padding: what its kernel on CPUs adds to its weight as it packs it; None if it reads it from its file instead.
         Without one, nothing. All three are of a rank's own shapes.
@@ -96,6 +97,7 @@ class Operator:
     quantizes: bool = False
     packed_scales: int | None = None
     scratch: Scratch | None = None
+    reserves: bool = False
     half_scratch: Scratch | None = None
     padding: Callable[[ir.Node, Shapes, Shapes], int | None] | None = None
     takes_blocks: bool = False

@@ -138,6 +138,7 @@ OPERATORS = (
         matrix_input=1,
         packed_scales=2,
         scratch=scratch.quantized_product,
+        reserves=True,
         half_scratch=scratch.nothing,
     ),
 )

@@ -41,6 +41,18 @@ def test_regions_double_and_chunks_of_less_than_twice_the_size_are_given_whole()
     assert arena.touched == (5 + 2) * MIB
 
 
+def test_reserved_blocks_leave_gaps_between_regions() -> None:
+    """A gap grows while it ends the heap, and then serves smaller blocks."""
+    arena = Arena()
+    arena.allocate(FIRST_REGION)
+    arena.reserve([300, 200])
+    arena.reserve([500])
+    assert arena.touched == FIRST_REGION + 500
+    arena.allocate(FIRST_REGION)
+    arena.reserve([400, 700])
+    assert arena.touched == 2 * FIRST_REGION + 500 + 700
+
+
 def test_random_allocations_never_overlap() -> None:
     chance = random.Random(0)
     arena, held = Arena(), dict[Place, int]()
