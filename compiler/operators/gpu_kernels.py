@@ -1,7 +1,8 @@
 """ONNX Runtime's kernels for GPUs: what they read in the host's memory, and the types for which there is none.
 
-From the kernels' definitions in core/providers/cuda and contrib_ops/cuda of ONNX Runtime 1.31: InputMemoryType, and the
-types of what they take. Where a name is not listed here, a kernel is assumed that reads nothing in the host's memory.
+From the kernels' definitions in core/providers/cuda and contrib_ops/cuda of ONNX Runtime 1.31: InputMemoryType, the
+types of what they take, and the operators that have none. Where a name is not listed here, a kernel is assumed that
+reads nothing in the host's memory.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ HOST_INPUTS: dict[str, tuple[int, ...]] = {
 }
 FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
-NONE: frozenset[ir.DataType] = frozenset()
+# Operators without a kernel of any type, which no function of ONNX's stands for either.
+MISSING = frozenset(
+    "Acos Acosh Asin Asinh Atan Atanh Cosh Sinh Tan BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Col2Im DFT Det "
+    "Hardmax LpPool MaxRoiPool Multinomial STFT Unique ConvInteger DynamicQuantizeLinear QLinearConv QLinearMatMul".split()
+)
+MISSING_FROM = ("ai.onnx.ml.", "com.microsoft.QLinear")
 # The types of the first input that there are kernels for.
 TYPES: dict[str, frozenset[ir.DataType]] = {
     "ArgMax": FLOATS,
     "ArgMin": FLOATS,
-    "ConvInteger": NONE,
     "DequantizeLinear": frozenset({ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4}),
-    "DynamicQuantizeLinear": NONE,
     "MatMulInteger": frozenset({ir.DataType.INT8}),
-    "QLinearConv": NONE,
-    "QLinearMatMul": NONE,
     "com.microsoft.GroupQueryAttention": HALVES,
 }
 
@@ -66,5 +68,7 @@ def host_inputs(node: ir.Node) -> tuple[int, ...]:
 def has_gpu_kernel(node: ir.Node, dtype: ir.DataType | None) -> bool:
     """Whether ONNX Runtime has a kernel for GPUs for the node, whose first input is of this type, if that is known."""
     name = operator_name(node)
-    types = NONE if name.startswith("com.microsoft.QLinear") else TYPES.get(name)
-    return types is None or dtype in types or (dtype is None and bool(types))
+    if name in MISSING or name.startswith(MISSING_FROM):
+        return False
+    types = TYPES.get(name)
+    return types is None or dtype is None or dtype in types
