@@ -15,7 +15,7 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import LINEAR, Operation
-from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
+from splitc.compiler.operators.operator import AxesRule, Operator, ShapeFunction, Shapes
 
 
 def product(op: Operation, left: tuple[Axis, ...], right: tuple[Axis, ...]) -> None:
@@ -252,9 +252,18 @@ def transposed_convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes)
     return 2 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
 
 
+def shape_of(name: str) -> ShapeFunction:
+    """The shape function of one of ONNX's own operators. (The library has them only later.)"""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        registry.get("", name, 13)(context, node)  # type: ignore[misc]  # never None for these
+
+    return infer
+
+
 def integer_product_shape(context: Any, node: ir.Node) -> None:
     """The shape of a MatMul, in the type of the first scale."""
-    registry.get("", "MatMul", 13)(context, node)  # type: ignore[misc]  # never None for MatMul
+    shape_of("MatMul")(context, node)
     if (scale := node.inputs[2]) is not None and scale.dtype is not None:
         node.outputs[0].dtype = scale.dtype
 
@@ -301,7 +310,7 @@ OPERATORS = (
         "com.microsoft.FusedGemm",
         activated(gemm),
         gemm_flops,
-        registry.get("", "Gemm", 13),
+        shape_of("Gemm"),
         is_product=True,
         matrix_input=1,
         padding=scratch.matrix_padding,
@@ -321,7 +330,7 @@ OPERATORS = (
         "com.microsoft.FusedConv",
         activated(convolution),
         convolution_flops,
-        registry.get("", "Conv", 11),
+        shape_of("Conv"),
         is_product=True,
         scratch=scratch.convolution,
         padding=scratch.kernel_in_blocks,
