@@ -120,7 +120,8 @@ def test_bytes_are_those_in_use(tmp_path: Path, branches: int, alike: bool) -> N
         return 0 if maker is None else (branches << 19 if value.is_graph_output() else 1 << 20) if joined else 1 << 19
 
     ours = arena_bytes(list(model.graph), reads, size, lambda node: (), frozenset(model.graph.outputs), on_host=False)
-    assert used <= ours <= 1.75 * used
+    held = max(int(event["args"]["mem_arena_held"]) for event in events)
+    assert used <= ours <= min(1.75 * held, 2.1 * used)
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
