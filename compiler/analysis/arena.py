@@ -15,6 +15,9 @@ FIRST_REGION, LARGEST_STEP = 1 << 20, 1 << 30
 # A rest of so many bytes is cut off a chunk of any size.
 LARGEST_REST = 128 << 20
 
+# Of the host's memory a region takes a number for each UNIT in it (AllocationRegion in core/framework/bfc_arena.h).
+NUMBER = 8
+
 # A chunk's place: its region, in the order of addresses, and its offset.
 Place = tuple[int, int]
 
@@ -22,10 +25,11 @@ Place = tuple[int, int]
 class Arena:
     """Memory regions in which values are allocated and freed. Sizes are in bytes.
 
-    With `downwards` the system places later regions at lower addresses, as it does unless it fills a gap.
+    With `downwards` the system places later regions at lower addresses, as it does unless it fills a gap. Unless it is
+    `on_host`, what ONNX Runtime notes of the regions is elsewhere.
     """
 
-    def __init__(self, downwards: bool = True) -> None:
+    def __init__(self, downwards: bool = True, on_host: bool = True) -> None:
         self._direction = -1 if downwards else 1
         self._free: list[tuple[int, int, int]] = []  # size, region, offset
         self._sizes: dict[Place, int] = {}  # of all chunks
@@ -33,16 +37,18 @@ class Arena:
         self._is_free: set[Place] = set()
         self._step = FIRST_REGION
         self._touched: dict[int, int] = {}
+        self._noted = 0
+        self._noted_share = NUMBER / UNIT if on_host else 0
         self._gaps: list[int] = []
         self._is_open = False  # whether no region came after the last gap
 
     @property
     def touched(self) -> int:
-        """Bytes of the regions up to the highest that was ever used, and of gaps between them.
+        """Bytes of the regions up to the highest that was ever used, of gaps between them, and of what is noted.
 
         The system gives no memory for the rest.
         """
-        return sum(self._touched.values()) + sum(self._gaps)
+        return sum(self._touched.values()) + sum(self._gaps) + self._noted
 
     def allocate(self, size: int) -> Place:
         """The place of a new chunk."""
@@ -107,6 +113,7 @@ class Arena:
             self._step *= 2
         region = self._direction * len(self._touched)
         self._touched[region] = 0
+        self._noted += int(self._step * self._noted_share)
         self._is_open = False
         self._put((region, 0), self._step)
         if is_enough and self._step < LARGEST_STEP:

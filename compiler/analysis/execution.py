@@ -158,13 +158,14 @@ def arena_bytes(
     scratch: Callable[[ir.Node], tuple[int, ...]],
     kept: AbstractSet[ir.Value],
     parts: Callable[[ir.Node], tuple[int, ...]] = lambda node: (),
+    on_host: bool = True,
 ) -> int:
     """The bytes of its arena that ONNX Runtime uses in one run of the nodes, from an empty arena on.
 
     A value is allocated before its node runs, and freed after its last reader; `kept` ones, which leave the engine, are
     not. `scratch` is what a node's kernel allocates while it runs. A view is its source. What ranks make a value of are
     `parts`: they are there beside it. Where the system places regions decides which of two free chunks of one size is
-    used, and parts come when other ranks send them: it is the most of these ways.
+    used, and parts come when other ranks send them: it is the most of these ways. `on_host` is as for `Arena`.
     """
     nodes, reads = merged(nodes, reads)
     biased = biased_products(nodes, reads)
@@ -193,7 +194,7 @@ def arena_bytes(
         for node, last in zip(order, _last_uses(order, reads, root), strict=True)
     ]
     orders = {False, any(step.parts for step in steps)}
-    return max(_touched(steps, Arena(downwards), first) for downwards in (True, False) for first in orders)
+    return max(_touched(steps, Arena(downwards, on_host), first) for downwards in (True, False) for first in orders)
 
 
 @dataclass(frozen=True)

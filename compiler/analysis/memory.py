@@ -105,7 +105,7 @@ def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held
         return costs.value_in_memory(value, size(value), value in ends) if value in made else 0
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
-    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts)
+    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts, costs.maps_weights)
     alive = peak_bytes(stage.nodes, reads, lambda value: 0 if value in ends else size(value))
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)

@@ -327,7 +327,8 @@ def _columns_peak(analysis: Analysis, split: SlicedProducts, number: int) -> int
     came = {value: number for number, work in enumerate(works) for value in work.takes}
     products = [product for work in works for product in work.products]
     readers = Counter(value for product in products for value in product.takes)
-    arena, places, single = Arena(), dict[ir.Value, Place](), analysis.costs.value_in_memory
+    costs, places = analysis.costs, dict[ir.Value, Place]()
+    arena, single = Arena(on_host=costs.maps_weights), costs.value_in_memory
     for now, work in enumerate(works):
         came_to = [(value, arena.allocate(size(value))) for value in work.takes]
         if not now:

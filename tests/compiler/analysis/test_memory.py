@@ -72,19 +72,19 @@ def test_state_takes_the_place_of_what_was_freed_before_it(write_model: Callable
 
 
 def test_matrices_are_packed_one_by_one(write_model: Callable[[str], Path]) -> None:
-    """The first one, of 8 KiB, beside what it is made of; the second one has 24 columns, and 32 when it is packed."""
+    """Each beside what it is made of, 64 and 48 KiB. The second one has 24 columns, and 32 when it is packed."""
     path = write_model(
         f"""<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 32] x) => (float[n, 24] y)
-        <float[32, 64] w = {{{",".join(["1"] * 32 * 64)}}}, float[64, 24] v = {{{",".join(["1"] * 64 * 24)}}}>
+        <float[32, 512] w = {{{",".join(["1"] * 32 * 512)}}}, float[512, 24] v = {{{",".join(["1"] * 512 * 24)}}}>
         {{ h = MatMul(x, w)
            y = MatMul(h, v) }}"""
     )
     (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (1, 32)})).ranks
-    assert rank.memory.weights == 2 * 8192
-    assert rank.memory.total == rank.memory.loading.most == 2 * 8192 + 64 * 24 * 4
+    assert rank.memory.weights == 2 * 65536
+    assert rank.memory.total == rank.memory.loading.most == 2 * 65536 + 512 * 24 * 4
     (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (100, 32)})).ranks
-    assert rank.memory.total == 2 * 8192 + 100 * 4 * (32 + 64) + 38 * 256
+    assert rank.memory.total == 2 * 65536 + 100 * 4 * (32 + 512) + 38 * 256 + (32 << 10)
 
 
 def test_kernels_are_put_in_blocks_before(write_model: Callable[[str], Path]) -> None:
