@@ -46,8 +46,12 @@ FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 # Operators without a kernel of any type, which no function of ONNX's stands for either.
 MISSING = frozenset(
-    "Acos Acosh Asin Asinh Atan Atanh Cosh Sinh Tan BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Col2Im DFT Det "
-    "Hardmax LpPool MaxRoiPool Multinomial STFT Unique ConvInteger DynamicQuantizeLinear QLinearConv QLinearMatMul".split()
+    {
+        *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan", "DFT", "STFT", "MelWeightMatrix"),
+        *("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Hardmax", "Multinomial", "Unique"),
+        *("Col2Im", "Det", "LpPool", "MaxRoiPool"),
+        *("ConvInteger", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul"),
+    }
 )
 MISSING_FROM = ("ai.onnx.ml.", "com.microsoft.QLinear")
 # The types of the first input that there are kernels for.

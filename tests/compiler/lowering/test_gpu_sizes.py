@@ -144,6 +144,7 @@ def test_control_flow_and_missing_kernels_are_named() -> None:
     assert why_not_captured(graph(ir.node("ArgMin", [x]), x)) == "ArgMin 'y' has no kernel for GPUs"
     x = ir.val("x", ir.DataType.FLOAT, ["n", 8])
     assert why_not_captured(graph(ir.node("ArgMin", [x]), x)) == ""
+    x = ir.val("x", ir.DataType.FLOAT, ["n", 8])
     assert why_not_captured(graph(ir.node("Acos", [x]), x)) == "Acos 'y' has no kernel for GPUs"
     x = ir.val("x", ir.DataType.UINT8, ["n", 8])
     added = ir.node("QLinearAdd", [x, x], domain="com.microsoft")
