@@ -18,9 +18,15 @@ LARGEST = (1 << 31) - 1
 
 
 def open_onnx(
-    path: Path, options: ort.SessionOptions, providers: Sequence[Any], trusts_data: bool = False
+    path: Path,
+    options: ort.SessionOptions,
+    providers: Sequence[Any],
+    trusts_data: bool = False,
+    disabled_optimizers: Sequence[str] = (),
 ) -> ort.InferenceSession:
-    """A session of an ONNX file. With `trusts_data`, the model's external data may lie outside of its folder.
+    """A session of an ONNX file, without these of ONNX Runtime's optimizers.
+
+    With `trusts_data`, the model's external data may lie outside of its folder.
 
     Raises what ONNX Runtime raises; RuntimeError, which is one of these, for a file that is too large; MisuseError if
     `onnx` is needed and missing.
@@ -32,7 +38,9 @@ def open_onnx(
         # ONNX Runtime reads data below one folder only. For a model in memory, that may be the root of the file system.
         source = content
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", path.resolve().anchor)
-    return ort.InferenceSession(source, options, providers=providers, enable_fallback=0)
+    return ort.InferenceSession(
+        source, options, providers=providers, enable_fallback=0, disabled_optimizers=disabled_optimizers
+    )
 
 
 def open_content(content: bytes, folder: Path) -> ort.InferenceSession:

@@ -47,6 +47,9 @@ NEEDED = "onnxruntime-gpu>=1.26"
 # The number of previously seen input shapes whose output shapes an engine remembers. A choice: one that is forgotten
 # runs NEW times eagerly before it is captured again, and one that is kept takes a few hundred bytes.
 REMEMBERED = 64
+# What ONNX Runtime would do to rows that are counted and picked: its Unsqueeze nodes run on the GPU, and sizes come and
+# go between it and the CPU. Such a graph is not captured.
+NOT_ON_GPUS = ("GatherToSliceFusion",)
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
 
@@ -296,9 +299,8 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             provider["gpu_mem_limit"] = str(max(1, self._limit - shared))
         with attention_for(known_shapes) as attention:
             try:
-                return open_onnx(
-                    path, options, [(PROVIDER, {**provider, **attention}), "CPUExecutionProvider"], self._trusts_data
-                )
+                providers = [(PROVIDER, {**provider, **attention}), "CPUExecutionProvider"]
+                return open_onnx(path, options, providers, self._trusts_data, NOT_ON_GPUS)
             except ERRORS as error:
                 raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error
 

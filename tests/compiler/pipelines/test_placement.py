@@ -101,7 +101,7 @@ def test_what_does_not_fit_one_device_is_split(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Planner, "count_splits", lambda *_: 0)
     for name in "ab":
         save(text_encoder(4).model(), tmp_path / name / "model.onnx")
-    plan = plan_pipeline(tmp_path, ["cpu0", "cpu1"], Request(memory=["cpu0=250KiB", "cpu1=100KiB"]))
+    plan = plan_pipeline(tmp_path, ["cpu0", "cpu1"], Request(memory=["cpu0=282KiB", "cpu1=132KiB"]))
     assert devices(plan) == {"a": ["cpu0"], "b": ["cpu0", "cpu1"]}
     assert plan.modules[1].why == "split, since it does not fit the device with the most free memory"
 

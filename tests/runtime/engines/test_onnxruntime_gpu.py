@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
 from splitc.runtime.engines import onnxruntime_gpu
 from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.kinds import find_kind
+from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.onnxruntime_gpu import OnnxRuntimeGpuBackend
 from splitc.runtime.errors import PackageError
 from splitc.runtime.gpu.weight_places import SwapBuffer
@@ -137,3 +139,26 @@ def test_onnxruntime_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch)
     options = BackendOptions(find_kind("onnxruntime"), Device("cuda", 0), 1, BuildOptions(), True)
     with pytest.raises(PackageError, match=r"too old for GPUs: pip install 'onnxruntime-gpu>=1.26'"):
         OnnxRuntimeGpuBackend.create(options)
+
+
+def test_rows_that_are_counted_and_picked_stay_as_they_are(tmp_path: Path) -> None:
+    """ONNX Runtime would make a Slice of them, whose Unsqueeze nodes keep a graph on a GPU from being captured."""
+
+    def kept(disabled: tuple[str, ...]) -> set[str]:
+        options = ort.SessionOptions()
+        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+        open_onnx(tmp_path / "model.onnx", options, ["CPUExecutionProvider"], disabled_optimizers=disabled)
+        return {node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph}
+
+    count = ir.val("count", ir.DataType.INT64, [])
+    numbers = {name: ir.val(name, const_value=ir.tensor(int(name), name=name)) for name in ("0", "1")}
+    table = ir.val("table", const_value=ir.tensor(np.ones((64, 8), np.float32), name="table"))
+    rows = ir.node("Range", [numbers["0"], count, numbers["1"]])
+    taken = ir.node("Gather", [table, *rows.outputs])
+    taken.outputs[0].name, taken.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph(
+        [count], taken.outputs, nodes=[rows, taken], initializers=[table, *numbers.values()], opset_imports={"": 20}
+    )
+    ir.save(ir.Model(graph, ir_version=10), tmp_path / "model.onnx")
+    assert "Slice" in kept(())
+    assert kept(onnxruntime_gpu.NOT_ON_GPUS) == {"Range", "Gather"}
