@@ -109,13 +109,14 @@ def engine_bytes(
     two there. `met` are the devices that it exchanges values with, and its own; with `sums` each GPU of a host with all
     others, and else with its neighbours. `nodes` are those of the rank's engines on a CPU.
     """
-    if engine != ONNXRUNTIME:
-        return 0
     if device.kind != "cuda":
+        if engine != ONNXRUNTIME:
+            return 0
         own = CPU_ENGINE.session + (sessions - 1) * CPU_ENGINE.further + (len(met) * CPU_ENGINE.met if sums else 0)
         return CPU_ENGINE.library + own + nodes * CPU_ENGINE.node
     profile = find_profile(device.kind)
-    own = profile.library_bytes + sessions * profile.engine_bytes
+    # TensorRT's context is in the headroom. NCCL's memory is the same for both engines.
+    own = profile.library_bytes + sessions * profile.engine_bytes if engine == ONNXRUNTIME else 0
     if not has_gpu_each(met):
         return own
     beside = sum(other.host == device.host for other in met) if sums else 0

@@ -181,6 +181,15 @@ def test_many_engines_on_a_gpu_are_counted(decoder: Path, is_built: bool, monkey
         assert main == 2 * (helper + second) > 2 * second
 
 
+@pytest.mark.parametrize(
+    ("device", "mode", "ranks"), [("cuda0", "layer", 0), ("2xcuda", "layer", 2), ("2xcuda", "tensor", 2)]
+)
+def test_nccl_is_counted_for_tensorrt_too(decoder: Path, device: str, mode: str, ranks: int) -> None:
+    """On two H100s such ranks held 0.5 to 0.8 GiB more than weights and activations."""
+    plan = plan_model(decoder, [device], Request(split_mode=mode, engine="tensorrt", memory=["4GiB"]))
+    assert [rank.memory.engines for rank in plan.ranks] == ([HOPPER.communicator_bytes] * ranks or [0])
+
+
 def test_model_inside_control_flow_runs_on_one_device(tmp_path: Path) -> None:
     """A merged decoder is one If, which can't be cut."""
     weight = ", ".join("0.5" for _ in range(64))
