@@ -216,9 +216,9 @@ def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
     Factors agree along the axis that a product sums over, and what is put together along all other axes. What is
     reshaped has as many elements as before. Attention has as many keys as values.
     """
-    read = [shapes.get(value.name or "") for value in node.inputs if value is not None]
+    read = [shapes.get(value.name or "") if value is not None else None for value in node.inputs]
     if operator_of(node).is_attention:
-        lengths = {shape[-2] for shape in read[1:3] if shape and len(shape) > 2}
+        lengths = {shape[-2] for shape in read[1:3] if shape and len(shape) > 2}  # keys and values may be left out
         return len(lengths) <= 1
     if node.domain or node.op_type not in ("MatMul", "Concat", "Reshape"):
         return True
