@@ -15,10 +15,11 @@ from splitc.runtime.package.states import Length
 def with_lengths(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> dict[str, Feed]:
     """A request's feeds with the ranks' inputs for the lengths of the pasts among them.
 
-    Raises FeedError for pasts that are not as long as others.
+    Raises FeedError for pasts that are not as long as others, and for a request that the engines can't run.
     """
     filled = {length.input: filled_rows(length, feeds) for length in lengths}
     batch = max((feeds[length.states[0]].shape[0] for length in lengths), default=1)
+    check_lengths(lengths, batch, filled, feeds)
     longer = {
         name: lengthened(on_host(feeds[name]), length.axis, rows)
         for length in lengths
@@ -27,22 +28,32 @@ def with_lengths(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> dict[s
     return {**feeds, **longer, **length_feeds(lengths, batch, filled, feeds)}
 
 
-def length_feeds(
-    lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed], room: int = 0
-) -> dict[str, Array]:
-    """The ranks' inputs for lengths: arrays with an axis of the rows that are filled, or have `room`, of no bytes.
-
-    A second axis of 1 says that the engines are to read the filled rows again. Raises FeedError for a request that
-    these can't run.
-    """
-    made = {}
+def check_lengths(lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]) -> None:
+    """Raise FeedError for a request that engines which write caches in place can't run."""
     for length in lengths:
         before, more = filled[length.input], added(length, feeds)
+        if not batch or not more:  # where there is no row, ONNX Runtime's operator ends the process: it divides by zero
+            raise FeedError(
+                f"{more} tokens in {batch} rows of the batch: this package writes caches in place, and takes one of "
+                "each at least (--no-fuse compiles one that takes none)"
+            )
         if _is_for_one_row(length, batch, more, before):
             raise FeedError(
                 f"{more} tokens after {before} others in {batch} rows of the batch: here this package takes several "
                 "tokens after others for one row only. Give them one at a time, or compile it with --no-fuse"
             )
+
+
+def length_feeds(
+    lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed], room: int = 0
+) -> dict[str, Array]:
+    """The ranks' inputs for lengths: arrays with an axis of the rows that are filled, or have `room`, of no bytes.
+
+    A second axis of 1 says that the engines are to read the filled rows again.
+    """
+    made = {}
+    for length in lengths:
+        before, more = filled[length.input], added(length, feeds)
         made[length.input] = np.zeros((before, int(_reads_again(length, batch, filled, feeds))), np.bool_)
         if length.room is not None:
             # For a single token all of it, so that the next one has the same sizes. More are read faster without.

@@ -17,7 +17,7 @@ from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.empty_states import count_batch, empty_states
-from splitc.runtime.requests.lengths import added, filled_rows, length_feeds, lengthened, room_needed
+from splitc.runtime.requests.lengths import added, check_lengths, filled_rows, length_feeds, lengthened, room_needed
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.threads.interrupts import later_interrupts
 
@@ -132,10 +132,11 @@ class StateSequence:
     def _fill(self, feeds: Mapping[str, Array]) -> dict[str, int]:
         """The filled rows of its caches after a request.
 
-        Raises MisuseError for a request that there is no room for.
+        Raises FeedError for a request that the engines can't run, MisuseError for one that there is no room for.
         """
-        filled = dict(self._filled)
-        for length in self._session.manifest.lengths:
+        filled, lengths = dict(self._filled), self._session.manifest.lengths
+        check_lengths(lengths, count_batch(feeds), filled, feeds)
+        for length in lengths:
             filled[length.input] = total = filled[length.input] + added(length, feeds)
             if self._capacity is not None and total > self._capacity:
                 raise MisuseError(
