@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.external_data import settle_weights
 
 
 @contextmanager
@@ -23,6 +24,7 @@ def unsplit_file(analysis: Analysis) -> Iterator[tuple[Path, bool]]:
         yield graph.path, graph.trusts_data
         return
     model = ir.load(graph.path)
+    settle_weights(model, graph.path.parent)
     constants = {node.outputs[0].name: node for node in model.graph if node.op_type == "Constant" and not node.domain}
     for name, tensor in (item for merged in analysis.merged for item in merged.weights.items()):
         if name in model.graph.initializers:
