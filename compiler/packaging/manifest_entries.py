@@ -10,7 +10,6 @@ import onnxruntime
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
-from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.roles import find_roles, planned_roles
 from splitc.compiler.frontend.walks import reached
@@ -22,7 +21,6 @@ from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.request.request import DISK
 from splitc.compiler.sharding.batch import find_batch
-from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.states import Preamble
@@ -169,28 +167,6 @@ def rank_entry(
         passed_bytes=rank.memory.passed,
         adapter_bytes=rank.memory.adapters,
     )
-
-
-def check_types(plan: Plan) -> None:
-    """Raise ModelError if an input, an output or a value that crosses a cut has a type that can't be passed on."""
-    graph = plan.analysis.graph
-    places = {"input": graph.graph.inputs, "output": graph.outputs}
-    crossing = (value for cut in plan.cuts for value in cut.values)
-    for place, values in {**places, "value that crosses a cut": crossing}.items():
-        for value in values:
-            if not isinstance(value.type, ir.TensorType):
-                raise ModelError(f"the {place} '{value.name}' is a {value.type}, and splitc passes on only tensors")
-            is_text = value.type.dtype == ir.DataType.STRING
-            if is_text or str(value.type.dtype.numpy()) not in KNOWN:
-                remedy = (
-                    "Turn text into numbers outside of the model"
-                    if is_text
-                    else "Let the model begin and end with a Cast"
-                )
-                raise ModelError(
-                    f"the {place} '{value.name}' is of type {value.type.dtype.name}, and splitc passes on only "
-                    f"{', '.join(KNOWN)}. {remedy}"
-                )
 
 
 def _inputs(plan: Plan, fills: Mapping[str, m.Fill]) -> list[m.Tensor]:

@@ -28,7 +28,7 @@ from splitc.compiler.lowering.transposed_weights import multiply_as_stored
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
-from splitc.compiler.packaging.manifest_entries import PREAMBLE, check_types, make_manifest, rank_entry
+from splitc.compiler.packaging.manifest_entries import PREAMBLE, make_manifest, rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs, write_model_files
 from splitc.compiler.packaging.planned_sizes import check_sizes_tried
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
@@ -85,10 +85,9 @@ def compile_model(
     Callbacks: `progress` gets the bytes of weights written and of all, `building` the number of engines built and of
     all, both from threads; `warn` deviations from the request, `say` the result of the comparison.
 
-    Raises MisuseError if `package` can't be written to, ModelError for sizes on which the model does not run, for an
-    input or output of a type that can't be passed on and for files that ONNX Runtime can't load, SplitcError if the
-    disk is full, BuildError for engines that can't be built, OutputsDifferError if the package's outputs differ from
-    the model's.
+    Raises MisuseError if `package` can't be written to, ModelError for sizes on which the model does not run and for
+    files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that can't be built,
+    OutputsDifferError if the package's outputs differ from the model's.
     """
     target = Path(package)
     _check_request(plan, weights, build, fills, warn)
@@ -119,7 +118,6 @@ def _check_request(
     plan: Plan, weights: str, build: BuildSettings, fills: Mapping[str, m.Fill], warn: Callable[[str], None]
 ) -> None:
     """Raise errors that are known before anything is written; see `compile_model`."""
-    check_types(plan)
     check_fills(fills, [value.name or "" for value in plan.analysis.graph.graph.inputs])
     kind = find_kind(plan.engine)
     check_settings(plan.engine, build)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import adapter_bytes
+from splitc.compiler.planning.passed_types import check_types
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Budget, is_limited
@@ -49,7 +50,11 @@ def assemble(
     weights: Sequence[WeightFate] = (),
     whole: str = "",
 ) -> Plan:
-    """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages."""
+    """The plan of these ranks, with its warnings. `whole` says where unsplit weights are held, for messages.
+
+    Raises ModelError for a value that can't be passed on.
+    """
+    check_types(analysis.graph, cuts)
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
     ranks = [replace(r, limited=is_limited(r.device, request.memory)) for r in _with_sessions(ranks, engine, split)]
     if request.weights_at == DISK:
