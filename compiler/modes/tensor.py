@@ -37,8 +37,8 @@ from splitc.compiler.sharding.report import WeightFate, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
 from splitc.runtime.errors import DoesNotFitError, MisuseError
-from splitc.runtime.hardware.devices import threads_for
-from splitc.runtime.units import format_bytes
+from splitc.runtime.hardware.devices import Device, threads_for
+from splitc.runtime.units import first_few, format_bytes
 
 # Where unsharded weights are held, for messages.
 WHOLE = "whole on each rank"
@@ -53,7 +53,7 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
     """
     stages, places = request.pipeline_stages, block_places(analysis, resources.devices)
     count = len(places) // stages
-    _check_groups(analysis, len(places), stages)
+    _check_groups(analysis, [resources.devices[place] for place in places], stages)
     all_shares, own = request.tensor_split or resources.shares, resources.take(places)
     order = [places[place] for place in group_devices(own.devices, own.budgets, stages, count)]
     apart = [place for place in range(len(resources.devices)) if place not in places]
@@ -152,17 +152,20 @@ def _make_plan(
     return replace(plan, warnings=(*plan.warnings, *_warn_if_idle(ranks, sharded), *broken_rules(axes.broken)))
 
 
-def _check_groups(analysis: Analysis, count: int, stages: int) -> None:
-    """Raise MisuseError unless so many devices with blocks make equal groups, and one if weights are placed."""
+def _check_groups(analysis: Analysis, devices: Sequence[Device], stages: int) -> None:
+    """Raise MisuseError unless the devices with blocks make equal groups, and one if weights are placed."""
     if analysis.partition.placed and stages > 1:
         raise MisuseError(
             f"--pipeline-stages is {stages}, and tensor mode places weights beside a single stage: leave it out, or "
             "use --split-mode layer"
         )
+    count = len(devices)
     if count % stages or count < 2 * stages:
+        many = count > 1
         raise MisuseError(
-            f"tensor mode needs groups of two devices or more, all of one size: {count} devices in "
-            f"{stages} stage{'s' * (stages > 1)} make none"
+            f"tensor mode needs groups of two devices or more, all of one size: {count} device{'s' * many} for blocks "
+            f"({first_few([str(device) for device in devices])}) in {stages} stage{'s' * (stages > 1)} "
+            f"make{'s' * (not many)} none"
         )
 
 
@@ -216,7 +219,7 @@ def _replan(
     places = block_places(analysis, resources.devices)
     if places != list(range(len(places))):
         raise MisuseError("the plan has placed weights on ranks before those with blocks, which come first")
-    _check_groups(analysis, len(places), request.pipeline_stages)
+    _check_groups(analysis, resources.devices[: len(places)], request.pipeline_stages)
     numbers = [rank.stage for rank in file.ranks[: len(places)]]
     count = len(numbers) // request.pipeline_stages
     if numbers != [stage for stage in range(request.pipeline_stages) for _ in range(count)] or count < 2:

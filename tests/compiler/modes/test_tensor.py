@@ -84,7 +84,7 @@ def test_plan_file_keeps_shares_and_stages(decoder: Path, tmp_path: Path) -> Non
     ("devices", "request_", "message"),
     [
         ("cpu0", TENSOR, "groups of two devices or more"),
-        ("3xcpu", Request(split_mode="tensor", pipeline_stages=2), "3 devices in 2 stages make none"),
+        ("3xcpu", Request(split_mode="tensor", pipeline_stages=2), r"\(cpu0, cpu1, cpu2\) in 2 stages make none"),
         ("2xcpu", Request(split_mode="layer", pipeline_stages=2), "--pipeline-stages is for --split-mode tensor"),
         ("2xcpu", Request(split_mode="tensor", tensor_split=[1, 2, 3]), "3 shares, and there are 2 devices"),
     ],
