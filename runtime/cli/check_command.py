@@ -155,8 +155,9 @@ def check(
     several = pipeline is not None and module is None and model.is_dir()
     names: Sequence[str | None] = [module]
     if pipeline is not None and several:
-        comparison.check_fits_several()
         names = [entry.name for entry in pipeline.modules]
+    if len(names) > 1:
+        comparison.check_fits_several()
     sources = {name: _find_model(package, pipeline, name, model) for name in names}
     checked, errors = _compare_all(load, package, sources, comparison, several)
     if not several:

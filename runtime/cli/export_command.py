@@ -130,7 +130,8 @@ def export(
 ) -> None:
     """Write a package in the form that another project's server loads. Its files are hard links."""
     _check_options(context, server)
-    if serving.adapters and module is None and read_pipeline(package) is not None:
+    pipeline = read_pipeline(package)
+    if serving.adapters and module is None and pipeline is not None and len(pipeline.modules) > 1:
         raise MisuseError("--adapter is for one model: name it by --module")
     named: dict[str, Any] = {"module": module, "name": name}
     text: dict[str, Any] = {"tokenizer": texts.tokenizer, "context": texts.context_length}

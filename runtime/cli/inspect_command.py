@@ -38,9 +38,10 @@ def inspect(
 ) -> None:
     """Show what a package holds: ranks, blocks, memory, what crosses the cuts."""
     check_report(report, [package])
-    if module is None and (pipeline := read_pipeline(package)) is not None:
-        if rank is not None:
-            raise MisuseError(f"--rank needs --module: {package} has several models")
+    pipeline = read_pipeline(package) if module is None else None
+    if pipeline is not None and rank is not None and len(pipeline.modules) > 1:
+        raise MisuseError(f"--rank needs --module: {package} has several models")
+    if pipeline is not None and rank is None:
         _inspect_modules(package, pipeline, report, as_json)
         return
     name = package.name

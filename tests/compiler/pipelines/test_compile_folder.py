@@ -192,6 +192,8 @@ def test_only_module_needs_no_name(tmp_path: Path) -> None:
     splitc("compile", folder, "-d", "cpu0", "-o", tmp_path / "package", "--fill", "input_ids=randint:0:9")
     with Session(tmp_path / "package") as session:
         assert session.inputs[0].fill is not None
+    splitc("check", tmp_path / "package", "--model", folder, "--fill", "input_ids=ones", "--no-memory")
+    assert "rank0" in splitc("inspect", tmp_path / "package", "--rank", "0").stdout
     assert "--module names a model of a folder" in said(
         "plan", folder / "model.onnx", "-d", "cpu0", "--module", "model", code=2
     )
