@@ -15,6 +15,7 @@ from splitc.compiler.analysis.blocks import Partition
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.shapes import shape_of
+from splitc.compiler.frontend.slots import is_inside_slot
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
@@ -175,6 +176,8 @@ def _why_not(
     if not _is_constant(weight, constant):
         reason = f"{_name(node)} reads it, but not as what it multiplies with"
         return Declined("not what a matmul multiplies with", reason)
+    if is_inside_slot(node):
+        return Declined("of adapters", f"{_name(node)} is an adapter's product")
     if not inside:
         return Declined("outside the blocks", f"{_name(node)} is outside the blocks")
     sides = _sides(analysis, node, weight)

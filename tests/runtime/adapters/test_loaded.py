@@ -37,7 +37,7 @@ WAYS: dict[str, tuple[str, Request]] = {
     "layer": ("2xcpu", Request(split_mode="layer", lora_slots=4)),
     "tensor": ("2xcpu", Request(split_mode="tensor", lora_slots=4)),
     "uneven": ("2xcpu", Request(split_mode="tensor", tensor_split=[5, 1], lora_slots=4)),
-    "row": ("2xcpu", Request(split_mode="row", row_min=32, lora_slots=4)),
+    "row": ("2xcpu", Request(split_mode="row", row_min=8, lora_slots=4)),  # A and B are as large
     "batch": ("2xcpu", Request(split_mode="batch", lora_slots=4)),
 }
 
