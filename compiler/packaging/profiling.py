@@ -103,11 +103,15 @@ def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> 
 
 
 def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[str, npt.NDArray[Any]]]:
-    """Arrays for a block's inputs. Integers from other blocks are 0, which is a valid index for any table."""
+    """Arrays for a block's inputs. Sizes that other blocks compute are known; their other integers are 0, as indices."""
     generator = np.random.default_rng(0)
+    sizes = analysis.costs.bound.constants
     roles = find_roles(analysis.graph)
     for value in values:
         assert value.dtype is not None
+        if (known := sizes.get(value.name or "")) is not None:
+            yield value.name or "", known
+            continue
         dtype = str(value.dtype.numpy())
         shape = analysis.costs.shapes.get(value.name or "", ())
         whole = not value.dtype.is_floating_point()

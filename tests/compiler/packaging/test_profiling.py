@@ -6,17 +6,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 
+from models.writer import save
 from splitc.compiler import Request, api, plan_model
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.packaging import profiling as profile
-from splitc.compiler.planning.measured import block_activations
+from splitc.compiler.planning.measured import block_activations, single_blocks
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.tools.engine_costs import EngineCosts
+from tests.helpers.blocks import Block
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +102,21 @@ def test_measured_memory_stands_in_place_of_what_is_predicted(
     with pytest.raises(DoesNotFitError):
         plan_model(decoder, ["2xcpu"], replace(request, profile=True, memory=["40MiB"]))
     assert plan_model(decoder, ["2xcpu"], replace(request, memory=["40MiB"]))
+
+
+def test_blocks_are_given_the_sizes_that_others_compute(tmp_path: Path) -> None:
+    """As in a denoiser, whose pictures become rows of pixels and pictures again."""
+    b = Block()
+    value = b.op("Conv", b.data("x", (1, 4, 16, 16), ["n", 4, "h", "w"]), b.w("first", 8, 4, 3, 3), strides=[2, 2])
+    sizes = b.op("Shape", value)
+    for number in range(4):
+        value = b.op("Relu", b.op("Conv", value, b.w(f"{number}", 8, 8, 1, 1)))
+    pixels = b.op("ReduceProd", b.op("Slice", sizes, b.ints(2), b.ints(4)))
+    rows = b.op("Reshape", value, b.op("Concat", b.ints(1, 8), pixels, axis=0))
+    b.give(b.op("Reshape", rows, sizes), "y", ["n", 8, "p", "q"])
+    save(b.model(), tmp_path / "model.onnx")
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes({"x": (1, 4, 16, 16)}), 3)
+    taken = [value for stage in single_blocks(analysis) for value in stage.takes if value.dtype == ir.DataType.INT64]
+    assert taken
+    given = dict(profile._inputs(analysis, taken))
+    assert [array.ravel().tolist() for array in given.values()] == [[1, 8, 7, 7], [49]]
