@@ -26,7 +26,7 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
 
     They are in the order of the outputs. Raises MisuseError for a pair that is asked for and can't be a state.
     """
-    pairs = _check_asked(graph, asked.outputs)
+    pairs = _check_asked(graph, asked)
     if not asked.alone:
         for output, value in _find_pairs(graph).items():
             if output not in pairs and value not in pairs.values():
@@ -49,13 +49,13 @@ def written_in_place(graph: Graph, states: Sequence[State]) -> list[State]:
     return [replace(state, in_place=_is_in_place(ends[state.input], ends[state.output])) for state in states]
 
 
-def _check_asked(graph: Graph, asked: Mapping[str, str]) -> dict[ir.Value, ir.Value]:
+def _check_asked(graph: Graph, asked: AskedStates) -> dict[ir.Value, ir.Value]:
     """The inputs by the outputs that replace them. Raises MisuseError for unknown names, and for pairs that differ."""
     inputs = {value.name or "": value for value in graph.graph.inputs}
     outputs = {value.name or "": value for value in graph.graph.outputs}
     pairs: dict[ir.Value, ir.Value] = {}
-    for past, present in asked.items():
-        given = f"--state {past}={present}"
+    for past, present in asked.outputs.items():
+        given = f"{asked.where} {past}={present}"
         for kind, name, values in (("input", past, inputs), ("output", present, outputs)):
             if name not in values:
                 raise MisuseError(f"{given}: the model has no {kind} '{name}': it has {', '.join(values)}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.frontend.states import find_states
 from splitc.compiler.fusion.kernels import gains_of
 from splitc.compiler.modes.replicas import replan_in_groups
 from splitc.compiler.modes.table import BATCH, find_mode
@@ -20,6 +22,7 @@ from splitc.compiler.planning.resources import Resources
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import ROW_MIN, Request
 from splitc.compiler.request.shapes import Shape
+from splitc.compiler.request.states import AskedStates
 from splitc.runtime.adapters.asked import open_adapter
 from splitc.runtime.engines.kinds import maps_weights
 from splitc.runtime.errors import MisuseError
@@ -78,7 +81,8 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
         wanted,
         file.settings,
         trusts_data,
-        gains=gains,
+        _asked_states(file),
+        gains,
         adapters=adapters,
         slot_rank=file.lora_slots,
         maps_weights=maps_weights(file.engine, devices),
@@ -86,17 +90,22 @@ def replan(model: Path, file: PlanFile, path: Path, trusts_data: bool = False) -
     stages = request.pipeline_stages
     _check_shapes(analysis, file)
     if file.states is not None:
-        analysis = replace(analysis, states=tuple(_check_states(analysis, file.states)))
+        analysis = replace(analysis, states=tuple(_with_growth(analysis, file.states)))
     analysis = with_placed(analysis, _check_placed(analysis, file))
-    chosen = assignments(file.blocks, stages, [block.name for block in analysis.partition.blocks])
+    names = [block.name for block in analysis.partition.blocks]
+    _check_blocks(analysis, file, names)
+    chosen = assignments(file.blocks, stages, names)
     check_devices(file, devices)
     resources = Resources(tuple(devices), tuple(rank.budget_bytes for rank in file.ranks))
     return replan_in_groups(mode, analysis, resources, request, file, chosen)
 
 
 def _check_shapes(analysis: Analysis, file: PlanFile) -> None:
-    """Raise MisuseError for an input without a line, and for a size of 0: only states are empty before a sequence."""
-    shapes, states = file.shapes, {state.input for state in (*analysis.states, *(file.states or ()))}
+    """Raise MisuseError for an input without a line, and for a size of 0: only states are empty before a sequence.
+
+    An input that could be one counts, as a cache that the plan leaves to the caller.
+    """
+    shapes, states = file.shapes, {state.input for state in (*analysis.states, *find_states(analysis.graph))}
     for value in analysis.graph.graph.inputs:
         name = value.name or ""
         if name not in shapes and name not in analysis.added:
@@ -126,22 +135,39 @@ def _shapes(lists: Mapping[str, list[int]]) -> dict[str, Shape]:
     return {name: tuple(shape) for name, shape in lists.items()}
 
 
-def _check_states(analysis: Analysis, states: Sequence[State]) -> Sequence[State]:
-    """Raise MisuseError for a state of no input or output of the model, for an input twice, or of no axis."""
-    inputs = [value.name for value in analysis.graph.graph.inputs]
-    outputs = [value.name for value in analysis.graph.outputs]
-    for number, state in enumerate(states):
-        if state.input not in inputs or state.output not in outputs:
-            raise MisuseError(f"the plan has the state {state.input} <- {state.output}: the model lacks one of these")
-        if state.input in [other.input for other in states[:number]]:
-            raise MisuseError(f"the plan has two states for the input {state.input}")
-        rank = len(analysis.shapes[state.input])
-        if state.grows is not None and not 0 <= state.grows < rank:
+def _asked_states(file: PlanFile) -> AskedStates:
+    """The states of the plan: no others are written in place. Raises MisuseError for an input twice."""
+    if file.states is None:
+        return AskedStates()
+    outputs = {state.input: state.output for state in file.states}
+    if len(outputs) < len(file.states):
+        inputs = [state.input for state in file.states]
+        twice = next(name for number, name in enumerate(inputs) if name in inputs[:number])
+        raise MisuseError(f"the plan has two states for the input {twice}")
+    return AskedStates(outputs, alone=True, where="the plan's state")
+
+
+def _check_blocks(analysis: Analysis, file: PlanFile, names: Sequence[str]) -> None:
+    """Raise MisuseError if the model has other blocks since its caches are no states: these are not in place then."""
+    left = {state.input for state in find_states(analysis.graph)} - {state.input for state in analysis.states}
+    if left and file.fused and set(file.blocks).isdisjoint(names):
+        raise MisuseError(
+            f"the plan leaves out the state of {min(left)}, and the model has other blocks then, as this cache is not "
+            "written in place: plan again, with --no-state and --state, or with --no-fuse"
+        )
+
+
+def _with_growth(analysis: Analysis, states: Sequence[State]) -> Iterator[State]:
+    """The analysis' states with the axes of the plan's. Raises MisuseError for one that the state does not have."""
+    grows = {state.input: state.grows for state in states}
+    for state in analysis.states:
+        rank, axis = len(analysis.shapes[state.input]), grows[state.input]
+        if axis is not None and not 0 <= axis < rank:
             raise MisuseError(
-                f"the plan has the state {state.input} <- {state.output}, which grows along axis {state.grows}: it has "
+                f"the plan has the state {state.input} <- {state.output}, which grows along axis {axis}: it has "
                 f"the axes 0 to {rank - 1}"
             )
-    return states
+        yield msgspec.structs.replace(state, grows=axis)
 
 
 def assignments(blocks: Mapping[str, int], stages: int, names: Sequence[str]) -> list[Assignment]:

@@ -103,7 +103,7 @@ def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> 
 
 
 def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[str, npt.NDArray[Any]]]:
-    """Arrays for a block's inputs. Sizes that other blocks compute are known; their other integers are 0, as indices."""
+    """Arrays for a block's inputs. Sizes that others compute are known, and other integers are 0: a valid index."""
     generator = np.random.default_rng(0)
     sizes = analysis.costs.bound.constants
     roles = find_roles(analysis.graph)

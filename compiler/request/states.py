@@ -10,10 +10,14 @@ from splitc.runtime.errors import MisuseError
 
 @dataclass(frozen=True)
 class AskedStates:
-    """Outputs by the inputs that they replace in the next run. With `alone` there are no others."""
+    """Outputs by the inputs that they replace in the next run. With `alone` there are no others.
+
+    `where` is where they are given, for messages.
+    """
 
     outputs: Mapping[str, str] = field(default_factory=dict)
     alone: bool = False
+    where: str = "--state"
 
 
 def parse_states(texts: Sequence[str]) -> dict[str, str]:

@@ -261,6 +261,13 @@ def test_no_fuse_and_other_devices_leave_it(tmp_path: Path, monkeypatch: pytest.
     assert made.fates == tuple(Fate(fate.place, "GroupQueryAttention", None, "cache") for fate in made.fates)
 
 
+def test_what_a_plan_leaves_to_the_caller_is_not_in_place(tmp_path: Path) -> None:
+    onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
+    write_plan(plan_model(tmp_path / "model.onnx", ["cpu0"], Request(no_state=True)), tmp_path / "plan.json")
+    again = plan_from_file(tmp_path / "model.onnx", tmp_path / "plan.json")
+    assert again.analysis.states == () and again.analysis.lengths == ()
+
+
 def test_planned_memory_has_pasts_that_are_fed(tmp_path: Path) -> None:
     """And so both arrays of a cache, as where it is concatenated."""
     onnx.save(write(OPTIMUM), tmp_path / "model.onnx")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,10 @@ def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
     """A state taken out is fed and given by the caller; one that the model lacks is refused."""
     path = tmp_path / "plan.json"
     write_plan(plan_model(decoder, parse_devices(["2xcpu"]), LAYER), path)
+    edit(path, lambda plan: plan["states"].pop())
+    with pytest.raises(MisuseError, match=r"leaves out the state of .* plan again, with --no-state and --state"):
+        plan_from_file(decoder, path)
+    write_plan(plan_model(decoder, parse_devices(["2xcpu"]), replace(LAYER, no_fuse=True)), path)
     content = json.loads(path.read_text())
     found = content["states"]
     content["states"] = found[1:]
@@ -170,7 +175,7 @@ def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
     assert [state.input for state in plan_from_file(decoder, path).analysis.states] == [s["input"] for s in found[1:]]
     content["states"] = [{"input": "input_ids", "output": "nothing"}]
     path.write_text(json.dumps(content))
-    with pytest.raises(MisuseError, match="the state input_ids <- nothing: the model lacks one"):
+    with pytest.raises(MisuseError, match="the plan's state input_ids=nothing: the model has no output 'nothing'"):
         plan_from_file(decoder, path)
 
 
