@@ -215,9 +215,10 @@ def _inside(shares: Sequence[float], size: int) -> list[float]:
     for start in range(size, len(shares), size):
         own = np.array(shares[start : start + size])
         if not np.allclose(own / own.sum(), first / first.sum()):
+            given, other = (",".join(f"{share:g}" for share in group) for group in (first, own))
             raise MisuseError(
-                f"the shares inside the groups differ, {list(first)} and {list(own)}: all groups hold the same, so "
-                "give them in the same proportion, as in 3,1,3,1"
+                f"the shares inside the groups differ, {given} and {other}: all groups hold the same, so give them in "
+                "the same proportion, as in 3,1,3,1"
             )
     return [float(share) for share in first]
 
