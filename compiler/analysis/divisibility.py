@@ -46,8 +46,8 @@ def _way_out(graph: Graph, node: ir.Node) -> str:
     values = " and ".join(
         f"--set {value.name}={'true' if value.dtype == ir.DataType.BOOL else 'VALUE'}" for value in deciding
     )
-    names = ", ".join(f"'{value.name}'" for value in deciding)
-    return f" without {values}: its condition depends on the input {names}: bind it to a constant, as in {values}"
+    these, them = ("these inputs", "them") if len(deciding) > 1 else ("this input", "it")
+    return f" without {values}: its condition depends on {these}. Bind {them} so"
 
 
 def _deciding_inputs(graph: Graph, node: ir.Node) -> list[ir.Value]:

@@ -175,9 +175,8 @@ def _try(
     try:
         plan = plan_in_groups(mode, analyses.get(mode.stages(wanted, inside), inside), taken, wanted)
     except (ModelError, DoesNotFitError, MisuseError) as error:
-        return Alternative(
-            option.name, option.mode, way.devices, refused=re.split(r"[:;]", str(error), maxsplit=1)[0]
-        ), None
+        why = re.split(r"[:;]\s", str(error), maxsplit=1)[0]  # names may have colons
+        return Alternative(option.name, option.mode, way.devices, refused=why), None
     prediction = predict_asked(plan, taken, request)
     return _describe(option, plan, prediction), replace(plan, prediction=prediction)
 

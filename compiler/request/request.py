@@ -284,8 +284,9 @@ class Request:
     may_copy: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.memory, str):  # one budget, whose letters would be taken for several
-            object.__setattr__(self, "memory", [self.memory])
+        # One budget, whose letters would be taken for several, and numbers of bytes.
+        given = [self.memory] if isinstance(self.memory, str | int) else self.memory
+        object.__setattr__(self, "memory", list(map(str, given)))
 
     @property
     def asked_shapes(self) -> AskedShapes:

@@ -64,7 +64,7 @@ def feeds(use_past: bool) -> Arrays:
 
 @pytest.mark.parametrize("mode", ["layer", "row", "tensor"])
 def test_refusal_names_the_option_and_the_input_that_decides(mode: str, merged: Path) -> None:
-    with pytest.raises(ModelError, match="the input 'use_past': bind it to a constant, as in --set use_past=true"):
+    with pytest.raises(ModelError, match="flow without --set use_past=true: its condition depends on this input"):
         plan_model(merged, ["2xcpu"], Request(split_mode=mode))
 
 

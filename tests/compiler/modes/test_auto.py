@@ -204,7 +204,9 @@ def test_model_inside_control_flow_runs_on_one_device(tmp_path: Path) -> None:
         >
     }}
     """
-    ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
+    model = ir.from_onnx_text(text)
+    model.graph[-1].name = "first::or_later"
+    ir.save(model, tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(memory=["1GiB"]))
     assert len(plan.ranks) == 1
     assert "does not cut inside control flow without --set first=true" in str(

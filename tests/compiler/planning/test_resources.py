@@ -21,6 +21,7 @@ def test_later_budgets_override_earlier_ones() -> None:
 
 def test_budget_in_python_may_be_one_text() -> None:
     assert Request(memory="2GiB").memory == ["2GiB"]
+    assert Request(memory=4).memory == Request(memory=[4]).memory == ["4"]  # type: ignore[arg-type, list-item]
 
 
 def test_devices_without_a_budget_get_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
