@@ -95,6 +95,7 @@ def _measure_group(
     for number in group:
         inputs, outputs = folder / f"inputs{number}", folder / f"outputs{number}"
         wanted = {name for engine in ranks[number].engines for name in engine.inputs}
+        wanted |= {step.value for step in ranks[number].program if isinstance(step, Receive)}
         given = {name: array for name, array in values.items() if name in wanted}
         write_arrays(inputs, given if shards is None else {**given, **shards[number]})
         arguments = [package, number, threads, inputs, outputs, memory, int(shards is not None)]

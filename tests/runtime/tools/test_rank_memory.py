@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.request.places import Place
 from splitc.runtime import Session, SplitcError
 from splitc.runtime.cli import terminal
 from splitc.runtime.cli.run_tables import print_memory
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest_file import read_manifest
-from splitc.runtime.tools.rank_memory import measure_memory
+from splitc.runtime.tools.rank_memory import _measure_group, measure_memory
 from tests.conftest import decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.blocks import Block
@@ -116,3 +119,17 @@ def test_rank_that_fails_is_named(package: Path) -> None:
     feeds["attention_mask"] = feeds["attention_mask"][:, :-1]
     with pytest.raises(SplitcError, match=r"can't measure the memory of rank 0 \(cpu0\): .*stage0.onnx failed"):
         measure_memory(package, 1, feeds)
+
+
+def test_ranks_may_be_sent_what_only_others_read(tmp_path: Path) -> None:
+    """What a placed weight makes goes to all ranks with shards, and the first one does what follows alone."""
+    b = Block()
+    hidden = b.op("Relu", b.op("MatMul", b.data("x", (4, 64), ["n", 64]), b.w("up", 64, 128)))
+    part = b.op("MatMul", b.data("z", (4, 512), ["n", 512]), b.w("placed", 512, 1))
+    b.give(b.op("Add", b.op("MatMul", hidden, b.w("down", 128, 64)), part), "y", ["n", 64])
+    save(b.model(), tmp_path / "model.onnx")
+    request = Request(split_mode="tensor", place=[Place("placed", "cpu2")])
+    plan = plan_model(tmp_path / "model.onnx", "3xcpu", request)
+    ranks = compile_model(plan, tmp_path / "package", verify=False).ranks
+    values: dict[str, Any] = {**b.feeds, str(part.name): np.zeros((4, 1), np.float32)}
+    assert _measure_group(tmp_path / "package", ranks, [1], 1, values, None, tmp_path)[1].peak > 0
