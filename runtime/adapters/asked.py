@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from splitc.runtime.adapters.adapter import Adapter, LowRank
 from splitc.runtime.adapters.adapter_files import read_adapter
@@ -38,7 +38,15 @@ def read_names(text: str) -> dict[str, float] | None:
 
     Raises MisuseError as `parse_adapters`.
     """
-    return dict(parse_adapters([part.strip() for part in text.split(",")])) if text else None
+    return summed(parse_adapters([part.strip() for part in text.split(",")])) if text else None
+
+
+def summed(asked: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """How often each adapter is taken, also one that is named several times."""
+    sums: dict[str, float] = {}
+    for name, times in asked:
+        sums[name] = sums.get(name, 0.0) + times
+    return sums
 
 
 def open_adapter(text: str) -> Adapter:

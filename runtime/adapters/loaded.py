@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 
 from splitc.runtime.adapters.adapter import Adapter, LowRank
 from splitc.runtime.adapters.adapter_files import adapter_of
-from splitc.runtime.adapters.asked import open_adapter
+from splitc.runtime.adapters.asked import open_adapter, summed
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.matching import Layer, match, need_matches
@@ -82,6 +82,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._need_slots()
         adapter = adapter_of(file) if isinstance(file, Mapping) else open_adapter(str(file))
         return self.add(name, adapter, scale)
+
+    def use_files(self, files: Iterable[tuple[str, float]]) -> None:
+        """Load files, and use their sum in all requests that do not say."""
+        sums = summed(files)
+        for file in sums:
+            self.load(file, file)
+        self.use(sums)
 
     def add(self, name: str, adapter: Adapter, scale: float = 1.0) -> LoadedAdapter:
         """Load an adapter that was read, under a name. One of this name is replaced.

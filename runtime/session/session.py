@@ -120,9 +120,7 @@ class Session(Requests, Listed):
         verification = Verification(self.package, manifest.files, hashes, engine_files(manifest))
         self.threads = threads_for(own, threads or manifest.threads)
         self.in_flight = in_flight or 2 * len(own)
-        for file, _ in adapters:
-            self.adapters.load(file, file)
-        self.adapters.use(dict(adapters))
+        self.adapters.use_files(adapters)
         self._cuda_graphs, self._kind = cuda_graphs, kind
         own_threads = (threads or 0) if kind == MPI else self.threads
         make = partial(self._make_ranks, shared, world if kind == MPI else None, verify)

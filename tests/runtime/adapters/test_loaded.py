@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import MisuseError, Pipeline, Session
+from splitc.runtime.adapters.asked import read_names
 from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.package.manifest import Slot, Tensor
@@ -246,7 +247,9 @@ def test_commands(
     slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], tmp_path: Path
 ) -> None:
     save_feeds(tmp_path / "in.npz")
-    adapters = ("--adapter", f"{files['style']}:0.5", "--adapter", f"{files['pose']}:-0.25")
+    named = (f"{files['style']}:0.25", f"{files['pose']}:-0.25", f"{files['style']}:0.25")  # one is named twice
+    assert read_names(",".join(named)) == {str(files["style"]): 0.5, str(files["pose"]): -0.25}
+    adapters = [word for name in named for word in ("--adapter", name)]
     package = slotted("tensor")
     splitc("run", package, "--inputs", tmp_path / "in.npz", "--outputs", tmp_path / "out.npz", *adapters)
     with np.load(tmp_path / "out.npz") as outputs:
