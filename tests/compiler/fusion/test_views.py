@@ -99,7 +99,7 @@ graph (float[b, s, 8] x) => (float[n0, n1, n2] y)
 )
 def test_what_keeps_its_input_for_all_sizes_is_dropped(node: str, stays: bool) -> None:
     model = ir.from_proto(onnx.parser.parse_model(KEPT.format(node=node)))
-    shapes = {name: dict[str, Shape].fromkeys("xvy", own) for name, own in SIZES.items()}
+    shapes: dict[str, dict[str, Shape]] = {name: dict.fromkeys("xvy", own) for name, own in SIZES.items()}
     join_views(Editor(model.graph), Sizes(shapes["planned"], shapes["probe"], True))
     remove_unused(model.graph)
     assert (len(model.graph) > 1) == stays
