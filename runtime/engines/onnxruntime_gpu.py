@@ -47,9 +47,10 @@ NEEDED = "onnxruntime-gpu>=1.26"
 # The number of previously seen input shapes whose output shapes an engine remembers. A choice: one that is forgotten
 # runs NEW times eagerly before it is captured again, and one that is kept takes a few hundred bytes.
 REMEMBERED = 64
-# What ONNX Runtime would do to rows that are counted and picked: its Unsqueeze nodes run on the GPU, and sizes come and
-# go between it and the CPU. Such a graph is not captured.
-NOT_ON_GPUS = ("GatherToSliceFusion",)
+# What ONNX Runtime would do. To rows that are counted and picked: its Unsqueeze nodes run on the GPU, and sizes come
+# and go between it and the CPU. Such a graph is not captured. To GroupQueryAttention whose queries and keys are rotated
+# before it: it drops the mask, and takes tables of this request's rows for those of all positions.
+NOT_ON_GPUS = ("GatherToSliceFusion", "GroupQueryAttentionFusion")
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
 
