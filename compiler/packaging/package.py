@@ -215,9 +215,9 @@ def _suit_gpu(graphs: Sequence[ir.Graph], analysis: Analysis) -> None:
             fuse_skips(graph)
             fuse_bias_gelus(graph)
         multiply_as_stored(graph)
+        remove_unused(graph)
         if analysis.fuses:
             join_products(graph)
-        remove_unused(graph)
 
 
 def _write_rank(

@@ -12,9 +12,12 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
+from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.lowering.joined_products import join_products
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
+from splitc.runtime import Session
+from tests.conftest import run_whole
 
 # Two heads of 8 for queries, one for keys and values.
 WIDTH, SIZE = 24, 8
@@ -72,3 +75,19 @@ def test_products_of_one_value_are_one(tmp_path: Path, body: str, products: int,
     one, other = (ort.InferenceSession(source).run(None, feeds()) for source in (proto.SerializeToString(), path))
     for before, after in zip(one, other, strict=True):
         np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_an_exporter_transposes_are_joined(tmp_path: Path) -> None:
+    body = " ".join(f"t{name} = Transpose <perm = [1, 0]> (w{name})  {name} = MatMul (x, t{name})" for name in "qkv")
+    model = written(body)
+    for weight in model.graph.initializer:
+        if weight.name.startswith("w"):
+            weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight).T.copy(), weight.name))
+    onnx.save(model, tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cuda0"], Request()), tmp_path / "package", verify=False)
+    graph = ir.load(tmp_path / "package" / "rank0" / "stage0.onnx").graph
+    assert [node.op_type for node in graph] == ["FusedMatMul", "Split", "GroupQueryAttention"]
+    given = feeds()
+    with Session(tmp_path / "package", devices=["cpu0"]) as session:
+        for output, array in run_whole(tmp_path / "model.onnx", given).items():
+            np.testing.assert_allclose(session.run(given)[output], array, rtol=1e-5, atol=1e-6)
