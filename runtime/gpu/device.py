@@ -56,7 +56,8 @@ class GpuDevice:
 
     `name` is the user's, `index` CUDA's number of it in this process. `profile` describes its kind. `notes` are
     messages for the user. While a request is recorded as a CUDA graph, `tape` has this rank's buffers; `recorded` says
-    whether a request was ever recorded. Raises PackageError if there is no such GPU.
+    whether a request was ever recorded. What runs while it `prepares` is recorded next, or repeated as often. Raises
+    PackageError if there is no such GPU.
     """
 
     asynchronous = True
@@ -66,7 +67,7 @@ class GpuDevice:
         self.name = str(device)
         self.index = index = device.number_here
         self.tape: Tape | None = None
-        self.recorded = False
+        self.recorded = self.prepares = False
         self.cupy = need_cupy()
         self.cuda = self.cupy.cuda
         self._pins = Pins(self.cupy, index)

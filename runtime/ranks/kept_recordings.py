@@ -20,6 +20,10 @@ Kind = tuple[Any, ...]
 # remembered as refused. A choice: each recording holds the activations and states of its request, and a kind that was
 # forgotten runs eagerly a few times more.
 MOST, REMEMBERED = 8, 64
+# Of so many kinds each is recorded as soon as engines know its shapes, and of each further one after twice as many
+# requests as of the one before it. A choice: with attention, to record takes up to a second, which is what some
+# hundreds of a decoder's prompts gain, and prompts have ever new lengths.
+FEW, MOST_DOUBLINGS = 4, 8
 # The most ended sequences whose states are kept for new ones. A choice: each holds a sequence's caches; without any, a
 # new sequence would be recorded anew.
 MOST_SPARE = 2
@@ -48,6 +52,8 @@ class KeptRecordings:
         self.requests = 0
         self._kept: OrderedDict[tuple[Home, Kind], Recording] = OrderedDict()
         self._seen: OrderedDict[Kind, int] = OrderedDict()
+        # The kinds that were recorded, the latest last.
+        self._recorded: OrderedDict[Kind, None] = OrderedDict()
         # States of ended sequences, for which there are recordings.
         self._spare: OrderedDict[Home, States] = OrderedDict()
 
@@ -59,13 +65,16 @@ class KeptRecordings:
         """Keep a recording that the current request uses. The oldest one may be dropped for it."""
         recording.last = self.requests
         self._kept[home, kind] = recording
+        self._recorded[kind] = None
+        if len(self._recorded) > REMEMBERED:
+            self._recorded.popitem(last=False)
         if len(self._kept) > MOST:
             (oldest, _), _ = self._kept.popitem(last=False)
             if not self._knows(oldest):
                 self._spare.pop(oldest, None)
 
     def is_worth(self, kind: Kind) -> bool:
-        """Whether to record a request of this kind: engines know its shapes well, and it may be kept.
+        """Whether to record a request of this kind: it came often enough, and may be kept.
 
         Recordings in use are not dropped for others. Otherwise, with more sequences than recordings, each request would
         make a new one.
@@ -77,7 +86,8 @@ class KeptRecordings:
             self._seen.popitem(last=False)
         oldest = next(iter(self._kept.values()), None)
         may_be_kept = len(self._kept) < MOST or oldest is None or self.requests - oldest.last > IDLE
-        return count > NEW and may_be_kept
+        doublings = 0 if kind in self._recorded else min(max(0, len(self._recorded) + 1 - FEW), MOST_DOUBLINGS)
+        return count > NEW << doublings and may_be_kept
 
     def spare(self, home: Home, states: States) -> None:
         """Keep the states of an ended sequence for another one, if there are recordings for them."""

@@ -96,10 +96,14 @@ class RankReplays:
         """
         computation = self._computation
         states = computation.sequences.get(request.sequence, STATELESS)
-        eager = attempt(partial(computation.run_aside, request, states))
-        if self._why_not(eager):
-            return None
-        recording = attempt(partial(self._capture, request, states))
+        self._gpu.prepares = True
+        try:
+            eager = attempt(partial(computation.run_aside, request, states))
+            if self._why_not(eager):
+                return None
+            recording = attempt(partial(self._capture, request, states))
+        finally:
+            self._gpu.prepares = False
         held = attempt(partial(computation.hold_states, request, states))
         if why := self._why_not(recording, held):  # of an engine, CuPy or CUDA
             self._refuse(kind, why)
