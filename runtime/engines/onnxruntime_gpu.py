@@ -47,9 +47,6 @@ NEEDED = "onnxruntime-gpu>=1.26"
 # The number of previously seen input shapes whose output shapes an engine remembers. A choice: one that is forgotten
 # runs NEW times eagerly before it is captured again, and one that is kept takes a few hundred bytes.
 REMEMBERED = 64
-# After so many runs, shapes that are not captured have the session for those that are. A choice: a decoder's prompt is
-# 2 ms faster in it, and to prepare it for a length takes up to a second.
-OFTEN = 256
 # What ONNX Runtime would do. To rows that are counted and picked: its Unsqueeze nodes run on the GPU, and sizes come
 # and go between it and the CPU. Such a graph is not captured. To GroupQueryAttention whose queries and keys are rotated
 # before it: it drops the mask, and takes tables of this request's rows for those of all positions.
@@ -61,8 +58,7 @@ WORKSPACE = ":4096:1"
 class OnnxRuntimeGpuEngine:
     """One ONNX file, which launches work on the GPU's stream and does not wait for it.
 
-    The first of its `sessions` runs most requests, the last one those that are to be captured, or come again and again.
-    They share `weights`.
+    The first of its `sessions` runs most requests, the last one those that are to be captured. They share `weights`.
     """
 
     def __init__(
@@ -102,7 +98,6 @@ class OnnxRuntimeGpuEngine:
             return self._run_overridden(values, into)
         shapes = tuple(values[name].shape for name in self.inputs)
         seen = self._seen.get(shapes, _NEW)
-        known = self._gpu.prepares or seen.runs >= OFTEN
         if self._gpu.tape is not None:
             into = {**into, **self._allocate_outputs(seen, into)}
         # ONNX Runtime would copy these to the host itself, but hold Python's global lock while it waits for the stream.
@@ -112,11 +107,11 @@ class OnnxRuntimeGpuEngine:
             on_host[name] = np.empty(values[name].shape, number_type(values[name].dtype))
         inputs = {name: values[name] for name in self.inputs if name not in on_host}
         try:
-            given = self._bindings[-1 if known else 0].run(inputs, on_host, into, self._how(seen.runs))
+            given = self._bindings[-1 if self._gpu.prepares else 0].run(inputs, on_host, into, self._how(seen.runs))
         except ERRORS as error:
             raise failed(f"{self._name} on {self._gpu.name}", str(error), self._limit, values) from error
         outputs = seen.outputs if seen.runs else [_shape_of(name, given, into) for name in self.outputs]
-        self._remember(shapes, _Seen(seen.runs + 1, outputs, seen.prepared or known))
+        self._remember(shapes, _Seen(seen.runs + 1, outputs, seen.prepared or self._gpu.prepares))
         return {name: into[name] if name in into else self._own(name, given[name]) for name in self.outputs}
 
     def _how(self, runs: int) -> ort.RunOptions:

@@ -56,8 +56,8 @@ class GpuDevice:
 
     `name` is the user's, `index` CUDA's number of it in this process. `profile` describes its kind. `notes` are
     messages for the user. While a request is recorded as a CUDA graph, `tape` has this rank's buffers; `recorded` says
-    whether a request was ever recorded. What runs while it `prepares` is recorded next, or repeated as often. Raises
-    PackageError if there is no such GPU.
+    whether a request was ever recorded. While it `prepares`, engines run what is recorded next. Raises PackageError
+    if there is no such GPU.
     """
 
     asynchronous = True

@@ -16,5 +16,5 @@ def test_further_kinds_come_ever_more_often_before_they_are_recorded() -> None:
             count += 1
         kept.keep(home, (kind,), Recording(None, Tape(), {}, {}, None, None))
         counts.append(count)
-    assert counts == [NEW + 1] * 4 + [2 * NEW + 1, 4 * NEW + 1, 8 * NEW + 1]
+    assert counts == [NEW + 2] * 4 + [2 * NEW + 2, 4 * NEW + 2, 8 * NEW + 2]
     assert kept.is_worth(("6",)), "of another sequence, for which engines are prepared"
