@@ -14,10 +14,6 @@ from splitc.runtime.arrays.array import Allocate, Zeros
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.package.manifest import Weight
 
-# In so many runs, shapes are new to an engine, and in one more it may be captured. A choice: prompts mostly have a
-# length of their own, and a capture takes 25 to 40 ms for each attention (attention_kernels.py).
-NEW = 2
-
 
 class Engine(Protocol):
     """One compiled file, as a rank's program runs it."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitc.runtime.arrays.array import Zeros
-from splitc.runtime.engines import NEW
 from splitc.runtime.feeds.on_gpu import GpuFeed
 from splitc.runtime.ranks.recording import Recording
 from splitc.runtime.ranks.request import InFlightRequest
@@ -20,10 +19,10 @@ Kind = tuple[Any, ...]
 # remembered as refused. A choice: each recording holds the activations and states of its request, and a kind that was
 # forgotten runs eagerly a few times more.
 MOST, REMEMBERED = 8, 64
-# Of so many kinds each is recorded as soon as engines know its shapes, and of each further one after twice as many
-# requests as of the one before it. A choice: with attention, to record takes up to a second, which is what some
-# hundreds of a decoder's prompts gain, and prompts have ever new lengths.
-FEW, MOST_DOUBLINGS = 4, 8
+# A request is recorded if more than so many came of its kind. Beyond a FEW kinds, each comes twice as often as the one
+# before it. A choice: prompts have ever new lengths, and to record one takes up to a second where each attention is
+# planned (attention_kernels.py), which is what some hundreds of them gain.
+NEW, FEW, MOST_DOUBLINGS = 2, 4, 8
 # The most ended sequences whose states are kept for new ones. A choice: each holds a sequence's caches; without any, a
 # new sequence would be recorded anew.
 MOST_SPARE = 2

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from splitc.runtime.engines import NEW
 from splitc.runtime.gpu.array import Tape
-from splitc.runtime.ranks.kept_recordings import Home, KeptRecordings
+from splitc.runtime.ranks.kept_recordings import NEW, Home, KeptRecordings
 from splitc.runtime.ranks.recording import Recording
 
 
