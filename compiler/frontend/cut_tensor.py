@@ -26,11 +26,14 @@ class CutTensor(ir.LazyTensor):
         self.places = places
 
     def _read(self) -> ir.TensorProtocol:
-        # A tensor that was read keeps its file and all touched pages mapped. A new one lets them go afterwards.
-        source = self.source
-        if isinstance(source, ir.ExternalTensor):
-            source = part_of_file(source, 0, source.nbytes, ir.Shape(source.shape.numpy()), self.name or "")
-        return ir.Tensor(take(source.numpy(), self.places), self.dtype, name=self.name)
+        return ir.Tensor(take(read_alone(self.source), self.places), self.dtype, name=self.name)
+
+
+def read_alone(tensor: ir.TensorProtocol) -> npt.NDArray[Any]:
+    """A tensor's elements. One that was read keeps its file and all touched pages mapped; this lets them go again."""
+    if isinstance(tensor, ir.ExternalTensor):
+        tensor = part_of_file(tensor, 0, tensor.nbytes, ir.Shape(tensor.shape.numpy()), tensor.name or "")
+    return tensor.numpy()
 
 
 def take(array: npt.NDArray[Any], places: Mapping[int, Indices]) -> npt.NDArray[Any]:

@@ -1,18 +1,26 @@
 """Reshapes that fusion leaves behind each other: an operator takes three axes where the exporter wrote four.
 
-Each is a node that an engine runs, and takes some microseconds of the host's time.
+So also what keeps its input as it is: a Slice of the whole, an Expand to the same sizes. Each is a node that an engine
+runs, and takes some microseconds of the host's time. Masks that differ only in such nodes are one without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.fusion.operand import VIEWS
-from splitc.compiler.fusion.sizes import Sizes
+from splitc.compiler.fusion.sizes import Axis, Sizes
+
+# What gives other sizes from sizes, so that lists which are equal for two sets of sizes are equal for all. A Min or a
+# Max may be another one of its inputs for longer requests.
+LINEAR = VIEWS | {"Shape", "Gather", "Slice", "Concat", "Add", "Sub", "Mul", "Cast", "Identity"}
+# An end of a Slice from which on it is that of any axis.
+ANY_END = 1 << 31
 
 
 def join_views(editor: Editor, sizes: Sizes) -> None:
@@ -22,14 +30,14 @@ def join_views(editor: Editor, sizes: Sizes) -> None:
     """
     if not sizes.differ:
         return
-    for node in [node for node in editor.graph if _is_view(node)]:
+    for node in [node for node in editor.graph if _is_view(node) or _keeps(node, sizes)]:
         made, own = node.outputs[0], sizes.of(node.outputs[0])
         sources = list(_sources(node, sizes))
         restored = next((value for value in reversed(sources) if sizes.of(value) == own), None)
         if restored is not None and not made.is_graph_output():
             made.replace_all_uses_with(restored)
             continue
-        for source in reversed(sources[1:]):
+        for source in reversed(sources[1:]) if _is_view(node) else ():
             if (numbers := _shape_for(node, source, sizes)) is not None:
                 node.replace_input_with(0, source)
                 node.replace_input_with(1, editor.constant(np.array(numbers, np.int64)))
@@ -40,9 +48,44 @@ def _is_view(node: ir.Node) -> bool:
     return node.op_type in VIEWS and not node.domain
 
 
+def _keeps(node: ir.Node, sizes: Sizes) -> bool:
+    """Whether a Slice takes all of its input, or an Expand repeats nothing, whatever the sizes are."""
+    if node.op_type not in ("Slice", "Expand") or node.domain or len(node.inputs) < 2 or node.inputs[0] is None:
+        return False
+    axes = sizes.axes(node.inputs[0])
+    if axes is None or sizes.of(node.inputs[0]) != sizes.of(node.outputs[0]):
+        return False
+    return _is_linear(node.inputs[1]) if node.op_type == "Expand" else _takes_all(node, axes)
+
+
+def _takes_all(node: ir.Node, axes: Sequence[Axis]) -> bool:
+    """Whether a Slice, which takes as many elements as there are for two sets of sizes, does so for all."""
+    _, starts, ends, along, steps = (*node.inputs, None, None)[:5]
+    places = list(range(len(axes))) if along is None else _numbers(along)
+    if places is None or set(_numbers(starts) or ()) != {0} or not (steps is None or set(_numbers(steps) or ()) == {1}):
+        return False
+    stops = _numbers(ends)
+    if stops is None:
+        return _is_linear(ends)
+    return all(stop >= ANY_END or axes[place].fixed == stop for stop, place in zip(stops, places, strict=False))
+
+
+def _numbers(value: ir.Value | None) -> list[int] | None:
+    """The numbers of a constant list; None if it is none."""
+    return None if value is None or value.const_value is None else value.const_value.numpy().tolist()
+
+
+def _is_linear(value: ir.Value | None) -> bool:
+    """Whether a list of sizes is computed by what is LINEAR."""
+    above = list(reached(producers([value]), lambda node: () if node.op_type == "Shape" else producers(node.inputs)))
+    read = [value, *(one for node in above if node.op_type != "Shape" for one in node.inputs)]
+    is_fed = any(one is not None and one.producer() is None and one.const_value is None for one in read)
+    return not is_fed and all(node.op_type in LINEAR and not node.domain for node in above)
+
+
 def _sources(node: ir.Node | None, sizes: Sizes) -> Iterator[ir.Value]:
-    """What a view reads, and what that is a view of, as far as the sizes are known."""
-    while node is not None and _is_view(node):
+    """What a view, or what keeps its input, reads, and what that is a view of, as far as the sizes are known."""
+    while node is not None and (_is_view(node) or _keeps(node, sizes)):
         value = node.inputs[0]
         if value is None or sizes.of(value) is None:
             return

@@ -137,7 +137,7 @@ class Writer:
         if not any(isinstance(number, Axis) for number in numbers):
             return self.editor.constant(np.array(numbers, np.int64))
         parts = [self._number(number, f"{role}_size{place}") for place, number in enumerate(numbers)]
-        return self.integers(f"{role}_sizes", "Concat", parts, len(numbers), axis=0)
+        return parts[0] if len(parts) == 1 else self.integers(f"{role}_sizes", "Concat", parts, len(numbers), axis=0)
 
     def _number(self, number: int | Axis, role: str) -> ir.Value:
         """A list of one size."""

@@ -22,6 +22,7 @@ from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
+from splitc.compiler.lowering.joined_products import join_products
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.lowering.transposed_weights import multiply_as_stored
@@ -213,6 +214,8 @@ def _suit_gpu(graphs: Sequence[ir.Graph], analysis: Analysis) -> None:
             fuse_bias_gelus(graph)
         multiply_as_stored(graph)
         remove_unused(graph)
+        if analysis.fuses:
+            join_products(graph)
 
 
 def _write_rank(

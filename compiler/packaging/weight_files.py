@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.cut_tensor import CutTensor, Indices, as_slice, take
+from splitc.compiler.frontend.joined_tensor import JoinedTensor
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.futures import first_error
@@ -40,7 +42,7 @@ def in_source_order(tensors: Iterable[ir.TensorProtocol]) -> list[ir.TensorProto
 
 def _place(tensor: ir.TensorProtocol) -> tuple[str, int, int, tuple[int, ...], int]:
     """Where a tensor's source lies: its file, first byte, bytes and shape; in memory its name and id."""
-    source = _source(tensor)
+    source = _source(tensor.parts[0] if isinstance(tensor, JoinedTensor) else tensor)
     shape = _shape(source)
     if isinstance(source, ir.ExternalTensor):
         return str(source.path), source.offset or 0, source.nbytes, shape, 0
@@ -89,11 +91,16 @@ class _Counter:
 
 def _write(file: WeightFile, writer: PackageWriter, count: Callable[[int], None]) -> None:
     with writer.open(file.path) as target:
-        for tensor in file.tensors:
+        for tensor in chain.from_iterable(map(_in_turn, file.tensors)):
             for piece in _pieces(_elements(_source(tensor)), _places(tensor)):
                 writer.check_stopped()
                 if piece.size:
                     count(target.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data))
+
+
+def _in_turn(tensor: ir.TensorProtocol) -> Sequence[ir.TensorProtocol]:
+    """The tensors whose bytes are those of the tensor, one after the other."""
+    return tensor.parts if isinstance(tensor, JoinedTensor) and tensor.axis == 0 else (tensor,)
 
 
 def _pieces(array: Array, places: Mapping[int, Indices]) -> Iterator[Array]:

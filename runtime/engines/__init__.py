@@ -14,10 +14,6 @@ from splitc.runtime.arrays.array import Allocate, Zeros
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.package.manifest import Weight
 
-# In so many runs, shapes are new to an engine. In the next one it may prepare for them, and after it be captured. A
-# choice: prompts mostly have a length of their own, and to prepare takes 25 to 40 ms (attention_kernels.py).
-NEW = 2
-
 
 class Engine(Protocol):
     """One compiled file, as a rank's program runs it."""

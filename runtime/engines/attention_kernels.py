@@ -19,7 +19,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def attention_for(known_shapes: bool) -> Iterator[Mapping[str, str]]:
-    """The provider's options for attention: cuDNN's for shapes that come again, kernels without planning for others.
+    """The provider's options for attention: cuDNN's for shapes that are captured, kernels without planning for others.
 
     Sessions that are made meanwhile don't use XQA, which is slower than cuDNN's (8B decoder on H200s, replayed tokens
     on one and two GPUs: 4.98 and 3.66 ms beside 4.83 and 3.47), and only works on one GPU of a process.

@@ -21,7 +21,7 @@ import onnxruntime as ort
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES, read_type
 from splitc.runtime.arrays.ort_values import host_array, host_value
-from splitc.runtime.engines import NEW, Communicator
+from splitc.runtime.engines import Communicator
 from splitc.runtime.engines.attention_kernels import attention_for
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.kind import BackendOptions
@@ -33,7 +33,7 @@ from splitc.runtime.engines.onnxruntime_cpu import (
     run_overridden,
 )
 from splitc.runtime.errors import EngineError, PackageError
-from splitc.runtime.gpu.array import GpuArray
+from splitc.runtime.gpu.array import GpuArray, Use
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.swapped_weights import SwappedWeights
 from splitc.runtime.gpu.weight_places import SwapBuffer, can_share
@@ -44,12 +44,13 @@ from splitc.runtime.package.manifest import Weight
 PROVIDER = "CUDAExecutionProvider"
 # The first ONNX Runtime that takes an array on a GPU as a value, as weights are shared. For Python 3.11 and later.
 NEEDED = "onnxruntime-gpu>=1.26"
-# The number of previously seen input shapes whose output shapes an engine remembers. A choice: one that is forgotten
-# runs NEW times eagerly before it is captured again, and one that is kept takes a few hundred bytes.
+# The number of previously seen input shapes whose output shapes an engine remembers. A choice: one that is forgotten is
+# prepared again before it is captured, and one that is kept takes a few hundred bytes.
 REMEMBERED = 64
-# What ONNX Runtime would do to rows that are counted and picked: its Unsqueeze nodes run on the GPU, and sizes come and
-# go between it and the CPU. Such a graph is not captured.
-NOT_ON_GPUS = ("GatherToSliceFusion",)
+# What ONNX Runtime would do. To rows that are counted and picked: its Unsqueeze nodes run on the GPU, and sizes come
+# and go between it and the CPU. Such a graph is not captured. To GroupQueryAttention whose queries and keys are rotated
+# before it: it drops the mask, and takes tables of this request's rows for those of all positions.
+NOT_ON_GPUS = ("GatherToSliceFusion", "GroupQueryAttentionFusion")
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
 
@@ -57,7 +58,7 @@ WORKSPACE = ":4096:1"
 class OnnxRuntimeGpuEngine:
     """One ONNX file, which launches work on the GPU's stream and does not wait for it.
 
-    The first of its `sessions` runs new shapes, the last one known shapes, which may be captured. They share `weights`.
+    The first of its `sessions` runs most requests, the last one those that are to be captured. They share `weights`.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class OnnxRuntimeGpuEngine:
         if not self.optional.isdisjoint(values):
             return self._run_overridden(values, into)
         shapes = tuple(values[name].shape for name in self.inputs)
-        seen = self._seen.get(shapes, _NEW)
+        seen, captured = self._seen.get(shapes), self._gpu.use is Use.CAPTURED
         if self._gpu.tape is not None:
             into = {**into, **self._allocate_outputs(seen, into)}
         # ONNX Runtime would copy these to the host itself, but hold Python's global lock while it waits for the stream.
@@ -105,21 +106,18 @@ class OnnxRuntimeGpuEngine:
         for name in self._sizes_on_host:
             on_host[name] = np.empty(values[name].shape, number_type(values[name].dtype))
         inputs = {name: values[name] for name in self.inputs if name not in on_host}
+        plain, shrinking = self._options
         try:
-            given = self._bindings[-1 if seen.runs >= NEW else 0].run(inputs, on_host, into, self._how(seen.runs))
+            how = shrinking if self._gpu.use is Use.LAST and len(self._bindings) > 1 else plain
+            given = self._bindings[-1 if captured else 0].run(inputs, on_host, into, how)
         except ERRORS as error:
             raise failed(f"{self._name} on {self._gpu.name}", str(error), self._limit, values) from error
-        self._remember(shapes, seen, given, into)
+        outputs = [_shape_of(name, given, into) for name in self.outputs] if seen is None else seen.outputs
+        self._remember(shapes, _Seen(outputs, captured or (seen is not None and seen.prepared)))
         return {name: into[name] if name in into else self._own(name, given[name]) for name in self.outputs}
 
-    def _how(self, runs: int) -> ort.RunOptions:
-        """After their last run in the session for new shapes, that gives its memory back for the other one."""
-        plain, shrinking = self._options
-        return shrinking if len(self._bindings) > 1 and runs == NEW - 1 else plain
-
-    def _remember(self, shapes: Any, seen: _Seen, given: Mapping[str, Any], into: Mapping[str, GpuArray]) -> None:
-        outputs = seen.outputs if seen.runs else [_shape_of(name, given, into) for name in self.outputs]
-        self._seen[shapes] = _Seen(seen.runs + 1, outputs)
+    def _remember(self, shapes: Any, seen: _Seen) -> None:
+        self._seen[shapes] = seen
         self._seen.move_to_end(shapes)
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
@@ -133,10 +131,10 @@ class OnnxRuntimeGpuEngine:
             self._gpu.copy_over(value, made[name])
         return {**made, **into}
 
-    def _allocate_outputs(self, seen: _Seen, into: Collection[str]) -> dict[str, GpuArray]:
+    def _allocate_outputs(self, seen: _Seen | None, into: Collection[str]) -> dict[str, GpuArray]:
         """Our own memory for outputs that are not in `into`: the arena's memory may be reused after the run."""
-        if seen.runs <= NEW:
-            raise EngineError(f"{self._name} has not run with these shapes often enough to be captured")
+        if seen is None or not seen.prepared:
+            raise EngineError(f"{self._name} has not run with these shapes to be captured")
         known = zip(self.outputs, seen.outputs, strict=True)
         return {name: self._gpu.empty(shape, self._types[name]) for name, shape in known if name not in into}
 
@@ -151,13 +149,10 @@ class OnnxRuntimeGpuEngine:
 
 @dataclass(frozen=True)
 class _Seen:
-    """How often inputs of some shapes came, and the shapes of their outputs, in order."""
+    """The shapes of the outputs that inputs of some shapes give, in order. If `prepared`, a run can be captured."""
 
-    runs: int
     outputs: Sequence[tuple[int, ...]]
-
-
-_NEW = _Seen(0, ())
+    prepared: bool
 
 
 def _shape_of(name: str, given: Mapping[str, ort.OrtValue], into: Mapping[str, GpuArray]) -> tuple[int, ...]:

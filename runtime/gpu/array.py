@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -46,3 +47,13 @@ class Tape:
     inputs: dict[str, npt.NDArray[Any] | GpuArray] = field(default_factory=dict)
     owned: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
+
+
+class Use(Enum):
+    """What an engine runs: eager work, that of a request whose kind is captured next, or what is captured.
+
+    An engine may have memory for eager work, and other memory for what is captured. It frees the first after the last
+    of a kind's eager runs, and gets the other ready in a run that is not captured yet.
+    """
+
+    USUAL, LAST, CAPTURED = range(3)

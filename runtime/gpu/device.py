@@ -16,7 +16,7 @@ import numpy.typing as npt
 from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.feeds.on_gpu import GpuFeed
-from splitc.runtime.gpu.array import GpuArray, Tape
+from splitc.runtime.gpu.array import GpuArray, Tape, Use
 from splitc.runtime.gpu.kernels import copy
 from splitc.runtime.gpu.pinned_memory import Pins
 from splitc.runtime.gpu.weight_places import SwapBuffer, lay_out
@@ -56,7 +56,7 @@ class GpuDevice:
 
     `name` is the user's, `index` CUDA's number of it in this process. `profile` describes its kind. `notes` are
     messages for the user. While a request is recorded as a CUDA graph, `tape` has this rank's buffers; `recorded` says
-    whether a request was ever recorded. Raises PackageError if there is no such GPU.
+    whether a request was ever recorded, and `use` what engines run now. Raises PackageError if there is no such GPU.
     """
 
     asynchronous = True
@@ -67,6 +67,7 @@ class GpuDevice:
         self.index = index = device.number_here
         self.tape: Tape | None = None
         self.recorded = False
+        self.use = Use.USUAL
         self.cupy = need_cupy()
         self.cuda = self.cupy.cuda
         self._pins = Pins(self.cupy, index)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from splitc.runtime.arrays.array import Zeros
-from splitc.runtime.engines import NEW
 from splitc.runtime.feeds.on_gpu import GpuFeed
 from splitc.runtime.ranks.recording import Recording
 from splitc.runtime.ranks.request import InFlightRequest
@@ -20,6 +19,10 @@ Kind = tuple[Any, ...]
 # remembered as refused. A choice: each recording holds the activations and states of its request, and a kind that was
 # forgotten runs eagerly a few times more.
 MOST, REMEMBERED = 8, 64
+# A request is recorded if more than so many came of its kind. Beyond a FEW kinds, each comes twice as often as the one
+# before it. A choice: prompts have ever new lengths, and to record one takes up to a second where each attention is
+# planned (attention_kernels.py), which is what some hundreds of them gain.
+NEW, FEW, MOST_DOUBLINGS = 2, 4, 8
 # The most ended sequences whose states are kept for new ones. A choice: each holds a sequence's caches; without any, a
 # new sequence would be recorded anew.
 MOST_SPARE = 2
@@ -48,6 +51,8 @@ class KeptRecordings:
         self.requests = 0
         self._kept: OrderedDict[tuple[Home, Kind], Recording] = OrderedDict()
         self._seen: OrderedDict[Kind, int] = OrderedDict()
+        # The kinds that were recorded, the latest last.
+        self._recorded: OrderedDict[Kind, None] = OrderedDict()
         # States of ended sequences, for which there are recordings.
         self._spare: OrderedDict[Home, States] = OrderedDict()
 
@@ -59,13 +64,16 @@ class KeptRecordings:
         """Keep a recording that the current request uses. The oldest one may be dropped for it."""
         recording.last = self.requests
         self._kept[home, kind] = recording
+        self._recorded[kind] = None
+        if len(self._recorded) > REMEMBERED:
+            self._recorded.popitem(last=False)
         if len(self._kept) > MOST:
             (oldest, _), _ = self._kept.popitem(last=False)
             if not self._knows(oldest):
                 self._spare.pop(oldest, None)
 
     def is_worth(self, kind: Kind) -> bool:
-        """Whether to record a request of this kind: engines know its shapes well, and it may be kept.
+        """Whether to record a request of this kind: it came often enough, and may be kept.
 
         Recordings in use are not dropped for others. Otherwise, with more sequences than recordings, each request would
         make a new one.
@@ -77,7 +85,8 @@ class KeptRecordings:
             self._seen.popitem(last=False)
         oldest = next(iter(self._kept.values()), None)
         may_be_kept = len(self._kept) < MOST or oldest is None or self.requests - oldest.last > IDLE
-        return count > NEW and may_be_kept
+        doublings = 0 if kind in self._recorded else min(max(0, len(self._recorded) + 1 - FEW), MOST_DOUBLINGS)
+        return count > NEW << doublings and may_be_kept
 
     def spare(self, home: Home, states: States) -> None:
         """Keep the states of an ended sequence for another one, if there are recordings for them."""

@@ -20,7 +20,7 @@ import numpy as np
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import EngineError
 from splitc.runtime.feeds.on_gpu import GpuFeed
-from splitc.runtime.gpu.array import GpuArray, Tape
+from splitc.runtime.gpu.array import GpuArray, Tape, Use
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.ranks.capture import capture
@@ -96,10 +96,14 @@ class RankReplays:
         """
         computation = self._computation
         states = computation.sequences.get(request.sequence, STATELESS)
-        eager = attempt(partial(computation.run_aside, request, states))
-        if self._why_not(eager):
-            return None
-        recording = attempt(partial(self._capture, request, states))
+        try:
+            for self._gpu.use in (Use.LAST, Use.CAPTURED):
+                eager = attempt(partial(computation.run_aside, request, states))
+                if self._why_not(eager):
+                    return None
+            recording = attempt(partial(self._capture, request, states))
+        finally:
+            self._gpu.use = Use.USUAL
         held = attempt(partial(computation.hold_states, request, states))
         if why := self._why_not(recording, held):  # of an engine, CuPy or CUDA
             self._refuse(kind, why)

@@ -21,8 +21,8 @@ from models.llama_fused import build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.engines import NEW
 from splitc.runtime.hardware.gpus import list_gpus, need_cupy
+from splitc.runtime.ranks.kept_recordings import NEW
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
+from onnx import numpy_helper
 
 from models.llama import Size, build
 from models.llama_fused import build as build_fused
@@ -225,6 +228,40 @@ def test_caches_that_grow(tmp_path: Path) -> None:
         assert list(session.generate([1, 2, 3], max_new_tokens=16)) == list(
             on_cpu.generate([1, 2, 3], max_new_tokens=16)
         )
+
+
+def test_masks_and_rotations_before_attention_with_a_cache(tmp_path: Path) -> None:
+    """ONNX Runtime would rotate inside of attention instead, from position 0 on and without the mask."""
+    names = {"q": "wide", "k": "narrow", "v": "narrow"}
+    sizes = {"wide": (64, 32), "narrow": (64, 16)}
+    cache = "float16[1, 2, past, 8]"
+    given = f"float16[1, s, 64] x, float16[s, 4] c, float16[s, 4] d, float16[1, 1, s, all] mask, {cache} pk, {cache} pv"
+    made = f"float16[1, s, 32] a, {cache.replace('past', 'all')} k2, {cache.replace('past', 'all')} v2"
+    rotate = "com.microsoft.RotaryEmbedding"
+    text = (
+        '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]> '
+        f"g ({given}, int32[1] last, int32 total) => ({made}) <int64[1] zero = {{0}}> {{"
+        + "".join(f" {name} = MatMul (x, {name}_{weight})" for name, weight in names.items())
+        + f" qr = {rotate} <num_heads = 4> (q, zero, c, d)  kr = {rotate} <num_heads = 2> (k, zero, c, d)"
+        " a, k2, v2 = com.microsoft.GroupQueryAttention <num_heads = 4, kv_num_heads = 2, causal = 0>"
+        " (qr, kr, v, pk, pv, last, total, , , , mask) }"
+    )
+    model, random = onnx.parser.parse_model(text), np.random.default_rng(0)
+    for name, weight in names.items():
+        array = (random.standard_normal(sizes[weight]) / 8).astype("f2")
+        model.graph.initializer.append(numpy_helper.from_array(array, f"{name}_{weight}"))
+    onnx.save(model, tmp_path / "model.onnx")
+    shapes = {"c": (1, 4), "d": (1, 4), "mask": (1, 1, 1, 10), "pk": (1, 2, 9, 8), "pv": (1, 2, 9, 8), "x": (1, 1, 64)}
+    request = Request(split_mode="layer", engine="onnxruntime", no_fuse=True, shapes=shapes)
+    package = tmp_path / "package"
+    compile_model(plan_model(tmp_path / "model.onnx", ["cuda0"], request), package, verify=False)
+    angles = np.arange(9, 10)[:, None] / np.array([1, 2, 4, 8])
+    arrays = {name: random.standard_normal(shape).astype("f2") for name, shape in shapes.items()}
+    arrays |= {"c": np.cos(angles).astype("f2"), "d": np.sin(angles).astype("f2")}
+    arrays |= {"last": np.array([9], "i4"), "total": np.array(10, "i4")}
+    arrays["mask"] = np.where(np.arange(10) % 3, 0, -6e4).astype("f2")[None, None, None]
+    with open_unsplit(tmp_path / "model.onnx", CPU, 4) as whole, Session(package) as session:
+        agree(whole(arrays), session.run(arrays))
 
 
 def test_capture_of_nothing_leaves_streams_as_they_were() -> None:

@@ -12,6 +12,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.views import join_views
+from splitc.compiler.request.shapes import Shape
 
 MODEL = """<ir_version: 8, opset_import: ["" : 18]>
 graph (float[b, s, 8] x) => (float{axes} y{output}) {{
@@ -69,3 +70,36 @@ def test_outputs_and_sizes_that_may_be_equal_by_chance_stay() -> None:
     for how in ({"output": "v"}, {"differ": False}):
         _, after = views([0, 0, 2, 4], [0, 0, 8], **how)  # type: ignore[arg-type]
         assert sum(node.op_type == "Reshape" for node in after.graph) == 1 + ("differ" in how)
+
+
+KEPT = """<ir_version: 8, opset_import: ["" : 18]>
+graph (float[b, s, 8] x) => (float[n0, n1, n2] y)
+<int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] eight = {{8}}, int64[1] last = {{-1}}, int64[1] least = {{-100}},
+ int64[1] most = {{9223372036854775807}}, int64[1] many = {{1000}}> {{
+    sizes = Shape (x)  length = Gather <axis = 0> (sizes, one)  twice = Add (length, length)
+    fewer = Sub (twice, length)  some = Min (length, many)  enough = Max (sizes, one)
+    v = {node}  y = Neg (v)
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("node", "stays"),
+    [
+        ("Slice (x, zero, length, one)", False),
+        ("Slice (x, zero, fewer, one)", False),
+        ("Slice (x, zero, most, one, one)", False),
+        ("Slice (x, zero, eight, last)", False),
+        ("Expand (x, sizes)", False),
+        ("Slice (x, zero, some, one)", True),  # not all of 2000
+        ("Slice (x, zero, many, one)", True),
+        ("Slice (x, least, most, one)", True),
+        ("Slice (x, last, least, one, last)", True),  # the other way round
+        ("Expand (x, enough)", True),  # one, of none
+    ],
+)
+def test_what_keeps_its_input_for_all_sizes_is_dropped(node: str, stays: bool) -> None:
+    model = ir.from_proto(onnx.parser.parse_model(KEPT.format(node=node)))
+    shapes: dict[str, dict[str, Shape]] = {name: dict.fromkeys("xvy", own) for name, own in SIZES.items()}
+    join_views(Editor(model.graph), Sizes(shapes["planned"], shapes["probe"], True))
+    remove_unused(model.graph)
+    assert (len(model.graph) > 1) == stays

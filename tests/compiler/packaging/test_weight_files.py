@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from splitc.compiler.analysis.costs import MAPPED_AROUND
 from splitc.compiler.frontend.cut_tensor import CutTensor
+from splitc.compiler.frontend.joined_tensor import JoinedTensor
 from splitc.compiler.packaging import weight_files
 from splitc.compiler.packaging import writer as package_writer
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
@@ -86,6 +87,7 @@ def test_bytes_are_those_of_the_tensors(tmp_path: Path, jobs: int) -> None:
             memory,
         ],
         [small, memory, cut(matrix, {1: slice(0, 7)}), matrix],  # more is cut from a piece than it has bytes
+        [JoinedTensor([matrix, cut(matrix, {1: slice(0, 3)})], 1, "wide"), JoinedTensor([matrix, matrix], 0, "long")],
     ]
     files = [WeightFile(tmp_path / str(n), tuple(in_source_order(each))) for n, each in enumerate(wanted)]
     writer = PackageWriter(tmp_path)

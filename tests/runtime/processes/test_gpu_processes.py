@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.engines import NEW
 from splitc.runtime.errors import SplitcError
+from splitc.runtime.ranks.kept_recordings import NEW
 from splitc.runtime.ranks.loop import Replay
 from tests.conftest import decoder_feeds, run_whole
 from tests.helpers.fake_gpu_sessions import package

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.engines import NEW
+from splitc.runtime.ranks.kept_recordings import NEW
 from tests.compiler.fusion.test_caches import OPTIMUM
 from tests.compiler.fusion.test_preamble import CLOSE, HALF, compiled
 from tests.conftest import assert_close, run_whole

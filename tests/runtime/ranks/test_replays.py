@@ -17,9 +17,9 @@ from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.engines import NEW
 from splitc.runtime.errors import EngineError
 from splitc.runtime.ranks.capture import capture
+from splitc.runtime.ranks.kept_recordings import NEW
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.admission import Admission
@@ -292,23 +292,25 @@ def test_sizes_that_depend_on_data_are_never_captured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "ranks", "engine", "captured"),
+    ("mode", "ranks", "engine", "before"),
     [
-        ("layer", 1, "stage0.onnx", False),
-        ("layer", 1, "stage0.onnx", True),
-        ("layer", 2, "stage1.onnx", True),
-        ("tensor", 2, "rank1/stage0.1.onnx", False),
+        ("layer", 1, "stage0.onnx", 0),
+        ("layer", 1, "stage0.onnx", 1),
+        ("layer", 1, "stage0.onnx", 2),
+        ("layer", 2, "stage1.onnx", 2),
+        ("tensor", 2, "rank1/stage0.1.onnx", 1),
     ],
 )
 def test_rank_that_fails_while_it_is_recorded(
-    decoder: Path, mode: str, ranks: int, engine: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+    decoder: Path, mode: str, ranks: int, engine: str, before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request runs eagerly, all the same; nobody waits for the rank that failed. Later ones are tried again.
 
     But not where it was the capture that failed.
     """
-    # Before the run that is captured, it runs as it does eagerly.
-    monkeypatch.setenv(FAILING, f"{engine} {NEW + 1 + captured}")
+    # Before the run that is captured, it runs twice as it does eagerly.
+    monkeypatch.setenv(FAILING, f"{engine} {NEW + 1 + before}")
+    captured = before == 2
     whole = run_whole(decoder, decoder_feeds())
     with Session(package(decoder, mode, ranks), devices=[f"{ranks}xcuda"]) as session:
         for _ in range(RUNS):

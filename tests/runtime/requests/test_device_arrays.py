@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Session
-from splitc.runtime.engines import NEW
 from splitc.runtime.errors import EngineError, FeedError, MisuseError
 from splitc.runtime.feeds.on_gpu import GpuFeed
+from splitc.runtime.ranks.kept_recordings import NEW
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
 from tests.conftest import assert_close, decoder_feeds, run_whole

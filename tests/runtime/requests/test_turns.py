@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from splitc.runtime import Pipeline
-from splitc.runtime.engines import NEW
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.swapped_weights import SwappedWeights
@@ -19,6 +18,7 @@ from splitc.runtime.gpu.weight_places import SwapBuffer, swappable_bytes
 from splitc.runtime.hardware.devices import Device, parse_devices
 from splitc.runtime.package.manifest import Weight
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.ranks.kept_recordings import NEW
 from splitc.runtime.ranks.thread import Worker
 from splitc.runtime.requests.turns import Turn, Turns
 from splitc.runtime.session.shared_ranks import make_swap, need_turns
