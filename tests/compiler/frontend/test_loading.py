@@ -22,7 +22,7 @@ from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.packaging.self_check import check_loads
-from tests.helpers.app import app
+from splitc.runtime.cli.app import app
 from tests.helpers.command import splitc
 
 WriteModel = Callable[[str], Path]
