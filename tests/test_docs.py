@@ -7,12 +7,10 @@ import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer.main
 
-from tests.helpers.app import app
+from splitc.runtime.cli.app import COMMANDS, command_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -64,10 +62,9 @@ def spans(page: Path) -> list[str]:
 @cache
 def known_options() -> dict[str, set[str]]:
     """The options of each command."""
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
     return {
-        name: {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
-        for name, command in commands.items()
+        name: {option for each in command_of(name).params for option in (*each.opts, *each.secondary_opts)}
+        for name in COMMANDS
     }
 
 

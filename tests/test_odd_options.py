@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import typer
 
-from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.app import command_of
 from tests.helpers.command import splitc, splitc_any
 from tests.helpers.fuzz import seeds
 
@@ -31,9 +28,7 @@ BOUND = 30.0
 
 def options(command: str) -> list[str]:
     """The options of a command that take a value."""
-    import_module("splitc.compiler.cli.commands")  # its commands
-    found: Any = typer.main.get_command(app)
-    given = [param for param in found.commands[command].params if not getattr(param, "is_flag", False)]
+    given = [param for param in command_of(command).params if not getattr(param, "is_flag", False)]
     names = [max(param.opts, key=len) for param in given]
     return sorted(name for name in names if name.startswith("--") and name not in FILES)
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from splitc.compiler.packaging.building import OPTIONS, BuildSettings
 from splitc.compiler.request.request import options_of_requests
-from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.app import COMMANDS, command_of
 from splitc.runtime.cli.options import RULES, Command
 from splitc.runtime.package.manifest import BuildOptions
 from tests.helpers.command import splitc
 
 
 def commands() -> dict[str, Any]:
-    import_module("splitc.compiler.cli.commands")  # its commands
-    found: Any = typer.main.get_command(app)
-    return dict(found.commands)
+    return {name: command_of(name) for name in COMMANDS}
 
 
 def said(*arguments: object) -> str:

@@ -92,19 +92,19 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     """Run package and model on the same inputs, and compare their outputs.
 
     They run on the plan's GPUs if these are in this machine and have memory for both, else on CPU devices. Raises
-    OutputsDifferError if an output differs by more than the tolerance of the model's number type, and by much more than
-    rounding changes it in the unsplit model.
+    ModelError, as `check_loads`, if the package can't be loaded, and OutputsDifferError if an output differs by more
+    than the tolerance of the model's number type, and by much more than rounding changes it in the unsplit model.
     """
     graph = plan.analysis.graph
     weights = plan.analysis.costs.weight_bytes(graph.nodes)
     limit = min(LARGEST, host_memory()[1] // 3)  # the model, the package, and as much for what they compute
     if weights > limit:
+        check_loads(package, read_manifest(package))
         if not plan.written.split.rewrites:
             return Verdict(True, "the model is too large to be compared whole: its nodes were tried with rows apart")
         return _check_blocks(plan.written, package, limit)
-    # Its engines were built here, just now: they may bring code.
     with (
-        Session(package, verify=NEVER, devices=_find_devices(plan), host_code=True) as session,
+        _open_package(plan, package) as session,
         unsplit_file(plan.analysis) as (path, trusts_data),
     ):
         with _open_model(plan, session, path, trusts_data) as whole:
@@ -121,6 +121,15 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
         "the model itself fails on made-up inputs; say what it takes with --fill, or compare it on real ones: "
         "splitc check --inputs",
     )
+
+
+def _open_package(plan: Plan, package: Path) -> Session:
+    """A session on the package. Its engines were built here, just now: they may bring code."""
+    try:
+        return Session(package, verify=NEVER, devices=_find_devices(plan), host_code=True)
+    except PackageError:
+        check_loads(package, read_manifest(package))  # which says more
+        raise
 
 
 def _compare_adapted(plan: Plan, session: Session, path: Path, trusts_data: bool) -> str:

@@ -124,7 +124,7 @@ def _build(order: Order, processes: Processes, progress: Callable[[Progress], No
 def _messages(order: Order, processes: Processes) -> Iterator[Iterator[Message]]:
     """Start the process, iterate over its messages, and end it. Raises BuildError if it dies."""
     find_kind(order.kind).need_installed()
-    command = python_command("from splitc.compiler.packaging.tensorrt_process import main; main()")
+    command = python_command("from splitc.compiler.packaging.tensorrt_process import main", "main()")
     environment = {**os.environ, "POLYGRAPHY_USE_TENSORRT_RTX": "1" if order.kind == TENSORRT_RTX else "0"}
     with tempfile.TemporaryFile() as log, processes.start(command, log, environment) as process:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -56,8 +57,8 @@ class Program(Commands):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:
             # For an unknown name all of them: typer suggests a similar one.
-            wanted = [cmd_name] if cmd_name in COMMANDS else installed()
-            self.commands = {**self.commands, **typer.main.get_group(add_commands(typer.Typer(), wanted)).commands}
+            wanted = [cmd_name] if cmd_name in COMMANDS else list(COMMANDS)
+            self.commands = {**self.commands, **{name: command_of(name) for name in wanted if name in installed()}}
         return super().get_command(ctx, cmd_name)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
@@ -81,6 +82,12 @@ def add_commands(app: typer.Typer, wanted: list[str]) -> typer.Typer:
             module, function = COMMANDS[name].function.split(":")
             app.command(name, cls=Command)(getattr(import_module(f"splitc.{module}"), function))
     return app
+
+
+@cache
+def command_of(name: str) -> Any:
+    """A command of the table as Typer makes it: once, which takes milliseconds, however often a process calls it."""
+    return typer.main.get_group(add_commands(typer.Typer(), [name])).commands[name]
 
 
 app = typer.Typer(

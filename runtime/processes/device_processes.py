@@ -47,10 +47,13 @@ class DeviceProcess:
         self._pulse = map_memory(os.dup(pulse)).view(np.float64)
         control = theirs.fileno()
         beginning = f"{control}, {pulse}, {os.getpid()}, {device.kind == 'cuda'}"
-        program = f"from {BEGIN} import begin; begin({beginning}); from {MAIN} import main; main({control})"
+        imports = f"from {BEGIN} import begin; begin({beginning}); from {MAIN} import main"
         try:
             self._process = subprocess.Popen(
-                python_command(program), stdin=subprocess.DEVNULL, pass_fds=[control, pulse], env=environment
+                python_command(imports, f"main({control})"),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[control, pulse],
+                env=environment,
             )
         finally:
             theirs.close()

@@ -60,7 +60,8 @@ def measure_engine(
         inputs = Path(folder) / "inputs"
         write_arrays(inputs, feeds)
         command = python_command(
-            f"from {__name__} import main; main()",
+            f"from {__name__} import main",
+            "main()",
             path,
             device,
             threads,

@@ -99,7 +99,7 @@ def _measure_group(
         given = {name: array for name, array in values.items() if name in wanted}
         write_arrays(inputs, given if shards is None else {**given, **shards[number]})
         arguments = [package, number, threads, inputs, outputs, memory, int(shards is not None)]
-        command = python_command(f"from {__name__} import main; main()", *arguments)
+        command = python_command(f"from {__name__} import main", "main()", *arguments)
         pipe, inherited = subprocess.PIPE, [memory] if memory >= 0 else []
         processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, pass_fds=inherited))
     if memory >= 0:

@@ -18,10 +18,10 @@ from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
 from splitc.runtime.arrays.settings import parse_settings
+from splitc.runtime.cli.app import app
 from splitc.runtime.errors import FeedError, MisuseError, OutputsDifferError
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import Arrays, assert_close, run_whole
-from tests.helpers.app import app
 from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]

@@ -21,8 +21,9 @@ from models.writer import Writer, save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.loading import read_model
-from splitc.compiler.packaging.self_check import check_loads
-from tests.helpers.app import app
+from splitc.compiler.packaging import package
+from splitc.compiler.packaging.writer import PackageWriter
+from splitc.runtime.cli.app import app
 from tests.helpers.command import splitc
 
 WriteModel = Callable[[str], Path]
@@ -306,20 +307,22 @@ def test_type_that_the_provider_lacks_is_refused(mode: str, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
-def test_package_is_loaded_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of splitc's own that makes an engine which nothing can load."""
+@pytest.mark.parametrize("mode", ["layer", "tensor"])
+def test_package_is_loaded_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """A fault of splitc's own that makes an engine which nothing can load. In tensor mode packages are compared too."""
     (tmp_path / "model.onnx").write_bytes(layers().SerializeToString())
-    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer"))
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode=mode))
 
-    def break_and_check(package: Path, manifest: object) -> None:
-        file = package / "rank1" / "stage1.onnx"
+    def write_and_break(written: object, writer: PackageWriter, *more: Any) -> None:
+        write(written, writer, *more)  # type: ignore[arg-type]
+        (file,) = (writer.folder / "rank1").glob("*.onnx")
         broken = onnx.load(file, load_external_data=False)
         broken.graph.node[0].op_type = "Gelu"
         onnx.save(broken, file)
-        check_loads(package, manifest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("splitc.compiler.packaging.package.check_loads", break_and_check)
-    with pytest.raises(ModelError, match=r"(?s)can't load rank1/stage1.onnx, which was made of model.onnx: .*Gelu"):
+    write = package._write_weights
+    monkeypatch.setattr(package, "_write_weights", write_and_break)
+    with pytest.raises(ModelError, match=r"(?s)can't load rank1/stage\d.onnx, which was made of model.onnx: .*Gelu"):
         compile_model(plan, tmp_path / "package")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 

@@ -20,13 +20,13 @@ from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.compiler.sharding.slices import SlicedProducts
 from splitc.runtime import Session
+from splitc.runtime.cli.app import app
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.package.manifest import Rank
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.rank_memory import measure_memory
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
-from tests.helpers.app import app
 from tests.helpers.blocks import Block, check_rows
 
 # Budgets here are those of tiny models.

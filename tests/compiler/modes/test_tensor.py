@@ -20,11 +20,11 @@ from splitc.compiler.operators import registry
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
+from splitc.runtime.cli.app import app
 from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferError
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Reduce
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
-from tests.helpers.app import app
 from tests.helpers.blocks import Block, sharded
 
 TENSOR = Request(split_mode="tensor")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import compile_model, plan_model
-from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.app import app
 from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.files.explained import Interrupted
 from splitc.runtime.generate.conversation import Conversation

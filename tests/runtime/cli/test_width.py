@@ -12,8 +12,7 @@ import pytest
 from models.writer import Writer, save
 from splitc.runtime.cli import help as help_texts
 from splitc.runtime.cli import terminal
-from splitc.runtime.cli.app import COMMANDS
-from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.app import COMMANDS, command_of
 from splitc.runtime.units import shortened_middle
 from tests.helpers.command import splitc
 
@@ -130,7 +129,7 @@ def test_program_says_what_it_has_in_few_lines(arguments: list[str], monkeypatch
 
 def test_lines_of_the_program_are_in_the_words_of_commands() -> None:
     """Of what is listed, each is there; and a word that is not is told what may be meant."""
-    assert set(COMMANDS) == {each.name for each in app.registered_commands}
+    assert set(COMMANDS) == {command_of(name).name for name in COMMANDS}
     assert "'compile'" in splitc("comple", code=2).stderr
 
 
@@ -141,4 +140,4 @@ def test_help_shows_a_command_as_its_own_option_does() -> None:
 
 
 def test_every_command_has_an_example() -> None:
-    assert {each.name for each in app.registered_commands} == set(help_texts.EXAMPLES)
+    assert set(COMMANDS) == set(help_texts.EXAMPLES)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from splitc.runtime.cli.app import app
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import make_inputs, parse_fills
 from splitc.runtime.package.manifest import Fill, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.helpers.app import app
 
 INPUTS = [
     Tensor("ids", "int64", ["n"], [100], Fill("randint", high=7)),

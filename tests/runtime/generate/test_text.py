@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
-from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.app import app
 from splitc.runtime.cli.terminal import muted_stderr
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.text import Text, read_prompt

@@ -19,7 +19,7 @@ from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
-from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.app import app
 from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.generate import conversation
 from splitc.runtime.generate.capacity import find_capacity

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.app import app
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files import cache
 from splitc.runtime.hardware.devices import parse_devices

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splitc.runtime import MisuseError, PackageError, Pipeline, Session
-from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.app import app
 from splitc.runtime.package.manifest import File
 from splitc.runtime.package.pipeline_file import FILE_NAME, Module, PipelineFile, read_pipeline, write_pipeline
 from tests.conftest import assert_close, decoder_feeds, run_whole

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splitc.runtime import Session
-from splitc.runtime.cli.commands import app
+from splitc.runtime.cli.app import app
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.tools.bench import ROUND, bench
 from splitc.runtime.tools.trace import draw_timeline, write_trace

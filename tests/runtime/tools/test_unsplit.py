@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from splitc.compiler import compile_model, plan_model
+from splitc.runtime.cli.app import app
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.kinds import make_backend
 from splitc.runtime.errors import MisuseError, PackageError
@@ -18,7 +19,6 @@ from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.tools.unsplit import choose_reference, open_reference
 from tests.conftest import assert_close, decoder_feeds, run_whole
-from tests.helpers.app import app
 from tests.helpers.blocks import Block
 
 CPU, GPU = Device("cpu", 0), Device("cuda", 3)
