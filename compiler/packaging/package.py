@@ -108,7 +108,7 @@ def compile_model(
         manifest = make_manifest(plan, [rank.entry for rank in written], writer.files, threads, build.options, fills)
         (folder / FILE_NAME).write_bytes(encode(manifest))
         compares = plan.split.rewrites and verify
-        if not compares or manifest.slots or find_kind(plan.engine).is_built:
+        if not compares or manifest.slots or manifest.masks or find_kind(plan.engine).is_built:
             check_loads(folder, manifest)  # not all of these files are loaded where the package is compared
         if compares:
             _compare(plan, folder, written, say, warn)
