@@ -40,13 +40,13 @@ def find_divided(product: ir.Node) -> Divided | None:
     if product.op_type != OPERATOR or product.domain or len(product.inputs) != 2:
         return None
     data, weight = product.inputs
-    if data is None or weight is None or not _is_own(weight, 2) or weight.is_graph_output():
+    if data is None or weight is None or not is_own(weight, 2) or weight.is_graph_output():
         return None
     whole, bias = product.outputs[0], None
     total = only_user(whole, "Add")
     if total is not None:
         bias = other_input(total, whole)
-        if bias is None or not _is_own(bias, 1):
+        if bias is None or not is_own(bias, 1):
             return None
         whole = total.outputs[0]
     split = only_user(whole, "Split")
@@ -55,7 +55,7 @@ def find_divided(product: ir.Node) -> Divided | None:
     return Divided(product, data, weight, bias, whole, tuple(split.outputs))
 
 
-def _is_own(value: ir.Value, rank: int) -> bool:
+def is_own(value: ir.Value, rank: int) -> bool:
     """Whether a value is a weight of so many axes that nothing else reads and no request overrides."""
     constant = value.const_value
     return (

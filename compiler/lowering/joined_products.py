@@ -15,12 +15,14 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.joined_tensor import JoinedTensor
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.walks import producers, reached
+from splitc.compiler.fusion.divided import is_own
+from splitc.compiler.fusion.masks import PAST
 from splitc.compiler.operators.registry import operator_of
 
 PRODUCTS = {("", "MatMul"), ("com.microsoft", "FusedMatMul")}
 ATTENTION = ("com.microsoft", "GroupQueryAttention")
-# The places of its inputs: queries, keys and values, and the first of its caches.
-PARTS, PAST = slice(3), 3
+# The places of its queries, keys and values.
+PARTS = slice(3)
 # A Split into three parts of any sizes is a kernel of its own in ONNX Runtime (Split3Inner); one into two copies their
 # sizes to the GPU.
 COUNT = 3
@@ -60,11 +62,8 @@ def _has_own_weight(product: ir.Node) -> bool:
     weight = product.inputs[1]
     return (
         weight is not None
-        and weight.const_value is not None
-        and weight.is_initializer()
         and not weight.is_graph_input()
-        and len(weight.uses()) == 1
-        and len(weight.const_value.shape) == 2
+        and is_own(weight, 2)
         and not product.attributes.get_int("transA", 0)
     )
 

@@ -62,11 +62,12 @@ class KeptRecordings:
 
     def keep(self, home: Home, kind: Kind, recording: Recording) -> None:
         """Keep a recording that the current request uses. The oldest one may be dropped for it."""
+        if not recording.last:  # a new one
+            self._recorded[kind] = None
+            if len(self._recorded) > REMEMBERED:
+                self._recorded.popitem(last=False)
         recording.last = self.requests
         self._kept[home, kind] = recording
-        self._recorded[kind] = None
-        if len(self._recorded) > REMEMBERED:
-            self._recorded.popitem(last=False)
         if len(self._kept) > MOST:
             (oldest, _), _ = self._kept.popitem(last=False)
             if not self._knows(oldest):
