@@ -6,7 +6,6 @@ import gc
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,9 @@ import pytest
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import EngineError, Session
 from splitc.runtime.adapters.held import HeldSum
+from splitc.runtime.gpu.array import Tape
 from splitc.runtime.ranks.kept_recordings import Home, KeptRecordings, kind_of
+from splitc.runtime.ranks.recording import Recording
 from splitc.runtime.ranks.request import InFlightRequest
 from tests.conftest import assert_close, decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
@@ -137,6 +138,6 @@ def test_recordings_are_of_one_sum_and_go_with_it() -> None:
     kinds = [kind_of(InFlightRequest({}, adapters=held), home) for held in (None, HeldSum(3, {}), HeldSum(4, {}))]
     assert len(set(kinds)) == 3
     for kind in kinds:
-        kept.keep(home, kind, SimpleNamespace())  # type: ignore[arg-type]
+        kept.keep(home, kind, Recording(None, Tape(), {}, {}, None, None))
     kept.drop_adapters(3)
     assert [kept.pop(home, kind) is not None for kind in kinds] == [True, False, True]
