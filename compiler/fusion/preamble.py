@@ -16,10 +16,12 @@ import onnx_ir as ir
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.room import may_be_left_out
+from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
 from splitc.compiler.fusion.masks import find_masks
+from splitc.compiler.fusion.plain_requests import find_ones
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.operators.registry import draws, operator_of
 from splitc.runtime.package.manifest import Role
@@ -34,13 +36,15 @@ class Preamble:
     """The graph, as a model: of some inputs of the model and those for lengths, it makes inputs of the ranks' graphs.
 
     What the ranks read does not show all of the model's inputs: `roles` are those by name, and `batch` the numbers of
-    the axes that are as long as the batch. `masks` are those of its outputs that a request may leave out (masks.py).
+    the axes that are as long as the batch. `masks` are those of its outputs that a request may leave out (masks.py),
+    and `ones` the inputs that say so before they are computed (plain_requests.py), if any do.
     """
 
     model: ir.Model
     roles: Mapping[str, Role]
     batch: Mapping[str, int]
     masks: Mapping[str, str]
+    ones: tuple[str, ...] | None = None
 
     @property
     def outputs(self) -> list[str]:
@@ -71,11 +75,22 @@ def cut_preamble(
     cut = _copy(model, made)
     batch = _find_batch(cut.graph.inputs, filled, sizes)
     masks = find_masks(made, filled, sizes)
+    ones = find_ones(cut.graph, masks, filled, sizes, roles)
     for value in made:
         new = _replace(graph, value)
         if new.name in masks:
             may_be_left_out(new)
-    return Preamble(cut, roles, batch, masks)
+    return Preamble(cut, roles, batch, masks, ones)
+
+
+def without_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
+    """A preamble's graph that does not make the outputs of these names, nor takes what only they need."""
+    graph = model.graph.clone()
+    for value in [value for value in graph.outputs if value.name in names]:
+        graph.outputs.remove(value)
+    remove_unused(graph)
+    remove_unused_inputs(graph)
+    return ir.Model(graph, ir_version=model.ir_version)
 
 
 def _find_batch(inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, int]:

@@ -14,7 +14,7 @@ from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, descri
 from splitc.compiler.frontend.roles import find_roles, planned_roles
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.operators.registry import quantizes
-from splitc.compiler.packaging.unmasked import with_forms
+from splitc.compiler.packaging.unmasked import have_forms
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
@@ -27,7 +27,8 @@ from splitc.runtime.package.states import Preamble
 from splitc.runtime.version import VERSION
 
 # The file of what is run before the ranks.
-PREAMBLE = "preamble.onnx"
+# The preamble's graph, and the one without masks.
+PREAMBLE, PLAIN_PREAMBLE = "preamble.onnx", "preamble.plain.onnx"
 
 
 def make_manifest(
@@ -43,7 +44,6 @@ def make_manifest(
     graph = analysis.graph
     built = find_kind(plan.engine).is_built
     slotted = {tensor.name for tensor in m.slot_tensors(analysis.slots)}
-    ranks, masks = with_forms(ranks, {} if analysis.preamble is None else analysis.preamble.masks)
     return m.Manifest(
         schema=m.SCHEMA,
         splitc=VERSION,
@@ -57,7 +57,7 @@ def make_manifest(
         states=list(analysis.states),
         batch=_batch(plan),
         blocks=[block.name for block in analysis.partition.blocks],
-        ranks=ranks,
+        ranks=list(ranks),
         cuts=plan.named_cuts,
         collectives=plan.split.collectives,
         unsplit=[
@@ -71,7 +71,7 @@ def make_manifest(
         optional=[] if built else [describe_tensor(value) for value in graph.optional if value.name not in slotted],
         shared_sizes=_shared_sizes(plan),
         lengths=list(analysis.lengths),
-        preamble=_preamble(plan, masks),
+        preamble=_preamble(plan, have_forms(ranks)),
         replicas=_replicas(plan),
         row_sources=_row_sources(plan),
         slots=list(analysis.slots),
@@ -92,13 +92,16 @@ def _batch(plan: Plan) -> dict[str, int] | None:
     return rows if rows is None or preamble is None else {**preamble.batch, **rows}
 
 
-def _preamble(plan: Plan, masks: dict[str, str]) -> Preamble | None:
+def _preamble(plan: Plan, has_forms: bool) -> Preamble | None:
     if (preamble := plan.analysis.preamble) is None:
         return None
     inputs = [value.name or "" for value in preamble.model.graph.inputs]
     kept = {value.name for rank in plan.ranks for value in rank.stage.feeds}
     consumed = [name for name in inputs if name not in kept]
-    return Preamble(PREAMBLE, inputs, preamble.outputs, consumed, masks)
+    masks = dict(preamble.masks) if has_forms else {}
+    if not masks or preamble.ones is None:
+        return Preamble(PREAMBLE, inputs, preamble.outputs, consumed, masks)
+    return Preamble(PREAMBLE, inputs, preamble.outputs, consumed, masks, PLAIN_PREAMBLE, list(preamble.ones))
 
 
 def _replicas(plan: Plan) -> list[m.Replica]:

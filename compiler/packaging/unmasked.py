@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
 from msgspec.structs import replace
@@ -35,10 +35,15 @@ def without_masks(graph: ir.Graph, masks: Collection[str]) -> ir.Graph | None:
     return plain
 
 
-def with_forms(ranks: Sequence[m.Rank], masks: Mapping[str, str]) -> tuple[list[m.Rank], dict[str, str]]:
-    """The ranks, and the masks that requests may leave out: none if any engine that takes one has no form without."""
-    engines = (engine for rank in ranks for engine in rank.engines if not masks.keys().isdisjoint(engine.inputs))
+def with_forms(ranks: Sequence[m.Rank], masks: Collection[str]) -> list[m.Rank]:
+    """The ranks, whose engines have no form without masks if any of them that takes one has none."""
+    engines = (engine for rank in ranks for engine in rank.engines if not set(masks).isdisjoint(engine.inputs))
     if all(engine.unmasked is not None for engine in engines):
-        return list(ranks), dict(masks)
+        return list(ranks)
     plain = [[replace(engine, unmasked=None) for engine in rank.engines] for rank in ranks]
-    return [replace(rank, engines=engines) for rank, engines in zip(ranks, plain, strict=True)], {}
+    return [replace(rank, engines=engines) for rank, engines in zip(ranks, plain, strict=True)]
+
+
+def have_forms(ranks: Sequence[m.Rank]) -> bool:
+    """Whether requests may leave masks out: engines have forms without."""
+    return any(engine.unmasked is not None for rank in ranks for engine in rank.engines)

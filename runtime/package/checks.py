@@ -56,10 +56,11 @@ def _preamble(manifest: Manifest) -> Iterator[str]:
     """It is among the files that are verified, and takes what there is."""
     if (preamble := manifest.preamble) is None:
         return
-    if not is_inside(preamble.file) or preamble.file not in {file.path for file in manifest.files}:
-        yield f"the preamble '{preamble.file}' is not among its files"
+    for path in filter(None, (preamble.file, preamble.plain)):
+        if not is_inside(path) or path not in {file.path for file in manifest.files}:
+            yield f"the preamble '{path}' is not among its files"
     there = {tensor.name for tensor in manifest.inputs} | {name for own in manifest.lengths for name in own.names}
-    for name in (*preamble.inputs, *preamble.consumed):
+    for name in (*preamble.inputs, *preamble.consumed, *preamble.ones):
         if name not in there:
             yield f"the preamble takes '{name}', which is no input"
     lengths = {length.input for length in manifest.lengths}

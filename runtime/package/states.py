@@ -48,6 +48,9 @@ class Preamble(Struct, frozen=True):
     It takes the `inputs`, of which no rank takes those `consumed`, and makes the `outputs`, which are inputs of ranks.
     `masks` are those among them that only attention adds to its scores, by the input for the length of its caches. All
     of them are left out of a request in which they hide nothing but later tokens: engines have a form without.
+
+    The graph in the file `plain`, if there is one, makes none of the masks. It is for requests whose inputs `ones` are
+    all ones, with a last axis as long as all tokens so far: what masks would hide is known there.
     """
 
     file: str
@@ -55,3 +58,5 @@ class Preamble(Struct, frozen=True):
     outputs: list[str]
     consumed: list[str] = []
     masks: dict[str, str] = {}
+    plain: str | None = None
+    ones: list[str] = []

@@ -166,7 +166,7 @@ class Session(Requests, Listed):
             verification.finish()
             if self.manifest.preamble is not None:
                 with newer_named(self.manifest):
-                    self._preamble = PreambleEngine(self.package, self.manifest.preamble)
+                    self._preamble = PreambleEngine(self.package, self.manifest.preamble, self.manifest.lengths)
         except BaseException as error:
             with later_interrupts():  # another one
                 verification.stop()

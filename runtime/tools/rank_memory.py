@@ -57,7 +57,7 @@ def measure_memory(
     manifest = read_manifest(package)
     taken = with_lengths(manifest.lengths, feeds)
     if manifest.preamble is not None:
-        taken = PreambleEngine(package, manifest.preamble).apply(taken, adapters is not None)
+        taken = PreambleEngine(package, manifest.preamble, manifest.lengths).apply(taken, adapters is not None)
     values = {name: on_host(feed) for name, feed in taken.items()}
     steps = [(number, step) for number, rank in enumerate(manifest.ranks) for step in rank.program]
     if any(isinstance(step, Receive) and step.source > number for number, step in steps):

@@ -1,0 +1,173 @@
+"""Requests whose masks hide nothing but later tokens, as is known without computing them.
+
+What tells tokens from padding is all ones in most requests. Masks then follow from the numbers of tokens alone, so that
+compiling can try them. Masks of a prompt are large: computing them on the CPU takes as long as some layers on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.node_alone import open_alone, serialized
+from splitc.compiler.frontend.walks import reached
+from splitc.compiler.fusion.lengths import Filled
+from splitc.compiler.fusion.sizes import Size, Sizes
+from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+from splitc.runtime.package.manifest import Role
+from splitc.runtime.requests.preamble import HIDING, is_causal
+
+# Numbers of tokens that masks are tried with: before the request, and in it.
+BEFORE, NEW = (0, 1, 5), (1, 2, 7)
+# A mask with a larger number of tokens in it is not tried. A choice: more than any cache holds today.
+MOST = 1 << 18
+# Prompts are tried that are longer than the largest number in a mask, up to this one. A choice: their masks have some
+# millions of elements.
+MOST_NEW = 1 << 10
+# Numbers from here on mean "to the end", in slices.
+END = (1 << 31) - 1
+# Numbers that count tokens in single precision are below.
+UNCOUNTED = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The numbers of a request: rows of the batch, tokens before it, and those that it adds."""
+
+    batch: int
+    before: int
+    new: int
+
+
+def find_ones(
+    graph: ir.Graph, masks: Collection[str], filled: Sequence[Filled], sizes: Sizes, roles: Mapping[str, Role]
+) -> tuple[str, ...] | None:
+    """The inputs of a preamble's graph that say which requests are plain: in these all are ones, for all tokens so far.
+
+    Their last axis is then as long as all tokens. None if masks follow from more, or may hide more than later tokens
+    in such a request. This is tried, for more tokens than any number in the graph, so that a window shows.
+    """
+    made = [value for value in graph.outputs if value.name in masks]
+    ones = [value for value in _contents_read(made) if value.is_graph_input()]
+    if not made or len(filled) != 1 or any(_kind(value, roles) != "mask" for value in ones):
+        return None
+    most = max(_numbers(graph), default=0)
+    if most > MOST:
+        return None
+    tried = _Tried(graph, tuple(masks), filled[0], sizes, frozenset(value.name or "" for value in ones))
+    return tuple(value.name or "" for value in ones) if tried.are_causal(most) else None
+
+
+def _kind(value: ir.Value, roles: Mapping[str, Role]) -> str | None:
+    role = roles.get(value.name or "")
+    return None if role is None else role.kind
+
+
+def _contents_read(values: Sequence[ir.Value]) -> list[ir.Value]:
+    """All values whose data these follow from, rather than only their sizes."""
+
+    def above(value: ir.Value) -> list[ir.Value]:
+        node = value.producer()
+        read = [] if node is None or operator_of(node).reads_shape else node.inputs
+        return [one for one in read if one is not None]
+
+    return list(reached(values, above))
+
+
+def _numbers(graph: ir.Graph) -> Iterator[int]:
+    """The numbers in a graph that may be numbers of tokens, and the sizes of its constants."""
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            yield from map(int, value.const_value.shape.numpy())
+            yield from _counts(value.const_value.numpy())
+    for attribute in (attribute for node in graph for attribute in node.attributes.values()):
+        if attribute.type in (ir.AttributeType.INT, ir.AttributeType.INTS):
+            yield from _counts(np.array(attribute.value, np.int64))
+        elif attribute.type == ir.AttributeType.TENSOR:
+            yield from _counts(attribute.as_tensor().numpy())
+
+
+def _counts(array: np.ndarray) -> Iterator[int]:
+    numbers = array.astype(np.float64).ravel()
+    end = END if array.dtype.kind in "iu" else UNCOUNTED
+    counts = np.abs(numbers[np.isfinite(numbers) & (numbers > HIDING)])
+    yield from map(int, np.ceil(counts[counts < end]))
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A preamble's masks, where its inputs `ones` are all ones."""
+
+    graph: ir.Graph
+    masks: tuple[str, ...]
+    filled: Filled
+    sizes: Sizes
+    ones: frozenset[str]
+
+    def are_causal(self, most: int) -> bool:
+        """Whether they hide later tokens and nothing else, in requests around and beyond `most` tokens."""
+        try:
+            session = open_alone(serialized(_with_own_tensors(self.graph)))
+            for numbers in self._requests(most):
+                feeds = self._feeds(numbers)
+                if feeds is None:
+                    return False
+                made = session.run(list(self.masks), feeds)
+                if not all(_is_causal(mask, numbers) for mask in made):
+                    return False
+        except ERRORS:
+            return False
+        return True
+
+    def _requests(self, most: int) -> Iterator[_Numbers]:
+        step = self.filled.step
+        new = [step] if isinstance(step, int) else [*NEW, *([most + 3] if most + 3 <= MOST_NEW else [])]
+        for before in (*BEFORE, most + 3, 2 * most + 5):
+            for tokens in new if before <= MOST_NEW else new[:2]:
+                yield _Numbers(1 + before % 2, before, tokens)
+
+    def _feeds(self, numbers: _Numbers) -> dict[str, np.ndarray] | None:
+        """The inputs of such a request. None if their sizes do not follow from its numbers."""
+        known, feeds = self._known(numbers), {}
+        for value in self.graph.inputs:
+            name, axes = value.name or "", self.sizes.axes(value)
+            if axes is None or value.dtype is None:
+                return None
+            shape = [known.get(axis.size) if axis.fixed is None else axis.fixed for axis in axes]
+            if name in self.ones and shape:  # the runtime checks it: a mask may have a length of its own
+                shape[-1] = numbers.before + numbers.new
+            if None in shape:
+                return None
+            feeds[name] = np.full([size for size in shape if size is not None], name in self.ones, value.dtype.numpy())
+        return feeds
+
+    def _known(self, numbers: _Numbers) -> dict[Size, int]:
+        """What the sizes of inputs are in such a request."""
+        filled, rows = self.filled, numbers.before + numbers.new
+        known = {filled.past.size: numbers.before, filled.all.size: rows}
+        if not isinstance(filled.step, int):
+            (name, axis) = filled.step
+            known[self.sizes.shapes[name][axis], self.sizes.probes[name][axis]] = numbers.new
+        for value, number in ((filled.lasts, numbers.batch), (filled.room, rows + 3)):
+            axes = None if value is None else self.sizes.axes(value)
+            if axes and axes[0].fixed is None:
+                known[axes[0].size] = number
+        return known
+
+
+def _is_causal(mask: np.ndarray, numbers: _Numbers) -> bool:
+    is_whole = mask.shape[-2] == numbers.new and mask.shape[-1] >= numbers.before + numbers.new
+    return is_whole and is_causal(mask, numbers.before)
+
+
+def _with_own_tensors(graph: ir.Graph) -> ir.Graph:
+    """A copy of a graph that holds its constants: those of the model may lie in a file."""
+    copy = graph.clone()
+    for value in copy.initializers.values():
+        if (tensor := value.const_value) is not None:
+            value.const_value = ir.Tensor(tensor.numpy(), tensor.dtype, name=value.name)
+    return copy

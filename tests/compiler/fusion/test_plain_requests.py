@@ -1,0 +1,99 @@
+"""Which masks hide nothing but later tokens, where what tells padding is all ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler.fusion.plain_requests import find_ones
+from splitc.compiler.fusion.sizes import Axis, fixed_axis
+from splitc.runtime.package.manifest import Role
+
+ONE, PAST, NEW, ALL = (Axis(size) for size in ((1, 3), (0, 7), (16, 13), (16, 20)))
+AXES = {"ids": (ONE, NEW), "kept": (ONE, ALL), "past": (PAST, fixed_axis(0)), "lasts": (ONE,)}
+ROLES = {"kept": Role("mask"), "ids": Role("indices")}
+# Truths of what a query at `row` sees of keys at `column`, with some `number`.
+CAUSAL = "shown = LessOrEqual (columns, rows)"
+WINDOW = """causal = LessOrEqual (columns, rows)
+            edge = Sub (rows, number)
+            near = Greater (columns, edge)
+            shown = And (causal, near)"""
+CHUNKS = """causal = LessOrEqual (columns, rows)
+            chunk = Div (rows, number)
+            other = Div (columns, number)
+            same = Equal (chunk, other)
+            shown = And (causal, same)"""
+PREFIX = """causal = LessOrEqual (columns, rows)
+            prefix = Less (columns, number)
+            shown = Or (causal, prefix)"""
+SHARED = "shown = GreaterOrEqual (columns, zero)"
+
+
+# Of a table with a row for each of some keys.
+TABLE = """table = Expand (yes, number_list)
+            causal = LessOrEqual (columns, rows)
+            part = Slice (table, first, after_list, first)
+            shown = And (causal, part)"""
+
+
+def _graph(rule: str, number: int) -> ir.Graph:
+    return ir.from_onnx_text(
+        f"""<ir_version: 9, opset_import: ["" : 18]>
+        agraph (int64[b, n] ids, int64[b, a] kept, bool[p, 0] past) => (float[b, 1, n, a] mask)
+            <int64[1] first = {{0}}, int64[1] second = {{1}}, int64[2] inner = {{1, 2}}, int64 zero = {{0}},
+             int64 one = {{1}}, int64 number = {{{number}}}, int64[1] number_list = {{{number}}}, bool[1] yes = {{1}},
+             float none = {{0.0}}, float low = {{-10000.0}}> {{
+            before_list = Shape <end = 1> (past)
+            before = Squeeze (before_list)
+            new_list = Shape <start = 1> (ids)
+            new = Squeeze (new_list)
+            after = Add (before, new)
+            after_list = Unsqueeze (after, first)
+            keys = Range (zero, after, one)
+            columns = Unsqueeze (keys, first)
+            queries = Range (before, after, one)
+            rows = Unsqueeze (queries, second)
+            {rule}
+            tokens = Cast <to = 9> (kept)
+            kept_by_rows = Unsqueeze (tokens, inner)
+            both = And (shown, kept_by_rows)
+            mask = Where (both, none, low)
+        }}"""
+    ).graph
+
+
+def _ones(graph: ir.Graph, roles: Mapping[str, Role] = ROLES) -> tuple[str, ...] | None:
+    values = {value.name: value for value in graph.inputs}
+    filled: Any = SimpleNamespace(past=PAST, all=ALL, step=("ids", 1), lasts=ir.Value(name="lasts"), room=None)
+    axes = {name: own for name, own in AXES.items() if name == "lasts" or name in values}
+    sizes: Any = SimpleNamespace(
+        axes=lambda value: axes.get(value.name), shapes={"ids": (1, 16)}, probes={"ids": (3, 13)}
+    )
+    return find_ones(graph, ["mask"], [filled], sizes, roles)
+
+
+@pytest.mark.parametrize(
+    ("rule", "number", "expected"),
+    [
+        (CAUSAL, 1, ("kept",)),
+        (WINDOW, 4, None),
+        (WINDOW, 4096, None),
+        (CHUNKS, 2048, None),
+        (PREFIX, 3, None),
+        (SHARED, 1, None),
+        (TABLE, 8, None),  # the model fails beyond
+        (CAUSAL, 10**6, None),  # too many tokens to try
+    ],
+)
+def test_masks_are_tried_beyond_all_numbers_in_them(rule: str, number: int, expected: tuple[str, ...] | None) -> None:
+    assert _ones(_graph(rule, number)) == expected
+
+
+def test_masks_that_follow_from_more_than_what_tells_padding_are_computed() -> None:
+    graph = _graph(CAUSAL, 1)
+    assert _ones(graph) == ("kept",)
+    assert _ones(graph, {"kept": Role("indices")}) is None
