@@ -14,7 +14,7 @@ from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, descri
 from splitc.compiler.frontend.roles import find_roles, planned_roles
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.operators.registry import quantizes
-from splitc.compiler.packaging.unmasked import have_forms
+from splitc.compiler.packaging.unmasked import PLAIN_PREAMBLE, PREAMBLE, have_forms
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
 from splitc.compiler.planning.rank_plan import RankPlan
@@ -27,8 +27,6 @@ from splitc.runtime.package.states import Preamble
 from splitc.runtime.version import VERSION
 
 # The file of what is run before the ranks.
-# The preamble's graph, and the one without masks.
-PREAMBLE, PLAIN_PREAMBLE = "preamble.onnx", "preamble.plain.onnx"
 
 
 def make_manifest(

@@ -18,7 +18,6 @@ from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.slots import need_slots, without_slots
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.fusion.preamble import Preamble, without_outputs
 from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import why_not_captured
@@ -30,13 +29,13 @@ from splitc.compiler.lowering.transposed_weights import multiply_as_stored
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
-from splitc.compiler.packaging.manifest_entries import PLAIN_PREAMBLE, PREAMBLE, make_manifest, rank_entry
-from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs, write_model_files
+from splitc.compiler.packaging.manifest_entries import make_manifest, rank_entry
+from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
 from splitc.compiler.packaging.planned_sizes import check_sizes_tried
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
 from splitc.compiler.packaging.shared_weights import is_left_alone
 from splitc.compiler.packaging.staging import check_disk_space, full_disk_explained, written_aside
-from splitc.compiler.packaging.unmasked import have_forms, with_forms, without_masks
+from splitc.compiler.packaging.unmasked import without_masks, write_preamble
 from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
@@ -102,10 +101,7 @@ def compile_model(
             _write_rank(plan.written, number, program, writer, weights == "link")
             for number, program in enumerate(_programs(plan.written))
         ]
-        ranks = [rank.entry for rank in written]
-        if plan.analysis.preamble is not None:
-            ranks = with_forms(ranks, plan.analysis.preamble.masks)
-            _write_preamble(plan.analysis.preamble, have_forms(ranks), folder, writer)
+        ranks = write_preamble(plan.analysis.preamble, [rank.entry for rank in written], writer)
         _write_weights(written, writer, target, jobs, progress, warn)
         manifest = make_manifest(plan, ranks, writer.files, threads, build.options, fills)
         (folder / FILE_NAME).write_bytes(encode(manifest))
@@ -302,14 +298,6 @@ def _without_slots(plan: Plan, graphs: Sequence[ir.Graph]) -> list[ir.Graph | No
 def _adapted(path: Path) -> Path:
     """The path of the graph with slots, beside that of the one without."""
     return path.with_name(f"{path.stem}.adapted.onnx")
-
-
-def _write_preamble(preamble: Preamble, has_forms: bool, folder: Path, writer: PackageWriter) -> None:
-    """Write the preamble's graph, and the one for requests that are known to need no masks."""
-    graphs = {folder / PREAMBLE: preamble.model.graph}
-    if preamble.masks and preamble.ones is not None and has_forms:
-        graphs[folder / PLAIN_PREAMBLE] = without_outputs(preamble.model, preamble.masks).graph
-    write_model_files(graphs, preamble.model, writer)
 
 
 def _without_masks(plan: Plan, graphs: Mapping[Path, ir.Graph]) -> dict[Path, ir.Graph]:

@@ -30,6 +30,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import fill_array
 from splitc.runtime.files.cache import read_cache, write_cache
 from splitc.runtime.hardware.devices import Device, threads_for
+from splitc.runtime.hardware.gpus import identify_gpu
 from splitc.runtime.package.manifest import Fill
 from splitc.runtime.threads.progress import counted
 from splitc.runtime.tools.engine_costs import EngineCosts, measure_engine
@@ -75,7 +76,9 @@ def _contents(analysis: Analysis, device: Device, threads: int) -> list[str]:
 def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> str:
     """A hash of all that a block's time and memory depend on. Names of nodes and values are left out."""
     shapes = analysis.costs.shapes
-    where = f"{threads} threads" if device.kind == "cpu" else f"{device.local}, replayed in a row"
+    where = (
+        f"{threads} threads" if device.kind == "cpu" else f"{identify_gpu(device.number_here).name}, replayed in a row"
+    )
     lines = [platform.node(), platform.processor(), ort.__version__, where]
     for node in stage.nodes:
         values = [*analysis.graph.reads[node], *node.outputs]

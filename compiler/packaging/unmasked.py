@@ -1,4 +1,4 @@
-"""A form of engines without masks (fusion/masks.py), for requests in which these hide nothing but later tokens."""
+"""Forms of engines and of the preamble without masks (fusion/masks.py), which hide nothing but later tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from msgspec.structs import replace
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.fusion.attention import without_nan
 from splitc.compiler.fusion.masks import BIAS, biased
+from splitc.compiler.fusion.preamble import Preamble, without_outputs
+from splitc.compiler.packaging.onnx_files import write_model_files
+from splitc.compiler.packaging.writer import PackageWriter
 from splitc.runtime.package import manifest as m
+
+# The preamble's graph, and the one without masks.
+PREAMBLE, PLAIN_PREAMBLE = "preamble.onnx", "preamble.plain.onnx"
 
 
 def without_masks(graph: ir.Graph, masks: Collection[str]) -> ir.Graph | None:
@@ -35,8 +41,22 @@ def without_masks(graph: ir.Graph, masks: Collection[str]) -> ir.Graph | None:
     return plain
 
 
-def with_forms(ranks: Sequence[m.Rank], masks: Collection[str]) -> list[m.Rank]:
-    """The ranks, whose engines have no form without masks if any of them that takes one has none."""
+def write_preamble(preamble: Preamble | None, ranks: Sequence[m.Rank], writer: PackageWriter) -> list[m.Rank]:
+    """Write the preamble, if there is one, and the one without masks, if requests may leave them out.
+
+    Returns the ranks: without that form of their engines if any engine that takes a mask has none.
+    """
+    if preamble is None:
+        return list(ranks)
+    ranks = _with_forms(ranks, preamble.masks)
+    graphs = {writer.folder / PREAMBLE: preamble.model.graph}
+    if preamble.ones is not None and have_forms(ranks):
+        graphs[writer.folder / PLAIN_PREAMBLE] = without_outputs(preamble.model, preamble.masks).graph
+    write_model_files(graphs, preamble.model, writer)
+    return ranks
+
+
+def _with_forms(ranks: Sequence[m.Rank], masks: Collection[str]) -> list[m.Rank]:
     engines = (engine for rank in ranks for engine in rank.engines if not set(masks).isdisjoint(engine.inputs))
     if all(engine.unmasked is not None for engine in engines):
         return list(ranks)

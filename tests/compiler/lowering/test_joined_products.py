@@ -13,6 +13,7 @@ import pytest
 from onnx import numpy_helper
 
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.frontend.optional import add_optional
 from splitc.compiler.lowering.joined_products import join_products
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
@@ -75,6 +76,15 @@ def test_products_of_one_value_are_one(tmp_path: Path, body: str, products: int,
     one, other = (ort.InferenceSession(source).run(None, feeds()) for source in (proto.SerializeToString(), path))
     for before, after in zip(one, other, strict=True):
         np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_a_request_may_replace_is_left_alone() -> None:
+    graph = ir.from_proto(written(PLAIN)).graph
+    weight = graph.initializers.pop("wk")
+    assert weight.const_value is not None and weight.shape is not None
+    weight.replace_all_uses_with(add_optional(graph, weight.const_value, weight.shape))
+    join_products(graph)
+    assert [node.op_type for node in graph].count("MatMul") == 3
 
 
 def test_weights_that_an_exporter_transposes_are_joined(tmp_path: Path) -> None:

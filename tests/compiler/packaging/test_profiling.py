@@ -17,7 +17,8 @@ from splitc.compiler.planning.measured import block_activations, single_blocks
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.errors import DoesNotFitError
-from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.hardware.devices import Device, parse_devices
+from splitc.runtime.hardware.gpus import GpuIdentity
 from splitc.runtime.tools.engine_costs import EngineCosts
 from tests.helpers.blocks import Block
 
@@ -54,6 +55,17 @@ def test_known_content_is_not_measured_again(decoder: Path, cache: Path, monkeyp
         plan_model(
             decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", shapes={"input_ids": (1, 9)}, profile=True)
         )
+
+
+def test_what_was_measured_is_of_gpus_of_one_name(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home may be shared by machines, and a machine get another GPU."""
+    gpus = {0: "NVIDIA Imaginary", 1: "NVIDIA Imaginary", 2: "NVIDIA Conceivable"}
+    monkeypatch.setattr(profile, "identify_gpu", lambda number: GpuIdentity(f"bus {number}", gpus[number], 1 << 30))
+    monkeypatch.setattr(profile, "_measure", lambda _, stage, device, __: EngineCosts(device.index, 0))
+    analysis = analyze(decoder, AskedShapes({"input_ids": (1, 8)}), 1)
+    first, alike, other = (profile.measure_blocks(analysis, [Device("cuda", number)], 1) for number in gpus)
+    assert [cost.seconds for cost in first] == [cost.seconds for cost in alike] == [0] * len(first)
+    assert [cost.seconds for cost in other] == [2] * len(first)
 
 
 def test_a_home_that_can_t_be_written_costs_time_only(
