@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.analysis.arena import Arena, Place
+from splitc.compiler.analysis.gelus import GELUS, biased_gelus, find_gelus
 from splitc.compiler.analysis.liveness import Reads, Size, is_view
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.operators.registry import operator_of
 
-_GELUS = ("Gelu", "FastGelu")
-_ENDS_GELU = (*_GELUS, "Mul")
+_ENDS_GELU = (*GELUS, "Mul")
 
 
 def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
@@ -82,27 +82,6 @@ def biased_products(nodes: Sequence[ir.Node], reads: Reads) -> dict[ir.Node, ir.
     return biased
 
 
-def biased_gelus(nodes: Sequence[ir.Node], reads: Reads, products: Container[ir.Node]) -> dict[ir.Node, ir.Value]:
-    """The Gelus that ONNX Runtime makes one node with the bias added before them, each with what that is added to.
-
-    It allocates a copy of its input, with the bias (BiasGelu<T>::Compute, contrib_ops/cpu/bert/bias_gelu.cc).
-    Biases that are part of `products` are none of these.
-    """
-    readers = Counter(value for node in nodes for value in reads(node))
-    made = set(nodes)
-    biased = {}
-    for node in nodes:
-        added = node.inputs[0] if node.op_type in _GELUS and len(node.inputs) == 1 else None
-        maker = added.producer() if added is not None else None
-        if added is None or maker is None or maker not in made or maker.op_type != "Add" or maker in products:
-            continue
-        ends = [value for value in maker.inputs if value is not None and value.shape is not None]
-        biases = [value for value in ends if value.producer() is None and len(value.shape or ()) == 1]
-        if readers[added] == 1 and not added.is_graph_output() and len(ends) == 2 and len(biases) == 1:
-            biased[node] = next(value for value in ends if value is not biases[0])
-    return biased
-
-
 def _follows_view(node: ir.Node) -> bool:
     """Whether ONNX Runtime makes one Reshape of this one and the one before it."""
     maker = node.inputs[0].producer() if node.op_type == "Reshape" and node.inputs[0] is not None else None
@@ -120,7 +99,7 @@ def _ends_gelu(node: ir.Node, biased: Container[ir.Node]) -> bool:
     What is `biased` already has become part of a product.
     """
     above = [value.producer() for value in node.inputs if value is not None] if node.op_type in _ENDS_GELU else []
-    if node.op_type in _GELUS:
+    if node.op_type in GELUS:
         return any(maker is not None and maker.op_type == "Add" and maker not in biased for maker in above)
     return any(_reads_erf(maker, 2) for maker in above if maker is not None)
 
@@ -164,18 +143,18 @@ def arena_bytes(
 
     A value is allocated before its node runs, and freed after its last reader; `kept` ones, which leave the engine, are
     not. `scratch` is what a node's kernel allocates while it runs. A view is its source. What ranks make a value of are
-    `parts`: they are there beside it. Where the system places regions decides which of two free chunks of one size is
-    used, and parts come when other ranks send them: it is the most of these ways. `on_host` is as for `Arena`.
+    `parts`: the node makes the first one, others come from other ranks. Where the system places regions decides which
+    of two free chunks of one size is used: it is the more of both ways. `on_host` is as for `Arena`.
     """
-    nodes, reads = merged(nodes, reads)
+    nodes, reads, gelus = find_gelus(*merged(nodes, reads))
     biased = biased_products(nodes, reads)
     order = _order(nodes, reads, biased)
     source = {node.outputs[0]: first for node in order if (first := _viewed(node, size)) is not None}
     # What a product would make without its bias is never there. What is summed over ranks first gets no bias before.
     products = [product for product in biased.values() if not parts(product)]
     source.update((node.outputs[0], first) for node in products if (first := node.inputs[0]) is not None)
-    gelus = biased_gelus(nodes, reads, biased)
-    source.update((first, value) for node, value in gelus.items() if (first := node.inputs[0]) is not None)
+    copies = biased_gelus(gelus, nodes, reads, biased)
+    source.update((gelus[node], data) for node, data in copies.items())
 
     def root(value: ir.Value) -> ir.Value:
         while value in source:
@@ -187,21 +166,23 @@ def arena_bytes(
         Step(
             parts(node),
             tuple((value, bytes_) for value in node.outputs if value not in source and (bytes_ := size(value))),
-            () if operator_of(node).reserves else (*scratch(node), *([size(node.outputs[0])] if node in gelus else [])),
+            ()
+            if operator_of(node).reserves
+            else (*scratch(node), *([size(node.outputs[0])] if node in copies else [])),
             scratch(node) if operator_of(node).reserves else (),
             tuple(value for value in last if value not in held),
         )
         for node, last in zip(order, _last_uses(order, reads, root), strict=True)
     ]
-    orders = {False, any(step.parts for step in steps)}
-    return max(_touched(steps, Arena(downwards, on_host), first) for downwards in (True, False) for first in orders)
+    return max(_touched(steps, Arena(downwards, on_host)) for downwards in (True, False))
 
 
 @dataclass(frozen=True)
 class Step:
     """A node's allocations: parts, values with their bytes, and its scratch; and the values that are freed after it.
 
-    What is `reserved` is scratch that is taken past the arena.
+    What is `reserved` is scratch that is taken past the arena. Where there are parts, the node makes the first one, and
+    the value is made of all of them when what the node reads is freed.
     """
 
     parts: tuple[int, ...]
@@ -211,20 +192,29 @@ class Step:
     freed: tuple[ir.Value, ...]
 
 
-def _touched(steps: Iterable[Step], arena: Arena, parts_first: bool) -> int:
-    """The bytes of the arena that are used after these steps. Parts are there before what is made of them, or after."""
+def _touched(steps: Iterable[Step], arena: Arena) -> int:
+    """The bytes of the arena that are used after these steps."""
     places = dict[ir.Value, Place]()
     for step in steps:
-        parts = [arena.allocate(size) for size in step.parts if parts_first]
-        places.update((value, arena.allocate(size)) for value, size in step.made)
-        for part in parts:
-            arena.free(part)
-        arena.pass_by(step.scratch if parts_first else (*step.scratch, *step.parts))
+        own = [arena.allocate(size) for size in step.parts[:1]]
+        if not own:
+            places.update((value, arena.allocate(size)) for value, size in step.made)
+        arena.pass_by(step.scratch)
         arena.reserve(step.reserved)
-        for value in step.freed:
-            if value in places:
-                arena.free(places.pop(value))
+        _free(step.freed, places, arena)
+        if own:
+            parts = [*own, *(arena.allocate(size) for size in step.parts[1:])]
+            places.update((value, arena.allocate(size)) for value, size in step.made)
+            for part in parts:
+                arena.free(part)
+            _free(step.freed, places, arena)  # what is made and never read
     return arena.touched
+
+
+def _free(values: Iterable[ir.Value], places: dict[ir.Value, Place], arena: Arena) -> None:
+    for value in values:
+        if value in places:
+            arena.free(places.pop(value))
 
 
 def _last_uses(order: Sequence[ir.Node], reads: Reads, root: Callable[[ir.Value], ir.Value]) -> list[list[ir.Value]]:

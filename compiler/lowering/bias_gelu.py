@@ -2,23 +2,18 @@
 
 ONNX Runtime does so for single precision. In half precision it leaves forms apart, which go through the memory again:
 on an H100 gated layers by two products take 1.2 times as long so (tests/benchmarks/fused_attention.py). Gelu is an
-operator, or written out by the error function: x (1 + erf(x / sqrt(2))) / 2.
+operator, or written out (fusion/gelu.py).
 """
 
 from __future__ import annotations
-
-import math
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described, hand_over
-from splitc.compiler.fusion.norm import only_user, other_input
-from splitc.compiler.fusion.operand import constant, factor_of
+from splitc.compiler.fusion.gelu import find_written
 
 DOMAIN, OPERATOR = "com.microsoft", "BiasGelu"
-# Relative, of a constant in half precision.
-CLOSE = 1e-3
 
 
 def fuse_bias_gelus(graph: ir.Graph) -> None:
@@ -28,7 +23,7 @@ def fuse_bias_gelus(graph: ir.Graph) -> None:
     """
     editor = Editor(graph)
     for node in list(graph):
-        gelu = _find_operator(node) or _find_written(node)
+        gelu = _find_operator(node) or find_written(node)
         biased = None if gelu is None else _find_bias(gelu[0])
         if gelu is None or biased is None:
             continue
@@ -46,34 +41,6 @@ def _find_operator(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     if node.op_type != "Gelu" or node.domain not in ("", DOMAIN) or not exact or node.inputs[0] is None:
         return None
     return node.inputs[0], node.outputs[0]
-
-
-def _find_written(erf: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """What a Gelu that is written out around an Erf reads and makes."""
-    scaled = erf.inputs[0].producer() if erf.op_type == "Erf" and not erf.domain and erf.inputs[0] is not None else None
-    product = factor_of(scaled) if scaled is not None and scaled.op_type in ("Mul", "Div") else None
-    if product is None or not math.isclose(product[1], math.sqrt(0.5), rel_tol=CLOSE):
-        return None
-    data, more = product[0], only_user(erf.outputs[0], "Add")
-    if more is None or 1.0 not in map(constant, more.inputs):
-        return None
-    first = only_user(more.outputs[0], "Mul")
-    other = None if first is None else other_input(first, more.outputs[0])
-    if first is None or other is None:
-        return None
-    if _is_half_of(other, data):
-        return data, first.outputs[0]
-    second = only_user(first.outputs[0], "Mul")
-    last = None if second is None else other_input(second, first.outputs[0])
-    if second is None or last is None:
-        return None
-    halved = (other is data and constant(last) == 0.5) or (constant(other) == 0.5 and last is data)
-    return (data, second.outputs[0]) if halved else None
-
-
-def _is_half_of(value: ir.Value, data: ir.Value) -> bool:
-    node = value.producer()
-    return node is not None and node.op_type == "Mul" and not node.domain and factor_of(node) == (data, 0.5)
 
 
 def _find_bias(total: ir.Value) -> tuple[ir.Value, ir.Value] | None:

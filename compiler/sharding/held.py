@@ -11,11 +11,12 @@ import onnx_ir as ir
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.memory import Held
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.walks import ancestors, producers
+from splitc.compiler.frontend.walks import ancestors, producer_of, producers
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Axes
 from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.request.shapes import Shape
+from splitc.compiler.sharding.partial import chosen_atoms
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.sharding.shards import Shards
 from splitc.runtime.package.states import State
@@ -60,7 +61,17 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
         )
         return inputs, outputs
 
-    return Held(weights, own, shapes, dict.fromkeys(sharded.sums.summed, (1.0,)))
+    # Where all that is left of an addition is one value, this is the part.
+    summed = (value for value in sharded.sums.summed if not _passes_on(sharded, part, value))
+    return Held(weights, own, shapes, dict.fromkeys(summed, (1.0,)))
+
+
+def _passes_on(sharded: ShardedModel, part: int, value: ir.Value) -> bool:
+    """Whether a rank leaves the other inputs of the addition that makes a value to another one (rank_graph.py)."""
+    node = producer_of(value)
+    operation, added = sharded.axis_map.operations[node], sharded.sums.added_on_one_rank.get(node, frozenset())
+    contracts = bool(chosen_atoms([operation.contracted], sharded.ranges))
+    return len(node.inputs) - len(added) == 1 and not contracts and not sharded.adds(part, operation)
 
 
 def _own(shards: Shards, axes: Axes, shape: Shape) -> Shape:

@@ -124,12 +124,39 @@ def test_bytes_are_those_in_use(tmp_path: Path, branches: int, alike: bool) -> N
     assert used <= ours <= min(1.75 * held, 2.1 * used)
 
 
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-def test_gelu_with_a_bias_before_it_takes_a_copy_of_its_input(tmp_path: Path, approximate: str) -> None:
-    w = Writer(opset=20)
+def written_gelu(w: Writer, data: ir.Value, halved_first: bool) -> ir.Value:
+    numbers = {"root": 2**0.5, "one": 1.0, "half": 0.5}
+    root, one, half = (w.weight(name, ir.tensor(np.float32(number))) for name, number in numbers.items())
+    more = w.op("Add", w.op("Erf", w.op("Div", data, root)), one)
+    if halved_first:
+        return w.op("Mul", w.op("Mul", data, half), more)
+    return w.op("Mul", w.op("Mul", data, more), half)
+
+
+@pytest.mark.parametrize("halved_first", [False, True])
+def test_written_gelus_are_one_node(tmp_path: Path, halved_first: bool) -> None:
+    w = Writer(opset=17)
+    x = w.input("x", ir.DataType.FLOAT, ["n", 64])
+    w.output(w.op("Softmax", written_gelu(w, w.op("Softmax", x), halved_first)), "y", ir.DataType.FLOAT, ["n", 64])
+    save(named(w.model()), tmp_path / "model.onnx")
+    events = profile(tmp_path / "model.onnx", {"x": np.ones((3072, 64), np.float32)}, tmp_path, optimized=True)
+    assert len(events) == 3
+    model = ShapeInferencePass()(ir.load(tmp_path / "model.onnx")).model
+
+    def size(value: ir.Value) -> int:
+        return 0 if value.producer() is None else 3 << 18
+
+    outputs = frozenset(model.graph.outputs)
+    assert arena_bytes(list(model.graph), reads, size, lambda node: (), outputs, on_host=False) == 2 * (3 << 18)
+
+
+@pytest.mark.parametrize("how", ["none", "tanh", "written"])
+def test_gelu_with_a_bias_before_it_takes_a_copy_of_its_input(tmp_path: Path, how: str) -> None:
+    w = Writer(opset=17 if how == "written" else 20)
     x = w.input("x", ir.DataType.FLOAT, ["m", "n", 64])
     bias = w.weight("bias", ir.tensor(np.ones(64, np.float32)))
-    gelu = w.op("Gelu", w.op("Add", w.op("Softmax", x), bias), approximate=approximate)
+    data = w.op("Add", w.op("Softmax", x), bias)
+    gelu = written_gelu(w, data, False) if how == "written" else w.op("Gelu", data, approximate=how)
     w.output(w.op("Softmax", gelu), "y", ir.DataType.FLOAT, ["m", "n", 64])
     save(named(w.model()), tmp_path / "model.onnx")
     events = profile(tmp_path / "model.onnx", {"x": np.ones((1, 3072, 64), np.float32)}, tmp_path, optimized=True)
@@ -147,6 +174,31 @@ def test_gelu_with_a_bias_before_it_takes_a_copy_of_its_input(tmp_path: Path, ap
     if "mem_in_use_peak" in events[0]["args"]:
         used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
         assert 3 << 20 <= used < (3 << 20) + (1 << 14)  # of chunks of 1, 0.75 and 1.25 MiB
+
+
+def test_a_sum_over_ranks_is_made_when_what_the_part_follows_from_is_freed() -> None:
+    """As if the sum were a node of its own."""
+
+    def bytes_of(summed: bool) -> int:
+        w = Writer(opset=17)
+        x = w.input("x", ir.DataType.FLOAT, ["n", 64])
+        part = w.op("Add", w.op("Softmax", x), w.weight("bias", ir.tensor(np.ones(64, np.float32))))
+        whole = part if summed else w.op("Elu", part)
+        w.output(w.op("Softmax", whole), "y", ir.DataType.FLOAT, ["n", 64])
+        graph = w.model().graph
+        adds = next(node for node in graph if node.op_type == "Add")
+        sizes = {value: 3 << 18 for node in graph for value in node.outputs}
+        return arena_bytes(
+            list(graph),
+            reads,
+            lambda value: sizes.get(value, 0),
+            lambda node: (),
+            frozenset(graph.outputs),
+            lambda node: (3 << 18,) if summed and node is adds else (),
+            on_host=False,
+        )
+
+    assert bytes_of(summed=True) == bytes_of(summed=False) == 2 * (3 << 18)
 
 
 @pytest.mark.parametrize("channels", [8, 32])

@@ -1,0 +1,69 @@
+"""The nodes that ONNX Runtime makes one Gelu, written out or an operator, and those with the bias before it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Container, Mapping, Sequence
+from functools import partial
+
+import onnx_ir as ir
+
+from splitc.compiler.analysis.liveness import Reads
+from splitc.compiler.frontend.walks import ancestors, producer_of
+from splitc.compiler.fusion.gelu import find_written
+
+GELUS = ("Gelu", "FastGelu")
+
+
+def written_gelus(nodes: Sequence[ir.Node]) -> dict[ir.Node, tuple[ir.Value, set[ir.Node]]]:
+    """The last nodes of Gelus that ONNX Runtime makes one node, each with what it is of and the nodes before the last.
+
+    It knows those that divide and have no half in the midst (GeluFusion, core/optimizer/gelu_fusion.cc). In half
+    precision kernels for CPUs have casts between the nodes.
+    """
+    there, written = set(nodes), {}
+    for data, result in filter(None, map(find_written, nodes)):
+        last = producer_of(result)
+        parts = ancestors([last], partial(_other_inputs, data))
+        divides = any(node.op_type == "Div" for node in parts)
+        if divides and data not in last.inputs and data.dtype == ir.DataType.FLOAT and parts <= there:
+            written[last] = data, parts - {last}
+    return written
+
+
+def _other_inputs(data: ir.Value, node: ir.Node) -> list[ir.Value]:
+    return [value for value in node.inputs if value is not None and value is not data]
+
+
+def biased_gelus(
+    gelus: Mapping[ir.Node, ir.Value], nodes: Collection[ir.Node], reads: Reads, products: Container[ir.Node]
+) -> dict[ir.Node, ir.Value]:
+    """The `gelus`, by what they are of, that are one node with the bias added before, each with what that is added to.
+
+    It allocates a copy of its input, with the bias (BiasGelu<T>::Compute, contrib_ops/cpu/bert/bias_gelu.cc).
+    Biases that are part of `products` are none of these.
+    """
+    readers = Counter(value for node in nodes for value in reads(node))
+    made = set(nodes)
+    biased = {}
+    for node, added in gelus.items():
+        maker = added.producer()
+        if maker is None or maker not in made or maker.op_type != "Add" or maker in products:
+            continue
+        ends = [value for value in maker.inputs if value is not None and value.shape is not None]
+        biases = [value for value in ends if value.producer() is None and len(value.shape or ()) == 1]
+        if readers[added] == 1 and not added.is_graph_output() and len(ends) == 2 and len(biases) == 1:
+            biased[node] = next(value for value in ends if value is not biases[0])
+    return biased
+
+
+def find_gelus(nodes: Sequence[ir.Node], reads: Reads) -> tuple[list[ir.Node], Reads, dict[ir.Node, ir.Value]]:
+    """The nodes with one for each Gelu, what each reads then, and what Gelus are of."""
+    written = written_gelus(nodes)
+    gelus = {node: data for node, (data, _) in written.items()}
+    inner = {node for _, before in written.values() for node in before}
+    for node in nodes:
+        if node.op_type in GELUS and len(node.inputs) == 1 and node.inputs[0] is not None:
+            gelus[node] = node.inputs[0]
+    left = [node for node in nodes if node not in inner]
+    return left, lambda node: [gelus[node]] if node in written else reads(node), gelus
