@@ -105,21 +105,19 @@ def fits(taken: Tensor, made: Tensor) -> bool:
     return len(widths) == 1 or any(not isinstance(width, int) for width in widths)
 
 
-def find_masks(reader: Manifest, read: Collection[str]) -> dict[str, str]:
-    """The masks of an encoder's positions, each with the one of the inputs `read` that is as long."""
-    lengths = {
-        size: tensor.name
+def find_masks(reader: Manifest, read: Collection[str], fixed: Collection[int]) -> list[Tensor]:
+    """The masks of an encoder's positions: those as long as one of the inputs `read`, or of a length in `fixed`."""
+    symbols = {
+        size
         for tensor in reader.inputs
         if tensor.name in read and tensor.shape is not None
         for size in tensor.shape[1:]
         if isinstance(size, str)
     }
-    return {
-        tensor.name: lengths[str(tensor.shape[1])]
-        for tensor in reader.inputs
-        if tensor.role is not None
-        and tensor.role.kind == "mask"
-        and tensor.shape is not None
-        and len(tensor.shape) == 2
-        and tensor.shape[1] in lengths
-    }
+    masks = mask_inputs(reader)
+    return [mask for mask in masks if mask.shape and len(mask.shape) == 2 and mask.shape[1] in {*symbols, *fixed}]
+
+
+def mask_inputs(manifest: Manifest) -> list[Tensor]:
+    """The inputs that say which positions are read."""
+    return [tensor for tensor in manifest.inputs if tensor.role is not None and tensor.role.kind == "mask"]
