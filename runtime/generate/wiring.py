@@ -43,7 +43,8 @@ def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
     if not decoders or len(steps) > 1 or len(firsts) > 1:
         raise MisuseError(
             f"can't generate with {there}: splitc knows an encoder and its decoder, or a decoder in two uses (without "
-            "caches, and with them). Name the one to generate with by --module"
+            "caches, and with them). Name the one to generate with by --module; of several forms of them (fp16, int8), "
+            "compile one: splitc compile FOLDER --module ENCODER --module DECODER"
         )
     first, step = (names[0] if names else None for names in (firsts, steps))
     wanting = {name: find_wanted(manifests[name]) for name in decoders}
