@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block, Partition
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.room import says_nothing
+from splitc.compiler.frontend.room import says_a_size, says_nothing
 from splitc.compiler.frontend.walks import producer_of, producers, reached
 
 Place = tuple[ir.Value, int]
@@ -89,7 +89,8 @@ def _stage(
     ends = [*itertools.chain.from_iterable(block.nodes for block in blocks), *map(producer_of, outputs)]
     nodes = sorted(reached(ends, above), key=graph.position.__getitem__)
     read = dict.fromkeys(value for node in nodes for value in reads(node))
-    feeds = [value for value in read if value.is_graph_input()]
+    sized = (value for node in nodes if node in partition.shapes for value in graph.reads[node])
+    feeds = [value for value in dict.fromkeys([*read, *filter(_is_for_its_sizes, sized)]) if value.is_graph_input()]
     receives = [value for value in read if (maker := value.producer()) is not None and is_elsewhere(maker)]
     # A Shape node stays if the value that it reads is there anyway; otherwise its result is borrowed.
     present = {*feeds, *receives, *(value for node in nodes for value in node.outputs)}
@@ -112,6 +113,13 @@ def _stage(
         outputs=tuple(outputs),
         borrowed=tuple(borrowed),
     )
+
+
+def _is_for_its_sizes(value: ir.Value) -> bool:
+    """Whether nothing of a caller's input is read but its sizes: they may differ from those that share their names."""
+    if not value.is_graph_input() or says_a_size(value):
+        return False
+    return all(use.node.op_type == "Shape" for use in value.uses())
 
 
 def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir.Value]) -> list[ir.Value]:

@@ -225,6 +225,8 @@ def _inferred_by_onnx(model: ir.Model) -> ir.Model:
             del model.graph.initializers[value.name or ""]
             if not value.is_graph_input():
                 model.graph.inputs.append(value)
+    for value in (value for node in all_nodes(model.graph) for value in node.outputs if value.type is None):
+        value.shape = None  # a file has no shapes without types
     with suppress(onnx.shape_inference.InferenceError):
         return ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True))
     return model

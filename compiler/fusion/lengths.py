@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.room import give_room
+from splitc.compiler.frontend.room import give_room, is_to_say_a_size
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS, Cache
@@ -152,6 +152,7 @@ class Lengths:
             name += "'"
         value = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         graph.inputs.append(value)
+        is_to_say_a_size(value)
         # A symbol that is a number may have any size, and is taken for the number where sizes are planned.
         second = Axis((0, 0), ir.SymbolicDim("0"), 0) if several else fixed_axis(0)
         self._sizes.put(value, [past, second])
@@ -180,6 +181,7 @@ class Lengths:
             name += "'"
         room = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         self._editor.graph.inputs.append(room)
+        is_to_say_a_size(room)
         planned, probe = total.size
         # A symbol is an expression, in which a prime can't be.
         symbol = ir.SymbolicDim(name.replace("'", "_"))

@@ -6,7 +6,10 @@ runs, and takes some microseconds of the host's time. Masks that differ only in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from operator import add, mul, sub
 
 import numpy as np
 import onnx_ir as ir
@@ -14,11 +17,24 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.fusion.operand import VIEWS
-from splitc.compiler.fusion.sizes import Axis, Sizes
+from splitc.compiler.fusion.sizes import Axis, Size, Sizes
+
+
+def _by_entry(combine: Callable[[int, int], int], one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Two lists, or a list and a number, entry by entry."""
+    return [combine(*pair) for pair in zip(*np.broadcast_arrays(one, other), strict=True)]
+
 
 # What gives other sizes from sizes, so that lists which are equal for two sets of sizes are equal for all. A Min or a
 # Max may be another one of its inputs for longer requests.
 LINEAR = VIEWS | {"Shape", "Gather", "Slice", "Concat", "Add", "Sub", "Mul", "Cast", "Identity"}
+# What they compute of lists of sizes.
+_COMPUTE: dict[str, Callable[..., list[int]]] = {
+    "Gather": lambda sizes, places: [sizes[place] for place in places],
+    "Slice": lambda sizes, start, end, axis=(0,), step=(1,): sizes[start[0] : end[0] : step[0]],
+    "Concat": lambda *lists: list(chain(*lists)),
+    **{name: partial(_by_entry, combine) for name, combine in (("Add", add), ("Sub", sub), ("Mul", mul))},
+}
 # An end of a Slice from which on it is that of any axis.
 ANY_END = 1 << 31
 
@@ -55,24 +71,48 @@ def _keeps(node: ir.Node, sizes: Sizes) -> bool:
     axes = sizes.axes(node.inputs[0])
     if axes is None or sizes.of(node.inputs[0]) != sizes.of(node.outputs[0]):
         return False
-    return _is_linear(node.inputs[1]) if node.op_type == "Expand" else _takes_all(node, axes)
+    return _is_linear(node.inputs[1]) if node.op_type == "Expand" else _takes_all(node, axes, sizes)
 
 
-def _takes_all(node: ir.Node, axes: Sequence[Axis]) -> bool:
-    """Whether a Slice, which takes as many elements as there are for two sets of sizes, does so for all."""
+def _takes_all(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
+    """Whether a Slice, which takes as many elements as there are for two sets of sizes, does so for all.
+
+    An end that is computed is where the axis ends. One beyond may cut longer axes, as of what was read in steps.
+    """
     _, starts, ends, along, steps = (*node.inputs, None, None)[:5]
     places = list(range(len(axes))) if along is None else _numbers(along)
     if places is None or set(_numbers(starts) or ()) != {0} or not (steps is None or set(_numbers(steps) or ()) == {1}):
         return False
     stops = _numbers(ends)
     if stops is None:
-        return _is_linear(ends)
+        return (computed := _computed(ends, sizes)) is not None and computed == [axes[place].size for place in places]
     return all(stop >= ANY_END or axes[place].fixed == stop for stop, place in zip(stops, places, strict=False))
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:
     """The numbers of a constant list; None if it is none."""
     return None if value is None or value.const_value is None else value.const_value.numpy().tolist()
+
+
+def _computed(value: ir.Value | None, sizes: Sizes) -> list[Size] | None:
+    """A list of sizes that LINEAR operators compute, with both sets of sizes; None if something else is among them."""
+    if value is None or value.const_value is not None:
+        numbers = _numbers(value)
+        return None if numbers is None else [(number, number) for number in np.ravel(numbers).tolist()]
+    node = value.producer()
+    if node is None or node.domain or node.op_type not in LINEAR:
+        return None
+    if node.op_type == "Shape":
+        shape = None if node.inputs[0] is None else sizes.of(node.inputs[0])
+        start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+        return None if shape is None else list(shape[start:end])
+    if node.op_type in VIEWS | {"Cast", "Identity"}:
+        return _computed(node.inputs[0], sizes)
+    lists = [_computed(part, sizes) for part in node.inputs]
+    if any(part is None for part in lists):
+        return None
+    both = [_COMPUTE[node.op_type](*([pair[way] for pair in part or ()] for part in lists)) for way in (0, 1)]
+    return list(zip(*both, strict=True))
 
 
 def _is_linear(value: ir.Value | None) -> bool:

@@ -14,7 +14,15 @@ from splitc.runtime.generate.conversation import Conversation, ModelRunner
 from splitc.runtime.generate.feeder import Feeder
 from splitc.runtime.generate.signature import find_signature, find_token_inputs
 from splitc.runtime.generate.tokens import generate
-from splitc.runtime.generate.wiring import Wiring, find_links, find_masks, find_wanted, find_wiring
+from splitc.runtime.generate.wiring import (
+    STATES_AXES,
+    Wiring,
+    find_links,
+    find_masks,
+    find_wanted,
+    find_wiring,
+    mask_inputs,
+)
 from splitc.runtime.package.manifest import Manifest, Tensor
 
 
@@ -44,10 +52,11 @@ class EncoderDecoder:
         return None if self.wiring.encoder is None else self._sessions[self.wiring.encoder].manifest
 
     def encode(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Run the encoder on its feeds."""
-        if self.wiring.encoder is None:
+        """Run the encoder on its feeds. Its mask is among what it gives: the decoder reads the same positions."""
+        if self.encoder is None:
             return {}
-        return self._sessions[self.wiring.encoder].run(feeds)
+        masks = {mask.name: np.asarray(feeds[mask.name]) for mask in mask_inputs(self.encoder) if mask.name in feeds}
+        return {**masks, **self._sessions[str(self.wiring.encoder)].run(feeds)}
 
     def encode_tokens(self, tokens: Sequence[int]) -> Mapping[str, Array]:
         """Run the encoder on a text. Raises MisuseError if it takes something else."""
@@ -96,14 +105,32 @@ class EncoderDecoder:
         return first, step
 
     def _cross_feeds(self, decoder: str, encoded: Mapping[str, Array]) -> dict[str, Array]:
-        """What a decoder reads of its encoder, and masks of it: none of its positions is padding."""
+        """What a decoder reads of its encoder, and masks of it. Without one of the encoder's, nothing is padding."""
+        if self.encoder is None or not encoded:
+            return {}
         manifest = self._sessions[decoder].manifest
-        links = {} if self.encoder is None else find_links(manifest, self.encoder)
-        feeds = {name: encoded[output] for name, output in links.items()}
-        dtypes = {tensor.name: tensor.dtype for tensor in manifest.inputs}
-        length = next((array.shape[1] for array in encoded.values() if array.ndim == 3), 0)
-        masks = find_masks(manifest, find_wanted(manifest)) if encoded else {}
-        return {**feeds, **{name: np.ones((1, length), number_type(dtypes[name])) for name in masks}}
+        feeds = {name: encoded[output] for name, output in find_links(manifest, self.encoder).items()}
+        own = mask_inputs(self.encoder)
+        fixed = [size for mask in own for size in (mask.shape or ())[1:] if isinstance(size, int)]
+        masks = find_masks(manifest, find_wanted(manifest), fixed)
+        return {**feeds, **{mask.name: _cross_mask(mask, own, encoded) for mask in masks}}
+
+
+def _cross_mask(mask: Tensor, own: Sequence[Tensor], encoded: Mapping[str, Array]) -> Array:
+    """A decoder's mask of its encoder's positions: the encoder's `own`, if it is one of the same positions.
+
+    They are the same if both models call their number by one name, or if there are as many as states.
+    """
+    dtype = number_type(mask.dtype)
+    length = next((array.shape[1] for array in encoded.values() if array.ndim == STATES_AXES), 0)
+    given = [(tensor.shape, encoded[tensor.name]) for tensor in own if tensor.name in encoded]
+    same = [array for shape, array in given if shape == mask.shape or array.shape[1:] == (length,)]
+    if not same and any(not array.all() for _, array in given):
+        raise MisuseError(
+            f"the encoder's mask hides some positions, and the decoder's mask '{mask.name}' is of others: give the "
+            "encoder what has no padding"
+        )
+    return same[0].astype(dtype) if same else np.ones((1, length), dtype)
 
 
 def reads_sound(encoder: Manifest | None) -> bool:

@@ -43,7 +43,8 @@ def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
     if not decoders or len(steps) > 1 or len(firsts) > 1:
         raise MisuseError(
             f"can't generate with {there}: splitc knows an encoder and its decoder, or a decoder in two uses (without "
-            "caches, and with them). Name the one to generate with by --module"
+            "caches, and with them). Name the one to generate with by --module; of several forms of them (fp16, int8), "
+            "compile one: splitc compile FOLDER --module ENCODER --module DECODER"
         )
     first, step = (names[0] if names else None for names in (firsts, steps))
     wanting = {name: find_wanted(manifests[name]) for name in decoders}
@@ -105,21 +106,19 @@ def fits(taken: Tensor, made: Tensor) -> bool:
     return len(widths) == 1 or any(not isinstance(width, int) for width in widths)
 
 
-def find_masks(reader: Manifest, read: Collection[str]) -> dict[str, str]:
-    """The masks of an encoder's positions, each with the one of the inputs `read` that is as long."""
-    lengths = {
-        size: tensor.name
+def find_masks(reader: Manifest, read: Collection[str], fixed: Collection[int]) -> list[Tensor]:
+    """The masks of an encoder's positions: those as long as one of the inputs `read`, or of a length in `fixed`."""
+    symbols = {
+        size
         for tensor in reader.inputs
         if tensor.name in read and tensor.shape is not None
         for size in tensor.shape[1:]
         if isinstance(size, str)
     }
-    return {
-        tensor.name: lengths[str(tensor.shape[1])]
-        for tensor in reader.inputs
-        if tensor.role is not None
-        and tensor.role.kind == "mask"
-        and tensor.shape is not None
-        and len(tensor.shape) == 2
-        and tensor.shape[1] in lengths
-    }
+    masks = mask_inputs(reader)
+    return [mask for mask in masks if mask.shape and len(mask.shape) == 2 and mask.shape[1] in {*symbols, *fixed}]
+
+
+def mask_inputs(manifest: Manifest) -> list[Tensor]:
+    """The inputs that say which positions are read."""
+    return [tensor for tensor in manifest.inputs if tensor.role is not None and tensor.role.kind == "mask"]

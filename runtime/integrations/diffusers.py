@@ -36,7 +36,7 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
     diffusers, and for one that lacks a model that the pipeline can't do without.
     """
     path = Path(package)
-    read, components = _read_package(path)
+    read, kind, components = _read_package(path)
     places = {module.name: _find_place(module.name, components) for module in read.modules}
     try:
         import diffusers
@@ -48,14 +48,16 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
     sessions = Pipeline(path, own=own, **of_sessions)
     try:
         parts: dict[str, Any] = {}
-        for component, kind in components.items():
+        for component, names in components.items():
             methods = {method: sessions[name] for name, (of, method) in places.items() if of == component}
             if methods and component not in options:
                 folders = [Path(module.source).parent for module in read.modules if places[module.name][0] == component]
                 config = _find_config(path, component, folders)
-                parts[component] = make_part(find_class(*kind), config, component, methods)
+                parts[component] = make_part(find_class(*names), config, component, methods)
         _check_complete(path, components, {*parts, *options})
-        return with_adapters(diffusers.DiffusionPipeline.from_pretrained(str(path), **parts, **options))
+        # The pipeline's own class knows which of its models may be left out: the base takes these for no models.
+        own_class = getattr(diffusers, kind, diffusers.DiffusionPipeline)
+        return with_adapters(own_class.from_pretrained(str(path), **parts, **options))
     except BaseException:
         sessions.close()
         raise
@@ -66,8 +68,8 @@ def _session_options() -> set[str]:
     return inspect.signature(Session).parameters.keys() - {"package", "module"}
 
 
-def _read_package(package: Path) -> tuple[PipelineFile, dict[str, tuple[str, str]]]:
-    """The modules of a package, and the components of its pipeline: their names, libraries and classes."""
+def _read_package(package: Path) -> tuple[PipelineFile, str, dict[str, tuple[str, str]]]:
+    """The modules of a package, its pipeline's class, and the components: their names, libraries and classes."""
     read = read_pipeline(package)
     index = package / INDEX
     if read is None or not index.is_file():
@@ -77,11 +79,12 @@ def _read_package(package: Path) -> tuple[PipelineFile, dict[str, tuple[str, str
     check_regular(index)
     content = parse_json(index.read_bytes(), f"can't read {index}")
     values = content if isinstance(content, dict) else {}
-    return read, {
+    components = {
         name: (value[0], value[1])
         for name, value in values.items()
         if isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)
     }
+    return read, str(values.get("_class_name")), components
 
 
 def _find_place(module: str, components: Collection[str]) -> tuple[str, str]:

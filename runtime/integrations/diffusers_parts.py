@@ -22,7 +22,7 @@ from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.session.session import Session
 
 # The result of a method, by its name, from a part and its session's outputs.
-Answer = Callable[[Any, Mapping[str, torch.Tensor]], dict[str, Any]]
+Answer = Callable[[Any, Mapping[str, torch.Tensor]], ModelOutput]
 FORWARD, ENCODE, DECODE = "forward", "encode", "decode"
 HOST = torch.device("cpu")
 # Methods that would change what a compiled model computes.
@@ -37,6 +37,19 @@ CHANGES = (
     "load_state_dict",
     "set_attn_processor",
 )
+
+
+class Weight:
+    """A weight of a model that has none, which can be set, but not read before."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, part: Any, kind: Any) -> Any:
+        raise MisuseError(
+            f"the pipeline reads {self._name}, one of the model's weights, and a package has the models' weights in "
+            f"its engines: set it, as in pipeline.{self._name} = tensor"
+        )
 
 
 def find_class(library: str, name: str) -> Any:
@@ -59,6 +72,7 @@ def make_part(kind: Any, config: Path, name: str, sessions: Mapping[str, Session
         else:
             part = kind(kind.config_class.from_pretrained(config))
     methods = {
+        **_weights(part, name),
         "device": property(lambda self: HOST),
         "dtype": property(lambda self: _number_type(next(iter(self.sessions.values())))),
         "to": _stay,
@@ -69,6 +83,14 @@ def make_part(kind: Any, config: Path, name: str, sessions: Mapping[str, Session
     part.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods})
     part.sessions = dict(sessions)
     return part.eval()  # type: ignore[no-any-return]
+
+
+def _weights(part: Any, name: str) -> dict[str, Weight]:
+    """The model's own tensors, which pipelines may read beside its methods, without their data: none is left."""
+    own = [*part._parameters, *part._buffers]
+    part._parameters.clear()
+    part._buffers.clear()
+    return {tensor: Weight(f"{name}.{tensor}") for tensor in own}
 
 
 def with_adapters(pipeline: Any) -> Any:
@@ -110,34 +132,33 @@ def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[.
         }
         outputs = {name: _tensor(array) for name, array in session.run(feeds).items()}
         made = answer(self, outputs)
-        return tuple(made.values()) if arguments.get("return_dict") is False else ModelOutput(**made)
+        return tuple(made.values()) if arguments.get("return_dict") is False else made
 
     return run
 
 
-def _diffusers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """In diffusers a model's output is `sample`, whatever its name in the export; or tuples (ControlNet)."""
-    made = numbered_together(outputs, {})
-    first, *others = made
-    if isinstance(made[first], tuple):
-        return made
-    return {"sample": made[first], **{name: made[name] for name in others}}
+def _diffusers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> ModelOutput:
+    """Outputs by their names in the export. The first is `sample` too, as most models of diffusers call it."""
+    made = ModelOutput(**numbered_together(outputs, {}))
+    if "sample" not in made:
+        made.sample = next(iter(made.values()))  # an attribute, and no further output
+    return made
 
 
-def _transformers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _transformers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> ModelOutput:
     layers = getattr(part.config, "num_hidden_layers", 0)
     # The states before the first layer and after each.
-    return numbered_together(outputs, {"hidden_states": layers + 1})
+    return ModelOutput(**numbered_together(outputs, {"hidden_states": layers + 1}))
 
 
-def _latents(part: Any, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _latents(part: Any, outputs: Mapping[str, torch.Tensor]) -> ModelOutput:
     """Latents, or the means and variances that they are drawn from, which are twice as many channels."""
     (latents,) = outputs.values()
     decoder = part.sessions.get(DECODE)
     channels = decoder.inputs[0].shape[1] if decoder else part.config.get("latent_channels")
     if latents.shape[1] == 2 * channels:
-        return {"latent_dist": DiagonalGaussianDistribution(latents)}
-    return {"latents": latents, "latent": latents}
+        return ModelOutput(latent_dist=DiagonalGaussianDistribution(latents))
+    return ModelOutput(latents=latents, latent=latents)
 
 
 def _refusal(reason: str) -> Callable[..., Any]:

@@ -121,6 +121,6 @@ def _need_no_mpi(ranks: str | None, modules: int) -> None:
     """Raise MisuseError if ranks are MPI's processes, which serve one session at a time."""
     if modules > 1 and ranks in (None, MPI) and begin() is not None:
         raise MisuseError(
-            "ranks that MPI has started serve one module at a time: open it as Session(package, module=NAME), or open "
-            'all of them on one machine without MPI (ranks="processes")'
+            "ranks that MPI has started serve one module at a time: name it (--module; in Python Session(package, "
+            'module=NAME)), or open all of them on one machine without MPI (--ranks processes; ranks="processes")'
         )

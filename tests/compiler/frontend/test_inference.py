@@ -146,6 +146,18 @@ def test_a_sequence_that_a_loop_carries_stays_one() -> None:
     assert joined.outputs[0].type == ir.TensorType(ir.DataType.FLOAT)
 
 
+def test_types_that_are_missing_are_inferred_silently(caplog: pytest.LogCaptureFixture) -> None:
+    """The library gives no type to a Reshape by a list of unknown length, but shapes to what follows."""
+    model = ir.from_onnx_text("""
+        <ir_version: 8, opset_import: ["" : 17]> g (float[n, 16] x) => (float[m, 8] y)
+        <int64[1] zero = {0}, int64[1] four = {4}, int64[1] three = {3}, int64[1] rest = {-1}, int64[2] pair = {-1, 8}>
+        { s = Shape (x)  end = Mod (four, three)  head = Slice (s, zero, end)  target = Concat <axis = 0> (head, rest)
+          r = Reshape (x, target)  v = Reshape (r, pair)  y = Neg (v) }""")
+    inference.infer_shapes_and_types(model)
+    assert {node.outputs[0].dtype for node in model.graph if node.op_type == "Reshape"} == {ir.DataType.FLOAT}
+    assert caplog.records == []
+
+
 def test_factors_are_cancelled_as_the_library_does() -> None:
     """It finds out what two equal numbers of elements say of their symbols; ours takes a twentieth of its time."""
     h, w, c = sympy.symbols("h w c", integer=True, positive=True)

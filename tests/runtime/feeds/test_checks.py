@@ -34,6 +34,15 @@ FAR_SIZE = f"""<ir_version: 8, opset_import: ["" : 17]>
       y = Reshape(g2, s)
       z = MatMul(b, v) }}"""
 
+# Nothing of b is read but its sizes.
+OWN_SIZE = f"""<ir_version: 8, opset_import: ["" : 17]>
+    g (float[n, 4] b, float[n, 4] a) => (float[m, 4] y, float[n, 4] h6)
+    <float[4, 4] w = {UNIT}>
+    {{ h0 = Relu(a)
+      {LINES}
+      s = Shape(b)
+      y = ConstantOfShape(s) }}"""
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -69,10 +78,12 @@ def test_misused_command_ends_with_2(package: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "y.npz").exists()
 
 
-@pytest.mark.parametrize(("mode", "same"), [("layer", True), ("tensor", False)])
-def test_one_name_for_two_sizes(mode: str, same: bool, write_model: WriteModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "model", "same"), [("layer", FAR_SIZE, True), ("tensor", FAR_SIZE, False), ("layer", OWN_SIZE, False)]
+)
+def test_one_name_for_two_sizes(mode: str, model: str, same: bool, write_model: WriteModel, tmp_path: Path) -> None:
     """ONNX Runtime takes any sizes; a package refuses what it would get wrong, and nothing else."""
-    path = write_model(FAR_SIZE)
+    path = write_model(model)
     request = Request(split_mode=mode, spread=True, shapes={"a": (3, 4), "b": (3, 4)})
     assert compile_model(plan_model(path, ["4xcpu"], request), tmp_path / "p").shared_sizes == (["n"] if same else [])
     with Session(tmp_path / "p") as session:

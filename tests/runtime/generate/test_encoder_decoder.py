@@ -16,10 +16,10 @@ import pytest
 from msgspec.structs import replace
 
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
-from splitc.runtime import Pipeline
+from splitc.runtime import MisuseError, Pipeline
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import FeedError, SplitcError
-from splitc.runtime.generate.encoder_decoder import EncoderDecoder, describe_encoder
+from splitc.runtime.generate.encoder_decoder import EncoderDecoder, _cross_mask, describe_encoder
 from splitc.runtime.generate.log_mel import LogMel
 from splitc.runtime.generate.sound import read_sound
 from splitc.runtime.generate.wiring import find_links, find_wiring
@@ -168,6 +168,33 @@ def test_texts_at_the_same_time(text: Path, tensor_text: Path) -> None:
         ]
         found = [list(tokens) for tokens in zip(*zip(*streams))]
     assert found == [made.plain_tokens(text, text_feeds(prompt), [0], 10) for prompt in prompts]
+
+
+def test_padding_is_hidden_from_the_decoder_too(text: Path, tensor_text: Path) -> None:
+    feeds = {"input_ids": np.array([[*TEXT, 9, 9]]), "attention_mask": np.array([[1] * len(TEXT) + [0, 0]])}
+    with Pipeline(tensor_text, threads=1) as pipeline:
+        model = EncoderDecoder(pipeline)
+        found = list(model.generate(model.encode(feeds), [0], max_new_tokens=10, stop_tokens=[made.END]))
+        assert found == made.plain_tokens(text, feeds, [0], 10) == made.plain_tokens(text, text_feeds(TEXT), [0], 10)
+
+
+@pytest.mark.parametrize(
+    ("named", "masked", "expected"),
+    [
+        ("heard", [1, 1, 1, 0], [1, 1, 1, 0]),  # of what is heard in both models: the decoder thins it out itself
+        ("seen", [1, 1, 1, 1], [1, 1]),
+        ("seen", [1, 1, 1, 0], None),
+    ],
+)
+def test_mask_of_more_positions_than_states(named: str, masked: list[int], expected: list[int] | None) -> None:
+    mask = Tensor("encoder_mask", "int64", ["batch", named])
+    encoded = {"mask": np.array([masked]), "states": np.zeros((1, 2, 8), np.float32)}
+    own = [Tensor("mask", "int64", ["batch", "heard"])]
+    if expected is None:
+        with pytest.raises(MisuseError, match="the encoder's mask hides some positions, and the decoder's mask"):
+            _cross_mask(mask, own, encoded)
+        return
+    assert _cross_mask(mask, own, encoded).tolist() == [expected]
 
 
 def test_decoder_without_caches_reads_all_again(text: Path, tmp_path: Path) -> None:

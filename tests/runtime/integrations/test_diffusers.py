@@ -216,6 +216,31 @@ def test_pipeline_that_optimum_does_not_know(libraries: None, tmp_path: Path) ->
     np.testing.assert_allclose(images(load(tmp_path / "package")), images(whole), rtol=0, atol=1e-4)
 
 
+def test_model_that_a_pipeline_may_do_without(
+    libraries: None, write_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its outputs have their names, and the first is the sample; its own weights are not there until they are set."""
+    import diffusers
+    import torch
+
+    transformer = tmp_path / "models" / "transformer"
+    diffusers.WanTransformer3DModel(num_attention_heads=2, attention_head_dim=12, num_layers=1).save_config(transformer)
+    graph = "g (float[n, 4] hidden_states) => (float[n, 4] embedding) { embedding = Neg (hidden_states) }"
+    write_model(f'<ir_version: 8, opset_import: ["" : 17]> {graph}').rename(transformer / "model.onnx")
+    names = {"transformer": "WanTransformer3DModel", "vae": "AutoencoderKLWan"}
+    index = {"_class_name": "WanPipeline", **{name: ["diffusers", kind] for name, kind in names.items()}}
+    write_json(tmp_path / "models" / "model_index.json", index)
+    compile_pipeline(plan_pipeline(tmp_path / "models", ["cpu0"]), tmp_path / "package")
+    others: Any = dict.fromkeys(("vae", "scheduler", "tokenizer", "text_encoder"))
+    model = load(tmp_path / "package", **others).transformer
+    made = model(torch.ones(2, 4), None, None)
+    assert made.embedding is made.sample is made[0] and made.sample[0, 0] == -1
+    with pytest.raises(MisuseError, match=r"reads transformer\.scale_shift_table.* set it"):
+        model.scale_shift_table  # noqa: B018  # reading it is the test
+    model.scale_shift_table = torch.ones(2)
+    assert model.scale_shift_table.sum() == 2
+
+
 def export(method: Any, inputs: dict[str, Any], folder: Path) -> None:
     """Write a method of a model as ONNX, with a batch of any size."""
     import torch
