@@ -43,29 +43,35 @@ def fold_shapes(graph: ir.Graph) -> int:
 
     Shape inference can't always follow the sizes that Reshape and Expand are given by itself.
     """
-    return sum(map(_fold, graph))
+    return sum(map(fold, graph))
 
 
 def fold_from(graph: ir.Graph, known: set[ir.Value]) -> int:
     """As `fold_shapes`, but only for what depends on a value in `known`, to which folded values are added."""
     count = 0
     for node in graph:
-        if any(value in known for value in node.inputs) and _fold(node):
+        if any(value in known for value in node.inputs) and fold(node):
             known.update(node.outputs)
             count += 1
     return count
 
 
-def _fold(node: ir.Node) -> bool:
-    """Set the `const_value` of a node's outputs if it is shape arithmetic with known inputs. Returns whether it is."""
+def fold(node: ir.Node) -> bool:
+    """Set the `const_value` of a node's outputs, with shape and type, if it is shape arithmetic with known inputs.
+
+    Returns whether it is.
+    """
     if not operator_of(node).shape_arithmetic:
         return False
     if all(value.const_value is not None for value in node.outputs) or not all(map(_is_short, node.outputs)):
         return False
     results = _evaluate(node)
-    for value, array in zip(node.outputs, results or (), strict=False):
-        value.const_value = ir.tensor(array, name=value.name)
-    return results is not None
+    if results is None or any(array.size > LONGEST for array in results):
+        return False
+    for value, array in zip(node.outputs, results, strict=False):
+        value.const_value = tensor = ir.tensor(array, name=value.name)
+        value.shape, value.type = ir.Shape(array.shape), ir.TensorType(tensor.dtype)
+    return True
 
 
 def _is_short(value: ir.Value) -> bool:
