@@ -10,8 +10,10 @@ from splitc.compiler.packaging.profiling import measure_blocks
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.request.request import Request
 from splitc.runtime.hardware.devices import Device
+from splitc.runtime.threads.garbage import rare_garbage
 
 
+@rare_garbage()
 def plan_model(model: Given, devices: str | Sequence[str | Device], request: Request = Request()) -> Plan:
     """Decide which part of the model each device holds. `devices` may be names: `["cpu0", "cpu1"]`, `"2xcpu"`.
 

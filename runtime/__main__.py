@@ -6,11 +6,8 @@ import gc
 import sys
 from typing import NoReturn
 
+from splitc.runtime.threads.garbage import GARBAGE_AFTER
 from splitc.runtime.threads.interrupts import handle_signals, later_interrupts
-
-# Python looks for garbage after so many new objects. At its default of 700, that takes a third of the time of a plan,
-# whose hundreds of thousands of nodes and values all stay.
-GARBAGE_AFTER = 500_000
 
 
 def main() -> NoReturn:

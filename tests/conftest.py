@@ -24,13 +24,14 @@ from splitc.compiler.planning.assembly import CpuEngine
 from splitc.runtime import Session
 from splitc.runtime.errors import typed_options
 from splitc.runtime.hardware.devices import parse_devices
+from splitc.runtime.threads.garbage import GARBAGE_AFTER
 from tests.helpers.feeds import HEAD, HEADS, KV_HEADS, LAYERS, VOCABULARY
 from tests.helpers.feeds import Array as Array
 from tests.helpers.feeds import Arrays as Arrays
 from tests.helpers.feeds import decoder_feeds as decoder_feeds
 
 # Graphs are many objects that live long: to look for garbage as often as by default takes a tenth of the time.
-gc.set_threshold(100_000, 50, 50)
+gc.set_threshold(GARBAGE_AFTER, 50, 50)
 
 # A shell lets what it starts in the background ignore SIGINT: a test that waits for one would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -49,7 +49,7 @@ def nominal_speed(kind: str) -> Speed:
 MAPPED_AROUND = 64 << 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Costs:
     """Sizes and work of a graph with its inputs' shapes bound.
 
@@ -168,8 +168,9 @@ class Costs:
         return frozenset(value for value in scales if value is not None)
 
     def _constant_bytes(self, value: ir.Value) -> int:
-        tensor = value.const_value
-        return tensor.nbytes if tensor else tensor_bytes(value, self.shapes.get(value.name or ""))
+        """Bytes of a constant, also of one that engines fold."""
+        is_stored = value.const_value is not None
+        return self.value_bytes(value) if is_stored else tensor_bytes(value, self.shapes.get(value.name or ""))
 
     @cached_property
     def _constants(self) -> Mapping[ir.Node, tuple[ir.Value, ...]]:

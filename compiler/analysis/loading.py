@@ -87,9 +87,11 @@ def _packed(
     seen, scales = set[ir.Value](), costs.packed_scales(nodes)
     for node in nodes:
         padding = costs.padding_of(node, *shapes(node)) if costs.is_product(node) else None
+        if padding is None:
+            continue
         held = [weight for weight in costs.held([node]) if weight in weights and not is_slot_input(weight)]
         own = [weight for weight in held if weight not in seen]
-        if padding is None or not own:
+        if not own:
             continue
         seen.update(own)
         *_, largest = own = sorted(own, key=weights.__getitem__)  # scales are packed with what they belong to

@@ -15,6 +15,7 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.room import may_have_room
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.remembered import remembered
 from splitc.runtime.package.states import State
 
 
@@ -74,7 +75,18 @@ class StageMemory:
 
 
 def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None = None) -> StageMemory:
-    """Predict the bytes that a rank holds with the bound shapes: of a whole stage, or of the shards in `held`.
+    """Predict the bytes that a rank holds with the bound shapes: of a whole stage, or of the shards in `held`."""
+    return _whole_memory(costs, tuple(states), stage) if held is None else _memory(costs, states, stage, held)
+
+
+@remembered
+def _whole_memory(costs: Costs, states: Sequence[State], stage: Stage) -> StageMemory:
+    """That of a whole stage. The search over cuts asks for the stages that are chosen, and so do plans."""
+    return _memory(costs, states, stage, None)
+
+
+def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None) -> StageMemory:
+    """See `stage_memory`.
 
     Inputs and outputs are held for the whole run, as ONNX Runtime does with an IO binding. What the nodes make is
     allocated in its arena, in its order (see `arena_bytes`): states too, which count as cache, and as activations what

@@ -164,7 +164,7 @@ class _Search:
         the search goes on from there.
         """
         symbols = self._free(refused.above)
-        tries = count()
+        tries, known = count(), dict[frozenset[tuple[str, int]], str | None]()
         for far in (False, True):
             queue: list[tuple[Changes, str]] = [({}, refused.reason)]
             reasons = {_kind(refused.reason)}
@@ -174,12 +174,16 @@ class _Search:
                 for more in self._candidates(symbols, near, refused.steps, far, part):
                     if next(tries) >= MOST_TRIES:
                         return False
-                    why = self._why_not(refused, {**part, **more})
+                    changes = {**part, **more}
+                    sizes = frozenset(self.inputs.changed(changes).sizes.items())
+                    if sizes not in known:  # several ways lead to the same sizes
+                        known[sizes] = self._why_not(refused, changes)
+                    why = known[sizes]
                     if why is None:
                         return True
                     if why and _kind(why) not in reasons:
                         reasons.add(_kind(why))
-                        queue.append(({**part, **more}, why))
+                        queue.append((changes, why))
         return False
 
     def _why_not(self, refused: _Refused, changes: Changes) -> str | None:

@@ -6,6 +6,7 @@ onnxscript's folding replaces nodes, weights included. Here values become known,
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +27,15 @@ LONGEST = 1024
 # The most results that are kept for other nodes that compute the same, in this model or the next. A choice: a
 # result is a short array, and what is dropped is computed again.
 MOST_RESULTS = 4096
+# The attributes that are compared by their values. A node with any other has a form of its own.
+COMPARED = (
+    ir.AttributeType.INT,
+    ir.AttributeType.INTS,
+    ir.AttributeType.FLOAT,
+    ir.AttributeType.FLOATS,
+    ir.AttributeType.STRING,
+    ir.AttributeType.STRINGS,
+)
 
 
 def fold_shapes(graph: ir.Graph) -> int:
@@ -33,29 +43,35 @@ def fold_shapes(graph: ir.Graph) -> int:
 
     Shape inference can't always follow the sizes that Reshape and Expand are given by itself.
     """
-    return sum(map(_fold, graph))
+    return sum(map(fold, graph))
 
 
 def fold_from(graph: ir.Graph, known: set[ir.Value]) -> int:
     """As `fold_shapes`, but only for what depends on a value in `known`, to which folded values are added."""
     count = 0
     for node in graph:
-        if any(value in known for value in node.inputs) and _fold(node):
+        if any(value in known for value in node.inputs) and fold(node):
             known.update(node.outputs)
             count += 1
     return count
 
 
-def _fold(node: ir.Node) -> bool:
-    """Set the `const_value` of a node's outputs if it is shape arithmetic with known inputs. Returns whether it is."""
+def fold(node: ir.Node) -> bool:
+    """Set the `const_value` of a node's outputs, with shape and type, if it is shape arithmetic with known inputs.
+
+    Returns whether it is.
+    """
     if not operator_of(node).shape_arithmetic:
         return False
     if all(value.const_value is not None for value in node.outputs) or not all(map(_is_short, node.outputs)):
         return False
     results = _evaluate(node)
-    for value, array in zip(node.outputs, results or (), strict=False):
-        value.const_value = ir.tensor(array, name=value.name)
-    return results is not None
+    if results is None or any(array.size > LONGEST for array in results):
+        return False
+    for value, array in zip(node.outputs, results, strict=False):
+        value.const_value = tensor = ir.tensor(array, name=value.name)
+        value.shape, value.type = ir.Shape(array.shape), ir.TensorType(tensor.dtype)
+    return True
 
 
 def _is_short(value: ir.Value) -> bool:
@@ -78,14 +94,47 @@ def _evaluate(node: ir.Node) -> list[Array] | None:
     arrays = [tensor.numpy() for tensor in tensors if tensor.size <= LONGEST and tensor.dtype != ir.DataType.STRING]
     if len(arrays) < len(inputs) or not _gives_short(node, arrays):
         return None
-    return _run(serialized(node_alone(node, lambda _: True)))
+    if (content := _content(node)) is None:
+        return _run(node)
+    if not (results := _results(content)):
+        results.append(_run(node))
+    return results[0]
 
 
 @lru_cache(maxsize=MOST_RESULTS)
-def _run(content: bytes) -> list[Array] | None:
-    """What a model without inputs computes in ONNX Runtime; None if it can't."""
+def _results(content: Hashable) -> list[list[Array] | None]:
+    """What nodes with this content compute: nothing yet, to be appended to."""
+    return []
+
+
+def _content(node: ir.Node) -> Hashable:
+    """A key that is equal for nodes that compute the same; None for a node that is compared with no other."""
+    attributes = list(node.attributes.data.values())
+    compared = (*COMPARED, ir.AttributeType.TENSOR)
+    if any(attribute.type not in compared or attribute.is_ref() for attribute in attributes):
+        return None
+    return (
+        node.op_identifier(),
+        node.graph.opset_imports.get(node.domain) if node.graph is not None else None,
+        tuple([(attribute.name, attribute.type, _value(attribute)) for attribute in attributes]),
+        tuple([None if value is None else _elements(value.const_value) for value in node.inputs]),
+        tuple([bool(value.name) for value in node.outputs]),
+    )
+
+
+def _value(attribute: ir.Attr) -> Hashable:
+    value: Hashable = attribute.value
+    return _elements(attribute.as_tensor()) if attribute.type == ir.AttributeType.TENSOR else value
+
+
+def _elements(tensor: ir.TensorProtocol | None) -> Hashable:
+    return None if tensor is None else (tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
+
+
+def _run(node: ir.Node) -> list[Array] | None:
+    """What a node with known inputs computes in ONNX Runtime; None if it can't."""
     try:
-        return run_alone(content, {})
+        return run_alone(serialized(node_alone(node, lambda _: True)), {})
     except ERRORS:
         # Invalid with these shapes, as in a branch that is not taken. Leaving it unknown does no harm.
         return None

@@ -15,18 +15,9 @@ from weakref import WeakKeyDictionary
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
 
-from splitc.compiler.frontend.folding import LONGEST
+from splitc.compiler.frontend.folding import COMPARED, LONGEST
 from splitc.compiler.frontend.observation import MOST_SIZES
 
-# The attributes that are compared by their values. A node with any other has a form of its own.
-_COMPARED = (
-    ir.AttributeType.INT,
-    ir.AttributeType.INTS,
-    ir.AttributeType.FLOAT,
-    ir.AttributeType.FLOATS,
-    ir.AttributeType.STRING,
-    ir.AttributeType.STRINGS,
-)
 # The library trusts the shapes of these nodes' outputs less.
 _CONTROL_FLOW = ("If", "Loop", "Scan")
 
@@ -123,8 +114,8 @@ def _symbols(context: ShapeInferenceContext) -> tuple[int, int, int]:
 
 def _form(run: _Run, context: ShapeInferenceContext, node: ir.Node) -> Hashable:
     """A key that is equal for nodes of one form; None for a node that is compared with no other."""
-    attributes = node.attributes.values()
-    if any(attribute.type not in _COMPARED or attribute.is_ref() for attribute in attributes):
+    attributes = node.attributes.data.values()
+    if any(attribute.type not in COMPARED or attribute.is_ref() for attribute in attributes):
         return None
     for value in node.outputs:
         if value.shape is not None or value.const_value is not None:

@@ -27,6 +27,7 @@ from onnx_shape_inference import (
     registry,
 )
 
+from splitc.compiler.frontend.folding import fold
 from splitc.compiler.frontend.forms import Rule, once_a_form, repetitions
 from splitc.compiler.frontend.observation import MOST_SIZES, observe
 from splitc.compiler.frontend.reads import all_nodes
@@ -52,8 +53,11 @@ class Inference:
     repeated: frozenset[ir.Node]
 
 
-def infer_shapes_and_types(model: ir.Model) -> Inference:
-    """Set the shapes and types that follow from the inputs, in place. What can't be inferred stays unknown."""
+def infer_shapes_and_types(model: ir.Model, folds: bool = False) -> Inference:
+    """Set the shapes and types that follow from the inputs, in place. What can't be inferred stays unknown.
+
+    If it `folds`, shape arithmetic is computed on the way where that can be, so that what reads it is known at once.
+    """
     observed: set[str] = set()
     _observed.set(observed)
     nodes = list(all_nodes(model.graph))
@@ -63,7 +67,7 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
             (domain, name): _find_rule(domain, name, model.opset_imports.get(domain, 1)) for domain, name in operators
         }
     with repetitions() as repeated:
-        if len(nodes) > len(model.graph) or not _infer_in_order(model, nodes, rules):
+        if len(nodes) > len(model.graph) or not _infer_in_order(model, nodes, rules, folds):
             repeated.clear()
             # Its last step relates symbols, and can't read all that it wrote (ceiling): all shapes are set then.
             with _own_rules(), suppress(ValueError):
@@ -73,7 +77,9 @@ def infer_shapes_and_types(model: ir.Model) -> Inference:
     return Inference(frozenset(observed), frozenset(repeated))
 
 
-def _infer_in_order(model: ir.Model, nodes: Sequence[ir.Node], rules: Mapping[tuple[str, str], Rule | None]) -> bool:
+def _infer_in_order(
+    model: ir.Model, nodes: Sequence[ir.Node], rules: Mapping[tuple[str, str], Rule | None], folds: bool
+) -> bool:
     """Run the rules of a model's nodes one after the other. Returns whether that suffices; if not, nothing is set.
 
     It does not if an operator has a body in place of a rule, or if a rule creates symbols, which the library relates to
@@ -90,6 +96,8 @@ def _infer_in_order(model: ir.Model, nodes: Sequence[ir.Node], rules: Mapping[tu
     constants = [value.const_value for value in values]
     context = ShapeInferenceContext(model.opset_imports)
     for node in nodes:
+        if folds and fold(node):  # rules create symbols even for what is known, as that of Where
+            continue
         present[node.domain, node.op_type](context, node)
         if context.generated_dim_names:
             for value, tensor in zip(values, constants, strict=True):

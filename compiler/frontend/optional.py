@@ -60,7 +60,9 @@ def unmark(value: ir.Value) -> None:
 
 def source_of(value: ir.Value | None) -> OptionalOrigin | None:
     """The optional input that an initializer comes from, or None."""
-    source: OptionalOrigin | None = value.meta.get(_MARK) if value is not None else None
+    if value is None or _MARK not in value.meta:  # to get what is missing is slow: it raises an error inside
+        return None
+    source: OptionalOrigin = value.meta[_MARK]
     return source
 
 

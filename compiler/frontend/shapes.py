@@ -76,17 +76,17 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
         return False
 
 
-def infer_shapes(model: ir.Model) -> Inference:
+def infer_shapes(model: ir.Model, folds: bool = False) -> Inference:
     """Infer every value's symbolic shape and type from the inputs, in place.
 
     The file's own shapes are dropped first, since exporters write wrong ones. Where inference fails, shapes stay
-    unknown, which later passes allow for; only outputs then keep the file's shape.
+    unknown, which later passes allow for; only outputs then keep the file's shape. See `infer_shapes_and_types`.
     """
     declared = {value: value.shape for value in model.graph.outputs}
     for node in all_nodes(model.graph):
         for value in node.outputs:
             value.shape = None
-    inference = infer_shapes_and_types(model)
+    inference = infer_shapes_and_types(model, folds)
     for value, shape in declared.items():
         if value.shape is None:
             value.shape = shape
@@ -191,11 +191,11 @@ def _bind(
         value.shape = ir.Shape(inputs[value.name or ""])
         if (numbers := known.get(value.name or "")) is not None:
             value.const_value = ir.tensor(numbers, name=value.name)
-    inference = infer_shapes(bound)
+    inference = infer_shapes(bound, folds=True)
     observed = inference.observed
-    # Inferred shapes allow more shape arithmetic to be folded, and vice versa.
+    # Where shapes could not be inferred in order, they allow more shape arithmetic to be folded, and vice versa.
     while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):
-        inference = infer_shapes(bound)
+        inference = infer_shapes(bound, folds=True)
         observed |= inference.observed
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
     named = {value.name: value for value in values if value.name}

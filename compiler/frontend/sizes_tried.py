@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from threading import Timer
 
 import msgspec
@@ -88,9 +88,14 @@ def can_be_made_up(graph: Graph, shapes: Mapping[str, Shape]) -> bool:
 
 def _is_plain(value: ir.Value) -> bool:
     """Whether a value is a tensor of a number type that both numpy and ONNX Runtime have."""
-    if not isinstance(value.type, ir.TensorType) or value.type.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+    return isinstance(value.type, ir.TensorType) and _has_arrays(value.type.dtype)
+
+
+@cache
+def _has_arrays(dtype: ir.DataType) -> bool:
+    if dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
         return False
-    name = str(value.type.dtype.numpy())
+    name = str(dtype.numpy())
     return name in KNOWN and name not in CODES
 
 

@@ -48,6 +48,7 @@ from splitc.runtime.gpu.weight_places import PASSED_ON
 from splitc.runtime.hardware.devices import cores
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.manifest_file import FILE_NAME, encode
+from splitc.runtime.threads.garbage import rare_garbage
 
 WEIGHTS = ("copy", "link")
 # Weights of types that sessions can't share on a GPU are each session's own, if they are less than this share of
@@ -55,6 +56,7 @@ WEIGHTS = ("copy", "link")
 OWN_SHARE = 0.01
 
 
+@rare_garbage()
 def compile_model(
     plan: Plan,
     package: str | Path,

@@ -20,6 +20,7 @@ from splitc.compiler.planning.resources import Budget, find_budgets
 from splitc.compiler.request.request import DEFAULT_HEADROOM, Request
 from splitc.runtime.errors import DoesNotFitError, MisuseError, SplitcError, collected, raise_all
 from splitc.runtime.hardware.devices import Device
+from splitc.runtime.threads.garbage import rare_garbage
 
 # Modules are split, the largest first, until the fullest device holds at most this much more than an even share: less
 # is not worth making a small module slower. A choice: a split module's ranks wait for each other.
@@ -37,6 +38,7 @@ SMALL, LARGE, MISFIT, UNSPLIT = (
 )
 
 
+@rare_garbage()
 def plan_pipeline(
     folder: str | Path,
     devices: str | Sequence[str],

@@ -24,8 +24,10 @@ from splitc.runtime.package.manifest import EngineFile, File, Fill, Manifest
 from splitc.runtime.package.manifest_file import FILE_NAME, encode, read_seal
 from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 from splitc.runtime.package.pipeline_file import Module, PipelineFile, write_pipeline
+from splitc.runtime.threads.garbage import rare_garbage
 
 
+@rare_garbage()
 def compile_pipeline(
     plan: PipelinePlan,
     package: str | Path,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -96,6 +97,19 @@ def test_as_many_sizes_are_tried_on_a_busy_machine(tmp_path: Path, monkeypatch: 
     hours = count(step=3600.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(hours))
     assert fit(image_block(), tmp_path).fitted.shapes["image"] == (1, 3, 12, 12)
+
+
+def test_no_sizes_are_tried_twice_for_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, Mapping[str, int]]] = []
+    why_not = fitted_sizes._Search._why_not
+
+    def note(search: Any, refused: Any, changes: Mapping[str, int]) -> str | None:
+        tried.append((refused.reason, search.inputs.changed(changes).sizes))
+        return why_not(search, refused, changes)
+
+    monkeypatch.setattr(fitted_sizes._Search, "_why_not", note)
+    fit(image_block(), tmp_path)
+    assert len(tried) == len({str(sizes) for sizes in tried}) > 20
 
 
 def test_sizes_that_are_not_found_end_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

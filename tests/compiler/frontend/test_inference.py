@@ -13,7 +13,7 @@ from onnx_shape_inference import _constraints, infer_symbolic_shapes, registry
 
 from splitc.compiler.frontend import inference
 from splitc.compiler.frontend.normal_form import replace_cast_like
-from splitc.compiler.frontend.shapes import infer_shapes
+from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes
 from tests.helpers.graphs import read_graph
 
 WriteModel = Callable[[str], Path]
@@ -33,7 +33,7 @@ def inferred(path: Path) -> dict[str, tuple[Any, ...]]:
 
 def test_rules_in_order_set_what_the_library_sets(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_order = inferred(decoder)
-    monkeypatch.setattr(inference, "_infer_in_order", lambda model, nodes, rules: False)
+    monkeypatch.setattr(inference, "_infer_in_order", lambda *arguments: False)
     assert in_order == inferred(decoder)
 
 
@@ -48,9 +48,26 @@ def test_made_up_symbols_are_left_to_the_library(write_model: WriteModel, monkey
           y = Relu(a) }"""
     )
     mixed = inferred(path)
-    monkeypatch.setattr(inference, "_infer_in_order", lambda model, nodes, rules: False)
+    monkeypatch.setattr(inference, "_infer_in_order", lambda *arguments: False)
     assert mixed == inferred(path)
     assert mixed["i"][0] is not None
+
+
+def test_shape_arithmetic_is_folded_on_the_way(write_model: WriteModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exporters write Expand so. The rule of Where creates symbols, and shapes were inferred several times over."""
+    graph = read_graph(
+        write_model(
+            """<ir_version: 8, opset_import: ["" : 17]>
+            g (float[n, 1] x) => (float[a, b] y, float[a, b] z)
+            <int64[2] asked = {-1, 4}, int64[2] ones = {1, 1}, int64[1] all = {-1}, int64[2] two = {2, -1}>
+            { any = Equal(asked, all)
+              sizes = Where(any, ones, asked)
+              y = Expand(x, sizes)
+              z = Reshape(y, two) }"""
+        )
+    )
+    monkeypatch.setattr(inference, "infer_symbolic_shapes", lambda *arguments, **options: pytest.fail("not in order"))
+    assert bind_shapes(graph.model, {"x": (3, 1)}).shapes["z"] == (2, 6)
 
 
 def test_forms_of_old_opsets_without_a_rule_are_observed(write_model: WriteModel) -> None:

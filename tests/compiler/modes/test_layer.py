@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from models.writer import Writer, save
 from splitc.compiler import Request, plan_model
+from splitc.compiler.analysis import memory
+from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.errors import ModelError
@@ -35,6 +38,19 @@ def test_cache_goes_with_its_layer(decoder: Path) -> None:
         past = {(value.name or "").split(".")[1] for value in rank.stage.feeds if "past_" in (value.name or "")}
         present = {(value.name or "").split(".")[1] for value in rank.stage.outputs if "present" in (value.name or "")}
         assert past == present == layers
+
+
+def test_memory_of_a_stage_is_found_once(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search over cuts asks for it, and so does the plan. It takes a seventh of the planning."""
+    found: list[tuple[ir.Node, ...]] = []
+
+    def note(nodes: Sequence[ir.Node], *others: Any) -> int:
+        found.append(tuple(nodes))
+        return arena_bytes(nodes, *others)
+
+    monkeypatch.setattr(memory, "arena_bytes", note)
+    plan = plan_model(decoder, parse_devices(["4xcpu"]), LAYER)
+    assert len(found) == len(set(found)) >= len(plan.ranks)
 
 
 @pytest.mark.parametrize("devices", ["1xcpu", "2xcpu", "5xcpu", "14xcpu"])
