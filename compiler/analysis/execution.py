@@ -162,59 +162,53 @@ def arena_bytes(
         return value
 
     held = {root(value) for value in kept}
-    steps = [
-        Step(
-            parts(node),
-            tuple((value, bytes_) for value in node.outputs if value not in source and (bytes_ := size(value))),
-            ()
-            if operator_of(node).reserves
-            else (*scratch(node), *([size(node.outputs[0])] if node in copies else [])),
-            scratch(node) if operator_of(node).reserves else (),
-            tuple(value for value in last if value not in held),
-        )
-        for node, last in zip(order, _last_uses(order, reads, root), strict=True)
-    ]
+    steps: list[Step] = []
+    for node, last in zip(order, _last_uses(order, reads, root), strict=True):
+        made = tuple((value, bytes_) for value in node.outputs if value not in source and (bytes_ := size(value)))
+        copy = (size(node.outputs[0]),) if node in copies else ()
+        taken, reserved = ((), scratch(node)) if operator_of(node).reserves else ((*scratch(node), *copy), ())
+        freed = tuple(value for value in last if value not in held)
+        steps += _in_parts(Step(made, taken, reserved, freed), parts(node))
     return max(_touched(steps, Arena(downwards, on_host)) for downwards in (True, False))
 
 
 @dataclass(frozen=True)
 class Step:
-    """A node's allocations: parts, values with their bytes, and its scratch; and the values that are freed after it.
+    """A node's allocations: values, or parts of one, with their bytes, and its scratch; and what is freed after it.
 
-    What is `reserved` is scratch that is taken past the arena. Where there are parts, the node makes the first one, and
-    the value is made of all of them when what the node reads is freed.
+    What is `reserved` is scratch that is taken past the arena.
     """
 
-    parts: tuple[int, ...]
-    made: tuple[tuple[ir.Value, int], ...]
+    made: tuple[tuple[Hashable, int], ...]
     scratch: tuple[int, ...]
     reserved: tuple[int, ...]
-    freed: tuple[ir.Value, ...]
+    freed: tuple[Hashable, ...]
+
+
+def _in_parts(step: Step, sizes: Sequence[int]) -> list[Step]:
+    """The step of a node that makes the first of some parts, and one in which its value is made of all of them."""
+    if not sizes:
+        return [step]
+    parts = [((step.made, number), bytes_) for number, bytes_ in enumerate(sizes)]
+    own = {value for value, _ in step.made}
+    unread = [value for value in step.freed if value in own]
+    return [
+        Step((parts[0],), step.scratch, step.reserved, tuple(value for value in step.freed if value not in own)),
+        Step((*parts[1:], *step.made), (), (), (*dict(parts), *unread)),
+    ]
 
 
 def _touched(steps: Iterable[Step], arena: Arena) -> int:
     """The bytes of the arena that are used after these steps."""
-    places = dict[ir.Value, Place]()
+    places = dict[Hashable, Place]()
     for step in steps:
-        own = [arena.allocate(size) for size in step.parts[:1]]
-        if not own:
-            places.update((value, arena.allocate(size)) for value, size in step.made)
+        places.update((value, arena.allocate(size)) for value, size in step.made)
         arena.pass_by(step.scratch)
         arena.reserve(step.reserved)
-        _free(step.freed, places, arena)
-        if own:
-            parts = [*own, *(arena.allocate(size) for size in step.parts[1:])]
-            places.update((value, arena.allocate(size)) for value, size in step.made)
-            for part in parts:
-                arena.free(part)
-            _free(step.freed, places, arena)  # what is made and never read
+        for value in step.freed:
+            if value in places:
+                arena.free(places.pop(value))
     return arena.touched
-
-
-def _free(values: Iterable[ir.Value], places: dict[ir.Value, Place], arena: Arena) -> None:
-    for value in values:
-        if value in places:
-            arena.free(places.pop(value))
 
 
 def _last_uses(order: Sequence[ir.Node], reads: Reads, root: Callable[[ir.Value], ir.Value]) -> list[list[ir.Value]]:

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.walks import producers, reached
+from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.operand import VIEWS
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes
 
@@ -103,9 +104,8 @@ def _computed(value: ir.Value | None, sizes: Sizes) -> list[Size] | None:
     if node is None or node.domain or node.op_type not in LINEAR:
         return None
     if node.op_type == "Shape":
-        shape = None if node.inputs[0] is None else sizes.of(node.inputs[0])
-        start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
-        return None if shape is None else list(shape[start:end])
+        axes = sizes_read(node, sizes)
+        return None if axes is None else [axis.size for axis in axes]
     if node.op_type in VIEWS | {"Cast", "Identity"}:
         return _computed(node.inputs[0], sizes)
     lists = [_computed(part, sizes) for part in node.inputs]
