@@ -46,6 +46,8 @@ def fuse_skips(graph: ir.Graph) -> None:
         addition = _find_addition(norm)
         if addition is not None:
             _write(norm, addition, editor)
+    # Scales may be computed after the addition, where the operator is now.
+    graph.sort()
 
 
 def _find_addition(norm: ir.Node) -> _Addition | None:
