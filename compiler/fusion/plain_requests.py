@@ -1,4 +1,4 @@
-"""Requests whose masks hide nothing but later tokens, as is known without computing them.
+"""Requests whose masks hide later tokens, and those before a window, as is known without computing them.
 
 What tells tokens from padding is all ones in most requests. Masks then follow from the numbers of tokens alone, so that
 compiling can try them. Masks of a prompt are large: computing them on the CPU takes as long as some layers on a GPU.
@@ -35,6 +35,17 @@ UNCOUNTED = 1 << 24
 
 
 @dataclass(frozen=True)
+class Plain:
+    """Such requests: the preamble's inputs `ones` are all ones there, with a last axis as long as all tokens so far.
+
+    Masks hide later tokens then. Those with `windows` show a token the last so many only, itself included.
+    """
+
+    ones: tuple[str, ...]
+    windows: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class _Numbers:
     """The numbers of a request: rows of the batch, tokens before it, and those that it adds."""
 
@@ -43,13 +54,12 @@ class _Numbers:
     new: int
 
 
-def find_ones(
+def find_plain(
     graph: ir.Graph, masks: Collection[str], filled: Sequence[Filled], sizes: Sizes, roles: Mapping[str, Role]
-) -> tuple[str, ...] | None:
-    """The inputs of a preamble's graph that say which requests are plain: in these all are ones, for all tokens so far.
+) -> Plain | None:
+    """What says which requests are plain; None if masks follow from more, or may hide something else in such a request.
 
-    Their last axis is then as long as all tokens. None if masks follow from more, or may hide more than later tokens
-    in such a request. This is tried, for more tokens than any number in the graph, so that a window shows.
+    This is tried, for more tokens than any number in the graph, so that a window shows.
     """
     made = [value for value in graph.outputs if value.name in masks]
     ones = [value for value in _contents_read(made) if value.is_graph_input()]
@@ -59,7 +69,8 @@ def find_ones(
     if most > MOST:
         return None
     tried = _Tried(graph, tuple(masks), filled[0], sizes, frozenset(value.name or "" for value in ones))
-    return tuple(value.name or "" for value in ones) if tried.are_causal(most) else None
+    windows = tried.windows(most)
+    return None if windows is None else Plain(tuple(value.name or "" for value in ones), windows)
 
 
 def _kind(value: ir.Value, roles: Mapping[str, Role]) -> str | None:
@@ -108,25 +119,31 @@ class _Tried:
     sizes: Sizes
     ones: frozenset[str]
 
-    def are_causal(self, most: int) -> bool:
-        """Whether they hide later tokens and nothing else, in requests around and beyond `most` tokens."""
+    def windows(self, most: int) -> dict[str, int] | None:
+        """Their windows, as the longest request has them; those that show all earlier tokens have none.
+
+        None if one hides something else in a request around or beyond `most` tokens.
+        """
+        windows = None
         try:
             session = open_alone(serialized(_with_own_tensors(self.graph)))
             for numbers in self._requests(most):
                 feeds = self._feeds(numbers)
                 if feeds is None:
-                    return False
-                made = session.run(list(self.masks), feeds)
-                if not all(_is_causal(mask, numbers) for mask in made):
-                    return False
+                    return None
+                made = dict(zip(self.masks, session.run(list(self.masks), feeds), strict=True))
+                windows = _windows(made, numbers) if windows is None else windows
+                if not all(_is_causal(mask, numbers, windows.get(name)) for name, mask in made.items()):
+                    return None
         except ERRORS:
-            return False
-        return True
+            return None
+        return windows
 
     def _requests(self, most: int) -> Iterator[_Numbers]:
+        """The longest first."""
         step = self.filled.step
         new = [step] if isinstance(step, int) else [*NEW, *([most + 3] if most + 3 <= MOST_NEW else [])]
-        for before in (*BEFORE, most + 3, 2 * most + 5):
+        for before in (2 * most + 5, most + 3, *BEFORE):
             for tokens in new if before <= MOST_NEW else new[:2]:
                 yield _Numbers(1 + before % 2, before, tokens)
 
@@ -159,9 +176,16 @@ class _Tried:
         return known
 
 
-def _is_causal(mask: np.ndarray, numbers: _Numbers) -> bool:
+def _windows(masks: Mapping[str, np.ndarray], numbers: _Numbers) -> dict[str, int]:
+    """How many tokens the last one sees, where that is not all."""
+    rows = numbers.before + numbers.new
+    shown = {name: np.count_nonzero(mask[..., -1, :rows] == 0, axis=-1).max() for name, mask in masks.items()}
+    return {name: int(count) for name, count in shown.items() if 0 < count < rows}
+
+
+def _is_causal(mask: np.ndarray, numbers: _Numbers, window: int | None) -> bool:
     is_whole = mask.shape[-2] == numbers.new and mask.shape[-1] >= numbers.before + numbers.new
-    return is_whole and is_causal(mask, numbers.before)
+    return is_whole and is_causal(mask, numbers.before, window)
 
 
 def _with_own_tensors(graph: ir.Graph) -> ir.Graph:

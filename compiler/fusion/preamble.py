@@ -21,7 +21,7 @@ from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
 from splitc.compiler.fusion.masks import find_masks
-from splitc.compiler.fusion.plain_requests import find_ones
+from splitc.compiler.fusion.plain_requests import Plain, find_plain
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.operators.registry import draws, operator_of
 from splitc.runtime.package.manifest import Role
@@ -37,14 +37,14 @@ class Preamble:
 
     What the ranks read does not show all of the model's inputs: `roles` are those by name, and `batch` the numbers of
     the axes that are as long as the batch. `masks` are those of its outputs that a request may leave out (masks.py),
-    and `ones` the inputs that say so before they are computed (plain_requests.py), if any do.
+    and `plain` says in which it may before they are computed (plain_requests.py), if that is known.
     """
 
     model: ir.Model
     roles: Mapping[str, Role]
     batch: Mapping[str, int]
     masks: Mapping[str, str]
-    ones: tuple[str, ...] | None = None
+    plain: Plain | None = None
 
     @property
     def outputs(self) -> list[str]:
@@ -75,12 +75,12 @@ def cut_preamble(
     cut = _copy(model, made)
     batch = _find_batch(cut.graph.inputs, filled, sizes)
     masks = find_masks(made, filled, sizes)
-    ones = find_ones(cut.graph, masks, filled, sizes, roles)
+    plain = find_plain(cut.graph, masks, filled, sizes, roles)
     for value in made:
         new = _replace(graph, value)
         if new.name in masks:
             may_be_left_out(new)
-    return Preamble(cut, roles, batch, masks, ones)
+    return Preamble(cut, roles, batch, masks, plain)
 
 
 def without_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:

@@ -96,10 +96,11 @@ def _preamble(plan: Plan, has_forms: bool) -> Preamble | None:
     inputs = [value.name or "" for value in preamble.model.graph.inputs]
     kept = {value.name for rank in plan.ranks for value in rank.stage.feeds}
     consumed = [name for name in inputs if name not in kept]
-    masks = dict(preamble.masks) if has_forms else {}
-    if not masks or preamble.ones is None:
+    masks, plain = (dict(preamble.masks), preamble.plain) if has_forms else ({}, None)
+    if plain is None:
         return Preamble(PREAMBLE, inputs, preamble.outputs, consumed, masks)
-    return Preamble(PREAMBLE, inputs, preamble.outputs, consumed, masks, PLAIN_PREAMBLE, list(preamble.ones))
+    windows = dict(plain.windows)
+    return Preamble(PREAMBLE, inputs, preamble.outputs, consumed, masks, PLAIN_PREAMBLE, list(plain.ones), windows)
 
 
 def _replicas(plan: Plan) -> list[m.Replica]:

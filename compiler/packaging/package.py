@@ -311,7 +311,7 @@ def _without_masks(plan: Plan, graphs: Mapping[Path, ir.Graph]) -> dict[Path, ir
     weights = {name: value.const_value for name, value in graph.initializers.items() if value.const_value is not None}
     if not _are_shareable(weights, graph):
         return {}
-    form = without_masks(graph, preamble.masks)
+    form = without_masks(graph, preamble)
     return {} if form is None else {_unmasked(path): form}
 
 

@@ -19,11 +19,13 @@ from splitc.runtime.package import manifest as m
 PREAMBLE, PLAIN_PREAMBLE = "preamble.onnx", "preamble.plain.onnx"
 
 
-def without_masks(graph: ir.Graph, masks: Collection[str]) -> ir.Graph | None:
-    """A copy of a rank's graph whose attention is causal and adds none of the masks.
+def without_masks(graph: ir.Graph, preamble: Preamble) -> ir.Graph | None:
+    """A copy of a rank's graph whose attention is causal, in windows if masks have them, and adds none of the masks.
 
     None if it has none itself, or reads one elsewhere.
     """
+    masks = preamble.masks
+    windows = {} if preamble.plain is None else preamble.plain.windows
     own = [value for value in graph.inputs if value.name in masks]
     if not own or any(node is None for value in own for node in biased(value)):
         return None
@@ -33,6 +35,8 @@ def without_masks(graph: ir.Graph, masks: Collection[str]) -> ir.Graph | None:
         for node in [use.node for use in value.uses()]:
             node.replace_input_with(BIAS, None)
             node.attributes["causal"] = ir.AttrInt64("causal", 1)
+            if (window := windows.get(value.name or "")) is not None:
+                node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window)
             # A token sees itself at least, so that no row is NaN for want of a key.
             if (zeroed := without_nan(node.outputs[0])) is not None:
                 zeroed.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
@@ -50,7 +54,7 @@ def write_preamble(preamble: Preamble | None, ranks: Sequence[m.Rank], writer: P
         return list(ranks)
     ranks = _with_forms(ranks, preamble.masks)
     graphs = {writer.folder / PREAMBLE: preamble.model.graph}
-    if preamble.ones is not None and have_forms(ranks):
+    if preamble.plain is not None and have_forms(ranks):
         graphs[writer.folder / PLAIN_PREAMBLE] = without_outputs(preamble.model, preamble.masks).graph
     write_model_files(graphs, preamble.model, writer)
     return ranks

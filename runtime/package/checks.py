@@ -67,6 +67,9 @@ def _preamble(manifest: Manifest) -> Iterator[str]:
     for name, length in preamble.masks.items():
         if name not in preamble.outputs or length not in lengths:
             yield f"the preamble does not make the mask '{name}', or '{length}' is no input for a length"
+    for name, window in preamble.windows.items():
+        if name not in preamble.masks or window < 1:
+            yield f"the window of {window} tokens is of '{name}', which is no mask, or it is below 1"
     for engine in (engine for rank in manifest.ranks for engine in rank.engines):
         if not preamble.masks.keys().isdisjoint(engine.inputs) and engine.unmasked is None:
             yield f"the engine '{engine.path}' has no form without masks"

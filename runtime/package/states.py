@@ -47,7 +47,8 @@ class Preamble(Struct, frozen=True):
 
     It takes the `inputs`, of which no rank takes those `consumed`, and makes the `outputs`, which are inputs of ranks.
     `masks` are those among them that only attention adds to its scores, by the input for the length of its caches. All
-    of them are left out of a request in which they hide nothing but later tokens: engines have a form without.
+    of them are left out of a request in which they hide nothing but later tokens: engines have a form without. Those
+    with `windows` hide all but the last so many tokens, itself included, and so does that form.
 
     The graph in the file `plain`, if there is one, makes none of the masks. It is for requests whose inputs `ones` are
     all ones, with a last axis as long as all tokens so far: what masks would hide is known there.
@@ -60,3 +61,4 @@ class Preamble(Struct, frozen=True):
     masks: dict[str, str] = {}
     plain: str | None = None
     ones: list[str] = []
+    windows: dict[str, int] = {}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, failed, open_session
@@ -32,7 +33,7 @@ class PreambleEngine:
     def apply(self, feeds: Mapping[str, Feed], keeps_masks: bool = False) -> dict[str, Feed]:
         """The feeds with what the preamble makes of them, and without those that it alone reads.
 
-        Masks are left out too, if all hide nothing but later tokens, unless it `keeps_masks`. Raises EngineError if it
+        Masks are left out too, if engines hide the same without, unless it `keeps_masks`. Raises EngineError if it
         fails on them.
         """
         consumed = {*self._preamble.consumed}
@@ -40,13 +41,17 @@ class PreambleEngine:
             outputs = self._plain.run(feeds)
         else:
             outputs = self._whole.run(feeds)
-            masks = self._preamble.masks.items()
-            if not keeps_masks and all(is_causal(outputs[name], feeds[length].shape[0]) for name, length in masks):
+            if not keeps_masks and self._may_leave_out_masks(feeds, outputs):
                 consumed.update(self._preamble.masks)
         return {name: feed for name, feed in {**feeds, **outputs}.items() if name not in consumed}
 
+    def _may_leave_out_masks(self, feeds: Mapping[str, Feed], made: Mapping[str, Array]) -> bool:
+        windows = self._preamble.windows
+        masks = self._preamble.masks.items()
+        return all(is_causal(made[name], feeds[length].shape[0], windows.get(name)) for name, length in masks)
+
     def _is_plain(self, feeds: Mapping[str, Feed]) -> bool:
-        """Whether masks are known to hide nothing but later tokens: see `runtime.package.states.Preamble`."""
+        """Whether it is known what masks hide: see `runtime.package.states.Preamble`."""
         (rows,) = {feeds[length.input].shape[0] + added(length, feeds) for length in self._lengths}
         ones = (feeds[name] for name in self._preamble.ones)
         return all(one.shape[-1] == rows and bool((on_host(one) == 1).all()) for one in ones)
@@ -70,23 +75,35 @@ class _Graph:
         return dict(zip(self._outputs, made, strict=True))
 
 
-def is_causal(mask: Array, before: int) -> bool:
+def is_causal(mask: Array, before: int, window: int | None = None) -> bool:
     """Whether a mask hides later tokens from earlier ones, and nothing else.
 
-    It is added to scores [..., tokens, rows], of which `before` are those of earlier requests. What is behind the rows
-    of this request is not read.
+    With a `window`, also all but the last so many tokens, itself included. The mask is added to scores [..., tokens,
+    rows], of which `before` are those of earlier requests. What is behind the rows of this request is not read.
     """
     tokens = mask.shape[-2]
-    for first in range(0, tokens, BLOCK):
-        added = mask[..., first : first + BLOCK, : before + tokens]
+    window = before + tokens if window is None else window
+    step = min(BLOCK, window)
+    for first in range(0, tokens, step):
+        added = mask[..., first : first + step, : before + tokens]
         count, place = added.shape[-2], before + first
-        if not (_is_zero(added[..., : place + 1]) and _hides(added[..., place + count :])):
+        # From these rows on, the first token sees, and all tokens.
+        some, every = max(0, place + 1 - window), max(0, place + count - window)
+        if not _is_zero(added[..., every : place + 1]):
+            return False
+        if not (_hides(added[..., :some]) and _hides(added[..., place + count :])):
             return False
         if count > 1:
-            own, shown = added[..., place : place + count], np.tri(count, dtype=np.bool_)
-            if not (_is_zero(own[..., shown]) and _hides(own[..., ~shown])):
+            left = np.tri(count, count - 1, -1, np.bool_)[:, count - 1 - (every - some) :]
+            right = ~np.tri(count, dtype=np.bool_)
+            if not (_is_hidden(added[..., some:every], left) and _is_hidden(added[..., place : place + count], right)):
                 return False
     return True
+
+
+def _is_hidden(added: Array, where: npt.NDArray[np.bool_]) -> bool:
+    """Whether what is added hides this, and nothing else."""
+    return _is_zero(added[..., ~where]) and _hides(added[..., where])
 
 
 def _is_zero(added: Array) -> bool:

@@ -21,7 +21,8 @@ class Style:
     lengths. `one`: it reads one token at a time. `groups`: query heads for each of the keys'. `mask`: truths that a
     Where hides by, whose rows of NaN become zeros, or that are a low number as a Cast; `scale`: a constant after the
     product, constants on both factors, or computed from the size of heads on both. `turned`: keys are transposed as a
-    batch of matrices. `reads`: which shape has the number of earlier tokens, or of new ones (`hidden`).
+    batch of matrices. `reads`: which shape has the number of earlier tokens, or of new ones (`hidden`). `window`: the
+    last tokens that every other layer sees, the first one among them.
     """
 
     masked: bool = True
@@ -38,6 +39,7 @@ class Style:
     opset: int = 18
     dtype: int = TensorProto.FLOAT
     odd: str = ""
+    window: int = 0
 
     @property
     def kv_heads(self) -> int:
@@ -95,8 +97,9 @@ class _Writer:
         rows = self.add("Gather", self.normal(style.vocabulary, style.width), "input_ids")
         value = self.add("Add", rows, self.add("Gather", self.normal(64, style.width), "position_ids"))
         mask = self._mask("input_ids" if style.reads != "hidden" else rows)
+        masks = [self._near(mask), mask] if style.window else [mask]
         for number in range(style.layers):
-            value = self.add("Add", value, self._attention(number, value, mask))
+            value = self.add("Add", value, self._attention(number, value, masks[number % len(masks)]))
         self.add("MatMul", value, self.normal(style.width, style.vocabulary), name="logits")
 
     def add(self, operator: str, *inputs: str, name: str = "", **attributes: Any) -> str:
@@ -137,13 +140,19 @@ class _Writer:
         else:
             self._before = self.size_of("past_value.0", 2)
             self._all = self.add("Add", self._before, self.size_of(tokens, 1))
-        keys = self.add("Unsqueeze", self.add("Range", zero, self._all, one), self.number([0]))
-        queries = self.add("Unsqueeze", self.add("Range", self._before, self._all, one), self.number([1]))
-        causal = self.add("Unsqueeze", self.add("LessOrEqual", keys, queries), self.number([0, 1]))
+        self._keys = self.add("Unsqueeze", self.add("Range", zero, self._all, one), self.number([0]))
+        self._queries = self.add("Unsqueeze", self.add("Range", self._before, self._all, one), self.number([1]))
+        causal = self.add("Unsqueeze", self.add("LessOrEqual", self._keys, self._queries), self.number([0, 1]))
         if not self.style.masked:
             return causal
         kept = self.add("Cast", "attention_mask", to=TensorProto.BOOL)
         return self.add("And", causal, self.add("Unsqueeze", kept, self.number([1, 2])))
+
+    def _near(self, mask: str) -> str:
+        """The truths of those among them that are in the window."""
+        edge = self.add("Sub", self._queries, self.number(self.style.window))
+        near = self.add("Unsqueeze", self.add("Greater", self._keys, edge), self.number([0, 1]))
+        return self.add("And", mask, near)
 
     def _attention(self, number: int, value: str, mask: str) -> str:
         style = self.style

@@ -1,4 +1,4 @@
-"""Which masks hide nothing but later tokens, where what tells padding is all ones."""
+"""Which masks hide later tokens, and those before a window, where what tells padding is all ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from splitc.compiler.fusion.plain_requests import find_ones
+from splitc.compiler.fusion.plain_requests import Plain, find_plain
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.runtime.package.manifest import Role
 
@@ -66,22 +66,23 @@ def _graph(rule: str, number: int) -> ir.Graph:
     ).graph
 
 
-def _ones(graph: ir.Graph, roles: Mapping[str, Role] = ROLES) -> tuple[str, ...] | None:
+def _plain(graph: ir.Graph, roles: Mapping[str, Role] = ROLES) -> Plain | None:
     values = {value.name: value for value in graph.inputs}
     filled: Any = SimpleNamespace(past=PAST, all=ALL, step=("ids", 1), lasts=ir.Value(name="lasts"), room=None)
     axes = {name: own for name, own in AXES.items() if name == "lasts" or name in values}
     sizes: Any = SimpleNamespace(
         axes=lambda value: axes.get(value.name), shapes={"ids": (1, 16)}, probes={"ids": (3, 13)}
     )
-    return find_ones(graph, ["mask"], [filled], sizes, roles)
+    return find_plain(graph, ["mask"], [filled], sizes, roles)
 
 
 @pytest.mark.parametrize(
     ("rule", "number", "expected"),
     [
-        (CAUSAL, 1, ("kept",)),
-        (WINDOW, 4, None),
-        (WINDOW, 4096, None),
+        (CAUSAL, 1, {}),
+        (WINDOW, 1, {"mask": 1}),
+        (WINDOW, 4, {"mask": 4}),
+        (WINDOW, 4096, {"mask": 4096}),
         (CHUNKS, 2048, None),
         (PREFIX, 3, None),
         (SHARED, 1, None),
@@ -89,11 +90,11 @@ def _ones(graph: ir.Graph, roles: Mapping[str, Role] = ROLES) -> tuple[str, ...]
         (CAUSAL, 10**6, None),  # too many tokens to try
     ],
 )
-def test_masks_are_tried_beyond_all_numbers_in_them(rule: str, number: int, expected: tuple[str, ...] | None) -> None:
-    assert _ones(_graph(rule, number)) == expected
+def test_masks_are_tried_beyond_all_numbers_in_them(rule: str, number: int, expected: dict[str, int] | None) -> None:
+    assert _plain(_graph(rule, number)) == (None if expected is None else Plain(("kept",), expected))
 
 
 def test_masks_that_follow_from_more_than_what_tells_padding_are_computed() -> None:
     graph = _graph(CAUSAL, 1)
-    assert _ones(graph) == ("kept",)
-    assert _ones(graph, {"kept": Role("indices")}) is None
+    assert _plain(graph) is not None
+    assert _plain(graph, {"kept": Role("indices")}) is None

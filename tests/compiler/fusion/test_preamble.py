@@ -114,15 +114,16 @@ def test_engines_see_no_size_that_grows(tmp_path: Path, name: str) -> None:
     assert any(24 in shape for shape in shapes[1].values())
 
 
-@pytest.mark.parametrize("mode", ["layer", "tensor", "batch"])
-def test_masks_that_hide_nothing_but_later_tokens_are_left_out(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("mode", "window"), [("layer", 0), ("layer", 3), ("tensor", 0), ("tensor", 3), ("batch", 0)])
+def test_masks_that_hide_later_tokens_and_those_before_a_window_are_left_out(
+    tmp_path: Path, mode: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines have a form without, in which attention is causal. The one with masks is loaded for the first padding."""
-    style = replace(OPTIMUM, dtype=HALF)
+    style = replace(OPTIMUM, dtype=HALF, window=window, layers=4 if window else 2)
     path = compiled(style, tmp_path, mode, ["cuda0", "cuda1"])
     manifest = read_manifest(path)
     assert manifest.masks
+    windows: list[int] = []
     for rank in manifest.ranks:
         (engine,) = rank.engines
         assert manifest.masks <= {*engine.inputs} and engine.unmasked is not None
@@ -130,8 +131,10 @@ def test_masks_that_hide_nothing_but_later_tokens_are_left_out(
         assert manifest.masks.isdisjoint(value.name for value in graph.inputs)
         attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
         assert attentions and all(node.attributes.get_int("causal", 1) == 1 for node in attentions)
+        windows += [node.attributes.get_int("local_window_size", 0) for node in attentions]
         assert "IsNaN" in {node.op_type for node in ir.load(path / engine.path).graph}
         assert "IsNaN" not in {node.op_type for node in graph}, "each token sees itself"
+    assert windows == [window, 0] * (len(windows) // 2)
     loaded = []
     load = OnnxRuntimeBackend.load
 
@@ -141,6 +144,7 @@ def test_masks_that_hide_nothing_but_later_tokens_are_left_out(
 
     monkeypatch.setattr(OnnxRuntimeBackend, "load", watched)
     assert manifest.preamble is not None and manifest.preamble.plain is not None
+    assert {*manifest.preamble.windows.values()} == ({window} if window else set())
     with Session(path, devices=["cpu0", "cpu1"], ranks="threads") as session:
         with monkeypatch.context() as patch:
             patch.setattr(preamble, "is_causal", lambda *_: pytest.fail("the mask is computed"))
@@ -153,26 +157,30 @@ def test_masks_that_hide_nothing_but_later_tokens_are_left_out(
         assert len(loaded) == 4
 
 
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 9])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(("tokens", "before"), [(1, 0), (1, 6), (4, 0), (5, 3)])
 def test_a_mask_is_causal_if_it_hides_later_tokens_and_no_others(
-    tokens: int, before: int, dtype: type, monkeypatch: pytest.MonkeyPatch
+    tokens: int, before: int, dtype: type, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And those before a window."""
     monkeypatch.setattr(preamble, "BLOCK", 2)
     rows = before + tokens
     shown = np.tri(tokens, rows, before, np.bool_)
+    if window is not None:
+        shown &= ~np.tri(tokens, rows, before - window, np.bool_)
     behind: np.ndarray[Any, Any] = np.full((1, 1, tokens, 2), -1e4, dtype)  # room, which is not read
     for least in (-1e4, -65504.0, -np.inf):
         mask = np.concatenate([np.where(shown, -0.0, least)[None, None].astype(dtype), behind], axis=-1)
-        assert is_causal(mask, before)
-        assert is_causal(mask[..., :rows], before)
+        assert is_causal(mask, before, window)
+        assert is_causal(mask[..., :rows], before, window)
         for row, place in product(range(tokens), range(rows)):
             other = mask.copy()
             other[..., row, place] = least if shown[row, place] else 0
-            assert not is_causal(other, before)
+            assert not is_causal(other, before, window)
             other[..., row, place] = np.nan
-            assert not is_causal(other, before)
-    assert not is_causal(np.where(shown, 0, -10).astype(dtype)[None, None], before) or shown.all()
+            assert not is_causal(other, before, window)
+    assert not is_causal(np.where(shown, 0, -10).astype(dtype)[None, None], before, window) or shown.all()
 
 
 def test_only_what_attention_adds_for_all_heads_is_a_mask() -> None:
