@@ -82,7 +82,9 @@ def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tupl
     for rank in ranks:
         more, memory = split.more_sessions(rank, inside), rank.memory
         met = [other.device for other in ranks if other.replica == rank.replica]
-        own = engine_bytes(rank.device, met, engine, more or 1, memory.nodes, bool(split.collectives))
+        sums = bool(split.collectives)
+        by_nccl = sums and not (inside or split.is_radial)
+        own = engine_bytes(rank.device, met, engine, more or 1, memory.nodes, sums, by_nccl)
         # Several engines of a rank have a session each, and share no weights.
         adapters = adapter_bytes(memory, packs=rank.device.kind == "cpu" or bool(more))
         slotted = slotted_bytes(rank.device, engine, more, memory.nodes) if memory.sums else 0
@@ -106,13 +108,20 @@ def search_budget(request: Request, device: Device, budget: Budget) -> Budget:
 
 
 def engine_bytes(
-    device: Device, met: Sequence[Device], engine: str, sessions: int = 1, nodes: int = 0, sums: bool = False
+    device: Device,
+    met: Sequence[Device],
+    engine: str,
+    sessions: int = 1,
+    nodes: int = 0,
+    sums: bool = False,
+    by_nccl: bool = False,
 ) -> int:
     """What a rank's sessions take beside weights and what they compute, and NCCL.
 
     On a GPU the headroom covers the first session. Several engines of a rank have a session each, and a single one has
     two there. `met` are the devices that it exchanges values with, and its own; with `sums` each GPU of a host with all
-    others, and else with its neighbours. `nodes` are those of the rank's engines on a CPU.
+    others, and else with its neighbours. NCCL takes more if it adds them itself (`by_nccl`), not kernels in engines.
+    `nodes` are those of the rank's engines on a CPU.
     """
     if device.kind != "cuda":
         if engine != ONNXRUNTIME:
@@ -125,7 +134,8 @@ def engine_bytes(
     if not has_gpu_each(met):
         return own
     beside = sum(other.host == device.host for other in met) if sums else 0
-    return own + profile.communicator_bytes + max(0, beside - 2) * profile.peer_bytes
+    own += profile.communicator_bytes + (profile.sum_bytes if by_nccl else 0)
+    return own + max(0, beside - 2) * profile.peer_bytes
 
 
 def slotted_bytes(device: Device, engine: str, more: int, nodes: int) -> int:

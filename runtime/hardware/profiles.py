@@ -55,7 +55,7 @@ class DeviceProfile:
     - `engine_bytes`: the memory of an ONNX Runtime session beside weights and activations.
     - `library_bytes`: the same of all sessions of a rank together.
     - `communicator_bytes`: what NCCL takes of each GPU to connect two ranks; `peer_bytes`, for each further GPU of the
-      host that it sums with.
+      host that it sums with; `sum_bytes`, where NCCL adds the sums itself.
     - `kernel_copy_bytes`: up to this size, a captured copy is faster as a kernel.
     """
 
@@ -74,6 +74,7 @@ class DeviceProfile:
     library_bytes: int = 0
     communicator_bytes: int = 0
     peer_bytes: int = 0
+    sum_bytes: int = 0
     kernel_copy_bytes: int = 0
 
 
@@ -95,7 +96,8 @@ CPU = DeviceProfile(
 # `communicator_bytes` and `peer_bytes` (0.7 GiB on two GPUs, 1.0 on four, little without peer access),
 # `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
 # before and after it), and `more_ranks` (a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and
-# 9.7). Measured on an H100: `library_bytes` (a decoder, FLUX.1-dev's shape and that of SDXL's U-Net).
+# 9.7). Measured on an H100: `library_bytes` (a decoder, FLUX.1-dev's shape and that of SDXL's U-Net). Measured on two:
+# `sum_bytes` (0.82 GiB between loading and the peak of two decoders of TensorRT's; 0.6 to 0.7 in layer and row mode).
 HOPPER = DeviceProfile(
     kind="cuda",
     names=("H100", "H200", "GH200"),
@@ -112,6 +114,7 @@ HOPPER = DeviceProfile(
     library_bytes=240 << 20,
     communicator_bytes=700 << 20,
     peer_bytes=170 << 20,
+    sum_bytes=150 << 20,
     kernel_copy_bytes=1 << 20,
 )
 # The first profile of a kind is used for unknown devices.
