@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from splitc.compiler.errors import ModelError
-from splitc.compiler.pipelines.names import module_name
+from splitc.compiler.pipelines.names import module_names
 from splitc.runtime.files.written import check_regular, parse_json
 from splitc.runtime.package.manifest_file import FILE_NAME as MANIFEST
 from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
@@ -45,8 +44,7 @@ def name_models(folder: Path, models: Collection[PurePosixPath]) -> list[tuple[s
         if missing := [path for path in roles.values() if path not in models]:
             raise ModelError(f"{folder / GENAI} names the model {missing[0]}, which is not in {folder}")
         return [*roles.items()]
-    beside = Counter(path.parent for path in models)
-    return [(module_name(path, beside[path.parent] - 1), path) for path in models]
+    return [(name, path) for path, name in module_names(models).items()]
 
 
 def _read_genai(folder: Path) -> dict[str, PurePosixPath]:

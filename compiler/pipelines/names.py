@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import PurePosixPath
 
@@ -18,13 +19,25 @@ ALIASES = {
 USES = {"decoder_model_merged": ("decoder_model", "decoder_with_past_model")}
 
 
-def module_name(path: PurePosixPath, beside: int) -> str:
-    """The name of the model at `path` in its folder, with so many others `beside` it.
+def module_names(paths: Collection[PurePosixPath]) -> dict[PurePosixPath, str]:
+    """The names of models, by their paths in a folder.
 
-    That of its subfolder if it is alone there or is called `model`; else its own, without the suffix.
+    A model has the name of its subfolder if it is alone there or is called `model`; else its own, without the suffix.
+    Where several have one name, folders above come before it, as in `first_onnx` and `second_onnx`.
     """
-    in_subfolder = len(path.parts) > 1
-    return path.parent.name if in_subfolder and (not beside or path.stem == "model") else path.stem
+    beside = Counter(path.parent for path in paths)
+    parts = {}
+    for path in paths:
+        takes_folders = len(path.parts) > 1 and (beside[path.parent] == 1 or path.stem == "model")
+        parts[path] = path.parent.parts if takes_folders else (*path.parent.parts, path.stem)
+    taken = dict.fromkeys(paths, 1)
+    while True:
+        names = {path: "_".join(parts[path][-count:]) for path, count in taken.items()}
+        count = Counter(names.values())
+        longer = [path for path in paths if count[names[path]] > 1 and taken[path] < len(parts[path])]
+        if not longer:
+            return names
+        taken.update((path, taken[path] + 1) for path in longer)
 
 
 def names_of_uses(name: str) -> tuple[str, str]:

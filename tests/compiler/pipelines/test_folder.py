@@ -47,6 +47,19 @@ def test_one_of_several_files_keeps_its_own_name(tmp_path: Path) -> None:
     assert sorted(read_folder(tmp_path).names) == ["model_fp16", "onnx", "sound", "vision"]
 
 
+def test_folders_above_tell_models_of_one_name_apart(tmp_path: Path) -> None:
+    places = ("onnx", "a/onnx", "b/onnx", "c/x/vae", "d/x/vae")
+    for place in places:
+        write(tmp_path / place / "model.onnx")
+    folder = read_folder(tmp_path)
+    assert {folder.source(each): each.name for each in folder.modules} == {
+        f"{place}/model.onnx": place.replace("/", "_") for place in places
+    }
+    write(tmp_path / "a_onnx.onnx")
+    with pytest.raises(ModelError, match=r"two models have the name 'a_onnx', .*a_onnx\.onnx and .*a/onnx/model\.onnx"):
+        read_folder(tmp_path)
+
+
 def test_packages_that_lie_in_it_are_no_models(tmp_path: Path) -> None:
     """Nor do their files travel with the models: a package is made in the models' own folder, and once more."""
     write(tmp_path / "model.onnx")
@@ -112,10 +125,7 @@ def test_folders_that_are_odd(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no ONNX file in it"):
         read_folder(tmp_path)
     write(tmp_path / "a" / "unet" / "model.onnx")
-    write(tmp_path / "b" / "unet" / "model.onnx")
-    with pytest.raises(ModelError, match=r"two models have the name 'unet', .*a/unet/model\.onnx and .*b/unet/model"):
-        read_folder(tmp_path)
-    (tmp_path / "b" / "unet").rename(tmp_path / "b" / "image_encoder")
+    write(tmp_path / "b" / "image_encoder" / "model.onnx")
     with pytest.raises(
         MisuseError, match=r"--module names the module 'vae', which is not there: there are unet, image"
     ):
