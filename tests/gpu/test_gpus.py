@@ -31,8 +31,11 @@ from splitc.runtime.hardware.gpus import list_gpus
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import CPU, open_unsplit
+from tests.compiler.fusion.test_caches import OPTIMUM
 from tests.helpers.adapters import random_pairs, write_peft
 from tests.helpers.workers import workers_of
+from tests.helpers.written_decoder import feeds as decoder_feeds
+from tests.helpers.written_decoder import following, without_states, write
 
 GPUS = min(4, len(list_gpus()))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
@@ -228,6 +231,26 @@ def test_caches_that_grow(tmp_path: Path) -> None:
         assert list(session.generate([1, 2, 3], max_new_tokens=16)) == list(
             on_cpu.generate([1, 2, 3], max_new_tokens=16)
         )
+
+
+@pytest.mark.parametrize("mode", [pytest.param("tensor", marks=several), "layer"])
+def test_masks_of_padding_and_windows(tmp_path: Path, mode: str) -> None:
+    """Of exported decoders, whose attention hides what they hide by itself where there is no padding."""
+    style = replace(OPTIMUM, dtype=onnx.TensorProto.FLOAT16, size=32, layers=4, window=5)
+    onnx.save(write(style), tmp_path / "model.onnx")
+    asked = Request(split_mode=mode, engine="onnxruntime", spread=True)
+    devices = [f"{min(2, GPUS)}xcuda" if mode == "tensor" else "cuda0"]
+    compile_model(plan_model(tmp_path / "model.onnx", devices, asked), tmp_path / "package", verify=False)
+    with open_unsplit(tmp_path / "model.onnx", CPU, 4) as whole, Session(tmp_path / "package") as session:
+        assert session.manifest.preamble is not None and set(session.manifest.preamble.windows.values()) == {5}
+        for padded in (0, 0, 3, 0):
+            with session.start(64) as sequence:
+                request = decoder_feeds(style, 2, 9, 0, padded)
+                for _ in range(8):
+                    expected = whole(request)
+                    agree({"logits": expected["logits"]}, sequence.run(without_states(request)))
+                    request = following(style, expected, 2, 1, padded)
+        assert session.metrics.replayed > 12
 
 
 def test_masks_and_rotations_before_attention_with_a_cache(tmp_path: Path) -> None:
