@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,11 @@ MOST_SYMBOLS = 6
 # Probe sizes, in the order in which they are tried, from which models make sizes of less than two. Images are made 32
 # times smaller, and sounds some 300 times.
 LARGER = (67, 1031)
+# The most elements of all inputs with larger sizes, which a package is compared on. A choice.
+MOST_ELEMENTS = 1 << 16
 
+# Makes sizes of symbols, from the `smallest` prime on.
+Way = Callable[..., dict[str, int]]
 Array = npt.NDArray[Any]
 
 
@@ -40,27 +46,85 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     symbols = _symbols(graph, shapes)
     if not symbols:
         return bound
-    ways = [_number(graph, symbols, sums) for sums in (True, False)]
-    same = _same_axes(graph, symbols)
-    ways += [{**numbers, **{name: numbers[first] for name, first in same.items()}} for numbers in ways if same]
+    ways = [partial(_numbers, graph, symbols, sums) for sums in (True, False)]
+    if same := _same_axes(graph, symbols):
+        ways += [partial(way, same) for way in ways]
     return _first_probed(graph, shapes, bound, ways) or bound
 
 
+def _numbers(
+    graph: Graph,
+    symbols: Mapping[str, int],
+    sums: bool,
+    same: Mapping[str, str] = MappingProxyType({}),
+    smallest: int = 3,
+) -> dict[str, int]:
+    """As `_number`, with the number of another symbol for some."""
+    numbers = _number(graph, symbols, sums, smallest=smallest)
+    return {**numbers, **{name: numbers[first] for name, first in same.items()}}
+
+
 def _first_probed(
-    graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes, ways: Sequence[dict[str, int]]
+    graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes, ways: Sequence[Way]
 ) -> BoundShapes | None:
     """Shapes with the first of these symbols' sizes that leave no more shapes unknown, and that operators agree on.
 
     If none are agreed on, the first that leave no more unknown. None if all do.
     """
     first = None
-    for sizes in (sizes for numbers in ways for sizes in _enlarged(graph, numbers)):
+    for way, sizes in ((one, sizes) for one in ways for sizes in _enlarged(graph, one())):
         probed = bind_shapes(graph.model, _input_shapes(graph, shapes, sizes))
         if _fits(graph, probed, bound):
-            return _fixed(probed, bound)
+            return _fixed(_lengthened(graph, shapes, bound, way, sizes, probed), bound)
         if first is None and len(probed.uncertain) <= len(bound.uncertain):
             first = _fixed(probed, bound)
     return first
+
+
+def _lengthened(
+    graph: Graph,
+    shapes: Mapping[str, Shape],
+    bound: BoundShapes,
+    way: Way,
+    sizes: Mapping[str, int],
+    probed: BoundShapes,
+) -> BoundShapes:
+    """These shapes, or others of larger sizes, if fewer axes have one element then that the graph does not call one.
+
+    Such are windows of a length, of which there may be one: the order of axes does not show. Batches stay as they are.
+    What has one element still, though it has more with the planned sizes, is unknown.
+    """
+    ones = _unnamed_ones(graph, probed)
+    batches = {
+        size.value
+        for value in graph.graph.inputs
+        for size in (value.shape or ())[: len(value.shape or ()) > 1]
+        if isinstance(size, ir.SymbolicDim)
+    }
+    for smallest in LARGER if ones else ():
+        larger = {name: sizes[name] if name in batches else size for name, size in way(smallest=smallest).items()}
+        made = _input_shapes(graph, shapes, larger)
+        if sum(map(math.prod, made.values())) > MOST_ELEMENTS:
+            break
+        tried = bind_shapes(graph.model, made)
+        if _fits(graph, tried, bound) and len(left := _unnamed_ones(graph, tried)) < len(ones):
+            probed, ones = tried, left
+    unknown = dict(probed.unknown)
+    for name, axis in ones:
+        if bound.shapes[name][axis : axis + 1] not in ((), (1,)):
+            unknown[name] = unknown.get(name, frozenset()) | {axis}
+    return replace(probed, unknown=unknown)
+
+
+def _unnamed_ones(graph: Graph, bound: BoundShapes) -> list[tuple[str, int]]:
+    """The axes of computed values that have one element, and that the graph does not say to have one."""
+    ones = []
+    for value in (value for node in graph.nodes for value in node.outputs):
+        own = value.shape if value.shape is not None else ()
+        for axis, size in enumerate(bound.shapes.get(value.name or "", ())):
+            if size == 1 and value.name not in bound.uncertain and not (axis < len(own) and own[axis] == 1):
+                ones.append((value.name or "", axis))
+    return ones
 
 
 def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]:
@@ -92,9 +156,7 @@ def bind_same_axes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes
     symbols = _symbols(graph, shapes)
     if not (same := _same_axes(graph, symbols)):
         return None
-    numbers = _number(graph, symbols, True)
-    numbers.update({name: numbers[first] for name, first in same.items()})
-    return _first_probed(graph, shapes, bound, [numbers])
+    return _first_probed(graph, shapes, bound, [partial(_numbers, graph, symbols, True, same)])
 
 
 def bind_other_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:

@@ -39,10 +39,16 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     frame = _find_frame(rotary, sizes)
     if not all(map(work.has, frame.axes)):
         raise NotFusedError("no value is known to have one of its sizes")
+    differ = any(_differ(work.axes(table), frame) for table in (rotary.cosines, rotary.sines))
+    if differ and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
+        raise NotFusedError("no input says how many rows of its tables there are")
     made = _written(rotary, frame, work, tables)
     rotary.output.replace_all_uses_with(made, replace_graph_outputs=True)
     hand_over(rotary.output, made, "unfused")
     sizes.put(made, frame.axes)
+
+
+Axes = tuple[Axis, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,9 @@ def _find_frame(rotary: Rotary, sizes: Sizes) -> _Frame:
     places = [place for place in (1, 2) if table[place] != ONE] or [n for n in (2, 1) if axes[n].size == ONE][:1]
     if len(places) != 1:
         raise NotFusedError("its tables change from head to head, or are the same for all positions")
-    frame = _Frame(axes, places[0], (*(axes[:1] if table[0] != ONE else ()), axes[places[0]]))
+    # What has one row by chance may have one for each of the batch in other requests.
+    changes = any(len(own) == 4 and own[0].fixed != 1 for own in tables if own is not None)
+    frame = _Frame(axes, places[0], (*(axes[:1] if changes else ()), axes[places[0]]))
     if frame.heads.fixed is None:
         raise NotFusedError("its number of heads may change from request to request")
     return frame
@@ -109,19 +117,50 @@ def _rotated(
     return work.add("rotary", OPERATOR, [data, first, cosines, sines], data, axes, domain=DOMAIN, **how)
 
 
+def _inputs(work: Writer) -> tuple[ir.Value, ...]:
+    """What is there wherever a table is."""
+    return tuple(value for value in work.editor.graph.inputs if work.sizes.of(value) is not None)
+
+
+def _differ(table: Axes, frame: _Frame) -> bool:
+    """Whether a table may have one row for all, in some requests, though it has as many as the data in others."""
+    padded = (*[fixed_axis(1)] * (4 - len(table)), *table)
+    pairs = zip(padded[:-1], frame.axes[:-1], strict=True)
+    return not all(own.fixed == 1 or own.is_same(axis) for own, axis in pairs)
+
+
+def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Writer) -> ir.Value:
+    """A table as [positions, pairs], with a row for each position of the data, of all the batch if it changes along it.
+
+    The operator would take the first rows of more than there are positions: a Reshape to their number does not.
+    """
+    own, flat = work.axes(table), (joined(frame.rows), pairs)
+    if not _differ(own, frame):
+        return work.viewed(table, flat, role)
+    padded = (*[fixed_axis(1)] * (4 - len(own)), *own)
+    table = work.viewed(table, [*padded[: len(frame.rows) - 1], padded[frame.length], pairs], f"{role}_by_rows")
+    sizes = [work.list_of([axis], f"{role}_size{place}") for place, axis in enumerate(frame.rows)]
+    last = work.list_of([pairs], role)
+    wanted = work.integers(f"{role}_sizes", "Concat", [*sizes, last], len(sizes) + 1, axis=0)
+    table = work.add(f"{role}_repeated", "Expand", [table, wanted], table, (*frame.rows, pairs))
+    count = sizes[0] if len(sizes) == 1 else work.integers(f"{role}_count", "Mul", sizes, 1)
+    as_many = work.integers(f"{role}_rows", "Concat", [count, last], 2, axis=0)
+    return work.add(role, "Reshape", [table, as_many], table, flat)
+
+
 def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
     """One number for each pair: [positions, pairs], of the data's type. All layers read the same."""
     key = (table, rotary.interleaved, rotary.data.dtype)
     if key in tables.rows:
         return tables.rows[key]
-    work = replace(work, at=tables.node_after(table), name=table.name or role)
+    work = replace(work, at=tables.node_after(table), name=table.name or role, sources=_inputs(work))
     own, made = work.axes(table), table
     pairs = fixed_axis(frame.axes[-1].size[0] // 2)
     if not rotary.by_pairs:
         indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
         chosen = work.editor.constant(indices)
         made = work.add(f"{role}_of_pairs", "Gather", [table, chosen], table, (*own[:-1], pairs), axis=-1)
-    made = work.viewed(made, (joined(frame.rows), pairs), role)
+    made = _by_rows(made, pairs, role, frame, work)
     if made.dtype != rotary.data.dtype:
         made = work.cast(made, rotary.data, f"{role}_cast")
     tables.rows[key] = made

@@ -25,6 +25,11 @@ class Axis:
     symbol: Any = None
     fixed: int | None = None
 
+    def is_same(self, other: Axis) -> bool:
+        """Whether the graph says that it is as long as another one in each request, rather than in two of them."""
+        is_named = self.fixed == other.fixed if self.fixed is not None else self.symbol == other.symbol is not None
+        return self.size == other.size and is_named
+
 
 def fixed_axis(number: int) -> Axis:
     """An axis of this size in each request."""

@@ -10,27 +10,30 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import add, mul, sub
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.walks import producers, reached
+from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.operand import VIEWS
-from splitc.compiler.fusion.sizes import Axis, Size, Sizes
+from splitc.compiler.fusion.sizes import Axis, Sizes
+
+# A size as the graph says it: a number, or an expression of symbols.
+Entry = int | ir.SymbolicDim
 
 
-def _by_entry(combine: Callable[[int, int], int], one: Sequence[int], other: Sequence[int]) -> list[int]:
+def _by_entry(combine: Callable[[Any, Any], Entry], one: Sequence[Entry], other: Sequence[Entry]) -> list[Entry]:
     """Two lists, or a list and a number, entry by entry."""
-    return [combine(*pair) for pair in zip(*np.broadcast_arrays(one, other), strict=True)]
+    count = max(len(one), len(other))
+    first, second = (list(part) * (count if len(part) == 1 else 1) for part in (one, other))
+    return [combine(*pair) for pair in zip(first, second, strict=True)]
 
 
-# What gives other sizes from sizes, so that lists which are equal for two sets of sizes are equal for all. A Min or a
-# Max may be another one of its inputs for longer requests.
-LINEAR = VIEWS | {"Shape", "Gather", "Slice", "Concat", "Add", "Sub", "Mul", "Cast", "Identity"}
-# What they compute of lists of sizes.
-_COMPUTE: dict[str, Callable[..., list[int]]] = {
+# What is computed of lists of sizes.
+_COMPUTE: dict[str, Callable[..., list[Entry]]] = {
     "Gather": lambda sizes, places: [sizes[place] for place in places],
     "Slice": lambda sizes, start, end, axis=(0,), step=(1,): sizes[start[0] : end[0] : step[0]],
     "Concat": lambda *lists: list(chain(*lists)),
@@ -43,14 +46,12 @@ ANY_END = 1 << 31
 def join_views(editor: Editor, sizes: Sizes) -> None:
     """Let views read what other views are made of, and drop those that give it back as it was, in place.
 
-    What nothing reads any more stays. Nothing is done unless sizes can be told apart.
+    What nothing reads any more stays.
     """
-    if not sizes.differ:
-        return
     for node in [node for node in editor.graph if _is_view(node) or _keeps(node, sizes)]:
-        made, own = node.outputs[0], sizes.of(node.outputs[0])
+        made, own = node.outputs[0], sizes.axes(node.outputs[0])
         sources = list(_sources(node, sizes))
-        restored = next((value for value in reversed(sources) if sizes.of(value) == own), None)
+        restored = next((value for value in reversed(sources) if _are_same(sizes.axes(value), own)), None)
         if restored is not None and not made.is_graph_output():
             made.replace_all_uses_with(restored)
             continue
@@ -59,6 +60,13 @@ def join_views(editor: Editor, sizes: Sizes) -> None:
                 node.replace_input_with(0, source)
                 node.replace_input_with(1, editor.constant(np.array(numbers, np.int64)))
                 break
+
+
+def _are_same(axes: Sequence[Axis] | None, others: Sequence[Axis] | None) -> bool:
+    """Whether axes are as long as others in each request, by the graph."""
+    if axes is None or others is None or len(axes) != len(others):
+        return False
+    return all(axis.is_same(other) for axis, other in zip(axes, others, strict=True))
 
 
 def _is_view(node: ir.Node) -> bool:
@@ -72,55 +80,68 @@ def _keeps(node: ir.Node, sizes: Sizes) -> bool:
     axes = sizes.axes(node.inputs[0])
     if axes is None or sizes.of(node.inputs[0]) != sizes.of(node.outputs[0]):
         return False
-    return _is_linear(node.inputs[1]) if node.op_type == "Expand" else _takes_all(node, axes, sizes)
+    return _repeats_nothing(node, axes, sizes) if node.op_type == "Expand" else _takes_all(node, axes, sizes)
+
+
+def _repeats_nothing(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
+    """Whether an Expand is to the sizes that there are, by the graph: others may be larger where there is one element.
+
+    Sizes may be left out, and be 1.
+    """
+    wanted = _computed(node.inputs[1], sizes)
+    pairs = zip(reversed(wanted or ()), reversed(axes), strict=False)
+    return wanted is not None and all(size == 1 or _is_size_of(size, axis) for size, axis in pairs)
 
 
 def _takes_all(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
     """Whether a Slice, which takes as many elements as there are for two sets of sizes, does so for all.
 
-    An end that is computed is where the axis ends. One beyond may cut longer axes, as of what was read in steps.
+    Its end is where the axis ends, by the graph. A mask may be longer than the keys that it is cut to.
     """
     _, starts, ends, along, steps = (*node.inputs, None, None)[:5]
     places = list(range(len(axes))) if along is None else _numbers(along)
     if places is None or set(_numbers(starts) or ()) != {0} or not (steps is None or set(_numbers(steps) or ()) == {1}):
         return False
-    stops = _numbers(ends)
-    if stops is None:
-        return (computed := _computed(ends, sizes)) is not None and computed == [axes[place].size for place in places]
-    return all(stop >= ANY_END or axes[place].fixed == stop for stop, place in zip(stops, places, strict=False))
+    stops = _computed(ends, sizes)
+    if stops is None or len(stops) != len(places):
+        return False
+    pairs = [(stop, axes[place]) for stop, place in zip(stops, places, strict=True)]
+    return all((isinstance(stop, int) and stop >= ANY_END) or _is_size_of(stop, axis) for stop, axis in pairs)
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:
-    """The numbers of a constant list; None if it is none."""
-    return None if value is None or value.const_value is None else value.const_value.numpy().tolist()
+    """The numbers of a constant list, or a constant number; None if it is none, or a request may override it."""
+    if value is None or value.const_value is None or source_of(value) is not None:
+        return None
+    return [int(number) for number in np.ravel(value.const_value.numpy())]
 
 
-def _computed(value: ir.Value | None, sizes: Sizes) -> list[Size] | None:
-    """A list of sizes that LINEAR operators compute, with both sets of sizes; None if something else is among them."""
-    if value is None or value.const_value is not None:
-        numbers = _numbers(value)
-        return None if numbers is None else [(number, number) for number in np.ravel(numbers).tolist()]
-    node = value.producer()
-    if node is None or node.domain or node.op_type not in LINEAR:
+def _is_size_of(size: Entry, axis: Axis) -> bool:
+    """Whether a size is that of an axis, by the graph."""
+    own = axis.symbol if axis.fixed is None else axis.fixed
+    if isinstance(size, int) or isinstance(own, int):
+        return size == own
+    return isinstance(own, ir.SymbolicDim) and own.value is not None and (size - own).evaluate({}) == 0
+
+
+def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
+    """A list of sizes as the graph says them; None if something is among them that is not known."""
+    if (numbers := _numbers(value)) is not None:
+        return numbers
+    node = None if value is None else value.producer()
+    if node is None or node.domain:
         return None
     if node.op_type == "Shape":
         axes = sizes_read(node, sizes)
-        return None if axes is None else [axis.size for axis in axes]
+        read = [axis.symbol if axis.fixed is None else axis.fixed for axis in axes or ()]
+        is_known = all(isinstance(size, int) or (isinstance(size, ir.SymbolicDim) and size.value) for size in read)
+        return read if axes is not None and is_known else None
     if node.op_type in VIEWS | {"Cast", "Identity"}:
         return _computed(node.inputs[0], sizes)
     lists = [_computed(part, sizes) for part in node.inputs]
-    if any(part is None for part in lists):
-        return None
-    both = [_COMPUTE[node.op_type](*([pair[way] for pair in part or ()] for part in lists)) for way in (0, 1)]
-    return list(zip(*both, strict=True))
-
-
-def _is_linear(value: ir.Value | None) -> bool:
-    """Whether a list of sizes is computed by what is LINEAR."""
-    above = list(reached(producers([value]), lambda node: () if node.op_type == "Shape" else producers(node.inputs)))
-    read = [value, *(one for node in above if node.op_type != "Shape" for one in node.inputs)]
-    is_fed = any(one is not None and one.producer() is None and one.const_value is None for one in read)
-    return not is_fed and all(node.op_type in LINEAR and not node.domain for node in above)
+    picks = lists[1:] if node.op_type in ("Gather", "Slice") else []
+    is_known = all(part is not None for part in lists) and all(isinstance(n, int) for part in picks for n in part or ())
+    return _COMPUTE[node.op_type](*lists) if is_known and node.op_type in _COMPUTE else None
 
 
 def _sources(node: ir.Node | None, sizes: Sizes) -> Iterator[ir.Value]:
@@ -138,10 +159,10 @@ def _shape_for(node: ir.Node, source: ir.Value, sizes: Sizes) -> list[int] | Non
     shape = node.inputs[1].const_value if node.op_type == "Reshape" and node.inputs[1] is not None else None
     if shape is None or node.attributes.get_int("allowzero", False):
         return None
-    old, new = (None if value is None else sizes.of(value) for value in (node.inputs[0], source))
+    old, new = (None if value is None else sizes.axes(value) for value in (node.inputs[0], source))
     assert old is not None and new is not None
     numbers: list[int] = shape.numpy().tolist()
-    lost = [n for n, number in enumerate(numbers) if number == 0 and not (n < len(new) and old[n] == new[n])]
+    lost = [n for n, number in enumerate(numbers) if number == 0 and not (n < len(new) and old[n].is_same(new[n]))]
     if len(lost) == 1 and numbers.count(0) == 1 and -1 not in numbers:
         numbers[lost.pop()] = -1  # with a size that is kept, which may be 0, it could not be found
     return None if lost else numbers

@@ -100,12 +100,13 @@ class Writer:
     def viewed(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
         """A value's elements, in their order, along other axes."""
         own = self.axes(value)
-        if tuple(axis.size for axis in own) == tuple(axis.size for axis in axes):
+        kept = [self._is_same(*pair) for pair in zip(own, axes, strict=False)]
+        if len(own) == len(axes) and all(kept):
             return value
-        numbers: list[int | Axis] = []
-        for place, axis in enumerate(axes):
-            kept = place < len(own) and own[place].size == axis.size
-            numbers.append(axis.fixed if axis.fixed is not None else 0 if kept else axis)
+        numbers: list[int | Axis] = [
+            axis.fixed if axis.fixed is not None else 0 if place < len(kept) and kept[place] else axis
+            for place, axis in enumerate(axes)
+        ]
         if (free := self._freed(numbers)) is not None:
             numbers[free] = -1
         return self.add(role, "Reshape", [value, self.list_of(numbers, role)], value, axes)
@@ -118,13 +119,14 @@ class Writer:
 
     def expanded(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
         """A value repeated along axes of which it has one element. All are named, missing first ones too."""
-        own = self.axes(value)
-        own = (*[fixed_axis(1)] * (len(axes) - len(own)), *own)
-        if [axis.size for axis in self.axes(value)] == [axis.size for axis in axes]:
+        lacking = len(axes) - len(self.axes(value))
+        own = (*[fixed_axis(1)] * lacking, *self.axes(value))
+        kept = [self._is_same(*pair) for pair in zip(own, axes, strict=True)]
+        if not lacking and all(kept):
             return value
         numbers: list[int | Axis] = [
-            1 if one.size == other.size else other.fixed if other.fixed is not None else other
-            for one, other in zip(own, axes, strict=True)
+            1 if is_kept else axis.fixed if axis.fixed is not None else axis
+            for axis, is_kept in zip(axes, kept, strict=True)
         ]
         return self.add(role, "Expand", [value, self.list_of(numbers, role)], value, axes)
 
@@ -165,13 +167,14 @@ class Writer:
         return value
 
     def _source(self, axis: Axis) -> _Source | None:
-        """Where an axis' size can be read: at one that has it, else at one that is a multiple or a part of it."""
+        """Where an axis' size can be read: at one that has it, else at one that is a multiple or a part of it.
+
+        First at one that the graph calls the same: others may have one element, and be repeated.
+        """
         places = [(value, place, own) for value in self.sources for place, own in enumerate(self.axes(value))]
-        for value, place, own in places:
-            # Where the probes are the planned sizes, only the graph itself says which axes are the same.
-            named = own.symbol is not None and own.symbol == axis.symbol
-            if own.size == axis.size and (self.sizes.differ or named):
-                return _Source(value, place)
+        same = [(value, place, own.is_same(axis)) for value, place, own in places if self._is_same(own, axis)]
+        for value, place, _ in sorted(same, key=lambda one: not one[2]):
+            return _Source(value, place)
         for value, place, own in places if self.sizes.differ else []:
             (one, other), (planned, probe) = axis.size, own.size
             if one * probe == other * planned and 0 not in (one, planned):
@@ -180,6 +183,10 @@ class Writer:
                 if planned % one == 0 and own.fixed is None:
                     return _Source(value, place, over=planned // one)
         return None
+
+    def _is_same(self, one: Axis, other: Axis) -> bool:
+        """Whether an axis has another one's size. If sizes can't be told apart, only the graph itself says so."""
+        return one.size == other.size and (self.sizes.differ or one.is_same(other))
 
     def has_sizes(self, value: ir.Value, axes: Sequence[Axis]) -> bool:
         """Whether a value has axes of these sizes."""

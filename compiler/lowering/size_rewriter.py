@@ -171,7 +171,7 @@ class SizeRewriter:
         return _SAME if times == over else _Correction(times, over)
 
     def _ratio(self, axis: Axis | None) -> tuple[int, int] | None:
-        """The rank's size of an axis to the whole size; None if there is no such ratio, since a section is split."""
+        """The rank's size of an axis to the whole size; None if the rank has nothing of it."""
         return (1, 1) if axis is None or not self.shards.is_split(axis) else self.shards.ratio(axis)
 
     def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[_Correction]) -> ir.Value:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +18,7 @@ from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Axes
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
@@ -34,6 +36,8 @@ from splitc.compiler.trials.trial import find_broken
 
 # No request has so many rows.
 BEYOND = 10**9
+# Rows to infer shapes with: a prime, so that they are no other size. A choice.
+SOME_ROWS = 67
 
 
 class NoRowsError(CannotSplitError):
@@ -190,3 +194,33 @@ def with_rows(analysis: Analysis, axes: Mapping[str, int], rows: int) -> Analysi
     if rows == whole or analysis.fitted.fills or analysis.costs.bound.uncertain:
         return analysis
     return _with_rows(analysis, frozenset(axes.items()), rows, whole)
+
+
+def row_sources(analysis: Analysis, axes: Mapping[str, int]) -> list[str]:
+    """The inputs that must have all rows of a request that is divided. Of the others one row may stand for all.
+
+    Outputs have all rows then too, and so has each value whose sizes are read: row numbers are made from these, and may
+    pick from what has more. What is tried to have one row is smallest first, as a timestep or positions; no states,
+    to which the request adds rows.
+    """
+    graph, states = analysis.graph, {state.input for state in analysis.states}
+    sources = [value.name or "" for value in graph.graph.inputs if value.name in axes]
+    read = [node.inputs[0] for node in graph.nodes if operator_of(node).reads_shape]
+    names = {value.name or "" for value in (*graph.outputs, *read) if value is not None}
+
+    def made(of_all: Collection[str]) -> tuple[Mapping[str, Shape], frozenset[str]]:
+        shapes = {name: _with_size(shape, axes.get(name), 1) for name, shape in analysis.shapes.items()}
+        shapes |= {name: _with_size(analysis.shapes[name], axes[name], SOME_ROWS) for name in of_all}
+        bound = bind_shapes(graph.model, shapes, defaults=True)
+        return {name: bound.shapes[name] for name in names if name in bound.shapes}, bound.uncertain & names
+
+    whole = made(sources)
+    for name in sorted(set(sources) - states, key=lambda name: (math.prod(analysis.shapes[name]), name)):
+        left = [source for source in sources if source != name]
+        if not whole[1] and made(left) == whole:
+            sources = left
+    return sources
+
+
+def _with_size(shape: Shape, axis: int | None, size: int) -> Shape:
+    return shape if axis is None else (*shape[:axis], size, *shape[axis + 1 :])

@@ -14,11 +14,27 @@ from splitc.compiler.operators.operator import Operator
 WHOLE = 2**31 - 1
 
 
+def _merged(axes: Sequence[Axis]) -> list[Axis]:
+    """Axes as one, or as several between those whose size is not known."""
+    merged: list[Axis] = [()]
+    for axis in axes:
+        if ax.is_unknown(axis):
+            merged.append(())
+        else:
+            merged[-1] += axis
+    return merged
+
+
 def reshape(op: Operation) -> None:
-    """The elements keep their order: the axes of both sides, as one product of factors, are the same."""
-    merged_in = tuple(factor for axis in op.input(0) for factor in axis)
-    merged_out = tuple(factor for axis in op.output() for factor in axis)
-    op.relate(merged_in, merged_out)
+    """The elements keep their order: the axes of both sides, as one product of factors, are the same.
+
+    So are those between axes of unknown size, if there are as many elements.
+    """
+    read, made = _merged(op.input(0)), _merged(op.output())
+    if len(read) == len(made) == 1 or list(map(ax.size_of, read)) == list(map(ax.size_of, made)):
+        op.relate_all(read, made)
+    else:
+        op.whole([*op.input(0), *op.output()], ax.UNKNOWN.reason)
     op.free([*op.input(0), *op.output()])
     op.linear = LINEAR
     if op.node.op_type == "Reshape":

@@ -12,7 +12,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.roles import find_roles, planned_roles
-from splitc.compiler.frontend.walks import reached
+from splitc.compiler.modes.rows import row_sources
 from splitc.compiler.operators.registry import quantizes
 from splitc.compiler.packaging.unmasked import PLAIN_PREAMBLE, PREAMBLE, have_forms
 from splitc.compiler.planning.plan import Plan
@@ -71,7 +71,7 @@ def make_manifest(
         lengths=list(analysis.lengths),
         preamble=_preamble(plan, have_forms(ranks)),
         replicas=_replicas(plan),
-        row_sources=_row_sources(plan),
+        row_sources=[] if plan.replicas is None else row_sources(plan.analysis, plan.replicas.rows),
         slots=list(analysis.slots),
         maps_weights=plan.weights_at == DISK,
         most_rank=plan.most_rank,
@@ -118,24 +118,6 @@ def _replicas(plan: Plan) -> list[m.Replica]:
         )
         for group, share in zip(groups, plan.replicas.shares, strict=True)
     ]
-
-
-def _row_sources(plan: Plan) -> list[str]:
-    """The inputs that replicas divide and that all outputs follow from."""
-    if plan.replicas is None:
-        return []
-    graph = plan.analysis.graph
-    readers: dict[ir.Value, list[ir.Node]] = {}
-    for node, values in graph.reads.items():
-        for value in values:
-            readers.setdefault(value, []).append(node)
-    outputs = set(graph.outputs)
-    sources = []
-    for value in graph.graph.inputs:
-        after = set(reached([value], lambda own: (out for node in readers.get(own, ()) for out in node.outputs)))
-        if value.name in plan.replicas.rows and outputs <= after:
-            sources.append(value.name or "")
-    return sources
 
 
 def _shared_sizes(plan: Plan) -> list[str]:

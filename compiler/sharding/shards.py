@@ -55,15 +55,15 @@ class Shards:
     def ratio(self, axis: Axis) -> tuple[int, int] | None:
         """The rank's size of an axis and the whole size, as a ratio that holds for any sizes of the unsplit factors.
 
-        None if a section is split, since there is no such ratio then.
+        Sections of which one is split are of weights, whose sizes no request changes. None if the rank has nothing.
         """
         own, whole = 1, 1
         for leaf in ax.leaves(axis):
             if leaf in self.ranges:
                 own, whole = own * self.ranges[leaf].size, whole * leaf.size
             elif not leaf.is_atom and self.is_split((leaf,)):
-                return None
-        return own, whole
+                own, whole = own * self._leaf(leaf), whole * leaf.size
+        return (own, whole) if own else None
 
     def indices(self, axis: Axis) -> npt.NDArray[np.int64]:
         """The indices of the rank's elements along an axis, ascending."""

@@ -18,14 +18,15 @@ def count_rows(
 ) -> int | None:
     """The rows that arrays have along their row axis (`axes`); None if they differ, or none has rows.
 
-    One row may stand for all, if an input of the `sources` has them: those that all outputs follow from.
+    One row may stand for all, but in the `sources`.
     """
     lengths = {name: array.shape[axes[name]] for name, array in arrays.items() if name in axes}
     rows = max(lengths.values(), default=None)
     if rows is None or not set(lengths.values()) <= {1, rows}:
         return None
     is_one_for_all = len(set(lengths.values())) > 1
-    return None if is_one_for_all and not any(lengths.get(name) == rows for name in sources) else rows
+    has_sources = bool(sources) and all(lengths.get(name, rows) == rows for name in sources)
+    return rows if has_sources or not is_one_for_all else None
 
 
 def share_rows(rows: int, shares: Sequence[float], order: Iterable[int] | None = None) -> list[int]:

@@ -296,7 +296,7 @@ class Manifest(Struct, frozen=True):
 
     `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
     first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
-    that all outputs follow from: where these have several, another input may have one row for all. `merged` are
+    of which each has all: where these have several, another input may have one row for all. `merged` are
     adapters in the weights, `slots` places for those of requests, whose sums may have `most_rank` in all at a time,
     if budgets limit them. With `maps_weights`, CPUs take weights from files. The `preamble` is run before the ranks.
     `onnxruntime` is the version that loaded the ONNX files when the package was compiled.

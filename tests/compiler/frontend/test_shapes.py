@@ -203,9 +203,9 @@ def test_text_is_no_size(write_model: WriteModel) -> None:
     assert analyze(path, AskedShapes(), 1).costs.bound.constants["number"] == 2
 
 
-@pytest.mark.parametrize("size", ["?", "-1", "batch-size", "a.b.0"])
+@pytest.mark.parametrize("size", ["?", "-1", "3", "batch-size", "a.b.0"])
 def test_dimensions_as_exporters_write_them(write_model: WriteModel, size: str) -> None:
-    """Paddle writes `?` and -1 for what it does not know, others names that look like expressions."""
+    """Paddle writes `?` and -1 for what it does not know, others names that look like numbers or expressions."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 4] x) => (float[n, 4] y) <float[4, 4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> { y = MatMul(x, w) }"""

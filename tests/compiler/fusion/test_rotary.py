@@ -14,6 +14,7 @@ from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.fusion.fuse import Fused, fuse
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime import Session
+from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from tests.compiler.fusion.test_fuse import ANY, run
 from tests.helpers.written_attention import operators
 
@@ -138,6 +139,24 @@ def test_neighbours_are_rotated(tmp_path: Path, parts: str, heads_first: bool) -
 @pytest.mark.parametrize("crossed", [False, True])
 def test_elements_of_pairs_by_themselves(tmp_path: Path, interleaved: bool, crossed: bool) -> None:
     check(written(by_pairs(interleaved, NEIGHBOURS if interleaved else SLICED, crossed)), tmp_path, 2e-6)
+
+
+@pytest.mark.parametrize("planned", [1, 2], ids=["one", "all"])
+def test_positions_whose_rows_are_not_known_to_be_the_batch(tmp_path: Path, planned: int) -> None:
+    """They have a symbol of their own: there may be one for each row, or one for all."""
+    model = written(whole(False, SLICED), angles="fed")
+    model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "rows"
+    onnx.save(model, tmp_path / "model.onnx")
+    shapes = {"data": (2, HEADS, 3, SIZE), "positions": (planned, 3)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [fate.operator for fate in made.fates] == ["RotaryEmbedding"]
+    inputs, result = feeds(), ir.to_proto(made.graph.model)
+    for rows in (1, BATCH):
+        fed = {**inputs, "positions": inputs["positions"][:rows]}
+        np.testing.assert_allclose(run(result, fed), run(model, fed), rtol=0, atol=1e-5)
+    with pytest.raises(ERRORS):  # the operator would take some of the rows
+        run(result, {**inputs, "data": inputs["data"][:1]})
 
 
 def test_tables_of_as_many_rows_as_something_has_that_takes_long(

@@ -126,3 +126,23 @@ def test_what_is_folded_from_a_weight_of_several_rounds_is_one_node(
     for rank in range(2):
         (graph,) = plan.program(rank).graphs
         assert [node.op_type for node in graph].count(kind) == 1
+
+
+def test_rows_and_sections_that_are_one_axis(tmp_path: Path) -> None:
+    """Its size follows the rows of each request, though some of each section is split."""
+    b = Block()
+    x = b.data("x", (2, HIDDEN), ["n", HIDDEN])
+    rows = b.op("Slice", b.op("Shape", x), b.ints(0), b.ints(1))
+    wide = b.op("MatMul", x, b.w("W", HIDDEN, 2 * INNER))
+    flat = b.op("Tanh", b.op("Reshape", wide, b.op("Mul", rows, b.ints(2 * INNER))))
+    again = b.op("Reshape", flat, b.op("Concat", rows, b.ints(2 * INNER), axis=0))
+    gate, up = b.ops("Split", again, b.ints(INNER, INNER), outputs=2, axis=1)
+    b.give(b.op("MatMul", b.op("Mul", gate, up), b.w("V", INNER, HIDDEN)), shape=["n", HIDDEN])
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["3xcpu"], Request(split_mode="tensor", memory=["1GiB"]))
+    assert {weight.name for weight in plan.weights if weight.split} >= {"W", "V"}
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package") as session:
+        for count in (1, 2, 9):
+            feeds = {"x": np.random.default_rng(count).standard_normal((count, HIDDEN), np.float32)}
+            assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds))

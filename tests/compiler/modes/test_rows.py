@@ -289,3 +289,18 @@ def test_output_of_whose_shape_nothing_is_said(tmp_path: Path) -> None:
     b.give(y)
     y.shape = None
     check_rows(b, tmp_path, {"x", "y"})
+
+
+@pytest.mark.parametrize("window", [64, 4096])
+def test_windows_of_which_there_is_one(window: int, tmp_path: Path) -> None:
+    """In short requests, the probe too: in longer ones, all rows' first windows come before their second ones."""
+    b = Block()
+    x = b.data("x", (2, window + 1 if window > 1000 else 5, WIDTH), ["batch", "tokens", WIDTH])
+    batch, tokens = (b.op("Slice", b.op("Shape", x), b.ints(axis), b.ints(axis + 1)) for axis in (0, 1))
+    lacking = b.op("Mod", b.op("Sub", b.ints(window), b.op("Mod", tokens, b.ints(window))), b.ints(window))
+    whole = b.op("Pad", x, b.op("Concat", b.ints(0, 0, 0, 0), lacking, b.ints(0), axis=0))
+    count = b.op("Div", b.op("Slice", b.op("Shape", whole), b.ints(1), b.ints(2)), b.ints(window))
+    windows = b.op("Reshape", whole, b.op("Concat", batch, count, b.ints(window, WIDTH), axis=0))
+    turned = b.op("Transpose", windows, perm=[1, 0, 2, 3])
+    b.give(layer(b, b.op("Reshape", turned, b.ints(-1, window, WIDTH)), "up"), shape=["rows", window, WIDTH])
+    refuse_rows(b, tmp_path, "the rows of a batch can't be divided")

@@ -218,3 +218,23 @@ def test_one_row_may_stand_for_all(write_model: Callable[[str], Path], tmp_path:
             assert len(executions) == ranks
         with pytest.raises(EngineError):
             session.run({"a": four, "b": two})
+
+
+def test_more_rows_than_are_picked_are_no_rows_of_the_request(
+    write_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As of a mask, of which each row's own is picked by numbers that are counted by another input."""
+    model = write_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        pick (float[A,3] x, float[B,3] mask) => (float[C,3] y) <int64[1] at = {0}, int64 zero = {0}, int64 one = {1}> {
+            sizes = Shape(x) first = Gather(sizes, at) rows = Squeeze(first) numbers = Range(zero, rows, one)
+            own = Gather(mask, numbers) y = Add(x, own) }"""
+    )
+    shapes = {"x": (4, 3), "mask": (4, 3)}
+    compile_model(plan_model(model, ["2xcpu"], Request(split_mode="batch", shapes=shapes)), tmp_path / "package")
+    one, four = (np.random.default_rng(0).random((rows, 3), np.float32) for rows in (1, 4))
+    with Session(tmp_path / "package") as session:
+        for x, ranks in ((one, 1), (four, 2)):
+            outputs, executions = session.run_timed({"x": x, "mask": four})
+            assert outputs["y"].tolist() == (x + four[: len(x)]).tolist()
+            assert len(executions) == ranks
