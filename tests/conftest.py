@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +28,7 @@ from splitc.runtime import Session
 from splitc.runtime.errors import typed_options
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.threads.garbage import GARBAGE_AFTER
+from tests.helpers import forked
 from tests.helpers.analyses import KeptAnalyses
 from tests.helpers.feeds import HEAD, HEADS, KV_HEADS, LAYERS, VOCABULARY
 from tests.helpers.feeds import Array as Array
@@ -81,6 +84,23 @@ def own_analyses(request: pytest.FixtureRequest) -> Iterator[None]:
     KEPT.pauses = by_itself or by_others
     yield
     KEPT.pauses = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    """Processes of ranks have imported all that they import, which takes most of their time."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr("splitc.runtime.processes.device_processes.subprocess", forked.SUBPROCESS)
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain_ranks() -> Iterator[None]:
+    """Processes of ranks start as users' do: for tests of how they start and end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("splitc.runtime.processes.device_processes.subprocess", subprocess)
+        yield
 
 
 def saved(size: Size, folders: pytest.TempPathFactory) -> Path:
