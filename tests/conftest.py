@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from splitc.runtime import Session
 from splitc.runtime.errors import typed_options
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.threads.garbage import GARBAGE_AFTER
+from tests.helpers import forked
+from tests.helpers.analyses import KeptAnalyses
 from tests.helpers.feeds import HEAD, HEADS, KV_HEADS, LAYERS, VOCABULARY
 from tests.helpers.feeds import Array as Array
 from tests.helpers.feeds import Arrays as Arrays
@@ -60,10 +65,49 @@ def options_as_typed() -> Iterator[None]:
         yield
 
 
+KEPT = KeptAnalyses()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_analyses() -> Iterator[None]:
+    """The decoders are analyzed once for all plans that ask the same of them, which is most of what a plan takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("splitc.compiler.modes.asked.analyze", KEPT.analyze)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_analyses(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that patches something has analyses of its own. No analysis reads what these two fixtures patch."""
+    by_itself = "monkeypatch" in signature(request.function).parameters
+    by_others = "monkeypatch" in request.fixturenames and {"bare_engines", "gpus"}.isdisjoint(request.fixturenames)
+    KEPT.pauses = by_itself or by_others
+    yield
+    KEPT.pauses = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks() -> Iterator[None]:
+    """Processes of ranks have imported all that they import, which takes most of their time."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr("splitc.runtime.processes.device_processes.subprocess", forked.SUBPROCESS)
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain_ranks() -> Iterator[None]:
+    """Processes of ranks start as users' do: for tests of how they start and end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("splitc.runtime.processes.device_processes.subprocess", subprocess)
+        yield
+
+
 def saved(size: Size, folders: pytest.TempPathFactory) -> Path:
     """A decoder with its weights beside it, in a folder of its own."""
     path = folders.mktemp("decoder") / "decoder.onnx"
     save(build(size), path)
+    KEPT.models.add(path)
     return path
 
 

@@ -27,6 +27,8 @@ from splitc.runtime.ranks.thread import Worker
 from tests.conftest import decoder_feeds
 from tests.helpers.packages import compile_mode
 
+pytestmark = pytest.mark.usefixtures("plain_ranks")
+
 KINDS = ["threads", "processes"]
 
 

@@ -1,0 +1,40 @@
+"""What is found out about the models that all tests share, kept for the tests that ask the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from splitc.compiler.analysis.facts import Analysis, analyze
+from splitc.compiler.request.shapes import AskedShapes
+
+
+@dataclass
+class KeptAnalyses:
+    """Analyses by what was asked, of the `models` alone: they stay as they are, and so does an analysis.
+
+    While `pauses`, for tests that patch something, nothing is kept, and nothing that was.
+    """
+
+    models: set[Path] = field(default_factory=set)
+    pauses: bool = False
+    _known: dict[str, Analysis] = field(default_factory=dict)
+
+    def analyze(
+        self,
+        path: Path,
+        asked: AskedShapes,
+        blocks: int,
+        settings: Mapping[str, Any],
+        *others: Any,
+    ) -> Analysis:
+        """As `splitc.compiler.analysis.facts.analyze`."""
+        trusts, states, gains, adapters, *rest = others
+        if self.pauses or path not in self.models or settings or adapters:
+            return analyze(path, asked, blocks, settings, *others)
+        key = repr((path, asked, blocks, trusts, states, gains, rest))
+        if key not in self._known:
+            self._known[key] = analyze(path, asked, blocks, settings, *others)
+        return self._known[key]

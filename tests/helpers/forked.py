@@ -1,0 +1,149 @@
+"""Processes of ranks that are forked from one which has imported what ranks import.
+
+That is most of what a rank costs. A forked process is the caller's child, and has the program, the environment, the
+folder and the descriptors that it would have had. Where it matters how ranks start and end, `plain_ranks` leaves that
+as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+# What a process imports before it is forked: also what ranks on fake GPUs import.
+MODULES = ("splitc.runtime.processes.rank", "onnxruntime", "tests.helpers.fake_rank")
+ROOT = Path(__file__).resolve().parents[2]
+# See prctl(2): who is orphaned below this process becomes its child.
+PR_SET_CHILD_SUBREAPER = 36
+# More than the longest request takes, and descriptors above all that are asked for.
+LONGEST, HIGH = 1 << 20, 512
+
+
+class Forking:
+    """The process that is forked from, which is started with the first rank, and ends with this one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+
+    def fork(self, asked: Any, descriptors: Sequence[int]) -> int:
+        """The number of a new child of this process."""
+        with self._lock:
+            adopt_orphans(True)
+            try:
+                connection = self._connected()
+                socket.send_fds(connection, [pickle.dumps(asked)], list(descriptors))
+                return int(connection.recv(64))
+            finally:
+                adopt_orphans(False)
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            program = f"import sys; sys.path[:] = {sys.path!r}; from tests.helpers.forked import serve; "
+            call = f"serve({theirs.fileno()}, {os.getpid()})"
+            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+            subprocess.Popen(
+                [sys.executable, "-c", program + call], pass_fds=[theirs.fileno()], env=environment, cwd=ROOT
+            )
+            theirs.close()
+        return self._socket
+
+
+FORKING = Forking()
+
+
+class ForkedRank(subprocess.Popen[bytes]):
+    """A process that `splitc.runtime.processes.device_processes` starts."""
+
+    def _execute_child(self, args: list[str], *others: Any) -> None:
+        _, _, _, pass_fds, cwd, env, *_ = others
+        python, option, program = args
+        assert (python, option, cwd) == (sys.executable, "-c", None)
+        numbers = [1, 2, *pass_fds]
+        asked = program, dict(env), Path.cwd(), numbers
+        self.pid = FORKING.fork(asked, numbers)
+        self._child_created = True
+
+
+# In the place of the module `subprocess` there.
+SUBPROCESS = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+def adopt_orphans(does: bool) -> None:
+    """Whether orphans below this process become its children."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(does), 0, 0, 0)
+
+
+def serve(descriptor: int, caller: int) -> None:
+    """Fork what the caller asks for, until it has gone."""
+    for module in MODULES:
+        importlib.import_module(module)
+    gc.freeze()
+    connection = socket.socket(fileno=descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while True:
+        content, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 64)
+        if not content:
+            return
+        # The child of a child is an orphan at once, which the caller adopts.
+        if (child := os.fork()) == 0:
+            if os.fork() == 0:
+                while os.getppid() != caller:
+                    time.sleep(1e-4)
+                run(connection, descriptors, *pickle.loads(content))
+            os._exit(0)
+        os.waitpid(child, 0)
+        for each in descriptors:
+            os.close(each)
+
+
+def run(
+    connection: socket.socket,
+    descriptors: Sequence[int],
+    program: str,
+    environment: dict[str, str],
+    folder: Path,
+    numbers: Sequence[int],
+) -> None:
+    """Run the program, and end this process as Python would."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    connection.send(str(os.getpid()).encode())
+    connection.close()
+    above = [fcntl.fcntl(each, fcntl.F_DUPFD, HIGH) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for each, number in zip(above, numbers, strict=True):
+        os.dup2(each, number, inheritable=False)
+        os.close(each)
+    os.environ.clear()
+    os.environ.update(environment)
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+    code = 0
+    try:
+        exec(program, {"__name__": "__main__"})
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
