@@ -16,6 +16,7 @@ from splitc.compiler.frontend.graph import Graph, open_graph
 from splitc.compiler.frontend.input_sizes import input_sizes
 from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.merged_weights import Merged, merge
+from splitc.compiler.frontend.numbered_sizes import name_numbered_sizes
 from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
@@ -103,6 +104,7 @@ def analyze(
             slots = (*slots, *grafted.slots)
         done(1)
         read_symbols(graph.model)
+        name_numbered_sizes(graph, {**asked.smallest, **asked.typical, **asked.shapes, **asked.largest})
         with defaults_hidden(graph.graph):
             inferred = infer_shapes(graph.model)
         check_accepted(graph, proto, inferred.repeated)

@@ -74,7 +74,7 @@ def _first_probed(
     first = None
     for way, sizes in ((one, sizes) for one in ways for sizes in _enlarged(graph, one())):
         probed = bind_shapes(graph.model, _input_shapes(graph, shapes, sizes))
-        if _fits(graph, probed, bound):
+        if fits(graph, probed, bound):
             return _fixed(_lengthened(graph, shapes, bound, way, sizes, probed), bound)
         if first is None and len(probed.uncertain) <= len(bound.uncertain):
             first = _fixed(probed, bound)
@@ -92,7 +92,7 @@ def _lengthened(
     """These shapes, or others of larger sizes, if fewer axes have one element then that the graph does not call one.
 
     Such are windows of a length, of which there may be one: the order of axes does not show. Batches stay as they are.
-    What has one element still, though it has more with the planned sizes, is unknown.
+    Those that have one element still, though they have more with the planned sizes, are its `ones`.
     """
     ones = _unnamed_ones(graph, probed)
     batches = {
@@ -107,13 +107,13 @@ def _lengthened(
         if sum(map(math.prod, made.values())) > MOST_ELEMENTS:
             break
         tried = bind_shapes(graph.model, made)
-        if _fits(graph, tried, bound) and len(left := _unnamed_ones(graph, tried)) < len(ones):
+        if fits(graph, tried, bound) and len(left := _unnamed_ones(graph, tried)) < len(ones):
             probed, ones = tried, left
-    unknown = dict(probed.unknown)
+    by_chance: dict[str, frozenset[int]] = {}
     for name, axis in ones:
         if bound.shapes[name][axis : axis + 1] not in ((), (1,)):
-            unknown[name] = unknown.get(name, frozenset()) | {axis}
-    return replace(probed, unknown=unknown)
+            by_chance[name] = by_chance.get(name, frozenset()) | {axis}
+    return replace(probed, ones=by_chance)
 
 
 def _unnamed_ones(graph: Graph, bound: BoundShapes) -> list[tuple[str, int]]:
@@ -142,8 +142,8 @@ def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]
             if (count := evaluate_size(size, larger)) is not None and count < 2
             for symbol in size.free_symbols()
         }
-        primes = _primes(graph, smallest)
-        larger = {name: next(primes) if name in small else size for name, size in larger.items()}
+        unused = primes_of(graph, smallest)
+        larger = {name: next(unused) if name in small else size for name, size in larger.items()}
     yield from (larger, numbers) if larger != numbers else (numbers,)
 
 
@@ -195,7 +195,7 @@ def _count_alike(graph: Graph, made: BoundShapes, bound: BoundShapes) -> int:
 def _bind_other(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes:
     """Other sizes than the given ones, by themselves."""
     probed = bind_probe_sizes(graph, shapes, bound)
-    if probed is not bound and _fits(graph, probed, bound) and _differs(graph, probed, bound):
+    if probed is not bound and fits(graph, probed, bound) and _differs(graph, probed, bound):
         return probed
     symbols = _symbols(graph, shapes)
     same = _same_axes(graph, symbols)
@@ -220,7 +220,7 @@ def _bind_numbers(
     """Shapes with these numbers for symbols, and the `same` for others; None if they do not fit, or differ nowhere."""
     alike = {name: numbers[first] for name, first in same.items()}
     made = bind_shapes(graph.model, _input_shapes(graph, shapes, {**numbers, **alike}))
-    return made if _fits(graph, made, bound) and _differs(graph, made, bound) else None
+    return made if fits(graph, made, bound) and _differs(graph, made, bound) else None
 
 
 def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes | None:
@@ -229,7 +229,7 @@ def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes
     Symbols that take no other size keep theirs. None if primes do fit, or if there are no other sizes.
     """
     probed = bind_probe_sizes(graph, shapes, bound)
-    if probed is not bound and _fits(graph, probed, bound):
+    if probed is not bound and fits(graph, probed, bound):
         return None
     symbols = _symbols(graph, shapes)
     same = _same_axes(graph, symbols)
@@ -255,7 +255,7 @@ def _one_by_one(
                 continue
             tried = {**numbers, kind: size, **{name: size for name, first in same.items() if first == kind}}
             probed = bind_shapes(graph.model, _input_shapes(graph, shapes, tried))
-            if _fits(graph, probed, bound):
+            if fits(graph, probed, bound):
                 numbers, made = tried, probed
                 break
         else:
@@ -264,7 +264,7 @@ def _one_by_one(
     return made
 
 
-def _fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
+def fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
     """Whether shapes are known as far as the given ones, and agree where operators want them to."""
     if len(made.uncertain) > len(bound.uncertain):
         return False
@@ -356,7 +356,7 @@ def _number(
 
     They are primes from the `smallest` on, of which so many are `skipped`.
     """
-    primes = itertools.islice(_primes(graph, smallest), skipped, None)
+    primes = itertools.islice(primes_of(graph, smallest), skipped, None)
     numbers: dict[str, int] = {}
     for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
         parts = [
@@ -368,7 +368,7 @@ def _number(
     return numbers
 
 
-def _primes(graph: Graph, smallest: int = 3) -> Iterator[int]:
+def primes_of(graph: Graph, smallest: int = 3) -> Iterator[int]:
     """The odd primes from the smallest on that divide no size of a weight."""
     avoid = {size for weight in graph.graph.initializers.values() for size in shape_of(weight)}
     for number in itertools.count(smallest, 2):

@@ -33,7 +33,8 @@ class BoundShapes:
     `unknown` are the axes of a value whose size depends on data. `constants` are the results of shape arithmetic with
     these shapes. `observed` are the operators without a shape rule, which ONNX Runtime ran on made-up inputs.
     `repeated` are the nodes that have the form of another one. `mixed` are results of shape arithmetic of which some
-    entries are known for any sizes, with None in place of the others.
+    entries are known for any sizes, with None in place of the others. `ones` are the axes of a value that have one
+    element with these sizes, and more with others.
     """
 
     shapes: Mapping[str, Shape]
@@ -43,34 +44,27 @@ class BoundShapes:
     repeated: frozenset[ir.Node] = frozenset()
     unknown: Mapping[str, frozenset[int]] = field(default_factory=dict)
     mixed: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
+    ones: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 def read_symbols(model: ir.Model) -> None:
     """Normalize the shapes of inputs and outputs, in place: a dimension like `?` or -1 is unknown.
 
-    Each unknown size of an input gets its own symbol, so that inference can follow it. So does one that is called by a
-    number: a request may give it any size.
+    Each unknown size of an input gets its own symbol, so that inference can follow it.
     """
-    unknown = (f"unknown_{number}" for number in itertools.count())
+    count = itertools.count()
     is_readable = cache(_is_readable)  # the caches of all layers have the same few sizes
-    numbered: dict[str, str] = {}
-
-    def named(size: int | ir.SymbolicDim) -> int | ir.SymbolicDim | str:
-        if is_readable(size):
-            return size
-        is_number = isinstance(size, ir.SymbolicDim) and size.value is not None and size.value.isdigit()
-        return numbered.setdefault(str(size), next(unknown)) if is_number else next(unknown)
-
     for value in (*model.graph.inputs, *optional_inputs(model.graph)):
         if value.shape is not None:
-            value.shape = ir.Shape(map(named, value.shape))
+            sizes = [size if is_readable(size) else f"unknown_{next(count)}" for size in value.shape]
+            value.shape = ir.Shape(sizes)
     for value in model.graph.outputs:
         if value.shape is not None:
-            value.shape = ir.Shape([size if is_readable(size) else numbered.get(str(size)) for size in value.shape])
+            value.shape = ir.Shape([size if is_readable(size) else None for size in value.shape])
 
 
 def _is_readable(size: int | ir.SymbolicDim) -> bool:
-    """Whether a size is a number, a name, or an expression of names, as exporters write them.
+    """Whether a size is a number, a name, or an expression of such, as exporters write them.
 
     Powers are refused: 9**9**9**9 would be computed for ever.
     """
@@ -79,7 +73,7 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
     if size.value is None or len(size.value) > LONGEST or "**" in size.value:
         return False
     try:
-        return bool(size.free_symbols())
+        return size.free_symbols() is not None
     except ValueError:  # no expression
         return False
 

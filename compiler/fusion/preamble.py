@@ -68,7 +68,7 @@ def cut_preamble(
     for node in graph:
         if not following.isdisjoint(node.inputs):
             following.update(value for value in node.outputs if value in early)
-    _merge_equal(graph, following)
+    _merge_equal(graph, following, early)
     ordered = chain(graph.inputs, (value for node in graph for value in node.outputs))
     made = [value for value in ordered if value in following and _is_read_later(value, early)]
     _check(made, following, graph, sizes)
@@ -128,16 +128,22 @@ def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:
     return early
 
 
-def _merge_equal(graph: ir.Graph, among: Collection[ir.Value]) -> None:
-    """Let one node stand for those that compute the same: a model's layers have a mask each."""
+def _merge_equal(graph: ir.Graph, among: Collection[ir.Value], early: Collection[ir.Value]) -> None:
+    """Let one node stand for those that compute the same: a model's layers have a mask each.
+
+    What they read may be computed by several nodes too. Those that are not `among` them stay.
+    """
     kept: dict[Any, ir.Node] = {}
+    same: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
-        if not all(value in among for value in node.outputs):
+        if not all(value in early for value in node.outputs):
             continue
         attributes = sorted((name, _content(attribute.value)) for name, attribute in node.attributes.items())
-        key = (node.domain, node.op_type, *attributes, *map(_content, node.inputs), len(node.outputs))
+        inputs = [value if value is None else same.get(value, value) for value in node.inputs]
+        key = (node.domain, node.op_type, *attributes, *map(_content, inputs), len(node.outputs))
         one = kept.setdefault(key, node)
-        if one is not node:
+        same.update(zip(node.outputs, one.outputs, strict=True))
+        if one is not node and all(value in among for value in node.outputs):
             for old, new in zip(node.outputs, one.outputs, strict=True):
                 old.replace_all_uses_with(new)
 

@@ -25,10 +25,21 @@ class Axis:
     symbol: Any = None
     fixed: int | None = None
 
+    @property
+    def name(self) -> str | None:
+        """What the graph calls its size; None if it does not."""
+        name = self.symbol.value if isinstance(self.symbol, ir.SymbolicDim) else self.symbol
+        return None if name is None else str(name)
+
     def is_same(self, other: Axis) -> bool:
         """Whether the graph says that it is as long as another one in each request, rather than in two of them."""
-        is_named = self.fixed == other.fixed if self.fixed is not None else self.symbol == other.symbol is not None
+        is_named = self.fixed == other.fixed if self.fixed is not None else self.name == other.name is not None
         return self.size == other.size and is_named
+
+    def is_apart(self, other: Axis) -> bool:
+        """Whether it has another size, or the graph calls it otherwise. Names that inference made up say nothing."""
+        names = {axis.name for axis in (self, other)}
+        return self.size != other.size or (len(names) > 1 and not any(name is None or "_d" in name for name in names))
 
 
 def fixed_axis(number: int) -> Axis:

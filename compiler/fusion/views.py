@@ -49,8 +49,8 @@ def join_views(editor: Editor, sizes: Sizes) -> None:
     What nothing reads any more stays.
     """
     for node in [node for node in editor.graph if _is_view(node) or _keeps(node, sizes)]:
-        made, own = node.outputs[0], sizes.axes(node.outputs[0])
-        sources = list(_sources(node, sizes))
+        made, sources = node.outputs[0], list(_sources(node, sizes))
+        own = sizes.axes(made if _is_view(node) or not sources else sources[0])  # what is kept may have another name
         restored = next((value for value in reversed(sources) if _are_same(sizes.axes(value), own)), None)
         if restored is not None and not made.is_graph_output():
             made.replace_all_uses_with(restored)
@@ -63,10 +63,10 @@ def join_views(editor: Editor, sizes: Sizes) -> None:
 
 
 def _are_same(axes: Sequence[Axis] | None, others: Sequence[Axis] | None) -> bool:
-    """Whether axes are as long as others in each request, by the graph."""
+    """Whether axes are as long as others, and the graph does not tell them apart."""
     if axes is None or others is None or len(axes) != len(others):
         return False
-    return all(axis.is_same(other) for axis, other in zip(axes, others, strict=True))
+    return not any(axis.is_apart(other) for axis, other in zip(axes, others, strict=True))
 
 
 def _is_view(node: ir.Node) -> bool:
@@ -162,7 +162,7 @@ def _shape_for(node: ir.Node, source: ir.Value, sizes: Sizes) -> list[int] | Non
     old, new = (None if value is None else sizes.axes(value) for value in (node.inputs[0], source))
     assert old is not None and new is not None
     numbers: list[int] = shape.numpy().tolist()
-    lost = [n for n, number in enumerate(numbers) if number == 0 and not (n < len(new) and old[n].is_same(new[n]))]
+    lost = [n for n, number in enumerate(numbers) if number == 0 and (n >= len(new) or old[n].is_apart(new[n]))]
     if len(lost) == 1 and numbers.count(0) == 1 and -1 not in numbers:
         numbers[lost.pop()] = -1  # with a size that is kept, which may be 0, it could not be found
     return None if lost else numbers

@@ -218,7 +218,8 @@ def _with_constant(graph: Graph, nodes: Collection[ir.Node]) -> list[ir.Node]:
 def _computed(value: ir.Value, bound: BoundShapes) -> Axes:
     """New axes of a value that is no weight."""
     name = value.name or ""
-    axes, unknown = _fresh(bound.shapes.get(name)), bound.unknown.get(name)
+    axes = _fresh(bound.shapes.get(name))
+    unknown = bound.unknown.get(name, frozenset()) | bound.ones.get(name, frozenset())
     if axes is None or not unknown:
         return axes
     return tuple(ax.unknown_axis() if number in unknown else axis for number, axis in enumerate(axes))

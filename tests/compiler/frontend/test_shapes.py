@@ -258,3 +258,21 @@ def test_size_that_inference_gets_wrong_is_forgotten(write_model: WriteModel) ->
     assert sliced.shape is not None
     assert 1000000000 not in list(sliced.shape)
     assert analysis.costs.shapes["s"] == (3, 4)
+
+
+@pytest.mark.parametrize(("sizes", "named"), [(("0", "1"), True), (("0", "3"), False)])
+def test_dimensions_that_are_called_by_numbers(write_model: WriteModel, sizes: tuple[str, str], named: bool) -> None:
+    """They may be any sizes, unless the model takes no others: torch's exporter calls a fixed size so."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, m] x) => (float[n, m] y) <float[3] w = {1, 2, 3}> { y = WORK }""".replace(
+            "WORK", "Tanh(x)" if named else "Add(x, w)"
+        )
+    )
+    model = onnx.load(path)
+    for value in (*model.graph.input, *model.graph.output):
+        for dimension, size in zip(value.type.tensor_type.shape.dim, sizes, strict=True):
+            dimension.dim_param = size
+    onnx.save(model, path)
+    (x,) = analyze(path, AskedShapes(), 1).graph.graph.inputs
+    assert [str(size) for size in x.shape or ()] == ([f"size_{size}" for size in sizes] if named else [*sizes])
