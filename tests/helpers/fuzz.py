@@ -19,9 +19,9 @@ FLOATS = [0.0, -1.0, float("nan"), float("inf"), 1e30]
 
 
 def seeds(count: int, fuzzed: int | None = None, first: int = 0) -> range:
-    """The seeds of a test that does a number of rounds for each: in an ordinary run so many, beginning with the `first`.
+    """The seeds of a test that does a number of rounds for each: in an ordinary run so many, from the `first` on.
 
-    Those of `make fuzz` are as many times `fuzzed`, if that is given.
+    `make fuzz` takes multiples of `fuzzed`, or of as many, from 0 on.
     """
     return range(first, first + count) if MORE == 1 else range((fuzzed or count) * MORE)
 
