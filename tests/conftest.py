@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,7 @@ def plain_ranks() -> Iterator[None]:
     """Processes of ranks start as users' do: for tests of how they start and end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("splitc.runtime.processes.device_processes.subprocess", subprocess)
+        forked.FORKING.end()  # so that all children are such ranks
         yield
 
 
@@ -128,6 +130,12 @@ def deep_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A decoder of two layers with its weights beside it: what holds of them holds of more."""
     return saved(DECODER, tmp_path_factory)
+
+
+@pytest.fixture
+def new_decoder(decoder: Path, tmp_path: Path) -> Path:
+    """A copy of the decoder, which no test has analyzed."""
+    return shutil.copytree(decoder.parent, tmp_path / "new") / decoder.name
 
 
 @pytest.fixture(scope="session")

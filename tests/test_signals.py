@@ -133,7 +133,7 @@ def test_signal_right_after_a_thread_is_started(number: int, decoder: Path, pack
     assert (found.returncode, found.stderr.splitlines()[-1]) == (130, "error: interrupted")
 
 
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", seeds(1, 2))
 def test_compile(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     mode, force = choice(seed, MODES, (False, True))
     if mode == "engines" and not is_installed("tensorrt-rtx"):
@@ -159,7 +159,7 @@ def test_compile(seed: int, decoder: Path, package: Path, tmp_path: Path) -> Non
     check_whole(target)
 
 
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", seeds(1, 2))
 def test_use(seed: int, decoder: Path, tmp_path: Path) -> None:
     use, ranks = choice(seed, USES, ("processes", "threads"))
     outputs = tmp_path / "outputs"
@@ -187,7 +187,7 @@ def test_use(seed: int, decoder: Path, tmp_path: Path) -> None:
 SWEEP = int(os.environ.get("SPLITC_SWEEP", "0"))
 
 
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", seeds(1, 2))
 def test_signal_at_a_call_or_return_of_a_command(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     """Random moments miss what takes a microsecond."""
     use, ranks, number = choice(seed, USES, ("threads", "processes"), (signal.SIGINT, signal.SIGTERM))
@@ -237,7 +237,7 @@ def test_signal_at_a_call_or_return_of_a_program_that_goes_on(
 
 
 @pytest.mark.skipif(not MPIS, reason="there is no MPI")
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", seeds(1, 2))
 def test_use_by_mpi(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     use, mpi = choice(seed, USES, MPIS)
     save_arrays(tmp_path / "inputs.npz", decoder_feeds())
@@ -278,7 +278,7 @@ def test_signal_in_an_import(number: int, code: int, tmp_path: Path) -> None:
     assert found.stderr in ("", "error: interrupted\n")
 
 
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", seeds(1, 2))
 def test_two_compiles_to_one_place(seed: int, decoder: Path, tmp_path: Path) -> None:
     """One of them is whole, and the other one is refused, or comes after it."""
     random, target = np.random.default_rng(seed), tmp_path / "p"

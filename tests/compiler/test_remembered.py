@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import weakref
 from pathlib import Path
 
@@ -28,8 +27,7 @@ def test_each_question_is_answered_once() -> None:
     assert asked == [(one, 1), (one, 2), (other, 1)]
 
 
-def test_nothing_of_a_plan_stays(decoder: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(decoder.parent, tmp_path / "own") / decoder.name  # tests keep the analysis of the decoder
-    analysis = weakref.ref(plan_model(model, ["2xcpu"], Request(memory=["1GiB"], tensor_split=[1, 1])).analysis)
+def test_nothing_of_a_plan_stays(new_decoder: Path) -> None:
+    analysis = weakref.ref(plan_model(new_decoder, ["2xcpu"], Request(memory=["1GiB"], tensor_split=[1, 1])).analysis)
     gc.collect()
     assert analysis() is None

@@ -40,6 +40,15 @@ class Forking:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def end(self) -> None:
+        """End the process that is forked from, until the next one is asked for."""
+        with self._lock:
+            if self._socket is not None and self._server is not None:
+                self._socket.close()
+                self._server.wait()
+            self._socket = self._server = None
 
     def fork(self, asked: Any, descriptors: Sequence[int]) -> int:
         """The number of a new child of this process."""
@@ -58,7 +67,7 @@ class Forking:
             program = f"import sys; sys.path[:] = {sys.path!r}; from tests.helpers.forked import serve; "
             call = f"serve({theirs.fileno()}, {os.getpid()})"
             environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-            subprocess.Popen(
+            self._server = subprocess.Popen(
                 [sys.executable, "-c", program + call], pass_fds=[theirs.fileno()], env=environment, cwd=ROOT
             )
             theirs.close()

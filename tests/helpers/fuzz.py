@@ -18,9 +18,12 @@ VALUES: list[Any] = [None, -1, 0, 1, 2, 1 << 40, "x", "", [], {}, 0.5, -5.5, 1e3
 FLOATS = [0.0, -1.0, float("nan"), float("inf"), 1e30]
 
 
-def seeds(count: int) -> range:
-    """The seeds of a test that does a number of rounds for each."""
-    return range(count * MORE)
+def seeds(count: int, fuzzed: int | None = None, first: int = 0) -> range:
+    """The seeds of a test that does a number of rounds for each: in an ordinary run so many, from the `first` on.
+
+    `make fuzz` takes multiples of `fuzzed`, or of as many, from 0 on.
+    """
+    return range(first, first + count) if MORE == 1 else range((fuzzed or count) * MORE)
 
 
 def damage_bytes(content: bytes, random: np.random.Generator) -> bytes:

@@ -225,7 +225,11 @@ def random_models(draw: st.DrawFn) -> ir.Model:
 
 
 @pytest.mark.fuzz
-@settings(max_examples=60 * MORE, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25 if MORE == 1 else 60 * MORE,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(model=random_models(), cuts=st.sets(st.integers(1, 30), max_size=4))
 def test_random_graph_cut_anywhere_gives_the_same_bits(
     model: ir.Model, cuts: set[int], tmp_path_factory: pytest.TempPathFactory

@@ -29,32 +29,29 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "splitc" / "block_costs.json"
 
 
-def test_blocks_are_measured_and_equal_ones_once(deep_decoder: Path, cache: Path) -> None:
-    analysis = analyze(deep_decoder, AskedShapes({"input_ids": (1, 8)}), 1)
-    costs = profile.measure_blocks(analysis, parse_devices(["2xcpu"]), 1)
-    assert len(costs) == 6
-    assert all(block.seconds > 0 for block in costs)
-    resources = Resources(tuple(parse_devices(["cpu0"])), (None,), 1, lambda *_: costs)
-    for block in block_activations(analysis, resources, 0) or ():  # of some 100 KiB, beside what libraries take
-        assert block.measured < block.predicted + (8 << 20)
+def test_blocks_are_measured_and_known_content_is_not_measured_again(
+    deep_decoder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = parse_devices(["2xcpu"])
+    request = Request(split_mode="layer", shapes={"input_ids": (1, 8)}, profile=True)
+    first = plan_model(deep_decoder, devices, request)
     # Prologue, the first layers, the last one (which has the final norm), epilogue.
     assert len(json.loads(cache.read_text())) == 4
-
-
-def test_known_content_is_not_measured_again(decoder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(split_mode="layer", shapes={"input_ids": (1, 8)}, profile=True)
-    first = plan_model(decoder, parse_devices(["2xcpu"]), request)
 
     def fail(*_: object) -> EngineCosts:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(profile, "_measure", fail)
-    second = plan_model(decoder, parse_devices(["2xcpu"]), request)
+    costs = profile.measure_blocks(first.analysis, devices, None)
+    assert len(costs) == 6
+    assert all(block.seconds > 0 for block in costs)
+    resources = Resources(tuple(parse_devices(["cpu0"])), (None,), 1, lambda *_: costs)
+    for block in block_activations(first.analysis, resources, 0) or ():  # of some 100 KiB, beside what libraries take
+        assert block.measured < block.predicted + (8 << 20)
+    second = plan_model(deep_decoder, devices, request)
     assert [rank.seconds for rank in second.ranks] == [rank.seconds for rank in first.ranks]
     with pytest.raises(AssertionError, match="measured again"):
-        plan_model(
-            decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", shapes={"input_ids": (1, 9)}, profile=True)
-        )
+        plan_model(deep_decoder, devices, replace(request, shapes={"input_ids": (1, 9)}))
 
 
 def test_what_was_measured_is_of_gpus_of_one_name(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,10 +37,10 @@ def test_listener_hears_of_each_item() -> None:
     assert len(heard) == 3
 
 
-def test_long_work_is_counted(decoder: Path, package: Path) -> None:
+def test_long_work_is_counted(new_decoder: Path, package: Path) -> None:
     heard: Heard = []
     with listening(lambda *each: heard.append(each)):
-        plan = plan_model(decoder, ["cpu0", "cpu1"])
+        plan = plan_model(new_decoder, ["cpu0", "cpu1"])
         with Session(package, threads=1) as session:
             bench(session, decoder_feeds(), runs=3, warmup=1)
     assert ("planning candidates", len(plan.alternatives), len(plan.alternatives)) in heard
