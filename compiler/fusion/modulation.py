@@ -86,7 +86,7 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
 
 def _row(modulation: Modulation, axes: tuple[Axis, ...], sizes: Sizes) -> tuple[Axis, ...]:
     """The three axes of scale and shift. Raises NotFusedError if they have others."""
-    made = []
+    made, first = [], fixed_axis(1)
     for value in (modulation.scale, modulation.shift):
         own = sizes.axes(value)
         if own is None or not own or len(own) > 3:
@@ -95,7 +95,7 @@ def _row(modulation: Modulation, axes: tuple[Axis, ...], sizes: Sizes) -> tuple[
         if row[0] not in (ONE, axes[0].size) or row[1:] != [ONE, axes[2].size]:
             raise NotFusedError("its scale and shift are not one row for each of the batch")
         made.append(row)
+        first = own[0] if len(own) == 3 else first
     if made[0] != made[1]:
         raise NotFusedError("its scale and shift have different sizes")
-    one = fixed_axis(1)
-    return (one if made[0][0] == ONE else axes[0], one, axes[2])
+    return (first if made[0][0] == ONE else axes[0], fixed_axis(1), axes[2])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.folding import fold_shapes
 from splitc.compiler.frontend.node_alone import open_alone, serialized
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.lengths import Filled
@@ -25,7 +26,7 @@ from splitc.runtime.requests.preamble import HIDING, is_causal
 BEFORE, NEW = (0, 1, 5), (1, 2, 7)
 # A mask with a larger number of tokens in it is not tried. A choice: more than any cache holds today.
 MOST = 1 << 18
-# Prompts are tried that are longer than the largest number in a mask, up to this one. A choice: their masks have some
+# Prompts are tried that are longer than the largest window of a mask, up to this one. A choice: their masks have some
 # millions of elements.
 MOST_NEW = 1 << 10
 # Numbers from here on mean "to the end", in slices.
@@ -65,9 +66,10 @@ def find_plain(
     ones = [value for value in _contents_read(made) if value.is_graph_input()]
     if not made or len(filled) != 1 or any(_kind(value, roles) != "mask" for value in ones):
         return None
-    most = max(_numbers(graph), default=0)
-    if most > MOST:
+    largest, second = sorted({*_numbers(graph), 0, 1})[-1:-3:-1]
+    if largest > MOST:
         return None
+    most = min(largest * max(1, second), MOST)  # a window may be so many chunks
     tried = _Tried(graph, tuple(masks), filled[0], sizes, frozenset(value.name or "" for value in ones))
     windows = tried.windows(most)
     return None if windows is None else Plain(tuple(value.name or "" for value in ones), windows)
@@ -90,8 +92,10 @@ def _contents_read(values: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def _numbers(graph: ir.Graph) -> Iterator[int]:
-    """The numbers in a graph that may be numbers of tokens, and the sizes of its constants."""
-    for value in graph.initializers.values():
+    """The numbers in a graph that may be numbers of tokens, those that it computes of others, and constants' sizes."""
+    copy = _with_own_tensors(graph)
+    fold_shapes(copy)
+    for value in (*copy.initializers.values(), *(value for node in copy for value in node.outputs)):
         if value.const_value is not None:
             yield from map(int, value.const_value.shape.numpy())
             yield from _counts(value.const_value.numpy())

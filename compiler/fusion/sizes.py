@@ -67,8 +67,8 @@ def product_of(sizes: Iterable[Size]) -> Size:
 
 
 def is_one(axes: Iterable[Axis]) -> bool:
-    """Whether axes have one element together."""
-    return product_of(axis.size for axis in axes) == ONE
+    """Whether axes have one element together, in each request."""
+    return all(axis.fixed == 1 for axis in axes)
 
 
 @dataclass(frozen=True)

@@ -172,9 +172,10 @@ class Writer:
         First at one that the graph calls the same: others may have one element, and be repeated.
         """
         places = [(value, place, own) for value in self.sources for place, own in enumerate(self.axes(value))]
-        same = [(value, place, own.is_same(axis)) for value, place, own in places if self._is_same(own, axis)]
-        for value, place, _ in sorted(same, key=lambda one: not one[2]):
-            return _Source(value, place)
+        same = [(value, place, own.is_same(axis)) for value, place, own in places if own.size == axis.size]
+        for value, place, is_named in sorted(same, key=lambda one: not one[2]):
+            if is_named or self.sizes.differ:
+                return _Source(value, place)
         for value, place, own in places if self.sizes.differ else []:
             (one, other), (planned, probe) = axis.size, own.size
             if one * probe == other * planned and 0 not in (one, planned):
@@ -185,8 +186,8 @@ class Writer:
         return None
 
     def _is_same(self, one: Axis, other: Axis) -> bool:
-        """Whether an axis has another one's size. If sizes can't be told apart, only the graph itself says so."""
-        return one.size == other.size and (self.sizes.differ or one.is_same(other))
+        """Whether an axis has another one's size. If the probes are the planned sizes, that may be so by chance."""
+        return one.size == other.size and (self.sizes.differ or not one.is_apart(other))
 
     def has_sizes(self, value: ir.Value, axes: Sequence[Axis]) -> bool:
         """Whether a value has axes of these sizes."""

@@ -234,8 +234,8 @@ def test_width_of_keys_is_known_by_the_queries(tmp_path: Path) -> None:
     """Where inference loses what keys are computed with, and no other sizes fit to tell. Nor is one row the batch."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
-        lost (float[batch, 4, length, 8] q, float[batch, 4, length, 8] k, float[batch, 4, length, 8] v)
-            => (float[batch, 4, length, 8] y)
+        lost (float[batch, 4, length, 8] q, float[batch, 4, length, 8] k, float[batch, 4, length, 8] v,
+              float[masks, 1, length, length] mask) => (float[batch, 4, length, 8] y)
         <int64[2] parts = {3, 2}, int64 minus = {-1}, int64 one = {1}>
         {
             shape = Shape (k)
@@ -246,11 +246,13 @@ def test_width_of_keys_is_known_by_the_queries(tmp_path: Path) -> None:
             keys = Concat <axis = 2> (first, second)
             turned = Transpose <perm = [0, 1, 3, 2]> (keys)
             scores = MatMul (q, turned)
-            weights = Softmax <axis = -1> (scores)
+            masked = Add (scores, mask)
+            weights = Softmax <axis = -1> (masked)
             y = MatMul (weights, v)
         }
     """)
-    check(model, tmp_path, dict.fromkeys("qkv", (1, 4, 5, 8)), dict.fromkeys("qkv", (2, 4, 5, 8)))
+    one, two = (dict.fromkeys("qkv", (rows, 4, 5, 8)) for rows in (1, 2))
+    check(model, tmp_path, {**one, "mask": (1, 1, 5, 5)}, *({**two, "mask": (rows, 1, 5, 5)} for rows in (1, 2)))
 
 
 def check(model: onnx.ModelProto, folder: Path, shapes: Mapping[str, Shape], *others: Mapping[str, Shape]) -> list[str]:

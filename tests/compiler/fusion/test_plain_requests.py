@@ -27,6 +27,16 @@ CHUNKS = """causal = LessOrEqual (columns, rows)
             other = Div (columns, number)
             same = Equal (chunk, other)
             shown = And (causal, same)"""
+# Of as many numbers as there are.
+PRODUCT = WINDOW.replace("number)", "all)", 1).replace("edge", "all = Mul (number, number)  edge", 1)
+# A query sees its own chunk and some before it.
+FEW_CHUNKS = """causal = LessOrEqual (columns, rows)
+            chunk = Div (rows, number)
+            other = Div (columns, number)
+            apart = Sub (chunk, other)
+            most = Constant <value_int = 9> ()
+            same = Less (apart, most)
+            shown = And (causal, same)"""
 PREFIX = """causal = LessOrEqual (columns, rows)
             prefix = Less (columns, number)
             shown = Or (causal, prefix)"""
@@ -84,6 +94,8 @@ def _plain(graph: ir.Graph, roles: Mapping[str, Role] = ROLES) -> Plain | None:
         (WINDOW, 4, {"mask": 4}),
         (WINDOW, 4096, {"mask": 4096}),
         (CHUNKS, 2048, None),
+        (PRODUCT, 32, None),
+        (FEW_CHUNKS, 64, None),
         (PREFIX, 3, None),
         (SHARED, 1, None),
         (TABLE, 8, None),  # the model fails beyond
