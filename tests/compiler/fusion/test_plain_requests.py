@@ -94,7 +94,7 @@ def _plain(graph: ir.Graph, roles: Mapping[str, Role] = ROLES) -> Plain | None:
         (WINDOW, 4, {"mask": 4}),
         (WINDOW, 4096, {"mask": 4096}),
         (CHUNKS, 2048, None),
-        (PRODUCT, 32, None),
+        (PRODUCT, 32, {"mask": 1024}),
         (FEW_CHUNKS, 64, None),
         (PREFIX, 3, None),
         (SHARED, 1, None),
