@@ -70,8 +70,9 @@ def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
         if _is_mixed(own[start:end], leading[start:end]):
             own[start:end] = leading[start:end]
     value = work.expanded(value, own, f"{role}_repeated")
+    # One axis for both may be the batch and the heads as one.
     merged = [
-        own[start] if end - start == 1 else fixed_axis(1) if is_one(own[start:end]) else part
+        own[start] if end - start == 1 < len(leading) else fixed_axis(1) if is_one(own[start:end]) else part
         for start, end, part in parts
     ]
     return work.viewed(value, [*merged, *own[-2:]], f"{role}_four")

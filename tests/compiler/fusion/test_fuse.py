@@ -163,6 +163,28 @@ def test_windows_may_have_masks_of_their_own(tmp_path: Path) -> None:
     check(model, tmp_path, shapes, {**shapes, "q": (9, 4, 5, 8), "k": (9, 4, 8, 5), "v": (9, 4, 5, 8)})
 
 
+def test_bias_may_have_batch_and_heads_as_one_axis(tmp_path: Path) -> None:
+    """As Bloom's ALiBi."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        merged (float[batch, 4, 5, 8] q, float[batch, 4, 8, 5] k, float[batch, 4, 5, 8] v, float[all, 1, 5] bias)
+            => (float[batch, 4, 5, 8] y)
+        <int64[3] rows = {-1, 5, 8}, int64[3] columns = {-1, 8, 5}, int64[4] divided = {-1, 4, 5, 8}>
+        {
+            queries = Reshape (q, rows)
+            keys = Reshape (k, columns)
+            values = Reshape (v, rows)
+            scores = MatMul (queries, keys)
+            biased = Add (scores, bias)
+            weights = Softmax <axis = -1> (biased)
+            made = MatMul (weights, values)
+            y = Reshape (made, divided)
+        }
+    """)
+    shapes = {"q": (2, 4, 5, 8), "k": (2, 4, 8, 5), "v": (2, 4, 5, 8), "bias": (8, 1, 5)}
+    check(model, tmp_path, shapes, {"q": (3, 4, 5, 8), "k": (3, 4, 8, 5), "v": (3, 4, 5, 8), "bias": (12, 1, 5)})
+
+
 def test_heads_that_were_moved_to_the_front_take_no_batch(tmp_path: Path) -> None:
     """And are not moved again."""
     model = onnx.parser.parse_model("""
