@@ -37,7 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("seed", seeds(1, 2))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_damage_ends_in_a_message(whole: onnx.ModelProto, seed: int, tmp_path: Path) -> None:
     random = np.random.default_rng(seed)
     for number in range(8):

@@ -201,7 +201,7 @@ def test_groups_that_do_not_fit(stages: Path) -> None:
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("seed", seeds(1, 2))
+@pytest.mark.parametrize("seed", seeds(1))
 def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: Path, seed: int) -> None:
     """No traceback, no hang, and no wrong result."""
     feeds = decoder_feeds()
@@ -209,7 +209,7 @@ def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: 
     original = (copy / "manifest.json").read_bytes()
     random = np.random.default_rng(seed)
     loaded, began = 0, time.monotonic()
-    for _ in range(20):
+    for _ in range(40):
         (copy / "manifest.json").write_bytes(original)
         # Whole ranks are not swapped: engines hold the places of those that they meet, which no manifest says.
         change(copy, lambda fields: damage_json(fields, random, fields["ranks"]))
@@ -222,7 +222,7 @@ def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: 
         common = [name for name in expected if name in outputs]
         assert_close({name: outputs[name] for name in common}, {name: expected[name] for name in common})
     assert loaded > 0
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - began < 100
 
 
 # What msgspec knows of a type is made when it is first wanted, and threads that want it at once crashed it.
