@@ -60,7 +60,7 @@ def find_plain(
 ) -> Plain | None:
     """What says which requests are plain; None if masks follow from more, or may hide something else in such a request.
 
-    This is tried, for more tokens than any number in the graph, so that a window shows.
+    This is tried, for more tokens than the numbers in the graph make a window of, so that it shows.
     """
     made = [value for value in graph.outputs if value.name in masks]
     ones = [value for value in _contents_read(made) if value.is_graph_input()]

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
 from splitc.compiler.fusion.operand import Operand, seen_through, whole
 from splitc.compiler.fusion.rotary import Rotary
@@ -46,9 +47,6 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     rotary.output.replace_all_uses_with(made, replace_graph_outputs=True)
     hand_over(rotary.output, made, "unfused")
     sizes.put(made, frame.axes)
-
-
-Axes = tuple[Axis, ...]
 
 
 @dataclass(frozen=True)
@@ -122,10 +120,14 @@ def _inputs(work: Writer) -> tuple[ir.Value, ...]:
     return tuple(value for value in work.editor.graph.inputs if work.sizes.of(value) is not None)
 
 
+def _four(table: Axes) -> Axes:
+    """A table's axes with the missing first ones, as it is broadcast."""
+    return (*[fixed_axis(1)] * (4 - len(table)), *table)
+
+
 def _differ(table: Axes, frame: _Frame) -> bool:
     """Whether a table may have one row for all, in some requests, though it has as many as the data in others."""
-    padded = (*[fixed_axis(1)] * (4 - len(table)), *table)
-    pairs = zip(padded[:-1], frame.axes[:-1], strict=True)
+    pairs = zip(_four(table)[:-1], frame.axes[:-1], strict=True)
     return not all(own.fixed == 1 or own.is_same(axis) for own, axis in pairs)
 
 
@@ -137,8 +139,8 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
     own, flat = work.axes(table), (joined(frame.rows), pairs)
     if not _differ(own, frame):
         return work.viewed(table, flat, role)
-    padded = (*[fixed_axis(1)] * (4 - len(own)), *own)
-    table = work.viewed(table, [*padded[: len(frame.rows) - 1], padded[frame.length], pairs], f"{role}_by_rows")
+    four = _four(own)
+    table = work.viewed(table, [*four[: len(frame.rows) - 1], four[frame.length], pairs], f"{role}_by_rows")
     sizes = [work.list_of([axis], f"{role}_size{place}") for place, axis in enumerate(frame.rows)]
     last = work.list_of([pairs], role)
     wanted = work.integers(f"{role}_sizes", "Concat", [*sizes, last], len(sizes) + 1, axis=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from splitc.compiler.request.shapes import Shape
 # A size with the planned inputs, and with probe sizes.
 Size = tuple[int, int]
 ONE = (1, 1)
+# The names that onnx-shape-inference makes up for sizes, alone or in an expression.
+MADE_UP = re.compile(r"\b_d\d+\b")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Axis:
     def is_apart(self, other: Axis) -> bool:
         """Whether it has another size, or the graph calls it otherwise. Names that inference made up say nothing."""
         names = {axis.name for axis in (self, other)}
-        return self.size != other.size or (len(names) > 1 and not any(name is None or "_d" in name for name in names))
+        return self.size != other.size or (len(names) > 1 and not any(n is None or MADE_UP.search(n) for n in names))
 
 
 def fixed_axis(number: int) -> Axis:

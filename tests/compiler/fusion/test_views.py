@@ -11,7 +11,7 @@ import pytest
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.fusion.sizes import Sizes
+from splitc.compiler.fusion.sizes import Axis, Sizes
 from splitc.compiler.fusion.views import join_views
 from splitc.compiler.request.shapes import Shape
 
@@ -111,3 +111,18 @@ def test_what_keeps_its_input_for_all_sizes_is_dropped(node: str, stays: bool) -
     join_views(Editor(model.graph), Sizes(shapes["planned"], shapes["probe"], True))
     remove_unused(model.graph)
     assert (len(model.graph) > 1) == stays
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        ("batch", "rows", True),
+        ("hidden_dim", "rows", True),
+        ("batch", "batch", False),
+        ("batch", "_d0", False),
+        ("2*_d3 + 1", "rows", False),
+    ],
+)
+def test_names_that_inference_made_up_do_not_tell_axes_apart(one: str, other: str, apart: bool) -> None:
+    axes = [Axis((2, 2), ir.SymbolicDim(name)) for name in (one, other)]
+    assert axes[0].is_apart(axes[1]) == axes[1].is_apart(axes[0]) == apart
