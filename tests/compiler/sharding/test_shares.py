@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler.operators.axes import Factor
-from splitc.compiler.sharding.shares import assign_units, largest_remainder
+from splitc.compiler.sharding.shares import assign_units, largest_remainder, multiple_of
 
 
 def factors(*sizes: int) -> dict[Factor, dict[ir.Value, int]]:
@@ -65,3 +65,11 @@ def test_ranks_that_share_a_unit_divide_what_is_inside(ranks: int, expected: lis
 def test_largest_remainder_goes_by_what_is_owed() -> None:
     assert largest_remainder([1.25, 1.5, 1.25], 4) == [1, 2, 1]
     assert largest_remainder([1.25, 1.5, 1.25], 4, [0.0, 0.0, 1.0]) == [1, 1, 2]
+
+
+@pytest.mark.parametrize(("units", "expected"), [(14336, 64), (256, 4), (4306, 2), (4305, 1), (32, 1)])
+def test_wide_axes_are_divided_in_multiples(units: int, expected: int) -> None:
+    assert multiple_of(units) == expected
+    for ranks in (counts([units], [1.02, 0.98]), counts([units], [3.0, 2.0, 2.1])):
+        assert sum(*ranks) == units
+        assert all(count % expected == 0 for count in ranks[0])
