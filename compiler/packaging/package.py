@@ -247,6 +247,7 @@ def _write_rank(
             entry,
             group=group,
             attends=_attends(graph),
+            convolves=plan.engine == ONNXRUNTIME and _convolves(graph),
             data_sizes=_has_data_sizes(graph, uncertain),
             not_captured=why_not_captured(graph) if on_gpu else "",
         )
@@ -325,9 +326,18 @@ def _relative(path: Path, among: Collection[Path]) -> str | None:
     return f"{path.parent.name}/{path.name}" if path in among else None
 
 
+# Operators that ONNX Runtime's CUDA provider runs by cuDNN's plans, of one shape at a time.
+CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv", "NhwcConv", "NhwcFusedConv")
+
+
 def _attends(graph: ir.Graph) -> bool:
     """Whether the graph has operators of attention, in control flow too."""
     return any(operator_of(node).is_attention for node in graph.all_nodes())
+
+
+def _convolves(graph: ir.Graph) -> bool:
+    """Whether the graph has convolutions, in control flow too."""
+    return any(node.op_type in CONVOLUTIONS for node in graph.all_nodes())
 
 
 def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str]) -> bool:

@@ -51,6 +51,9 @@ REMEMBERED = 64
 # and go between it and the CPU. Such a graph is not captured. To GroupQueryAttention whose queries and keys are rotated
 # before it: it drops the mask, and takes tables of this request's rows for those of all positions.
 NOT_ON_GPUS = ("GatherToSliceFusion", "GroupQueryAttentionFusion")
+# With a request of another shape, ONNX Runtime plans a convolution anew. cuDNN may then unload kernels that it compiled
+# for the plan before, and a CUDA graph with them fails, which takes the process's GPU with it.
+UNLOADED = "has convolutions, whose kernels are unloaded when a request has another shape, and one session only"
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
 
@@ -199,11 +202,15 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
         attends: bool = True,
+        convolves: bool = False,
     ) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         shared = self._place(path, weights)
         opened = partial(self._open, path, communicator, shared or {})
-        sessions, capture_blocker = self._open_sessions(path.name, opened, attends and shared is not None)
+        shares = (attends or convolves) and shared is not None
+        sessions, capture_blocker = self._open_sessions(path.name, opened, shares)
+        if convolves and len(sessions) == 1:
+            capture_blocker = capture_blocker or f"{path.name} {UNLOADED}"
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in sessions[0].get_providers():  # it was dropped silently

@@ -188,6 +188,7 @@ class TensorrtBackend(GpuDevice):
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
         attends: bool = True,
+        convolves: bool = False,
     ) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:

@@ -157,8 +157,9 @@ class EngineFile(Struct, frozen=True):
     if the package holds it. `sizes` are the input sizes that it is built for. `group` are the ranks of collectives
     inside the engine, its own included. `sizes_only` are the inputs whose sizes it reads, but not their data. `weights`
     are those in files beside it that several sessions may share; None if they can't be listed. `attends` says whether
-    it has operators of attention, `data_sizes` whether sizes inside it depend on data, as NonZero's do. `not_captured`
-    is what keeps ONNX Runtime from capturing it on a GPU, as far as the compiler knows: a node that is left on the CPU.
+    it has operators of attention, `convolves` whether it has convolutions, `data_sizes` whether sizes inside it depend
+    on data, as NonZero's do. `not_captured` is what keeps ONNX Runtime from capturing it on a GPU, as far as the
+    compiler knows: a node that is left on the CPU.
     """
 
     path: str
@@ -170,6 +171,7 @@ class EngineFile(Struct, frozen=True):
     group: list[int] = []
     weights: list[Weight] | None = None
     attends: bool = True
+    convolves: bool = True
     data_sizes: bool = False
     not_captured: str = ""
     adapted: str | None = None

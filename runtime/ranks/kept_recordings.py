@@ -45,10 +45,15 @@ class Home:
 
 
 class KeptRecordings:
-    """Recordings by the home of their states, and by kind of request. `requests` counts requests."""
+    """Recordings by the home of their states, and by kind of request. `requests` counts requests.
 
-    def __init__(self) -> None:
+    With `one_kind` there are only recordings of one kind at a time: to run engines with convolutions on other shapes
+    before a capture unloads kernels of earlier recordings (see UNLOADED of onnxruntime_gpu.py).
+    """
+
+    def __init__(self, one_kind: bool = False) -> None:
         self.requests = 0
+        self._one_kind = one_kind
         self._kept: OrderedDict[tuple[Home, Kind], Recording] = OrderedDict()
         self._seen: OrderedDict[Kind, int] = OrderedDict()
         # The kinds that were recorded, the latest last.
@@ -61,17 +66,25 @@ class KeptRecordings:
         return self._kept.pop((home, kind), None)
 
     def keep(self, home: Home, kind: Kind, recording: Recording) -> None:
-        """Keep a recording that the current request uses. The oldest one may be dropped for it."""
+        """Keep a recording that the current request uses. There is room for a new one."""
         if not recording.last:  # a new one
             self._recorded[kind] = None
             if len(self._recorded) > REMEMBERED:
                 self._recorded.popitem(last=False)
         recording.last = self.requests
         self._kept[home, kind] = recording
-        if len(self._kept) > MOST:
-            (oldest, _), _ = self._kept.popitem(last=False)
-            if not self._knows(oldest):
-                self._spare.pop(oldest, None)
+
+    def make_room(self, kind: Kind) -> None:
+        """Drop the recordings that can't be kept beside a new one of this kind."""
+        for key in self._rivals(kind):
+            del self._kept[key]
+            if not self._knows(key[0]):
+                self._spare.pop(key[0], None)
+
+    def _rivals(self, kind: Kind) -> list[tuple[Home, Kind]]:
+        """The recordings that can't be kept beside a new one of this kind: the oldest of many, and other kinds."""
+        beyond = len(self._kept) + 1 - MOST
+        return [key for number, key in enumerate(self._kept) if number < beyond or (self._one_kind and key[1] != kind)]
 
     def is_worth(self, kind: Kind) -> bool:
         """Whether to record a request of this kind: it came often enough, and may be kept.
@@ -84,8 +97,7 @@ class KeptRecordings:
         self._seen.move_to_end(kind)
         if len(self._seen) > REMEMBERED:
             self._seen.popitem(last=False)
-        oldest = next(iter(self._kept.values()), None)
-        may_be_kept = len(self._kept) < MOST or oldest is None or self.requests - oldest.last > IDLE
+        may_be_kept = all(self.requests - self._kept[key].last > IDLE for key in self._rivals(kind))
         doublings = 0 if kind in self._recorded else min(max(0, len(self._recorded) + 1 - FEW), MOST_DOUBLINGS)
         return count > NEW << doublings and may_be_kept
 

@@ -108,7 +108,8 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
             if group and group not in communicators:
                 communicators[group] = collectives.create_communicator(group, backend.uses_operators)
             source = setup.package / file.source if file.source is not None else None
-            how = source, file.sizes_only, communicators.get(group), file.weights if is_whole else None, file.attends
+            weights = file.weights if is_whole else None
+            how = source, file.sizes_only, communicators.get(group), weights, file.attends, file.convolves
             engines.append(load_engine(backend, setup.package, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()

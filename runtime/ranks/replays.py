@@ -58,7 +58,8 @@ class RankReplays:
         self._computation, self._gpu = computation, computation.backend
         self._everyone = everyone
         self._refused: dict[Kind, str] = {}
-        self._kept = KeptRecordings()
+        files = (file for rank in manifest.ranks for file in rank.engines)
+        self._kept = KeptRecordings(one_kind=any(file.convolves for file in files))
         # By the number of a sequence.
         self._homes: dict[int | None, Home] = {}
 
@@ -96,6 +97,7 @@ class RankReplays:
         """
         computation = self._computation
         states = computation.sequences.get(request.sequence, STATELESS)
+        self._kept.make_room(kind)
         try:
             for self._gpu.use in (Use.LAST, Use.CAPTURED):
                 eager = attempt(partial(computation.run_aside, request, states))

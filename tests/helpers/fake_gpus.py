@@ -125,6 +125,7 @@ class FakeBackend(GpuDevice):
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
         attends: bool = True,
+        convolves: bool = False,
     ) -> HostEngine:
         engine = HostEngine(self, path)
         if self._swap_buffer is not None and weights:
