@@ -15,45 +15,36 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.optional import make_overridable
-from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.slots import need_slots, without_slots
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
 from splitc.compiler.lowering.communication import communicates
-from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.compiler.lowering.joined_products import join_products
-from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.lowering.transposed_weights import multiply_as_stored
-from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.builder import Building, find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
+from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry, shareable_weights
 from splitc.compiler.packaging.manifest_entries import make_manifest, rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
 from splitc.compiler.packaging.planned_sizes import check_sizes_tried
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
-from splitc.compiler.packaging.shared_weights import is_left_alone
 from splitc.compiler.packaging.staging import check_disk_space, full_disk_explained, written_aside
 from splitc.compiler.packaging.unmasked import without_masks, write_preamble
 from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
-from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.kinds import ONNXRUNTIME, find_kind
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import check_fills
-from splitc.runtime.gpu.weight_places import PASSED_ON
 from splitc.runtime.hardware.devices import cores
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.manifest_file import FILE_NAME, encode
 from splitc.runtime.threads.garbage import rare_garbage
 
 WEIGHTS = ("copy", "link")
-# Weights of types that sessions can't share on a GPU are each session's own, if they are less than this share of
-# all: the truths by which a rank knows its rows of an embedding. A choice: otherwise sessions share nothing.
-OWN_SHARE = 0.01
 
 
 @rare_garbage()
@@ -236,22 +227,10 @@ def _write_rank(
         _suit_gpu(program.graphs, plan.analysis)
     paths = _graph_paths(folder, stem or f"stage{rank.group}", len(program.graphs))
     # Entries come first, since writing a graph changes its weights.
-    entries = [
-        m.EngineFile(f"{folder.name}/{path.name}", names(graph.inputs), names(graph.outputs), _sizes_only(graph))
-        for path, graph in zip(paths, program.graphs, strict=True)
-    ]
-    groups = [list(program.group) if any(map(communicates, graph)) else [] for graph in program.graphs]
     uncertain = plan.analysis.costs.bound.uncertain
     entries = [
-        msgspec.structs.replace(
-            entry,
-            group=group,
-            attends=_attends(graph),
-            convolves=plan.engine == ONNXRUNTIME and _convolves(graph),
-            data_sizes=_has_data_sizes(graph, uncertain),
-            not_captured=why_not_captured(graph) if on_gpu else "",
-        )
-        for entry, group, graph in zip(entries, groups, program.graphs, strict=True)
+        engine_entry(f"{folder.name}/{path.name}", graph, program.group, uncertain, on_gpu)
+        for path, graph in zip(paths, program.graphs, strict=True)
     ]
     plain = _without_slots(plan, program.graphs)
     overrides: dict[str, m.Override] = {}
@@ -274,7 +253,7 @@ def _write_rank(
         entries = [
             msgspec.structs.replace(
                 entry,
-                weights=_weights(graph),
+                weights=shareable_weights(graph),
                 adapted=_relative(_adapted(path), adapted),
                 unmasked=_relative(_unmasked(path), unmasked),
             )
@@ -310,7 +289,7 @@ def _without_masks(plan: Plan, graphs: Mapping[Path, ir.Graph]) -> dict[Path, ir
         return {}
     ((path, graph),) = graphs.items()
     weights = {name: value.const_value for name, value in graph.initializers.items() if value.const_value is not None}
-    if not _are_shareable(weights, graph):
+    if not are_shareable(weights, graph):
         return {}
     form = without_masks(graph, preamble)
     return {} if form is None else {_unmasked(path): form}
@@ -326,72 +305,14 @@ def _relative(path: Path, among: Collection[Path]) -> str | None:
     return f"{path.parent.name}/{path.name}" if path in among else None
 
 
-# Operators that ONNX Runtime's CUDA provider runs by cuDNN's plans, of one shape at a time.
-CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv", "NhwcConv", "NhwcFusedConv")
-
-
-def _attends(graph: ir.Graph) -> bool:
-    """Whether the graph has operators of attention, in control flow too."""
-    return any(operator_of(node).is_attention for node in graph.all_nodes())
-
-
-def _convolves(graph: ir.Graph) -> bool:
-    """Whether the graph has convolutions, in control flow too."""
-    return any(node.op_type in CONVOLUTIONS for node in graph.all_nodes())
-
-
-def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str]) -> bool:
-    """Whether the graph computes any of the model's values whose sizes depend on data."""
-    computed = (value for node in graph.all_nodes() for value in node.outputs)
-    return any(described(value).name in uncertain for value in computed)
-
-
 def _graph_paths(folder: Path, stage: str, count: int) -> list[Path]:
     """The paths of a stage's graphs, numbered if there are several."""
     width = len(str(count - 1))
     return [folder / (f"{stage}.{number:0{width}}.onnx" if count > 1 else f"{stage}.onnx") for number in range(count)]
 
 
-def _weights(graph: ir.Graph) -> list[m.Weight] | None:
-    """The weights in files beside the graph that sessions may share.
-
-    None if a type is unknown to the runtime, or a weight is an input too.
-    """
-    tensors = {name: value.const_value for name, value in graph.initializers.items()}
-    written = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
-    if not _are_shareable(written, graph):
-        return None
-    passed_on = {name: tensor for name, tensor in written.items() if _type(tensor) in PASSED_ON}
-    total, rest = (sum(tensor.nbytes for tensor in some.values()) for some in (written, passed_on))
-    if total - rest < OWN_SHARE * total:
-        written = passed_on
-    return [
-        m.Weight(name, _type(tensor), list(tensor.shape.numpy()), str(tensor.location), tensor.offset or 0)
-        for name, tensor in written.items()
-        if is_left_alone(graph.initializers[name])
-    ]
-
-
-def _are_shareable(weights: Mapping[str, ir.TensorProtocol], graph: ir.Graph) -> bool:
-    """Whether the runtime knows the types of a graph's weights, and none of them is an input too."""
-    return weights.keys().isdisjoint(names(graph.inputs)) and set(KNOWN).issuperset(map(_type, weights.values()))
-
-
-def _type(tensor: ir.TensorProtocol) -> str:
-    return str(tensor.dtype.numpy())
-
-
-def _sizes_only(graph: ir.Graph) -> list[str]:
-    """The inputs that only Shape and Size read."""
-    return [
-        value.name or ""
-        for value in graph.inputs
-        if value.uses() and all(use.node.op_type in ("Shape", "Size") for use in value.uses())
-    ]
-
-
 def _to_build(engine: str, entry: m.EngineFile, sizes: dict[str, m.Sizes]) -> m.EngineFile:
     """The manifest's entry for the engine that is built from the ONNX file of `entry`."""
     source = Path(entry.path)
     path = find_builder(engine).engine_path(source.parent, source.stem, entry.group)
-    return msgspec.structs.replace(entry, path=path.as_posix(), source=entry.path, sizes=sizes)
+    return msgspec.structs.replace(entry, path=path.as_posix(), source=entry.path, sizes=sizes, convolves=False)

@@ -208,9 +208,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         shared = self._place(path, weights)
         opened = partial(self._open, path, communicator, shared or {})
         shares = (attends or convolves) and shared is not None
-        sessions, capture_blocker = self._open_sessions(path.name, opened, shares)
-        if convolves and len(sessions) == 1:
-            capture_blocker = capture_blocker or f"{path.name} {UNLOADED}"
+        sessions, capture_blocker = self._open_sessions(path.name, opened, shares, convolves)
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in sessions[0].get_providers():  # it was dropped silently
@@ -250,7 +248,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             self.swapped.bring_in()
 
     def _open_sessions(
-        self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool
+        self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool, convolves: bool = False
     ) -> tuple[list[ort.InferenceSession], str | None]:
         """The engine's sessions, and its capture blocker, if it has one. `shares` says that there may be two.
 
@@ -258,7 +256,9 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         code for this, so the session is opened again without CUDA graphs: if that succeeds, capture was refused.
         """
         capture_blocker = None
-        if self._cuda_graphs:
+        if self._cuda_graphs and convolves and not shares:
+            capture_blocker = f"{name} {UNLOADED}"
+        elif self._cuda_graphs:
             try:
                 captured = opened(True, shares)
                 return ([opened(False, False), captured] if shares else [captured]), None

@@ -1,0 +1,88 @@
+"""What the manifest says of an engine, from its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.origins import described
+from splitc.compiler.lowering.communication import communicates
+from splitc.compiler.lowering.cpu_values import why_not_captured
+from splitc.compiler.lowering.programs import names
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.packaging.shared_weights import is_left_alone
+from splitc.runtime.arrays.onnx_types import KNOWN
+from splitc.runtime.gpu.weight_places import PASSED_ON
+from splitc.runtime.package import manifest as m
+
+# Operators that ONNX Runtime's CUDA provider runs by cuDNN's plans, of one shape at a time.
+CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv", "NhwcConv", "NhwcFusedConv")
+# Weights of types that sessions can't share on a GPU are each session's own, if they are less than this share of
+# all: the truths by which a rank knows its rows of an embedding. A choice: otherwise sessions share nothing.
+OWN_SHARE = 0.01
+
+
+def engine_entry(
+    path: str, graph: ir.Graph, group: Sequence[int], uncertain: Collection[str], on_gpu: bool
+) -> m.EngineFile:
+    """The entry of the graph's file, at this path in the package. `on_gpu`: ONNX Runtime runs it on a GPU.
+
+    `group` are the ranks that its collectives, if it has any, are with. `uncertain` are the model's values whose sizes
+    depend on data.
+    """
+    return m.EngineFile(
+        path,
+        names(graph.inputs),
+        names(graph.outputs),
+        _sizes_only(graph),
+        group=list(group) if any(map(communicates, graph)) else [],
+        attends=any(operator_of(node).is_attention for node in graph.all_nodes()),
+        convolves=any(node.op_type in CONVOLUTIONS for node in graph.all_nodes()),
+        data_sizes=_has_data_sizes(graph, uncertain),
+        not_captured=why_not_captured(graph) if on_gpu else "",
+    )
+
+
+def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str]) -> bool:
+    """Whether the graph computes any of the model's values whose sizes depend on data."""
+    computed = (value for node in graph.all_nodes() for value in node.outputs)
+    return any(described(value).name in uncertain for value in computed)
+
+
+def _sizes_only(graph: ir.Graph) -> list[str]:
+    """The inputs that only Shape and Size read."""
+    return [
+        value.name or ""
+        for value in graph.inputs
+        if value.uses() and all(use.node.op_type in ("Shape", "Size") for use in value.uses())
+    ]
+
+
+def shareable_weights(graph: ir.Graph) -> list[m.Weight] | None:
+    """The weights in files beside the graph that sessions may share.
+
+    None if a type is unknown to the runtime, or a weight is an input too.
+    """
+    tensors = {name: value.const_value for name, value in graph.initializers.items()}
+    written = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}
+    if not are_shareable(written, graph):
+        return None
+    passed_on = {name: tensor for name, tensor in written.items() if _type(tensor) in PASSED_ON}
+    total, rest = (sum(tensor.nbytes for tensor in some.values()) for some in (written, passed_on))
+    if total - rest < OWN_SHARE * total:
+        written = passed_on
+    return [
+        m.Weight(name, _type(tensor), list(tensor.shape.numpy()), str(tensor.location), tensor.offset or 0)
+        for name, tensor in written.items()
+        if is_left_alone(graph.initializers[name])
+    ]
+
+
+def are_shareable(weights: Mapping[str, ir.TensorProtocol], graph: ir.Graph) -> bool:
+    """Whether the runtime knows the types of a graph's weights, and none of them is an input too."""
+    return weights.keys().isdisjoint(names(graph.inputs)) and set(KNOWN).issuperset(map(_type, weights.values()))
+
+
+def _type(tensor: ir.TensorProtocol) -> str:
+    return str(tensor.dtype.numpy())
