@@ -17,6 +17,7 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.admission import Admission
 from splitc.runtime.requests.device_arrays import DeviceArrays
+from splitc.runtime.requests.empty_outputs import EmptyOutputs
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.outputs import OutputJoiner
 from splitc.runtime.requests.preamble import PreambleEngine
@@ -40,6 +41,7 @@ class Requests:
         self.device_arrays = DeviceArrays(manifest, devices, ranks)
         self._joiner = OutputJoiner(manifest, devices)
         self._shared_sizes = NamedSizes(manifest.inputs, manifest.shared_sizes)
+        self._empty_outputs = EmptyOutputs(manifest, devices)
         self._sequences = itertools.count()
         # Of sequences that were dropped without being closed, and of sums of adapters.
         self._dropped: deque[int] = deque()
@@ -54,6 +56,7 @@ class Requests:
         if request.on_device:
             self.device_arrays.check_outputs()
         self._shared_sizes.check(request.feeds)
+        self._empty_outputs.check(request.feeds)
         if self.manifest.lengths:
             request.given = request.feeds
             if request.sequence is None:

@@ -1,0 +1,44 @@
+"""Requests without rows or tokens, whose outputs have no elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.errors import FeedError
+from splitc.runtime.feeds.on_gpu import Feed
+from splitc.runtime.hardware.devices import Device
+from splitc.runtime.package.manifest import Manifest, Tensor
+
+
+class EmptyOutputs:
+    """The sizes that must not be 0, as ONNX Runtime's attention on a GPU divides by them: SIGFPE ends the process.
+
+    It makes operators of attention itself too, so this holds for all packages. These are the sizes that inputs share
+    with an output, or all inputs with each other. States may be empty.
+    """
+
+    def __init__(self, manifest: Manifest, devices: Sequence[Device]) -> None:
+        self._places: list[tuple[str, int, str]] = []
+        if manifest.engine != ONNXRUNTIME or all(device.kind != "cuda" for device in devices):
+            return
+        states = {name for state in manifest.states for name in (state.input, state.output)}
+        inputs = [tensor for tensor in manifest.inputs if tensor.name not in states and tensor.shape]
+        sizes = set.intersection(*map(_symbols, inputs)) if inputs else set()
+        sizes = sizes.union(*(_symbols(output) for output in manifest.outputs if output.name not in states))
+        self._places = [
+            (tensor.name, axis, size)
+            for tensor in inputs
+            for axis, size in enumerate(tensor.shape or ())
+            if isinstance(size, str) and size in sizes
+        ]
+
+    def check(self, feeds: Mapping[str, Feed]) -> None:
+        """Raise FeedError if outputs would have no elements."""
+        for name, axis, size in self._places:
+            if name in feeds and feeds[name].shape[axis] == 0:
+                raise FeedError(f"'{size}' is 0 in the input '{name}', and GPUs run no requests without rows or tokens")
+
+
+def _symbols(tensor: Tensor) -> set[str]:
+    return {size for size in tensor.shape or () if isinstance(size, str)}
