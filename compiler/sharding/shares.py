@@ -11,9 +11,10 @@ import onnx_ir as ir
 from splitc.compiler.operators.axes import Factor
 
 # Ranks get whole multiples of so many units of an axis, or of a smaller power of two, where that leaves so many steps
-# to divide. Kernels of matrix products load 16 bytes at once, and ONNX Runtime's Gelu in half precision leaves the last
-# of an odd number of elements unset on a GPU (gelu_approximate_impl.cu). The choice keeps shares within 1 %.
-MULTIPLE, STEPS = 64, 64
+# to divide. Kernels of matrix products load 16 bytes at once, of numbers of one byte at least, and ONNX Runtime's Gelu
+# in half precision leaves the last of an odd number of elements unset on a GPU (gelu_approximate_impl.cu). The steps
+# are a choice: shares are kept within 1 %.
+MULTIPLE, STEPS = 16, 64
 
 
 @dataclass(frozen=True)
