@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from splitc.runtime.arrays.array import Zeros
 from splitc.runtime.feeds.on_gpu import GpuFeed
@@ -13,8 +13,6 @@ from splitc.runtime.ranks.request import InFlightRequest
 
 # The states of a sequence on this rank.
 States = dict[str, Any]
-# The kind of a request: what is equal for requests with the same work.
-Kind = tuple[Any, ...]
 # The most recordings that are kept, each with buffers on the GPU, and the most kinds of requests that are counted, or
 # remembered as refused. A choice: each recording holds the activations and states of its request, and a kind that was
 # forgotten runs eagerly a few times more.
@@ -28,6 +26,19 @@ NEW, FEW, MOST_DOUBLINGS = 2, 4, 8
 MOST_SPARE = 2
 # A recording is unused if this many requests came since its last replay. A choice: 8 for each recording that is kept.
 IDLE = 64
+
+
+class Kind(NamedTuple):
+    """The kind of a request: what is equal for requests with the same work.
+
+    `adapters` is the number of their sum, `feeds` the names and shapes of the feeds, `states` the sizes of its
+    sequence's states, `how` what else the request asks for, and which feeds are on GPUs.
+    """
+
+    adapters: int | None
+    feeds: tuple[tuple[str, tuple[int, ...]], ...]
+    states: tuple[Any, ...]
+    how: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -47,13 +58,14 @@ class Home:
 class KeptRecordings:
     """Recordings by the home of their states, and by kind of request. `requests` counts requests.
 
-    With `one_kind` there are only recordings of one kind at a time: to run engines with convolutions on other shapes
-    before a capture unloads kernels of earlier recordings (see UNLOADED of onnxruntime_gpu.py).
+    With `same_feeds` there are only recordings of requests with feeds of the same shapes at a time: to run engines with
+    convolutions on other shapes before a capture unloads kernels of earlier recordings (see UNLOADED of
+    onnxruntime_gpu.py). No convolution is taken to read a state whose size does not follow from the feeds.
     """
 
-    def __init__(self, one_kind: bool = False) -> None:
+    def __init__(self, same_feeds: bool = False) -> None:
         self.requests = 0
-        self._one_kind = one_kind
+        self._same_feeds = same_feeds
         self._kept: OrderedDict[tuple[Home, Kind], Recording] = OrderedDict()
         self._seen: OrderedDict[Kind, int] = OrderedDict()
         # The kinds that were recorded, the latest last.
@@ -82,9 +94,13 @@ class KeptRecordings:
                 self._spare.pop(key[0], None)
 
     def _rivals(self, kind: Kind) -> list[tuple[Home, Kind]]:
-        """The recordings that can't be kept beside a new one of this kind: the oldest of many, and other kinds."""
+        """The recordings that can't be kept beside a new one of this kind: the oldest of many, those of other feeds."""
         beyond = len(self._kept) + 1 - MOST
-        return [key for number, key in enumerate(self._kept) if number < beyond or (self._one_kind and key[1] != kind)]
+        return [
+            key
+            for number, key in enumerate(self._kept)
+            if number < beyond or (self._same_feeds and key[1].feeds != kind.feeds)
+        ]
 
     def is_worth(self, kind: Kind) -> bool:
         """Whether to record a request of this kind: it came often enough, and may be kept.
@@ -121,7 +137,7 @@ class KeptRecordings:
 
     def drop_adapters(self, number: int) -> None:
         """Drop all recordings with this sum of adapters."""
-        for key in [key for key in self._kept if key[1][0] == number]:
+        for key in [key for key in self._kept if key[1].adapters == number]:
             del self._kept[key]
 
     def _knows(self, home: Home) -> bool:
@@ -142,9 +158,9 @@ def home_of(request: InFlightRequest) -> Home:
 
 
 def kind_of(request: InFlightRequest, home: Home) -> Kind:
-    """The request's kind: its adapters, its shapes, and those of its sequence's states; which feeds are on GPUs."""
+    """The request's kind, with its states in this home."""
     shapes = tuple((name, array.shape) for name, array in request.feeds.items())
     on_gpus = tuple(name for name, feed in request.feeds.items() if isinstance(feed, GpuFeed))
     how = request.sequence is None, request.in_place, request.on_device
     adapters = None if request.adapters is None else request.adapters.number
-    return adapters, *how, on_gpus, shapes, home.sizes, home.growth
+    return Kind(adapters, shapes, (home.sizes, home.growth), (*how, on_gpus))

@@ -59,7 +59,7 @@ class RankReplays:
         self._everyone = everyone
         self._refused: dict[Kind, str] = {}
         files = (file for rank in manifest.ranks for file in rank.engines)
-        self._kept = KeptRecordings(one_kind=any(file.convolves for file in files))
+        self._kept = KeptRecordings(same_feeds=any(file.convolves for file in files))
         # By the number of a sequence.
         self._homes: dict[int | None, Home] = {}
 
