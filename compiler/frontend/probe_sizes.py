@@ -60,7 +60,11 @@ def _numbers(
     smallest: int = 3,
 ) -> dict[str, int]:
     """As `_number`, with the number of another symbol for some."""
-    numbers = _number(graph, symbols, sums, smallest=smallest)
+    return _with_same(_number(graph, symbols, sums, smallest=smallest), same)
+
+
+def _with_same(numbers: Mapping[str, int], same: Mapping[str, str]) -> dict[str, int]:
+    """The numbers of symbols, and for some the number of another one."""
     return {**numbers, **{name: numbers[first] for name, first in same.items()}}
 
 
@@ -218,8 +222,7 @@ def _bind_numbers(
     same: Mapping[str, str],
 ) -> BoundShapes | None:
     """Shapes with these numbers for symbols, and the `same` for others; None if they do not fit, or differ nowhere."""
-    alike = {name: numbers[first] for name, first in same.items()}
-    made = bind_shapes(graph.model, _input_shapes(graph, shapes, {**numbers, **alike}))
+    made = bind_shapes(graph.model, _input_shapes(graph, shapes, _with_same(numbers, same)))
     return made if fits(graph, made, bound) and _differs(graph, made, bound) else None
 
 

@@ -14,8 +14,8 @@ from splitc.runtime.package.manifest import Manifest, Tensor
 class EmptyOutputs:
     """The sizes that must not be 0, as ONNX Runtime's attention on a GPU divides by them: SIGFPE ends the process.
 
-    It makes operators of attention itself too, so this holds for all packages. These are the sizes that inputs share
-    with an output, or all inputs with each other. States may be empty.
+    It also fuses attention itself when it loads an engine, so this is checked for every package. The sizes are those
+    that inputs share with an output, and those that all inputs share. States may be empty.
     """
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device]) -> None:
