@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
@@ -213,4 +213,4 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 @pytest.fixture
 def bare_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines take nothing beside weights and values, so that budgets of tiny models are those of the models alone."""
-    monkeypatch.setattr("splitc.compiler.planning.assembly.CPU_ENGINE", CpuEngine(0, 0, 0, 0, 0))
+    monkeypatch.setattr("splitc.compiler.planning.assembly.CPU_ENGINE", CpuEngine(*[0] * len(fields(CpuEngine))))

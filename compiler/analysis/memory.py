@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.analysis.execution import arena_bytes
+from splitc.compiler.analysis.execution import arena_bytes, execution_order
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.loading import Loading, NodeShapes, find_loading, packed_bytes
 from splitc.compiler.analysis.stages import Stage
@@ -41,7 +41,7 @@ class StageMemory:
     all other values, with the engine's scratch and what its allocator wastes. `loading` is what weights take while they
     are loaded. `engines` is the memory of the engines' libraries. `in_files` are those of the weights that stay in
     mapped files (`Costs.in_files`), and `passed` the inputs and outputs among the activations. `nodes` is how many its
-    engines run.
+    engines run, and `few_bits` whether some of its weights have fewer than 32.
 
     `adapters` is what requests with adapters take beside all that: A and B of a sum of the planned rank, which are
     `sums`, and the engines with slots, with values and, on CPUs, weights of their own.
@@ -57,6 +57,7 @@ class StageMemory:
     sums: int = 0
     adapters: int = 0
     nodes: int = 0
+    few_bits: bool = False
 
     @property
     def held_weights(self) -> int:
@@ -90,8 +91,8 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
 
     Inputs and outputs are held for the whole run, as ONNX Runtime does with an IO binding. What the nodes make is
     allocated in its arena, in its order (see `arena_bytes`): states too, which count as cache, and as activations what
-    the arena wastes around them. That is at least what is alive at once in the model's order, by which the search over
-    cuts goes.
+    the arena wastes around them. That is at least what is alive at once in this order, by which the search over cuts
+    goes.
     """
     names, over = state_names(states), overwritten(states)
     ends = dict.fromkeys([*stage.takes, *stage.gives])
@@ -118,7 +119,7 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
     arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts, costs.maps_weights)
-    alive = peak_bytes(stage.nodes, reads, lambda value: 0 if value in ends else size(value))
+    alive = peak_bytes(execution_order(stage.nodes, reads), reads, lambda value: 0 if value in ends else size(value))
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)
@@ -131,6 +132,7 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
         loading=find_loading(costs, stage.nodes, weights, shapes),
         passed=fed + given,
         nodes=costs.count_run(stage.nodes),
+        few_bits=have_few_bits(weights),
         in_files=sum(costs.left_in_file(value, own) for value, own in weights.items() if value not in cast),
     )
     return with_adapters(memory, costs, weights)
@@ -149,6 +151,12 @@ def _cast_tables(costs: Costs, nodes: Iterable[ir.Node], held: Held) -> frozense
         if (table := node.inputs[place]) in costs.in_files and table is not None
         if table.dtype == ir.DataType.FLOAT16 and held.shapes(node)[0][place][0] < costs.shapes_of(node)[0][place][0]
     )
+
+
+def have_few_bits(weights: Iterable[ir.Value]) -> bool:
+    """Whether some of these weights have fewer than 32 bits: whole numbers, or halves."""
+    types = (weight.dtype for weight in weights if weight.dtype is not None)
+    return any(dtype != ir.DataType.BOOL and dtype.bitwidth < 32 for dtype in types)
 
 
 def with_adapters(memory: StageMemory, costs: Costs, weights: Mapping[ir.Value, int]) -> StageMemory:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Partition
 from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.analysis.execution import execution_order
 from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.memory import overwritten, stage_memory, state_names
 from splitc.compiler.analysis.stages import divide_blocks
@@ -76,7 +77,8 @@ class RangeMemory:
             return 0 if value in held else self._costs.value_bytes(value)
 
         graph = self._costs.graph
-        return peak_bytes(sorted(nodes, key=graph.position.__getitem__), graph.reads.__getitem__, size)
+        reads = graph.reads.__getitem__
+        return peak_bytes(execution_order(sorted(nodes, key=graph.position.__getitem__), reads), reads, size)
 
     def weights(self, start: int, end: int) -> int:
         """Bytes of the weights, each counted once."""

@@ -64,8 +64,8 @@ class LayerSplit(WholeValues):
     def _inside(self) -> list[Transfer]:
         return [transfer for transfer in self.transfers if transfer.inside]
 
-    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
-        return sum(self.analysis.costs.value_bytes(transfer.value) for transfer in self._inside)
+    def exchanged(self, cuts: Sequence[CutPlan]) -> list[int]:
+        return [self.analysis.costs.value_bytes(transfer.value) for transfer in self._inside]
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         return 0 if inside else sum(transfer.has(rank.group) for transfer in self._inside)

@@ -71,8 +71,8 @@ class ReplicaSplit:
     def collectives(self) -> int:
         return self.inner.collectives
 
-    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
-        return self.inner.exchanged_bytes(cuts)
+    def exchanged(self, cuts: Sequence[CutPlan]) -> list[int]:
+        return self.inner.exchanged(cuts)
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         return self.inner.more_sessions(rank, inside)

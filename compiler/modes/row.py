@@ -17,7 +17,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.arena import Arena, Place
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.loading import find_loading, packed_bytes
-from splitc.compiler.analysis.memory import StageMemory, stage_memory, with_adapters
+from splitc.compiler.analysis.memory import StageMemory, have_few_bits, stage_memory, with_adapters
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.lowering.engine_segments import engine_segments
@@ -73,8 +73,8 @@ class RowSplit(WholeValues):
     def collectives(self) -> int:
         return len(self.sliced.rounds)
 
-    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
-        return sum(cut.bytes for cut in cuts)
+    def exchanged(self, cuts: Sequence[CutPlan]) -> list[int]:
+        return [cut.bytes for cut in cuts]
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         if inside:
@@ -100,7 +100,7 @@ class RowSplit(WholeValues):
         # Received columns are copied once more to be joined.
         results = (product.result for product in self.sliced.products.values())
         joined = sum(map(self.analysis.costs.value_bytes, results))
-        latency = total + self.exchanged_bytes(cuts) * link.per_byte + clock.copying(main, joined)
+        latency = total + sum(self.exchanged(cuts)) * link.per_byte + clock.copying(main, joined)
         return Prediction(latency, latency)
 
     def _share(self, part: int, node: ir.Node) -> float:
@@ -313,6 +313,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         cache=0,
         loading=find_loading(costs, multiplied, weights, held.shapes),
         nodes=(1 + PASSING) * len(multiplied),
+        few_bits=have_few_bits(weights),
     )
     return with_adapters(memory, costs, weights)
 

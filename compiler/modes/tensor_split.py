@@ -61,8 +61,8 @@ class TensorSplit:
     def collectives(self) -> int:
         return self.sharded.sums.count
 
-    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
-        return sum(map(self.analysis.costs.value_bytes, self.sharded.sums.exchanged))
+    def exchanged(self, cuts: Sequence[CutPlan]) -> list[int]:
+        return list(map(self.analysis.costs.value_bytes, self.sharded.sums.exchanged))
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         if not self._apart:
@@ -103,7 +103,7 @@ class TensorSplit:
         )
         slowest = slowest * max(1.0, clock.crowd(members)) + clock.feeding(first)
         count = self.collectives / stages
-        sums = clock.sums(members, count, self.exchanged_bytes(()) / stages)
+        sums = clock.sums(members, count, sum(self.exchanged(())) / stages)
         starts = 1 if clock.operators else count + 1
         return clock.meeting(slowest) + sums + starts * clock.start(first) + self._joining(clock) / stages
 

@@ -325,6 +325,7 @@ OPERATORS = (
         half_scratch=scratch.half_convolution,
         padding=scratch.kernel_in_blocks,
         takes_blocks=True,
+        nodes=3,
     ),
     Operator(
         "com.microsoft.FusedConv",
@@ -335,6 +336,7 @@ OPERATORS = (
         scratch=scratch.convolution,
         padding=scratch.kernel_in_blocks,
         takes_blocks=True,
+        nodes=3,
     ),
     Operator("ConvInteger", convolution, convolution_flops, scratch=scratch.integer_convolution),
     Operator(

@@ -48,7 +48,7 @@ class Operator:
     padding: what its kernel on CPUs adds to its weight as it packs it; None if it reads it from its file instead.
         Without one, nothing. All three are of a rank's own shapes.
     takes_blocks: that weight is put in blocks of channels as a graph is optimized, before others are packed.
-    nodes: how many nodes ONNX Runtime makes of it on CPUs, where it has no kernel for it.
+    nodes: how many nodes ONNX Runtime makes of it on CPUs: it has no kernel for it, or reorders channels around it.
     reads_part: it reads only as many bytes of its input as it writes.
     is_view: its output shares the memory of its first input.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.memory import adapter_bytes
+from splitc.compiler.analysis.memory import StageMemory, adapter_bytes
 from splitc.compiler.planning.passed_types import check_types
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
@@ -26,19 +26,24 @@ class CpuEngine:
     """Bytes of ONNX Runtime on a CPU rank: what is read of its code and tables, of a session, and of a node in it.
 
     Measured on 90 graphs of 2 to 1,840 nodes, as what loading and a first run take beside weights and what is computed:
-    9 to 20 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes. `met` is for each rank
-    of those that sum, or send to each other, inside engines, itself included: the memory that processes share for it
-    (STAGING in runtime/collectives/meeting.py, and the queues of native/transfers.c).
+    9 to 20 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes. Kernels for weights of
+    `few_bits`, or what casts them, are read beside those for 32. A `sum` inside an engine takes as much as eight nodes,
+    with those that cut and pad for it. `met` is the most for each rank of those
+    that sum, or send to each other, inside engines, itself included: the memory that processes share for it (STAGING in
+    runtime/collectives/meeting.py, and the queues of native/transfers.c), of which they touch what they exchange.
     """
 
     library: int = 9 << 20
     session: int = 2 << 20
     further: int = 256 << 10
     node: int = 5 << 10
+    few_bits: int = 1 << 20
+    sum: int = 40 << 10
     met: int = 1 << 20
 
 
 CPU_ENGINE = CpuEngine()
+NO_MEMORY = StageMemory(0, 0, 0)
 
 
 def assemble(
@@ -56,7 +61,9 @@ def assemble(
     """
     check_types(analysis.graph, cuts)
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
-    ranks = [replace(r, limited=is_limited(r.device, request.memory)) for r in _with_sessions(ranks, engine, split)]
+    ranks = [
+        replace(r, limited=is_limited(r.device, request.memory)) for r in _with_sessions(ranks, cuts, engine, split)
+    ]
     if request.weights_at == DISK:
         ranks = list(map(_with_mapped, ranks))
     warnings = (*plan_warnings(analysis, ranks), *warn_if_little_split(weights, whole))
@@ -75,16 +82,18 @@ def assemble(
     )
 
 
-def _with_sessions(ranks: Sequence[RankPlan], engine: str, split: Split) -> tuple[RankPlan, ...]:
+def _with_sessions(
+    ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], engine: str, split: Split
+) -> tuple[RankPlan, ...]:
     """The ranks with what their engines' libraries take, those with slots for adapters included."""
     inside = has_collectives(engine, [rank.device for rank in ranks])
+    crossing = [*split.exchanged(cuts), *(cut.bytes for cut in cuts if cut.detour)] if split.collectives else []
     made = []
     for rank in ranks:
         more, memory = split.more_sessions(rank, inside), rank.memory
         met = [other.device for other in ranks if other.replica == rank.replica]
-        sums = bool(split.collectives)
-        by_nccl = sums and not (inside or split.is_radial)
-        own = engine_bytes(rank.device, met, engine, more or 1, memory.nodes, sums, by_nccl)
+        by_nccl = bool(crossing) and not (inside or split.is_radial)
+        own = engine_bytes(rank.device, met, engine, more or 1, memory, crossing, by_nccl)
         # Several engines of a rank have a session each, and share no weights.
         adapters = adapter_bytes(memory, packs=rank.device.kind == "cpu" or bool(more))
         slotted = slotted_bytes(rank.device, engine, more, memory.nodes) if memory.sums else 0
@@ -112,28 +121,30 @@ def engine_bytes(
     met: Sequence[Device],
     engine: str,
     sessions: int = 1,
-    nodes: int = 0,
-    sums: bool = False,
+    memory: StageMemory = NO_MEMORY,
+    crossing: Sequence[int] = (),
     by_nccl: bool = False,
 ) -> int:
     """What a rank's sessions take beside weights and what they compute, and NCCL.
 
     On a GPU the headroom covers the first session. Several engines of a rank have a session each, and a single one has
-    two there. `met` are the devices that it exchanges values with, and its own; with `sums` each GPU of a host with all
-    others, and else with its neighbours. NCCL takes more if it adds them itself (`by_nccl`), not kernels in engines.
-    `nodes` are those of the rank's engines on a CPU.
+    two there. `met` are the devices that it exchanges values with, and its own: all GPUs of a host with each other if
+    values are `crossing` inside engines, whose bytes these are, and else neighbours. NCCL takes more if it adds them
+    itself (`by_nccl`), not kernels in engines. On a CPU it goes by the nodes of the rank's `memory`.
     """
     if device.kind != "cuda":
         if engine != ONNXRUNTIME:
             return 0
-        own = CPU_ENGINE.session + (sessions - 1) * CPU_ENGINE.further + (len(met) * CPU_ENGINE.met if sums else 0)
-        return CPU_ENGINE.library + own + nodes * CPU_ENGINE.node
+        own = CPU_ENGINE.library + CPU_ENGINE.session + (sessions - 1) * CPU_ENGINE.further
+        shared = len(met) * min(CPU_ENGINE.met, sum(crossing))
+        own += memory.nodes * CPU_ENGINE.node + memory.few_bits * CPU_ENGINE.few_bits
+        return own + len(crossing) * CPU_ENGINE.sum + shared
     profile = find_profile(device.kind)
     # TensorRT's context is in the headroom. NCCL's memory is the same for both engines.
     own = profile.library_bytes + sessions * profile.engine_bytes if engine == ONNXRUNTIME else 0
     if not has_gpu_each(met):
         return own
-    beside = sum(other.host == device.host for other in met) if sums else 0
+    beside = sum(other.host == device.host for other in met) if crossing else 0
     own += profile.communicator_bytes + (profile.sum_bytes if by_nccl else 0)
     return own + max(0, beside - 2) * profile.peer_bytes
 

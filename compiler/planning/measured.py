@@ -40,7 +40,7 @@ def block_activations(analysis: Analysis, resources: Resources, place: int) -> S
     device = resources.devices[place]
     activations = []
     for own, memory in zip(measured, _predicted(analysis), strict=True):
-        engine = engine_bytes(device, [device], ONNXRUNTIME, nodes=memory.nodes)
+        engine = engine_bytes(device, [device], ONNXRUNTIME, memory=memory)
         beside = memory.weights + memory.sums - memory.in_files + memory.cache + engine
         activations.append(Activations(memory.activations, max(0, own.bytes - beside)))
     return activations

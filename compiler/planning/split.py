@@ -66,8 +66,8 @@ class Split(Protocol):
     def collectives(self) -> int:
         """The number of collectives in a run."""
 
-    def exchanged_bytes(self, cuts: Sequence[CutPlan]) -> int:
-        """Bytes that collectives exchange in a run."""
+    def exchanged(self, cuts: Sequence[CutPlan]) -> list[int]:
+        """The bytes of each value that collectives exchange in a run."""
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         """The number of engines that the rank has beyond its first. `inside`: collectives may be inside engines."""

@@ -74,6 +74,6 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         share = sum(weight.split for weight in plan.weights) / held
         facts.append(("weights split", f"{share:.0%} of {format_bytes(held)}"))
     if plan.split.collectives:
-        size = format_bytes(plan.split.exchanged_bytes(plan.cuts))
+        size = format_bytes(sum(plan.split.exchanged(plan.cuts)))
         facts.append((words_of(plan.split_mode).exchanges, f"{plan.split.collectives} a run, {size}"))
     return facts

@@ -200,7 +200,7 @@ def _print_split(plan: Plan) -> None:
     for what, weights in (("the blocks", inside), ("all", plan.weights)):
         held, divided = sum(weight.bytes for weight in weights), sum(weight.split for weight in weights)
         shares.append(f"{divided / max(1, held):.1%} of {what} ({format_bytes(held)})")
-    size = format_bytes(plan.split.exchanged_bytes(plan.cuts))
+    size = format_bytes(sum(plan.split.exchanged(plan.cuts)))
     exchanged = f"{plan.split.collectives} {words_of(plan.split_mode).exchanges}, {size} a run"
     out.print(f"weights split: {', '.join(shares)}; {exchanged}")
     whole = [(weight.name, weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]

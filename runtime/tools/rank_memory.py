@@ -96,7 +96,7 @@ def _measure_group(
         inputs, outputs = folder / f"inputs{number}", folder / f"outputs{number}"
         wanted = {name for engine in ranks[number].engines for name in engine.inputs}
         wanted |= {step.value for step in ranks[number].program if isinstance(step, Receive)}
-        given = {name: array for name, array in values.items() if name in wanted}
+        given = _cut_feeds(ranks[number], {name: array for name, array in values.items() if name in wanted})
         write_arrays(inputs, given if shards is None else {**given, **shards[number]})
         arguments = [package, number, threads, inputs, outputs, memory, int(shards is not None)]
         command = python_command(f"from {__name__} import main", "main()", *arguments)
@@ -145,8 +145,8 @@ def _run_together(
 
     def run(number: int) -> dict[str, npt.NDArray[Any]]:
         program = programs[number]
-        fed = partial(_cut_feeds, ranks[number], feeds, backend)
-        values, _ = execute(program, ends[number], fed, backend.accumulate)
+        fed = _cut_feeds(ranks[number], {name: feeds[name] for name in ranks[number].inputs if name in feeds})
+        values, _ = execute(program, ends[number], partial(_upload, backend, fed), backend.accumulate)
         return dict(backend.download({name: values[name] for name in program.outputs}))
 
     with Executor(len(ranks)) as pool:
@@ -168,11 +168,14 @@ def _load(
         ]
 
 
-def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> dict[str, Any]:
-    """A rank's inputs, or its shards of them, from the whole arrays."""
+def _cut_feeds(rank: Rank, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """The arrays, or a rank's shards of them."""
     parts = {part.name: part for part in rank.parts}
-    cut = {n: cut_part(arrays[n], parts[n]) if n in parts else arrays[n] for n in rank.inputs if n in arrays}
-    return {name: backend.upload(array) for name, array in cut.items()}
+    return {name: cut_part(array, parts[name]) if name in parts else array for name, array in arrays.items()}
+
+
+def _upload(backend: Backend, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Any]:
+    return {name: backend.upload(array) for name, array in arrays.items()}
 
 
 def resident_bytes() -> int:
@@ -234,7 +237,8 @@ def _measure_rank(
     """Measure a rank, in its own process. `end` is its end of the meeting of its group's engines.
 
     It is `adapted` if it runs with adapters too. Weights in mapped files count as far as they are read, which requests
-    do, and not loading: the system may drop them again.
+    do, and not loading: the system may drop them again. A request holds what is fed too, but for states that are
+    overwritten: of these the output counts.
     """
     arrays, rank = read_arrays(inputs), manifest.ranks[number]
     backend = OnnxRuntimeBackend(threads)
@@ -243,18 +247,22 @@ def _measure_rank(
         backend.map_weights()
     before = resident_bytes()
     engines = _load(backend, package, manifest, rank, lambda _: end)
-    loaded, mapped = resident_bytes(), _status("RssFile") or 0
+    loaded, loading, mapped = resident_bytes(), peak_bytes(), _status("RssFile") or 0
     alone = Alone(arrays, backend)
-    program, feeds = Program(rank.program, engines, rank.outputs), partial(_cut_feeds, rank, arrays, backend)
+    given = {name: array for name, array in arrays.items() if name in rank.inputs}
+    program, feeds = Program(rank.program, engines, rank.outputs), partial(_upload, backend, given)
     execute(program, alone, feeds, backend.accumulate)
     if adapted:  # ranks without slots as well: others may wait for them
         end.begin(1)
         slots = choices_of(manifest, rank)[ADAPTED]
         held = {name: backend.upload(arrays[name].copy()) for name in slots}  # as ranks of a session have copies
         execute(program, alone, lambda: {**feeds(), **held}, backend.accumulate)
-    peak, loaded = peak_bytes(), loaded + max(0, (_status("RssFile") or 0) - mapped)
+    running = peak if (peak := peak_bytes()) > loading else resident_bytes()
+    loaded += max(0, (_status("RssFile") or 0) - mapped)
     write_arrays(outputs, alone.sent)
-    return measured_memory(rank, max(0, loaded - before), max(0, peak - before), adapted)
+    over = {state.input for state in manifest.states if state.in_place}
+    running += sum(array.nbytes for name, array in arrays.items() if name not in over)
+    return measured_memory(rank, max(0, loaded - before), max(loading, running) - before, adapted)
 
 
 def main() -> None:

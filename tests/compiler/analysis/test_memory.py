@@ -51,6 +51,22 @@ def test_sizes_are_those_counted_by_hand(write_model: Callable[[str], Path]) -> 
     assert memory.activations == 4 * 8 * 4 + 3 * 256
 
 
+def test_order_of_the_file_is_not_that_of_the_run(write_model: Callable[[str], Path]) -> None:
+    """Quantizers write all weights at the top. ONNX Runtime computes each right before it is read."""
+    names = [f"w{number}" for number in range(8)]
+    tops = "\n".join(f"{name} = DequantizeLinear(q, scale)" for name in names)
+    products = "\n".join(f"x{n + 1} = MatMul(x{n}, {name})" for n, name in enumerate(names))
+    weights = ", ".join(["0"] * 64 * 64)
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 64] x0) => (float[n, 64] x8) <int8[64, 64] q = {{{weights}}}, float scale = {{1.0}}>
+        {{ {tops} {products} }}"""
+    )
+    analysis = analyze(path, AskedShapes({"x0": (1, 64)}), 1)
+    (stage,) = divide_blocks(analysis.graph, analysis.partition, [len(analysis.partition.blocks)])
+    assert stage_memory(analysis.costs, analysis.states, stage).activations < 3 * 64 * 64 * 4
+
+
 def test_state_takes_the_place_of_what_was_freed_before_it(write_model: Callable[[str], Path]) -> None:
     """Its 768 bytes take all 1,280 of a, which then c can not have. Beside them are x, and b and y with 256 each."""
     path = write_model(

@@ -54,6 +54,17 @@ def test_weights_that_requests_read_from_their_files_count_as_loaded(tmp_path: P
     assert rank.peak - rank.loaded < 16 << 20
 
 
+def test_what_is_fed_is_part_of_the_peak(tmp_path: Path) -> None:
+    b = Block()
+    b.give(b.op("ReduceMax", b.data("x", (8, 1 << 20), [8, "n"]), keepdims=0), "y")
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", "1xcpu", Request(shapes={"x": (8, 1 << 20)}))
+    compile_model(plan, tmp_path / "package", verify=False)
+    (rank,) = measure_memory(tmp_path / "package", 1, b.feeds)
+    assert rank.peak > 32 << 20
+    assert rank.loaded < ENGINE
+
+
 @pytest.mark.parametrize("mode", ["tensor", "row"])
 def test_requests_with_adapters_hold_what_was_predicted(mode: str, tmp_path: Path) -> None:
     """A second engine with weights and values of its own, and A and B. Without an adapter, none of it."""

@@ -1,0 +1,17 @@
+"""What engines take for themselves."""
+
+from __future__ import annotations
+
+from splitc.compiler.planning.assembly import CPU_ENGINE, engine_bytes
+from splitc.runtime.engines.kinds import ONNXRUNTIME
+from splitc.runtime.hardware.devices import parse_devices
+
+
+def test_ranks_share_as_much_memory_as_they_exchange() -> None:
+    """Processes touch only what they write of the memory that they share for sums, up to a limit."""
+    devices = parse_devices(["3xcpu"])
+    alone, small, large = (
+        engine_bytes(devices[0], devices, ONNXRUNTIME, crossing=sums) for sums in ([], [1000, 24], [1 << 30])
+    )
+    assert small - alone == 2 * CPU_ENGINE.sum + 3 * 1024
+    assert large - alone == CPU_ENGINE.sum + 3 * CPU_ENGINE.met
