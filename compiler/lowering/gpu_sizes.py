@@ -29,6 +29,7 @@ Array = npt.NDArray[Any]
 WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
 # A list of sizes has as many numbers as a value has axes, or a few times as many: more are left to be copied.
 MOST = 16
+CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv", "NhwcConv", "NhwcFusedConv")
 
 
 def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
@@ -55,6 +56,11 @@ def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -
     engine = graph.clone()
     keep_on_gpu(engine, opset, shapes)
     return why_not_captured(engine)
+
+
+def convolves(node: ir.Node) -> bool:
+    """Whether ONNX Runtime's CUDA provider runs a node by cuDNN's plans, of one shape at a time."""
+    return node.op_type in CONVOLUTIONS
 
 
 def _give_kernel(node: ir.Node, editor: Editor) -> None:

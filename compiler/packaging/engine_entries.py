@@ -9,6 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import why_not_captured
+from splitc.compiler.lowering.gpu_sizes import convolves
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.shared_weights import is_left_alone
@@ -16,8 +17,6 @@ from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.gpu.weight_places import PASSED_ON
 from splitc.runtime.package import manifest as m
 
-# Operators that ONNX Runtime's CUDA provider runs by cuDNN's plans, of one shape at a time.
-CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv", "NhwcConv", "NhwcFusedConv")
 # Weights of types that sessions can't share on a GPU are each session's own, if they are less than this share of
 # all: the truths by which a rank knows its rows of an embedding. A choice: otherwise sessions share nothing.
 OWN_SHARE = 0.01
@@ -38,7 +37,7 @@ def engine_entry(
         _sizes_only(graph),
         group=list(group) if any(map(communicates, graph)) else [],
         attends=any(operator_of(node).is_attention for node in graph.all_nodes()),
-        convolves=any(node.op_type in CONVOLUTIONS for node in graph.all_nodes()),
+        convolves=any(map(convolves, graph.all_nodes())),
         data_sizes=_has_data_sizes(graph, uncertain),
         not_captured=why_not_captured(graph) if on_gpu else "",
     )

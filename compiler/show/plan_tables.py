@@ -11,7 +11,7 @@ from rich.text import Text
 from splitc.compiler.analysis.blocks import Placed
 from splitc.compiler.frontend.merged_weights import Merged
 from splitc.compiler.fusion.fuse import Fate
-from splitc.compiler.lowering.gpu_sizes import why_not_replayed
+from splitc.compiler.lowering.gpu_sizes import convolves, why_not_replayed
 from splitc.compiler.placement.weights import weight_uses
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget
@@ -20,8 +20,9 @@ from splitc.compiler.sharding.report import AxisFate
 from splitc.compiler.show.fused_section import by_kind, fused_in_words, reasons_not_fused
 from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole, replays_text
 from splitc.runtime.cli.terminal import fitted, is_narrow, out, print_warning, table
-from splitc.runtime.engines.kinds import ONNXRUNTIME, describe_engine
+from splitc.runtime.engines.kinds import ONNXRUNTIME, describe_engine, has_collectives
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.gpu.replayable import UNLOADED
 from splitc.runtime.hardware.machine import known_machine, link_end
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.units import block_range, first_few, format_bytes, format_seconds
@@ -159,6 +160,9 @@ def _why_not_replayed(plan: Plan) -> str:
     if analysis.costs.bound.uncertain:
         return "sizes depend on data"
     graph = analysis.graph
+    inside = has_collectives(plan.engine, [rank.device for rank in plan.ranks])
+    if any(plan.split.more_sessions(rank, inside) for rank in plan.ranks) and any(map(convolves, graph.nodes)):
+        return f"the model {UNLOADED}"
     return why_not_replayed(graph.graph, graph.model.opset_imports.get("", 1), analysis.costs.bound.shapes)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from splitc.runtime.cli.collectives import describe_collectives
 from splitc.runtime.cli.terminal import fitted, out, table
 from splitc.runtime.engines.kinds import ONNXRUNTIME
-from splitc.runtime.package.manifest import Build, Built, Cut, FixedInput, Manifest, Tensor, why_not_replayed
+from splitc.runtime.gpu.replayable import why_not_replayed
+from splitc.runtime.package.manifest import Build, Built, Cut, FixedInput, Manifest, Tensor
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.package.pipeline_file import PipelineFile
 from splitc.runtime.package.unfolded import count_groups
@@ -60,10 +61,10 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
 def describe_replays(manifest: Manifest) -> str | None:
     """Whether requests of known shapes are replayed, and what prevents it; None without engines for that."""
     on_gpus = [rank for rank in manifest.ranks if rank.device.rpartition("/")[2].startswith("cuda")]
-    files = [file for rank in on_gpus for file in rank.engines]
-    if manifest.engine != ONNXRUNTIME or not files:
+    reasons = [why_not_replayed(rank, file) for rank in on_gpus for file in rank.engines]
+    if manifest.engine != ONNXRUNTIME or not reasons:
         return None
-    return replays_text("; ".join(dict.fromkeys(filter(None, map(why_not_replayed, files)))))
+    return replays_text("; ".join(dict.fromkeys(filter(None, reasons))))
 
 
 def replays_text(why_not: str) -> str:

@@ -51,9 +51,6 @@ REMEMBERED = 64
 # and go between it and the CPU. Such a graph is not captured. To GroupQueryAttention whose queries and keys are rotated
 # before it: it drops the mask, and takes tables of this request's rows for those of all positions.
 NOT_ON_GPUS = ("GatherToSliceFusion", "GroupQueryAttentionFusion")
-# With a request of another shape, ONNX Runtime plans a convolution anew. cuDNN may then unload kernels that it compiled
-# for the plan before, and a CUDA graph with them fails, which takes the process's GPU with it.
-UNLOADED = "has convolutions, whose kernels are unloaded when a request has another shape, and one session only"
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
 
@@ -208,7 +205,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         shared = self._place(path, weights)
         opened = partial(self._open, path, communicator, shared or {})
         shares = (attends or convolves) and shared is not None
-        sessions, capture_blocker = self._open_sessions(path.name, opened, shares, convolves)
+        sessions, capture_blocker = self._open_sessions(path.name, opened, shares)
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in sessions[0].get_providers():  # it was dropped silently
@@ -248,7 +245,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             self.swapped.bring_in()
 
     def _open_sessions(
-        self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool, convolves: bool = False
+        self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool
     ) -> tuple[list[ort.InferenceSession], str | None]:
         """The engine's sessions, and its capture blocker, if it has one. `shares` says that there may be two.
 
@@ -256,9 +253,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         code for this, so the session is opened again without CUDA graphs: if that succeeds, capture was refused.
         """
         capture_blocker = None
-        if self._cuda_graphs and convolves and not shares:
-            capture_blocker = f"{name} {UNLOADED}"
-        elif self._cuda_graphs:
+        if self._cuda_graphs:
             try:
                 captured = opened(True, shares)
                 return ([opened(False, False), captured] if shares else [captured]), None

@@ -178,13 +178,6 @@ class EngineFile(Struct, frozen=True):
     unmasked: str | None = None
 
 
-def why_not_replayed(file: EngineFile) -> str:
-    """Why requests are not replayed where GPUs run the engine, as far as the compiler knows; "" if they are."""
-    if file.data_sizes:
-        return f"sizes in {file.path} depend on data"
-    return f"in {file.path}, {file.not_captured}" if file.not_captured else ""
-
-
 class Rank(Struct, frozen=True):
     """One rank: its device, what it loads and runs, and the memory that it is predicted to hold, in bytes.
 

@@ -60,7 +60,7 @@ class KeptRecordings:
 
     With `same_feeds` there are only recordings of requests with feeds of the same shapes at a time: to run engines with
     convolutions on other shapes before a capture unloads kernels of earlier recordings (see UNLOADED of
-    onnxruntime_gpu.py). States of other sizes are no reason to drop one: convolutions are assumed not to read caches.
+    replayable.py). States of other sizes are no reason to drop one: convolutions are assumed not to read caches.
     """
 
     def __init__(self, same_feeds: bool = False) -> None:

@@ -12,9 +12,10 @@ from splitc.runtime.collectives import Collectives
 from splitc.runtime.engines import Backend, Communicator, LoadedEngine
 from splitc.runtime.engines.built_here import newer_named
 from splitc.runtime.engines.forms import EngineForms
+from splitc.runtime.gpu.replayable import shares_weights, why_not_replayed, why_unsafe_to_replay
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.memory_use import RankMemory
-from splitc.runtime.package.manifest import EngineFile, Manifest, Rank, why_not_replayed
+from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.ranks.loop import Program
 
 # The form of an engine with slots for adapters, and the one with masks.
@@ -101,24 +102,22 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
     communicators: dict[tuple[int, ...], Communicator] = {}
     engines: list[LoadedEngine] = []
     choices = choices_of(setup.manifest, rank)
-    is_whole = len(rank.engines) == 1  # segments are too many to have two sessions each
     with newer_named(setup.manifest), backend.loading():
         for file in rank.engines:
             group = tuple(file.group)
             if group and group not in communicators:
                 communicators[group] = collectives.create_communicator(group, backend.uses_operators)
             source = setup.package / file.source if file.source is not None else None
-            weights = file.weights if is_whole else None
+            weights = file.weights if shares_weights(rank, file) else None
             how = source, file.sizes_only, communicators.get(group), weights, file.attends, file.convolves
             engines.append(load_engine(backend, setup.package, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()
     reserve(setup, backend)
-    # A graph has the sizes of the request that was captured: with other data it reads memory that is not its own.
     blockers = [
-        why_not_replayed(file) or engine.capture_blocker
+        why_not_replayed(rank, file) or engine.capture_blocker
         for file, engine in zip(rank.engines, engines, strict=True)
-        if file.data_sizes or engine.capture_blocker
+        if why_unsafe_to_replay(rank, file) or engine.capture_blocker
     ]
     program = Program(rank.program, engines, [*rank.outputs, *rank.keeps])
     return LoadedRank(

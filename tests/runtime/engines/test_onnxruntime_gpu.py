@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +89,6 @@ def test_shapes_that_come_again_have_a_session_of_their_own(shares: bool, expect
     backend._cuda_graphs = True
     sessions, why = backend._open_sessions("stage0.onnx", lambda *asked: asked, shares)  # type: ignore[arg-type,return-value]
     assert (sessions, why) == (expected, None)
-
-
-def test_convolutions_are_captured_in_a_session_of_their_own_only() -> None:
-    """In the one of all requests, another shape would unload kernels that a recording launches."""
-    backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
-    backend._cuda_graphs = True
-    open_sessions = partial(backend._open_sessions, "stage0.onnx", lambda *asked: asked)  # type: ignore[arg-type,return-value]
-    assert open_sessions(True, convolves=True) == ([(False, False), (True, True)], None)
-    assert open_sessions(False, convolves=True) == ([(False, False)], f"stage0.onnx {onnxruntime_gpu.UNLOADED}")
-    backend._cuda_graphs = False
-    assert open_sessions(False, convolves=True) == ([(False, False)], None)
 
 
 @pytest.mark.usefixtures("gpus")

@@ -18,6 +18,8 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.errors import EngineError
+from splitc.runtime.gpu.replayable import UNLOADED, why_not_replayed
+from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.ranks.kept_recordings import NEW
 from splitc.runtime.ranks.loop import Replay
@@ -271,6 +273,26 @@ def test_engine_that_can_not_be_captured_runs_eagerly_and_is_named(
     with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         assert [is_replayed(session, decoder_feeds()) for _ in range(RUNS)] == [False] * RUNS
         assert session.notes == ["requests are not replayed as CUDA graphs: stage0.onnx has nodes on the CPU"]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_convolutions_are_captured_in_a_session_of_their_own_only(
+    tmp_path: Path, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the one of all requests, another shape unloads kernels that a recording launches."""
+    block = Block()
+    made = block.op("Conv", block.data("x", (1, 16, 66), [1, 16, 66]), block.w("kernel", 16, 16, 3))
+    block.give(made, shape=[1, 16, 64])
+    save(block.model(), tmp_path / "model.onnx")
+    folder = package(tmp_path / "model.onnx", "layer", 1)
+    if not shares:
+        monkeypatch.setattr("splitc.runtime.gpu.weight_places.PASSED_ON", frozenset())
+    (rank,) = read_manifest(folder).ranks
+    why = "" if shares else f"rank0/stage0.onnx {UNLOADED}"
+    assert why_not_replayed(rank, rank.engines[0]) == why
+    with Session(folder, devices=["cuda0"]) as session:
+        assert any(is_replayed(session, block.feeds) for _ in range(RUNS)) == shares
+        assert session.notes == ([] if shares else [f"requests are not replayed as CUDA graphs: {why}"])
 
 
 def test_sizes_that_depend_on_data_are_never_captured(tmp_path: Path) -> None:

@@ -1,0 +1,29 @@
+"""Which engines of ONNX Runtime are not replayed as CUDA graphs, as far as a package says."""
+
+from __future__ import annotations
+
+from splitc.runtime.gpu.weight_places import can_share
+from splitc.runtime.package.manifest import EngineFile, Rank
+
+# With a request of another shape, ONNX Runtime plans a convolution anew. cuDNN may then unload kernels that it compiled
+# for the plan before, and a CUDA graph with them fails, which takes the process's GPU with it. So recordings are made
+# in a session of their own.
+UNLOADED = "has convolutions, whose kernels are unloaded when a request has another shape, and one session only"
+
+
+def shares_weights(rank: Rank, file: EngineFile) -> bool:
+    """Whether an engine's weights may be in two sessions: the only engine's, since several are too many for that."""
+    return len(rank.engines) == 1 and can_share(file.weights)
+
+
+def why_unsafe_to_replay(rank: Rank, file: EngineFile) -> str:
+    """Why a replay of an engine could be wrong, or end in an error of CUDA; "" if nothing is known of that."""
+    if file.data_sizes:  # a recording has the sizes of one request, and reads memory that is not its own with others
+        return f"sizes in {file.path} depend on data"
+    return f"{file.path} {UNLOADED}" if file.convolves and not shares_weights(rank, file) else ""
+
+
+def why_not_replayed(rank: Rank, file: EngineFile) -> str:
+    """Why requests are not replayed where a GPU runs the engine; "" if they are."""
+    refused = f"in {file.path}, {file.not_captured}" if file.not_captured else ""
+    return why_unsafe_to_replay(rank, file) or refused
