@@ -107,15 +107,14 @@ class Backend(Protocol):
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
-        attends: bool = True,
-        convolves: bool = False,
+        tuned: bool = True,
+        replays: bool = True,
     ) -> LoadedEngine:
         """Load the engine file at `path`, which was built from `source`. Raises PackageError if it can't be loaded.
 
-        The engine reads only the sizes of the inputs `sizes_only`. Its `weights` lie in files beside it. If it
-        `attends` or `convolves`, it has operators of attention or convolutions, whose kernels may be chosen by shape.
-        An engine with collectives inside takes a communicator. All ranks of its group must load theirs at the same
-        time.
+        The engine reads only the sizes of the inputs `sizes_only`. Its `weights` lie in files beside it. If it is
+        `tuned`, it has kernels that may be chosen by shape. Unless it `replays`, no run of it is recorded. An engine
+        with collectives inside takes a communicator. All ranks of its group must load theirs at the same time.
         """
 
     def upload(self, array: npt.NDArray[Any]) -> Any:

@@ -197,8 +197,8 @@ class OnnxRuntimeBackend:
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
-        attends: bool = True,
-        convolves: bool = False,
+        tuned: bool = True,
+        replays: bool = True,
     ) -> OnnxRuntimeEngine:
         how = self._trusts_data, self._stays_mapped, self._limit is not None
         with compact_heap(), contextlib.nullcontext() if self._is_loading else limited_arena(self._limit):

@@ -198,14 +198,14 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
-        attends: bool = True,
-        convolves: bool = False,
+        tuned: bool = True,
+        replays: bool = True,
     ) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         shared = self._place(path, weights)
         opened = partial(self._open, path, communicator, shared or {})
-        shares = (attends or convolves) and shared is not None
-        sessions, capture_blocker = self._open_sessions(path.name, opened, shares)
+        shares = tuned and shared is not None
+        sessions, capture_blocker = self._open_sessions(path.name, opened, shares, replays)
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in sessions[0].get_providers():  # it was dropped silently
@@ -245,7 +245,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             self.swapped.bring_in()
 
     def _open_sessions(
-        self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool
+        self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool, replays: bool = True
     ) -> tuple[list[ort.InferenceSession], str | None]:
         """The engine's sessions, and its capture blocker, if it has one. `shares` says that there may be two.
 
@@ -253,7 +253,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
         code for this, so the session is opened again without CUDA graphs: if that succeeds, capture was refused.
         """
         capture_blocker = None
-        if self._cuda_graphs:
+        if self._cuda_graphs and replays:
             try:
                 captured = opened(True, shares)
                 return ([opened(False, False), captured] if shares else [captured]), None

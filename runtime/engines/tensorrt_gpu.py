@@ -32,7 +32,7 @@ class TensorrtEngine:
 
     optional: frozenset[str] = frozenset()  # TensorRT has none
 
-    def __init__(self, name: str, engine: Any, backend: TensorrtBackend) -> None:
+    def __init__(self, name: str, engine: Any, backend: TensorrtBackend, replays: bool = True) -> None:
         self._name = name
         self._engine = engine
         self._backend = backend
@@ -54,7 +54,7 @@ class TensorrtEngine:
         v2 = hasattr(engine, "device_memory_size_v2")
         self.scratch_bytes = int(engine.device_memory_size_v2 if v2 else engine.device_memory_size)
         self._shapes: dict[Any, dict[str, tuple[int, ...]]] = {}
-        self._capture = backend.cuda_graphs
+        self._capture = backend.cuda_graphs and replays
         self._graphs: dict[Any, Any] = {}
         self._seen: set[Any] = set()
 
@@ -187,8 +187,8 @@ class TensorrtBackend(GpuDevice):
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
-        attends: bool = True,
-        convolves: bool = False,
+        tuned: bool = True,
+        replays: bool = True,
     ) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
@@ -197,7 +197,7 @@ class TensorrtBackend(GpuDevice):
             engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
         if self._options.strip_weights:
             self._refit(engine, path, source)
-        loaded = TensorrtEngine(path.name, engine, self)
+        loaded = TensorrtEngine(path.name, engine, self, replays)
         self._most_scratch = max(self._most_scratch, loaded.scratch_bytes)
         if communicator is not None:
             loaded.connect(communicator)

@@ -1,4 +1,4 @@
-"""Which engines of ONNX Runtime are not replayed as CUDA graphs, as far as a package says."""
+"""Which engines are not replayed as CUDA graphs, as far as a package says."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def why_unsafe_to_replay(rank: Rank, file: EngineFile) -> str:
     """Why a replay of an engine could be wrong, or end in an error of CUDA; "" if nothing is known of that."""
     if file.data_sizes:  # a recording has the sizes of one request, and reads memory that is not its own with others
         return f"sizes in {file.path} depend on data"
+    if file.control_flow:  # TensorRT captures the branch that one request took
+        return f"{file.path} has control flow (If, Loop or Scan)"
     return f"{file.path} {UNLOADED}" if file.convolves and not shares_weights(rank, file) else ""
 
 

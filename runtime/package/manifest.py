@@ -158,8 +158,8 @@ class EngineFile(Struct, frozen=True):
     inside the engine, its own included. `sizes_only` are the inputs whose sizes it reads, but not their data. `weights`
     are those in files beside it that several sessions may share; None if they can't be listed. `attends` says whether
     it has operators of attention, `convolves` whether it has convolutions, `data_sizes` whether sizes inside it depend
-    on data, as NonZero's do. `not_captured` is what keeps ONNX Runtime from capturing it on a GPU, as far as the
-    compiler knows: a node that is left on the CPU.
+    on data, as NonZero's do, `control_flow` whether data may decide what it runs. `not_captured` is what keeps ONNX
+    Runtime from capturing it on a GPU, as far as the compiler knows: a node that is left on the CPU.
     """
 
     path: str
@@ -173,6 +173,7 @@ class EngineFile(Struct, frozen=True):
     attends: bool = True
     convolves: bool = True
     data_sizes: bool = False
+    control_flow: bool = False
     not_captured: str = ""
     adapted: str | None = None
     unmasked: str | None = None

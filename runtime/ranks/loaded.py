@@ -109,7 +109,9 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
                 communicators[group] = collectives.create_communicator(group, backend.uses_operators)
             source = setup.package / file.source if file.source is not None else None
             weights = file.weights if shares_weights(rank, file) else None
-            how = source, file.sizes_only, communicators.get(group), weights, file.attends, file.convolves
+            replays = not why_unsafe_to_replay(rank, file)
+            tuned = file.attends or file.convolves
+            how = source, file.sizes_only, communicators.get(group), weights, tuned, replays
             engines.append(load_engine(backend, setup.package, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()

@@ -124,8 +124,8 @@ class FakeBackend(GpuDevice):
         sizes_only: Collection[str] = (),
         communicator: Communicator | None = None,
         weights: Sequence[Weight] | None = None,
-        attends: bool = True,
-        convolves: bool = False,
+        tuned: bool = True,
+        replays: bool = True,
     ) -> HostEngine:
         engine = HostEngine(self, path)
         if self._swap_buffer is not None and weights:

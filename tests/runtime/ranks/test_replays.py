@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -293,6 +293,24 @@ def test_convolutions_are_captured_in_a_session_of_their_own_only(
     with Session(folder, devices=["cuda0"]) as session:
         assert any(is_replayed(session, block.feeds) for _ in range(RUNS)) == shares
         assert session.notes == ([] if shares else [f"requests are not replayed as CUDA graphs: {why}"])
+
+
+def test_control_flow_is_never_captured(write_model: Callable[[str], Path]) -> None:
+    """TensorRT captures it, with the branch that one request took."""
+    model = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 4] x, bool flag) => (float[n, 4] y)
+        { a = Relu(x)
+          y = If (flag) <then_branch = then () => (float[n, 4] b) { b = Neg(a) },
+                         else_branch = other () => (float[n, 4] c) { c = Abs(a) }> }"""
+    )
+    with Session(package(model, "layer", 1), devices=["cuda0"]) as session:
+        for number in range(RUNS):
+            feeds = {"x": np.ones((2, 4), np.float32), "flag": np.array(number % 2 == 0)}
+            assert_close(session.run(feeds), run_whole(model, feeds))
+        assert not is_replayed(session, feeds)
+        why = "requests are not replayed as CUDA graphs: rank0/stage0.onnx has control flow (If, Loop or Scan)"
+        assert session.notes == [why]
 
 
 def test_sizes_that_depend_on_data_are_never_captured(tmp_path: Path) -> None:

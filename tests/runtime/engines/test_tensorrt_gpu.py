@@ -1,0 +1,46 @@
+"""TensorRT's engines on a GPU, by a library that is not there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from splitc.runtime.engines.tensorrt_gpu import TensorrtEngine
+
+
+class FakeStream:
+    """Counts what is captured."""
+
+    ptr = 0
+
+    def __init__(self) -> None:
+        self.captures = 0
+
+    def begin_capture(self, mode: int) -> None:
+        self.captures += 1
+
+    def end_capture(self) -> Any:
+        return SimpleNamespace(launch=lambda stream: None)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_engine_with_control_flow_is_never_captured(replays: bool) -> None:
+    """A graph has the branch that one request took."""
+    context = SimpleNamespace(execute_async_v3=lambda stream: True)
+    engine: Any = SimpleNamespace(
+        num_io_tensors=0, device_memory_size=0, create_execution_context_without_device_memory=lambda: context
+    )
+    runtime = SimpleNamespace(streamCaptureModeThreadLocal=0, CUDARuntimeError=RuntimeError)
+    backend: Any = SimpleNamespace(
+        trt=SimpleNamespace(),
+        cuda=SimpleNamespace(runtime=runtime),
+        stream=FakeStream(),
+        tape=None,
+        cuda_graphs=True,
+    )
+    loaded = TensorrtEngine("stage0.plan", engine, backend, replays)
+    for _ in range(3):
+        loaded._launch("key", lambda: None)
+    assert backend.stream.captures == replays
