@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.lowering.communication import AFTER, DOMAIN, HALF, RECEIVE, SEND
+from splitc.compiler.lowering.communication import AFTER, DOMAIN, HALF, RECEIVE, SEND, first_token
 from splitc.compiler.lowering.open_shapes import open_shape
 
 
 class ChainedGraph:
-    """A graph, and the token of the last of its chained operators."""
+    """A graph, and the token of the last of its chained operators. The first one takes a constant for it."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -35,8 +35,7 @@ class ChainedGraph:
 
     def run_before(self, values: Sequence[ir.Value]) -> None:
         """Let operators that are chained later run after the nodes that make these values."""
-        inputs = [*([] if self._token is None else [self._token]), *values]
-        (self._token,) = self._operator(AFTER, inputs, {}, [f"{values[0].name}/computed"])
+        (self._token,) = self._operator(AFTER, [self._last, *values], {}, [f"{values[0].name}/computed"])
 
     def finish(self) -> ir.Graph:
         """The graph, topologically sorted."""
@@ -45,10 +44,16 @@ class ChainedGraph:
 
     def _transfer(self, kind: str, value: ir.Value, dtype: ir.DataType, peer: int, name: str) -> ir.Value:
         kind += HALF if dtype == ir.DataType.FLOAT16 else ""
-        inputs = [value, *([] if self._token is None else [self._token])]
-        result, self._token = self._operator(kind, inputs, {"peer": peer}, [name, f"{name}/token"])
+        result, self._token = self._operator(kind, [value, self._last], {"peer": peer}, [name, f"{name}/token"])
         result.type = ir.TensorType(dtype)
         return result
+
+    @property
+    def _last(self) -> ir.Value:
+        """The token of the operator that was chained last; at first a constant."""
+        if self._token is None:
+            self._token = first_token(self._graph)
+        return self._token
 
     def _operator(
         self, kind: str, inputs: Sequence[ir.Value], attributes: Mapping[str, int], outputs: Sequence[str]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import origin_of, stand_for
@@ -21,6 +22,9 @@ AFTER = "After"
 # The suffix of operators for values in half precision. If they took any type, ONNX Runtime would run them in single
 # precision on CPUs wherever their neighbours run so, which may differ between ranks.
 HALF = "Half"
+# How many numbers the first token has. On GPUs, ONNX Runtime runs a node on the CPU if all that it takes is there, or a
+# constant of at most 100 (GetCpuPreferredNodes, core/framework/fallback_cpu_capability.cc). An exchange must stay.
+FIRST = 128
 # The attribute `operation` of an all-reduce.
 _OPERATIONS = {"sum": 0, "max": 1}
 
@@ -38,9 +42,9 @@ def kind_of(node: ir.Node) -> str:
 def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
     """Replace the collectives in `graph` by operators, in place, and keep only the named `outputs`. Returns the graph.
 
-    Each operator takes the token of the one before it, so all ranks run them in one order, however their engines order
-    independent nodes. If this rank does not read the result of the last one, its token becomes an output: other ranks
-    wait for that operator.
+    Each operator takes the token of the one before it, the first one a constant, so all ranks run them in one order,
+    however their engines order independent nodes. If this rank does not read the result of the last one, its token
+    becomes an output: other ranks wait for that operator.
     """
     for place, value in reversed(list(enumerate(graph.outputs))):
         if value.name not in outputs:
@@ -48,7 +52,7 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
     last: ir.Node | None = None
     for node in [node for node in graph if communicates(node)]:
         replaced = node.op_type == COLLECTIVE
-        last = _replace(graph, node, None if last is None else last.outputs[-1]) if replaced else node
+        last = _replace(graph, node, first_token(graph) if last is None else last.outputs[-1]) if replaced else node
     if last is not None:
         graph.opset_imports[DOMAIN] = 1
         graph.outputs.append(last.outputs[-1])
@@ -59,12 +63,24 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
     return graph
 
 
-def _replace(graph: ir.Graph, node: ir.Node, token: ir.Value | None) -> ir.Node:
+def first_token(graph: ir.Graph) -> ir.Value:
+    """A constant of the graph that the first of its exchanges takes for a token."""
+    name = "splitc_first"
+    if name in graph.initializers:
+        return graph.initializers[name]
+    tensor = ir.tensor(np.zeros(FIRST, np.uint8), name=name)
+    token = ir.Value(name=name, shape=ir.Shape([FIRST]), type=ir.TensorType(ir.DataType.UINT8), const_value=tensor)
+    graph.register_initializer(token)
+    return token
+
+
+def _replace(graph: ir.Graph, node: ir.Node, token: ir.Value) -> ir.Node:
     """Replace a collective by its operator, which takes the token of the one before it."""
-    inputs = [*node.inputs, *([] if token is None else [token])]
     operation = _OPERATIONS[node.attributes.get_string("reduce_op", "sum")]
     kind = ALL_REDUCE + (HALF if node.outputs[0].dtype == ir.DataType.FLOAT16 else "")
-    operator = ir.node(kind, inputs, {"operation": operation}, domain=DOMAIN, num_outputs=2, name=node.name)
+    operator = ir.node(
+        kind, [*node.inputs, token], {"operation": operation}, domain=DOMAIN, num_outputs=2, name=node.name
+    )
     whole, token = operator.outputs
     token.name, token.type = f"{node.outputs[0].name}/token", ir.TensorType(ir.DataType.UINT8)
     stand_for(whole, origin_of(node.outputs[0]))

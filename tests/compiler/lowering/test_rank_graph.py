@@ -49,6 +49,25 @@ def test_sum_that_only_branches_read(verify: bool, tmp_path: Path) -> None:
         assert_close(session.run(b.feeds), run_whole(tmp_path / "model.onnx", b.feeds))
 
 
+@pytest.mark.parametrize("mode", ["row", "tensor"])
+def test_every_exchange_takes_a_token(mode: str, tmp_path: Path) -> None:
+    """On GPUs ONNX Runtime moves nodes to the CPU that take only what is made there, or up to 100 constant numbers."""
+    b = Block()
+    b.give(feed_forward(b, b.data("x", (2, 5, HIDDEN)), "A", "B"), shape=[2, 5, HIDDEN])
+    save(b.model(), tmp_path / "model.onnx")
+    row_min = 8 if mode == "row" else 256
+    request = Request(split_mode=mode, memory=["1GiB"], engine="onnxruntime", row_min=row_min)
+    compile_model(plan_model(tmp_path / "model.onnx", ["2xcuda"], request), tmp_path / "package", verify=False)
+    for path in (tmp_path / "package").glob("rank*/*.onnx"):
+        graph = ir.load(path).graph
+        first = graph.initializers["splitc_first"]
+        exchanges = [node for node in graph if node.domain == "splitc"]
+        tokens = {first, *(node.outputs[-1] for node in exchanges)}
+        assert exchanges
+        assert all(tokens & set(node.inputs) for node in exchanges)
+        assert first.const_value is not None and first.const_value.size > 100
+
+
 def running_sum(b: Block, x: ir.Value) -> ir.Value:
     """By a Scan over the places of [5, 12], whose body needs the number of axes of what it is given."""
     total, step = (ir.Value(name=name, type=ir.TensorType(FLOAT)) for name in ("total", "step"))
