@@ -32,7 +32,7 @@ from splitc.compiler.planning.rank_plan import RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.request.request import Request
-from splitc.compiler.sharding.held import held_shards, rank_nodes
+from splitc.compiler.sharding.held import held_shards, made_in_parts, rank_nodes
 from splitc.compiler.sharding.report import WeightFate, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
@@ -125,7 +125,8 @@ def _make_plan(
         for part in range(count):
             place = run.target * count + part
             shard = rank_nodes(analysis.costs, sharded, analysis.states, stage, part)
-            if (own := (sharded.sizes(part), shard.nodes)) not in memories:
+            own = sharded.sizes(part), shard.nodes, made_in_parts(sharded, part)
+            if own not in memories:
                 held = held_shards(analysis.costs, sharded, shard.nodes, part)
                 memories[own] = rank_memory(analysis, shard, number, transfers, held)
             rank = RankPlan(

@@ -61,9 +61,15 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
         )
         return inputs, outputs
 
-    # Where all that is left of an addition is one value, this is the part.
-    summed = (value for value in sharded.sums.summed if not _passes_on(sharded, part, value))
-    return Held(weights, own, shapes, dict.fromkeys(summed, (1.0,)))
+    return Held(weights, own, shapes, dict.fromkeys(made_in_parts(sharded, part), (1.0,)))
+
+
+def made_in_parts(sharded: ShardedModel, part: int) -> tuple[ir.Value, ...]:
+    """The values of which a rank makes a part, and then the sum.
+
+    Where all that is left of an addition is one value, this is the part.
+    """
+    return tuple(value for value in sharded.sums.summed if not _passes_on(sharded, part, value))
 
 
 def _passes_on(sharded: ShardedModel, part: int, value: ir.Value) -> bool:
