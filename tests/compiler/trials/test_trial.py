@@ -18,9 +18,10 @@ from splitc.compiler import Plan, Request, plan_model
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule
-from splitc.compiler.trials import known, trial
+from splitc.compiler.trials import known, running, trial
 from splitc.compiler.trials.forms import Form
 from splitc.compiler.trials.running import try_forms
+from splitc.compiler.trials.tiny import TinyModel, tiny_model
 from splitc.runtime.files.cache import cache_file
 from tests.helpers.blocks import FLOAT, Block, check_rows, check_split
 from tests.helpers.operators import HIDDEN, INNER, softmax
@@ -115,9 +116,18 @@ def test_wrong_rule_is_found_and_the_model_is_right(case: str, tmp_path: Path, m
     assert broken_operators(plan) == [name]
 
 
-def test_right_rules_are_not_doubted(tmp_path: Path) -> None:
+def test_right_rules_are_not_doubted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few are tried at once, so that few are tried again beside one that does not run."""
+    numbers: list[int] = []
+
+    def count(forms: Sequence[Form], *others: Any) -> TinyModel:
+        numbers.append(len(forms))
+        return tiny_model(forms, *others)
+
+    monkeypatch.setattr(running, "AT_ONCE", 3)
+    monkeypatch.setattr(running, "tiny_model", count)
     (plan,) = check_split(beside_a_pair(attention), tmp_path, "QKVBCD", shares=((3, 1),))
-    assert plan.warnings == ()
+    assert plan.warnings == () and max(numbers) == 3
 
 
 def test_rules_are_tried_in_row_mode_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
