@@ -134,7 +134,8 @@ def test_sizes_that_depend_on_data(tmp_path: Path) -> None:
     """Of what is picked by a mask, as by a detector."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
-        picked (float[batch, 4, length, 8] q, bool[all] keep, float[batch, 4, all, 8] x) => (float[batch, 4, length, 8] y)
+        picked (float[batch, 4, length, 8] q, bool[all] keep, float[batch, 4, all, 8] x)
+            => (float[batch, 4, length, 8] y)
         {
             v = Compress <axis = 2> (x, keep)
             k = Transpose <perm = [0, 1, 3, 2]> (v)
