@@ -18,7 +18,7 @@ from splitc.compiler import Plan, Request, plan_model
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule
-from splitc.compiler.trials import known, running, trial
+from splitc.compiler.trials import known, running, tiny, trial
 from splitc.compiler.trials.forms import Form
 from splitc.compiler.trials.running import try_forms
 from splitc.compiler.trials.tiny import TinyModel, tiny_model
@@ -195,3 +195,14 @@ def test_tables_of_positions_are_tried_for_caches_of_any_length(tmp_path: Path) 
     shapes = {"input_ids": (1, 1), "attention_mask": (1, 1 << 15), "past_key_values.0.key": (1, 4, 1 << 15, 32)}
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor", shapes=shapes))
     assert plan.ranks[0].memory.cache >> 20 == 8, "half of the heads"
+
+
+def test_many_small_axes_are_tried_with_few_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As windows of volumes have."""
+    monkeypatch.setattr(tiny, "MOST_ELEMENTS", 1 << 10)
+    b = Block()
+    shape = (*[2] * 9, HIDDEN)
+    x = softmax(b, b.data("x", shape, ["n", *shape[1:]]))
+    made = b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", HIDDEN, INNER))), b.w("B", INNER, HIDDEN))
+    b.give(softmax(b, made), shape=["n", *shape[1:]])
+    check_split(b, tmp_path, "AB", shares=((3, 1),))
