@@ -178,6 +178,7 @@ def _settled(axis_map: AxisMap) -> AxisMap:
 
     def leaves_of(axis: Axis) -> Axis:
         if axis not in leaves:
+            ax.flatten_sections(axis)
             leaves[axis] = tuple(ax.leaves(axis))
         return leaves[axis]
 
