@@ -256,6 +256,22 @@ def _not_beyond(rule: Rule) -> Rule:
     return infer
 
 
+def _of_both_branches(rule: Rule) -> Rule:
+    """The rule for If, except that a result has no shape if only one branch tells one: that may be the other's."""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        branches = [node.attributes[name].as_graph() for name in ("then_branch", "else_branch")]
+        for number, value in enumerate(node.outputs):
+            if any(branch.outputs[number].shape is None for branch in branches):
+                value.shape = None
+
+    return infer
+
+
+CORRECTED = {("", "Slice"): _not_beyond, ("", "If"): _of_both_branches}
+
+
 def _least(size: int | ir.SymbolicDim, cut: int | ir.SymbolicDim) -> int | ir.SymbolicDim | None:
     """The size of a sliced axis: `cut`, or less if the axis is shorter. (At least 1 if it is not empty.)"""
     if isinstance(size, int) or not isinstance(cut, int) or cut <= 1:
@@ -271,8 +287,8 @@ def _own_registry() -> OpShapeInferenceRegistry:
     for domain, name, versions in registry.iter_supported():
         for version in versions if (f"{domain}.{name}" if domain else name) not in own else ():
             rule = registry.get(domain, name, version)
-            rule = _not_beyond(rule) if (domain, name) == ("", "Slice") else rule
-            rules.register(domain, name, version)(_forgiving(rule))
+            corrected = CORRECTED.get((domain, name))
+            rules.register(domain, name, version)(_forgiving(corrected(rule) if corrected else rule))
     for operator in REGISTRY.values():
         domain, _, name = operator.name.rpartition(".")
         if operator.shapes is not None:

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.agreement import fits
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.input_sizes import input_sizes
-from splitc.compiler.frontend.probe_sizes import fits, primes_of
+from splitc.compiler.frontend.probe_sizes import primes_of
 from splitc.compiler.frontend.shapes import bind_shapes
 from splitc.compiler.request.shapes import Shape
 

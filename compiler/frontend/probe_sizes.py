@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.agreement import fits
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, shape_of
-from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 
 # Sizes of an image may have to be multiples of the given ones, or of a part of these.
@@ -41,7 +41,8 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     past and new length), its probe size is the sum of theirs. If that leaves more shapes unknown, no sums are kept;
     then the same axis of several inputs gets one symbol where its size is the same, since some exporters name each axis
     anew. The given shapes are returned if all that leaves more shapes unknown (an image whose sides must be multiples
-    of the patch size). `constants` and `mixed` have only what does not depend on sizes.
+    of the patch size). Where operators agree on none of these sizes, since the model has one as a number, that symbol
+    keeps its given size. `constants` and `mixed` have only what does not depend on sizes.
     """
     symbols = _symbols(graph, shapes)
     if not symbols:
@@ -49,7 +50,24 @@ def bind_probe_sizes(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShap
     ways = [partial(_numbers, graph, symbols, sums) for sums in (True, False)]
     if same := _same_axes(graph, symbols):
         ways += [partial(way, same) for way in ways]
-    return _first_probed(graph, shapes, bound, ways) or bound
+    probed = _first_probed(graph, shapes, bound, ways)
+    if probed is None or not fits(graph, probed, bound):
+        made = _multiplied(graph, shapes, bound, symbols)
+        if made is not None and not symbols.items().isdisjoint(_symbols(graph, made.shapes).items()):
+            return made
+    return probed or bound
+
+
+def _multiplied(
+    graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes, symbols: Mapping[str, int]
+) -> BoundShapes | None:
+    """Other sizes for symbols, multiples of the given ones where primes do not fit. Those that take none keep theirs.
+
+    None if all do, or if there are too many.
+    """
+    same = _same_axes(graph, symbols)
+    made = _one_by_one(graph, shapes, bound, [name for name in symbols if name not in same], keeps=True)
+    return None if made is None else _fixed(made, bound)
 
 
 def _numbers(
@@ -234,10 +252,7 @@ def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes
     probed = bind_probe_sizes(graph, shapes, bound)
     if probed is not bound and fits(graph, probed, bound):
         return None
-    symbols = _symbols(graph, shapes)
-    same = _same_axes(graph, symbols)
-    made = _one_by_one(graph, shapes, bound, [name for name in symbols if name not in same], keeps=True)
-    return None if made is None else _fixed(made, bound)
+    return _multiplied(graph, shapes, bound, _symbols(graph, shapes))
 
 
 def _one_by_one(
@@ -265,37 +280,6 @@ def _one_by_one(
             if not keeps:
                 return None
     return made
-
-
-def fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
-    """Whether shapes are known as far as the given ones, and agree where operators want them to."""
-    if len(made.uncertain) > len(bound.uncertain):
-        return False
-    certain = {name: shape for name, shape in made.shapes.items() if name not in made.uncertain}
-    return all(_agree(node, certain) for node in graph.nodes)
-
-
-def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
-    """Whether sizes are as an operator wants them.
-
-    Factors agree along the axis that a product sums over, and what is put together along all other axes. What is
-    reshaped has as many elements as before. Attention has as many keys as values.
-    """
-    read = [shapes.get(value.name or "") if value is not None else None for value in node.inputs]
-    if operator_of(node).is_attention:
-        lengths = {shape[-2] for shape in read[1:3] if shape and len(shape) > 2}  # keys and values may be left out
-        return len(lengths) <= 1
-    if node.domain or node.op_type not in ("MatMul", "Concat", "Reshape"):
-        return True
-    if node.op_type == "Reshape":
-        made = shapes.get(node.outputs[0].name or "")
-        return made is None or read[0] is None or math.prod(made) == math.prod(read[0])
-    known = [shape for shape in read if shape]
-    if node.op_type == "MatMul":
-        return len(known) < 2 or len(known[1]) < 2 or known[0][-1] == known[1][-2]
-    axis = node.attributes.get_int("axis", 0)
-    others = {tuple(size for n, size in enumerate(shape) if n != axis % len(shape)) for shape in known}
-    return len(others) <= 1
 
 
 def _differs(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:

@@ -18,6 +18,7 @@ DEEPEST = 16
 HIDDEN = -1e4
 # A number up to this that is added to all scores changes no weight, nor rounds a score: TensorFlow's models add 1e-9.
 SHIFT = 1.0
+NO_SIZES = "its queries, keys and values have no known sizes"
 
 
 class NotFusedError(Exception):
@@ -160,7 +161,7 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
 
 
 def _read_weighing(node: ir.Node, weights: ir.Value, turned: bool, rank_of: RankOf) -> _Weighing:
-    product = read_product(node, rank_of) if is_product(node) else None
+    product = _read_product(node, rank_of) if is_product(node) else None
     if product is None:
         raise NotFusedError("its weights go into no product of two computed values along one axis")
     if product.first.value is not weights:
@@ -171,6 +172,13 @@ def _read_weighing(node: ir.Node, weights: ir.Value, turned: bool, rank_of: Rank
     if product.scale != 1:
         raise NotFusedError("what is weighed by it is scaled by the same operator")
     return _Weighing(product.second, weights, node.outputs[0], product.order)
+
+
+def _read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
+    """As `read_product`. Raises NotFusedError if it is not known how many axes the factors have."""
+    if any(value is None or rank_of(value) is None for value in node.inputs[:2]):
+        raise NotFusedError(NO_SIZES)
+    return read_product(node, rank_of)
 
 
 def _users(value: ir.Value) -> list[ir.Node]:
@@ -233,7 +241,7 @@ def _changes_nothing(node: ir.Node, scores: ir.Value) -> bool:
 def _read_scores(node: ir.Node, rank_of: RankOf) -> _Scores:
     if not is_product(node):
         raise NotFusedError("its scores are a product with a weight")
-    product = read_product(node, rank_of)
+    product = _read_product(node, rank_of)
     if product is None:
         raise NotFusedError("its scores are a product along several axes, or of factors with unlike axes")
     rank = len(product.order)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from splitc.compiler.fusion.attention import Attention, NotFusedError
+from splitc.compiler.fusion.attention import NO_SIZES, Attention, NotFusedError
 from splitc.compiler.fusion.operand import Operand, axes_of, seen_through, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined, product_of
 
@@ -47,7 +47,7 @@ def find_frame(attention: Attention, sizes: Sizes) -> Frame:
     axes = [axes_of(operand, sizes) for operand in (attention.query, attention.keys, attention.values)]
     query, keys, values = axes
     if query is None or keys is None or values is None:
-        raise NotFusedError("its queries, keys and values have no known sizes")
+        raise NotFusedError(NO_SIZES)
     leading, length, size = query[:-2], query[-2], query[-1].fixed
     rows, value_size = keys[-1], values[-1].fixed
     if keys[-2].size != query[-1].size or values[-2].size != rows.size:

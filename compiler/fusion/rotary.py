@@ -102,10 +102,10 @@ def _joined_sums(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
     first, second = (_unstacked(value) for value in node.inputs)
     if first is None or second is None or (first.op_type, second.op_type) != ("Sub", "Add"):
         return
-    products = [_factors(value) for value in (*first.inputs, *second.inputs)]
-    straight, crossed, *others = (product for product in products if product is not None)
-    if len(others) != 2:
+    products = [product for value in (*first.inputs, *second.inputs) if (product := _factors(value)) is not None]
+    if len(products) < 4:
         return
+    straight, crossed, *others = products
     rest = {frozenset(other) for other in others}
     for a, cosines in (straight, straight[::-1]):
         for b, sines in (crossed, crossed[::-1]):

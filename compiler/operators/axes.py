@@ -86,12 +86,33 @@ def leaves(axis: Axis) -> list[Factor]:
 
 def atoms(axis: Axis) -> Iterator[Factor]:
     """All atoms of an axis, including those in sections. An atom may come several times."""
-    for leaf in leaves(axis):
+    left = leaves(axis)[::-1]
+    while left:
+        leaf = left.pop()
         if leaf.is_atom:
             yield leaf
-        else:
-            for section in leaf.sections:
-                yield from atoms(section)
+        for section in leaf.sections[::-1]:
+            left += leaves(section)[::-1]
+
+
+def flatten_sections(axis: Axis) -> None:
+    """Put sections of sections in their place, in place: what grows by hundreds of joins has as many inside each other.
+
+    For axes that are related no more.
+    """
+    left = [leaf for leaf in leaves(axis) if not leaf.is_atom]
+    while left:
+        leaf = left.pop()
+        flat: list[Axis] = []
+        sections = list(leaf.sections[::-1])
+        while sections:
+            parts = leaves(sections.pop())
+            if len(parts) == 1 and not parts[0].is_atom:
+                sections += parts[0].sections[::-1]
+            else:
+                flat.append(tuple(parts))
+                left += [part for part in parts if not part.is_atom]
+        leaf.sections = tuple(flat)
 
 
 def pin(axis: Axis, reason: Pin) -> None:

@@ -77,7 +77,7 @@ OPERATORS = (
     *(Operator(name, elementwise) for name in NONLINEAR.split()),
     *(Operator(name, elementwise, scratch=scratch.biased) for name in GELUS.split()),
     *(Operator(name, elementwise, shape_arithmetic=True) for name in OF_SIZES.split()),
-    Operator("Clip", elementwise, may_precede_softmax=True),
+    Operator("Clip", elementwise, shape_arithmetic=True, may_precede_softmax=True),
     Operator("Max", elementwise, shape_arithmetic=True, may_precede_softmax=True),
     Operator("Min", elementwise, shape_arithmetic=True, may_precede_softmax=True),
     Operator("Tanh", elementwise, may_precede_softmax=True),

@@ -90,15 +90,14 @@ def activated(rule: AxesRule) -> AxesRule:
 
 
 def einsum(op: Operation) -> None:
-    equation = op.node.attributes.get_string("equation", "").replace(" ", "")
-    if "." in equation or "->" not in equation:
+    sources, arrow, result = op.node.attributes.get_string("equation", "").replace(" ", "").partition("->")
+    terms = [_labels(term, len(axes or ())) for term, axes in zip(sources.split(","), op.inputs, strict=True)]
+    made = _labels(result, len(op.output()))
+    summed = set().union(*terms).difference(made)
+    repeated = any(len(set(term)) < len(term) for term in (*terms, made))
+    if not arrow or repeated or not all(map(str.isalpha, summed)):
         return
-    sources, result = equation.split("->")
-    repeated = any(len(set(term)) < len(term) for term in [*sources.split(","), result])
-    if repeated:
-        return
-    spaced = ", ".join(" ".join(term) for term in sources.split(",")) + " -> " + " ".join(result)
-    op.pattern(spaced, contract="".join(sorted(set(sources) - set(result) - {","})))
+    op.pattern(", ".join(map(" ".join, terms)) + " -> " + " ".join(made), contract="".join(sorted(summed)))
     op.linear = LINEAR if len(op.inputs) == 1 else ()
 
 

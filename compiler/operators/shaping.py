@@ -113,7 +113,7 @@ def split(op: Operation) -> None:
 def slice_(op: Operation) -> None:
     op.linear = LINEAR
     source, target = op.input(0), op.output()
-    starts, ends = op.numbers(1, "starts"), op.numbers(2, "ends")
+    starts, ends = op.entries(1, "starts"), op.entries(2, "ends")
     named = op.has(3) or op.numbers_of("axes") is not None
     axes = op.numbers(3, "axes") if named else None if starts is None else list(range(len(starts)))
     if axes is None:
@@ -137,12 +137,15 @@ def slice_(op: Operation) -> None:
 
 
 def _slice_axis(
-    op: Operation, source: Axis, target: Axis, start: int, end: int, step: int
+    op: Operation, source: Axis, target: Axis, start: int | None, end: int | None, step: int
 ) -> tuple[Axis | None, Axis | None]:
-    """Relate an axis to a slice of it: a section, or the major factor if it is strided.
+    """Relate an axis to a slice of it: a section, or the major factor if it is strided. Of a bound that is not known,
+    nothing follows.
 
     Returns the axes whose sizes `start` and `end` are; None for a bound that holds whatever the size.
     """
+    if start is None or end is None:
+        return None, None
     size = ax.size_of(source)
     first, last = (min(max(bound + size if bound < 0 else bound, 0), size) for bound in (start, end))
     whole = source if end == size else None

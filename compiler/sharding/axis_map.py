@@ -178,6 +178,7 @@ def _settled(axis_map: AxisMap) -> AxisMap:
 
     def leaves_of(axis: Axis) -> Axis:
         if axis not in leaves:
+            ax.flatten_sections(axis)
             leaves[axis] = tuple(ax.leaves(axis))
         return leaves[axis]
 
@@ -187,6 +188,9 @@ def _settled(axis_map: AxisMap) -> AxisMap:
     for operation in axis_map.operations.values():
         operation.inputs, operation.outputs = list(map(settle, operation.inputs)), list(map(settle, operation.outputs))
         operation.contracted = leaves_of(operation.contracted)
+        for sizes in (*operation.sizes.values(), *operation.attributes.values()):
+            for axis in (axis for axis in sizes if axis is not None):
+                ax.flatten_sections(axis)
     return replace(axis_map, axes={value: settle(axes) for value, axes in axis_map.axes.items()})
 
 

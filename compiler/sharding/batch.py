@@ -33,8 +33,8 @@ class Rows:
 def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
     """The number of the batch axis in each output, and in each input that has one, by name. None if there is no batch.
 
-    The batch is a single factor, alone on its axis, of dynamic size. All outputs have it and no weight does. No node
-    needs it whole, sums over it or picks from it.
+    The batch is a single factor, alone on its axis, of dynamic size. All outputs have it but those of weights alone,
+    and no weight does. No node needs it whole, sums over it or picks from it.
     """
     rows = find_rows(graph, axis_map)
     return None if rows is None else dict(rows.axes)
@@ -43,14 +43,14 @@ def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
 def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
     """The rows of the batch; None if there is no batch."""
     mixed = _mixed(axis_map)
-    outputs = {value.name for value in graph.outputs}
+    outputs = set(_outputs(graph))
     places = {
         atom: number_of
         for atom, number_of in _places(graph, axis_map).items()
         if atom.pinned is None and atom not in mixed
     }
     for atom, number_of in places.items():
-        if outputs <= number_of.keys():
+        if outputs and outputs <= number_of.keys():
             return Rows((atom,), number_of)
     groups: dict[str, list[Factor]] = {}
     for atom in places:
@@ -58,9 +58,14 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
             groups.setdefault(symbol, []).append(atom)
     for atoms in groups.values():
         number_of = {name: number for atom in reversed(atoms) for name, number in places[atom].items()}
-        if len(atoms) > 1 and outputs <= number_of.keys() and not _meet(axis_map, atoms):
+        if len(atoms) > 1 and outputs and outputs <= number_of.keys() and not _meet(axis_map, atoms):
             return Rows(tuple(atoms), number_of)
     return None
+
+
+def _outputs(graph: Graph) -> list[str]:
+    """The outputs without those of weights alone, which are the same for all rows."""
+    return [value.name or "" for value in graph.outputs if not graph.is_constant(value)]
 
 
 def _symbols(graph: Graph, number_of: Mapping[str, int]) -> set[str]:
@@ -113,7 +118,7 @@ def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] =
     That is the axis that most outputs have, then most inputs; of several the first. The nodes in `made` compute from
     sizes alone, and their axes are free.
     """
-    outputs = [value.name or "" for value in graph.outputs]
+    outputs = _outputs(graph)
     places = _places(graph, axis_map)
     starts = {
         atom for value in graph.graph.inputs for axis in axis_map.axes.get(value) or () for atom in ax.leaves(axis)

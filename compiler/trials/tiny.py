@@ -40,6 +40,8 @@ EVEN_UNITS = ((8, 0, 16), (0, 16, 8), (16, 8, 0), (8, 0, 16))
 SHARES, OUTER = (0.3, 0.2, 0.5), 2
 # The most elements of a value that is tried. A choice: most operators take sizes of 12.
 MOST_ELEMENTS = 1 << 21
+# The most elements along all axes that are not sharded, where few are wanted. A choice: six axes of two.
+FEW = 1 << 6
 
 
 class CannotTryError(Exception):
@@ -55,13 +57,14 @@ class Sizing:
     """How sizes are made up.
 
     `units` are those of sharded axes. Other axes have probe sizes, or the `planned` ones. Sizes over `largest` are
-    replaced by small ones. With `single`, the first axis has size 1.
+    replaced by small ones. With `single`, the first axis has size 1. With `few`, so have most that are not sharded.
     """
 
     units: Sequence[tuple[int, ...]]
     planned: bool
     largest: int
     single: bool = False
+    few: bool = False
 
 
 # In the order in which they are tried, until one suits the operator.
@@ -69,6 +72,7 @@ SIZINGS = (
     *(Sizing(UNITS, planned, largest) for planned in (False, True) for largest in (LARGE, 256, 4, MOST_ELEMENTS)),
     *(Sizing(UNITS, planned, 256, single=True) for planned in (False, True)),
     *(Sizing(EVEN_UNITS, planned, 256, single) for single in (False, True) for planned in (False, True)),
+    *(Sizing(UNITS, planned, 256, few=True) for planned in (False, True)),
 )
 
 
@@ -140,6 +144,8 @@ class _Maker:
         sizes = {atom: known.get(atom, atom.size) for atom in form.atoms}
         large = sorted({size for size in sizes.values() if size > sizing.largest})
         sizes = {atom: 5 + large.index(size) if size in large else size for atom, size in sizes.items()}
+        if sizing.few:
+            sizes = _few({atom: size for atom, size in sizes.items() if atom not in own})
         if sizing.single and form.operation.inputs[0]:
             sizes.update(dict.fromkeys(ax.atoms(form.operation.inputs[0][0]), 1))
         sizes |= {atom: max(run.stop for run in ranges) for atom, ranges in own.items()}
@@ -241,6 +247,15 @@ class _Maker:
         if mixed := mixed_of(operation, number):
             return np.array([1 if entry is None else entry for entry in mixed], dtype.numpy())
         return made_up(self.made, number, shape, dtype, self._name)
+
+
+def _few(sizes: Mapping[Factor, int]) -> dict[Factor, int]:
+    """The first of these sizes, whose product is at most FEW, and 1 for the others: windows have many axes of two."""
+    result, room = {}, FEW
+    for atom, size in sizes.items():
+        result[atom] = size if size <= room else 1
+        room //= max(1, result[atom])
+    return result
 
 
 def _rows_of_tables(form: Form) -> set[Factor]:

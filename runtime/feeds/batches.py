@@ -39,6 +39,9 @@ def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Mapping[str, int] |
 
 
 def join_batches(pieces: Sequence[Mapping[str, npt.NDArray[Any]]], axes: Mapping[str, int] | None) -> Arrays:
-    """The outputs of all micro-batches, joined along the batch axis of each output."""
+    """The outputs of all micro-batches, joined along the batch axis of each output. One without is the same in all."""
     assert axes is not None
-    return {name: np.concatenate([piece[name] for piece in pieces], axes[name]) for name in pieces[0]}
+    return {
+        name: np.concatenate([piece[name] for piece in pieces], axes[name]) if name in axes else first
+        for name, first in pieces[0].items()
+    }

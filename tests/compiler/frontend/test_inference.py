@@ -53,6 +53,21 @@ def test_made_up_symbols_are_left_to_the_library(write_model: WriteModel, monkey
     assert mixed["i"][0] is not None
 
 
+def test_what_one_branch_tells_may_not_hold_for_the_other(write_model: WriteModel) -> None:
+    """As where a table without rows is made flat."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (bool empty, float[n, 4] x, int64[axes] sizes) => (int64 count)
+        <int64[1] flat = {-1}>
+        { a = Reshape(x, sizes)
+          y = If (empty) <
+              then_branch = flattened () => (float[k] b) { b = Reshape(a, flat) },
+              else_branch = kept () => (float c) { c = Relu(a) }>
+          count = Size(y) }"""
+    )
+    assert inferred(path)["y"][0] is None
+
+
 def test_shape_arithmetic_is_folded_on_the_way(write_model: WriteModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exporters write Expand so. The rule of Where creates symbols, and shapes were inferred several times over."""
     graph = read_graph(

@@ -60,6 +60,19 @@ def test_what_is_reshaped_keeps_its_elements(tmp_path: Path) -> None:
     assert height % 2 == width % 2 == 0 and height not in (4, width) and width != 6
 
 
+def test_length_that_the_model_has_as_a_number_is_kept(tmp_path: Path) -> None:
+    """As in keys of PyTorch's attention, as TorchScript exports it."""
+    b = Block()
+    x = b.data("x", (2, 6, 4), ["batch", "tokens", 4])
+    b.give(b.op("Reshape", x, b.op("Concat", b.shape(x, 0), b.ints(6, 2, 2), axis=0)))
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    batch, tokens, *_ = bind_probe_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes["x"]
+    assert batch > 2 and tokens == 6
+
+
 def test_attention_has_as_many_keys_as_values(tmp_path: Path) -> None:
     """Though an exporter names the length of each cache anew, as torch's newer one does."""
     b = Block(opset=23)

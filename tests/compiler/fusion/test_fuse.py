@@ -130,6 +130,26 @@ def test_what_is_not_fused_says_why(tmp_path: Path, form: Form, types: set[str],
     assert "Softmax" in operators(made.graph.graph)
 
 
+def test_sizes_that_depend_on_data(tmp_path: Path) -> None:
+    """Of what is picked by a mask, as by a detector."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        picked (float[batch, 4, length, 8] q, bool[all] keep, float[batch, 4, all, 8] x)
+            => (float[batch, 4, length, 8] y)
+        {
+            v = Compress <axis = 2> (x, keep)
+            k = Transpose <perm = [0, 1, 3, 2]> (v)
+            scores = MatMul (q, k)
+            weights = Softmax <axis = -1> (scores)
+            y = MatMul (weights, v)
+        }
+    """)
+    onnx.save(model, tmp_path / "model.onnx")
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes({"q": (2, 4, 5, 8), "keep": (7,), "x": (2, 4, 7, 8)}), 1)
+    (fate,) = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY).fates
+    assert fate.why == "its queries, keys and values have no known sizes"
+
+
 def test_heads_whose_number_depends_on_the_request_are_a_part_of_the_batch(tmp_path: Path) -> None:
     """Windows of a picture lie where heads do: their number is no attribute."""
     model = onnx.parser.parse_model("""

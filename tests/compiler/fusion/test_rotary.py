@@ -201,9 +201,15 @@ def test_what_is_not_fused_says_why(tmp_path: Path, body: str, why: str) -> None
     assert (fate.operator, fate.kind) == (None, "rotary") and (fate.why or "").startswith(why)
 
 
-def test_other_signs_are_no_rotation(tmp_path: Path) -> None:
-    """x cos + (b, a) sin is a reflection."""
-    body = f"{twice(False)} {SLICED} {JOINED[False].format('b', 'a')} {SUM}"
+NO_ROTATIONS = {
+    "reflection": f"{twice(False)} {SLICED} {JOINED[False].format('b', 'a')} {SUM}",
+    "no products": f"{SLICED}  low = Sub (a, b)  high = Add (b, a)  y = Concat <axis = -1> (low, high)",
+}
+
+
+@pytest.mark.parametrize("body", NO_ROTATIONS.values(), ids=NO_ROTATIONS)
+def test_what_is_no_rotation(tmp_path: Path, body: str) -> None:
+    """x cos + (b, a) sin, and a sum beside a difference, as of complex numbers that were multiplied before."""
     assert fused(written(body), tmp_path).fates == ()
 
 

@@ -58,6 +58,14 @@ def test_what_is_given_as_it_is_has_rows_of_its_own(tmp_path: Path) -> None:
     check_rows(b, tmp_path, {"x", "y", "memory", "same"})
 
 
+def test_output_of_weights_alone_has_no_rows(tmp_path: Path) -> None:
+    """As the scale of CLIP's logits."""
+    b, y, _ = two_inputs("batch")
+    b.give(y, "y", ["batch", WIDTH])
+    b.give(b.op("Exp", b.constant(0.5, np.float32)), "scale", [])
+    check_rows(b, tmp_path, {"x", "y"})
+
+
 def test_rows_of_several_inputs_that_meet_are_no_rows(tmp_path: Path) -> None:
     """Each one's with all of the other's, as in the logits of two towers."""
     b, y, memory = two_inputs("batch")

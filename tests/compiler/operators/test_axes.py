@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from splitc.compiler.operators.axes import Axis, Factor, Pin, atoms, cut, leaves, new_axis, pin, relate, size_of
+from splitc.compiler.operators.axes import (
+    Axis,
+    Factor,
+    Pin,
+    atoms,
+    cut,
+    flatten_sections,
+    leaves,
+    new_axis,
+    pin,
+    relate,
+    size_of,
+)
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range
 
@@ -84,6 +96,20 @@ def test_heads_of_sections_are_found_after_they_were_cut() -> None:
     relate(axis, (Factor(12), Factor(4)))
     assert sizes(axis) == [12, 4]
     assert [atom.size for atom in atoms(axis)] == [8, 2, 2, 4]
+
+
+def test_axis_that_grew_by_a_thousand_joins() -> None:
+    """Each is a section of the next one: as many functions would be inside each other."""
+    grown = new_axis(2)
+    for _ in range(1000):
+        joined = new_axis(size_of(grown) + 2)
+        first, _ = cut(joined, [size_of(grown), 2])
+        relate(first, grown)
+        grown = joined
+    assert len(list(atoms(grown))) == 1001
+    flatten_sections(grown)
+    ranges = {atom: Range(0, 1) for atom in atoms(grown)}
+    assert Shards(ranges).size(grown) == 1001
 
 
 def test_cut_of_a_product_keeps_the_minor_factor_whole() -> None:

@@ -31,7 +31,9 @@ def start(b: Block, *shape: int, axis: int = -1) -> ir.Value:
 def einsum() -> Block:
     b = Block()
     heads = b.op("Reshape", b.op("MatMul", start(b), b.w("A", 12, INNER)), b.ints(0, 0, 4, 6))
-    joined = b.op("Einsum", b.op("Einsum", heads, equation="nthd->nhtd"), b.w("E", 4, 6, 12), equation="nhtd,hdf->ntf")
+    joined = b.op(
+        "Einsum", b.op("Einsum", heads, equation="...thd->...htd"), b.w("E", 4, 6, 12), equation="nhtd,hdf->ntf"
+    )
     b.give(b.op("Softmax", joined))
     return b
 

@@ -53,6 +53,7 @@ FOLDED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["Ceil", "Floor", "Sqrt"], (HALF,)),
     **dict.fromkeys(["And", "Or", "Xor"], (YES, NO)),
     "Not": (YES,),
+    "Clip": (A, -2, 5),
     "Div": ([8, 9, 15], [2, 4, 5]),
     "Where": ([True, False, True], A, B),
     "Range": (2, 11, 3),

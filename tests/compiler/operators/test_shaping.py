@@ -195,6 +195,9 @@ FORMS: dict[str, Tiny] = {
     "sections of other sizes": sandwich(uneven_sections, wide=INNER + 8, sums=2, shares=SHARES),
     "negative slices": sandwich(negative_slices, wide=2 * INNER, shares=SHARES),
     "strided slices": sandwich(strided, wide=2 * INNER, shares=SHARES),
+    "slices of computed sizes": sandwich(
+        lambda b, v: b.op("Slice", v, b.ints(0, 0, 0), b.op("Shape", b.op("Tanh", v))), shares=SHARES
+    ),
     "batch and heads": sandwich(merged_with_batch, shares=SHARES),
     "expand to the sizes of another": sandwich(expanded_from_one, split={"row"}),
     "pad of one axis": sandwich(padded_by_axes, opset=18),

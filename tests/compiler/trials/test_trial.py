@@ -18,9 +18,10 @@ from splitc.compiler import Plan, Request, plan_model
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule
-from splitc.compiler.trials import known, trial
+from splitc.compiler.trials import known, running, tiny, trial
 from splitc.compiler.trials.forms import Form
 from splitc.compiler.trials.running import try_forms
+from splitc.compiler.trials.tiny import TinyModel, tiny_model
 from splitc.runtime.files.cache import cache_file
 from tests.helpers.blocks import FLOAT, Block, check_rows, check_split
 from tests.helpers.operators import HIDDEN, INNER, softmax
@@ -115,9 +116,18 @@ def test_wrong_rule_is_found_and_the_model_is_right(case: str, tmp_path: Path, m
     assert broken_operators(plan) == [name]
 
 
-def test_right_rules_are_not_doubted(tmp_path: Path) -> None:
+def test_right_rules_are_not_doubted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few are tried at once, so that few are tried again beside one that does not run."""
+    numbers: list[int] = []
+
+    def count(forms: Sequence[Form], *others: Any) -> TinyModel:
+        numbers.append(len(forms))
+        return tiny_model(forms, *others)
+
+    monkeypatch.setattr(running, "AT_ONCE", 3)
+    monkeypatch.setattr(running, "tiny_model", count)
     (plan,) = check_split(beside_a_pair(attention), tmp_path, "QKVBCD", shares=((3, 1),))
-    assert plan.warnings == ()
+    assert plan.warnings == () and max(numbers) == 3
 
 
 def test_rules_are_tried_in_row_mode_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,3 +195,14 @@ def test_tables_of_positions_are_tried_for_caches_of_any_length(tmp_path: Path) 
     shapes = {"input_ids": (1, 1), "attention_mask": (1, 1 << 15), "past_key_values.0.key": (1, 4, 1 << 15, 32)}
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor", shapes=shapes))
     assert plan.ranks[0].memory.cache >> 20 == 8, "half of the heads"
+
+
+def test_many_small_axes_are_tried_with_few_elements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As windows of volumes have."""
+    monkeypatch.setattr(tiny, "MOST_ELEMENTS", 1 << 10)
+    b = Block()
+    shape = (*[2] * 9, HIDDEN)
+    x = softmax(b, b.data("x", shape, ["n", *shape[1:]]))
+    made = b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", HIDDEN, INNER))), b.w("B", INNER, HIDDEN))
+    b.give(softmax(b, made), shape=["n", *shape[1:]])
+    check_split(b, tmp_path, "AB", shares=((3, 1),))

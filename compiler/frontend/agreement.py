@@ -1,0 +1,44 @@
+"""Whether other sizes of a model's inputs fit: no shape is lost, and sizes agree where operators want them to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.request.shapes import Shape
+
+
+def fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
+    """Whether shapes are known as far as the given ones, and agree where operators want them to."""
+    if len(made.uncertain) > len(bound.uncertain):
+        return False
+    certain = {name: shape for name, shape in made.shapes.items() if name not in made.uncertain}
+    return all(_agree(node, certain) for node in graph.nodes)
+
+
+def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
+    """Whether sizes are as an operator wants them.
+
+    Factors agree along the axis that a product sums over, and what is put together along all other axes. What is
+    reshaped has as many elements as before. Attention has as many keys as values.
+    """
+    read = [shapes.get(value.name or "") if value is not None else None for value in node.inputs]
+    if operator_of(node).is_attention:
+        lengths = {shape[-2] for shape in read[1:3] if shape and len(shape) > 2}  # keys and values may be left out
+        return len(lengths) <= 1
+    if node.domain or node.op_type not in ("MatMul", "Concat", "Reshape"):
+        return True
+    if node.op_type == "Reshape":
+        made = shapes.get(node.outputs[0].name or "")
+        return made is None or read[0] is None or math.prod(made) == math.prod(read[0])
+    known = [shape for shape in read if shape]
+    if node.op_type == "MatMul":
+        return len(known) < 2 or len(known[1]) < 2 or known[0][-1] == known[1][-2]
+    axis = node.attributes.get_int("axis", 0)
+    others = {tuple(size for n, size in enumerate(shape) if n != axis % len(shape)) for shape in known}
+    return len(others) <= 1
