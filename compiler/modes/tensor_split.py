@@ -32,6 +32,9 @@ from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.hardware.profiles import HOST
 from splitc.runtime.package.manifest import Part
 
+# The bytes of the least and the greatest element of a value.
+RANGE = 8
+
 
 @dataclass(frozen=True)
 class TensorSplit:
@@ -62,7 +65,8 @@ class TensorSplit:
         return self.sharded.sums.count
 
     def exchanged(self, cuts: Sequence[CutPlan]) -> list[int]:
-        return list(map(self.analysis.costs.value_bytes, self.sharded.sums.exchanged))
+        sums = self.sharded.sums
+        return [*map(self.analysis.costs.value_bytes, sums.exchanged), *[RANGE] * len(sums.ranged)]
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         if not self._apart:

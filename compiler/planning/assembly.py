@@ -28,9 +28,9 @@ class CpuEngine:
     Measured on 90 graphs of 2 to 1,840 nodes, as what loading and a first run take beside weights and what is computed:
     9 to 20 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes. Kernels for weights of
     `few_bits`, or what casts them, are read beside those for 32. A `sum` inside an engine takes as much as eight nodes,
-    with those that cut and pad for it. `met` is the most for each rank of those
-    that sum, or send to each other, inside engines, itself included: the memory that processes share for it (STAGING in
-    runtime/collectives/meeting.py, and the queues of native/transfers.c), of which they touch what they exchange.
+    with those that cut and pad for it. `met` is the most for each rank of those that sum, or send to each other, inside
+    engines, itself included: the memory that processes share for it (STAGING in runtime/collectives/meeting.py, and the
+    queues of native/transfers.c), of which they touch what they exchange.
     """
 
     library: int = 9 << 20

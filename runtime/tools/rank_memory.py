@@ -237,8 +237,8 @@ def _measure_rank(
     """Measure a rank, in its own process. `end` is its end of the meeting of its group's engines.
 
     It is `adapted` if it runs with adapters too. Weights in mapped files count as far as they are read, which requests
-    do, and not loading: the system may drop them again. A request holds what is fed too, but for states that are
-    overwritten: of these the output counts.
+    do, and not loading: the system may drop them again. A request holds what is fed too. Of states that are
+    overwritten the output counts, and of adapters the rank's own copy.
     """
     arrays, rank = read_arrays(inputs), manifest.ranks[number]
     backend = OnnxRuntimeBackend(threads)
@@ -249,19 +249,19 @@ def _measure_rank(
     engines = _load(backend, package, manifest, rank, lambda _: end)
     loaded, loading, mapped = resident_bytes(), peak_bytes(), _status("RssFile") or 0
     alone = Alone(arrays, backend)
+    slots = choices_of(manifest, rank)[ADAPTED]
     given = {name: array for name, array in arrays.items() if name in rank.inputs}
     program, feeds = Program(rank.program, engines, rank.outputs), partial(_upload, backend, given)
     execute(program, alone, feeds, backend.accumulate)
     if adapted:  # ranks without slots as well: others may wait for them
         end.begin(1)
-        slots = choices_of(manifest, rank)[ADAPTED]
         held = {name: backend.upload(arrays[name].copy()) for name in slots}  # as ranks of a session have copies
         execute(program, alone, lambda: {**feeds(), **held}, backend.accumulate)
     running = peak if (peak := peak_bytes()) > loading else resident_bytes()
     loaded += max(0, (_status("RssFile") or 0) - mapped)
     write_arrays(outputs, alone.sent)
-    over = {state.input for state in manifest.states if state.in_place}
-    running += sum(array.nbytes for name, array in arrays.items() if name not in over)
+    counted = slots.union(state.input for state in manifest.states if state.in_place)
+    running += sum(array.nbytes for name, array in arrays.items() if name not in counted)
     return measured_memory(rank, max(0, loaded - before), max(loading, running) - before, adapted)
 
 
