@@ -1,4 +1,4 @@
-"""Remember what was results out about an object for as long as the object lives."""
+"""Remember what a function returned about an object for as long as the object lives."""
 
 from __future__ import annotations
 

@@ -244,12 +244,14 @@ def _bind_numbers(
     return made if fits(graph, made, bound) and _differs(graph, made, bound) else None
 
 
-def bind_multiples(graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes) -> BoundShapes | None:
+def bind_multiples(
+    graph: Graph, shapes: Mapping[str, Shape], bound: BoundShapes, probed: BoundShapes
+) -> BoundShapes | None:
     """Other sizes for a model that primes do not fit, such as one that makes an image smaller and larger again.
 
-    Symbols that take no other size keep theirs. None if primes do fit, or if there are no other sizes.
+    `probed` is what `bind_probe_sizes` gives. Symbols that take no other size keep theirs. None if the probe sizes do
+    fit, or if there are no other sizes.
     """
-    probed = bind_probe_sizes(graph, shapes, bound)
     if probed is not bound and fits(graph, probed, bound):
         return None
     return _multiplied(graph, shapes, bound, _symbols(graph, shapes))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import described
-from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.reads import has_subgraphs
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import convolves
@@ -40,7 +40,7 @@ def engine_entry(
         attends=any(operator_of(node).is_attention for node in graph.all_nodes()),
         convolves=any(map(convolves, graph.all_nodes())),
         data_sizes=_has_data_sizes(graph, uncertain),
-        control_flow=any(any(subgraphs(node)) for node in graph),
+        control_flow=has_subgraphs(graph),
         not_captured=why_not_captured(graph) if on_gpu else "",
     )
 

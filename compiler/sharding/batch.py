@@ -44,13 +44,15 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
     """The rows of the batch; None if there is no batch."""
     mixed = _mixed(axis_map)
     outputs = set(_outputs(graph))
+    if not outputs:
+        return None
     places = {
         atom: number_of
         for atom, number_of in _places(graph, axis_map).items()
         if atom.pinned is None and atom not in mixed
     }
     for atom, number_of in places.items():
-        if outputs and outputs <= number_of.keys():
+        if outputs <= number_of.keys():
             return Rows((atom,), number_of)
     groups: dict[str, list[Factor]] = {}
     for atom in places:
@@ -58,7 +60,7 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
             groups.setdefault(symbol, []).append(atom)
     for atoms in groups.values():
         number_of = {name: number for atom in reversed(atoms) for name, number in places[atom].items()}
-        if len(atoms) > 1 and outputs and outputs <= number_of.keys() and not _meet(axis_map, atoms):
+        if len(atoms) > 1 and outputs <= number_of.keys() and not _meet(axis_map, atoms):
             return Rows(tuple(atoms), number_of)
     return None
 

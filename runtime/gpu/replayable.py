@@ -26,6 +26,7 @@ def why_unsafe_to_replay(rank: Rank, file: EngineFile) -> str:
 
 
 def why_not_replayed(rank: Rank, file: EngineFile) -> str:
-    """Why requests are not replayed where a GPU runs the engine; "" if they are."""
-    refused = f"in {file.path}, {file.not_captured}" if file.not_captured else ""
-    return why_unsafe_to_replay(rank, file) or refused
+    """Why requests are not replayed where a GPU runs the engine, by a node if one is known; "" if they are."""
+    if file.not_captured and not file.data_sizes:
+        return f"in {file.path}, {file.not_captured}"
+    return why_unsafe_to_replay(rank, file)
