@@ -19,6 +19,7 @@ COMPILER = (
     "operators",
     "frontend",
     "fusion",
+    "execution",
     "analysis",
     "sharding",
     "placement",

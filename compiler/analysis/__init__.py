@@ -1,1 +1,1 @@
-"""What is known about a graph before any decision: costs, liveness, blocks, stages, memory."""
+"""What is known about a graph before any decision: costs, blocks, stages, memory."""

@@ -19,8 +19,8 @@ from functools import cached_property, partial
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.analysis.liveness import crossing_values, total_bytes
 from splitc.compiler.analysis.rematerialization import find_known_shapes, find_rematerializable, find_upstream
+from splitc.compiler.execution.liveness import crossing_values, total_bytes
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.slots import is_inside_slot, is_slot_sum
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.analysis.execution import arena_bytes, execution_order
-from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.loading import Loading, NodeShapes, find_loading, packed_bytes
 from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.execution.run import arena_bytes
 from splitc.compiler.frontend.room import may_have_room
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators.registry import operator_of
@@ -89,10 +88,9 @@ def _whole_memory(costs: Costs, states: Sequence[State], stage: Stage) -> StageM
 def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None) -> StageMemory:
     """See `stage_memory`.
 
-    Inputs and outputs are held for the whole run, as ONNX Runtime does with an IO binding. What the nodes make is
-    allocated in its arena, in its order (see `arena_bytes`): states too, which count as cache, and as activations what
-    the arena wastes around them. That is at least what is alive at once in this order, by which the search over cuts
-    goes.
+    Inputs are held for the whole run, as ONNX Runtime does with an IO binding. What the nodes make is allocated in its
+    arena, in its order (see `arena_bytes`): states too, which count as cache, and as activations what the arena wastes
+    around them.
     """
     names, over = state_names(states), overwritten(states)
     ends = dict.fromkeys([*stage.takes, *stage.gives])
@@ -118,15 +116,15 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
         return costs.value_in_memory(value, size(value), value in ends) if value in made else 0
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
-    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts, costs.maps_weights)
-    alive = peak_bytes(execution_order(stage.nodes, reads), reads, lambda value: 0 if value in ends else size(value))
+    alike, on_host = costs.graph.are_alike, costs.maps_weights
+    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts, alike, on_host)
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)
     shapes = costs.shapes_of if held is None else held.shapes
     memory = StageMemory(
         weights=packed_bytes(costs, running, weights, shapes) + sum(weights[value] for value in cast),
-        activations=fed + max(arena - states_made, given + alive),
+        activations=fed + max(arena - states_made, given),
         # Where requests may feed a past without room, the engine makes another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
         loading=find_loading(costs, stage.nodes, weights, shapes),

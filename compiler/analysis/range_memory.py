@@ -12,10 +12,10 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Partition
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.analysis.execution import execution_order
-from splitc.compiler.analysis.liveness import peak_bytes
 from splitc.compiler.analysis.memory import overwritten, stage_memory, state_names
 from splitc.compiler.analysis.stages import divide_blocks
+from splitc.compiler.execution.liveness import peak_bytes
+from splitc.compiler.execution.order import execution_order
 from splitc.runtime.package.states import State
 
 
@@ -45,7 +45,10 @@ class RangeMemory:
         self._weights = _Held(weights)
         self._in_files = _Held({v: costs.in_files[v] for v in own.keys() & costs.in_files.keys()} for own in weights)
         self._cache = _Held({value: size(value) for value in own if value.name in names} for own in ends)
-        self._ends = _Held({value: size(value) for value in own if value.name not in names} for own in ends)
+        self._fed = _Held(
+            {value: size(value) for value in own if value.is_graph_input() and value.name not in names} for own in ends
+        )
+        self._given = [sum(size(value) for value in given & outputs if value.name not in names) for given in made]
         self._crossing = self._find_crossing()
         self.cut_bytes = [sum(size(value) for value, _, _ in crossing) for crossing in self._crossing]
         # What crosses a cut or leaves the model is held throughout, and not part of a peak.
@@ -102,12 +105,20 @@ class RangeMemory:
         return self._exact[start, end]
 
     def _bound(self, start: int, end: int) -> int:
-        """What is held throughout (weights; inputs, outputs and states; what crosses the cuts) and the highest peak."""
+        """What is held throughout (weights, inputs and states, what is received), and the highest peak.
+
+        At a block's peak there is also what blocks before it give.
+        """
+        size = self._costs.value_bytes
         received = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
-        sent = {value for value, maker, _ in self._crossing[end] if maker >= start}
-        crossing = sum(map(self._costs.value_bytes, (received | sent) - self._outputs))
-        running = crossing + self._ends.of(start, end) + self._cache.of(start, end) + max(self._peaks[start:end])
-        return self.weights(start, end) - self._in_files.of(start, end) + running
+        given = Counter({number: self._given[number] for number in range(start, end)})
+        for value, maker, _ in self._crossing[end]:
+            if maker >= start and value not in self._outputs:
+                given[maker] += size(value)
+        before = accumulate((given[number] for number in range(start, end)), initial=0)
+        peak = max(own + made for own, made in zip([*self._peaks[start:end], 0], before, strict=True))
+        held = sum(map(size, received)) + self._fed.of(start, end) + self._cache.of(start, end)
+        return self.weights(start, end) - self._in_files.of(start, end) + held + peak
 
 
 class _Held:

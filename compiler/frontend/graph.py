@@ -68,6 +68,21 @@ class Graph:
             values.insert(place, value)
         return tuple(values)
 
+    def are_alike(self, one: ir.Value, other: ir.Value) -> bool:
+        """Whether two values have the same shape in each request, by the file: in numbers, or by names of sizes."""
+        sizes = self._written_sizes(one)
+        return sizes is not None and sizes == self._written_sizes(other)
+
+    def _written_sizes(self, value: ir.Value) -> list[int | str] | None:
+        """A value's sizes as the file has them, or as they follow where all are numbers; None if one is not known."""
+        shape = self.declared.get(value.name or "", value.shape)
+        if shape is None:
+            return None
+        is_written = value.is_graph_input() or (value.name or "") in self.declared
+        sizes = [size if isinstance(size, int) else size.value for size in shape]
+        known = [size for size in sizes if isinstance(size, int) or (is_written and size is not None)]
+        return known if len(known) == len(sizes) else None
+
     @cached_property
     def position(self) -> Mapping[ir.Node, int]:
         """The index of each node in the model's order."""

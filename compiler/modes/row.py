@@ -14,12 +14,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.arena import Arena, Place
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.loading import find_loading, packed_bytes
 from splitc.compiler.analysis.memory import StageMemory, have_few_bits, stage_memory, with_adapters
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
+from splitc.compiler.execution.arena import Arena, Place
 from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import names, rank_program
 from splitc.compiler.lowering.row_graphs import row_graph

@@ -160,5 +160,5 @@ OPERATORS = (
     Operator("ScatterElements", scatter_elements, positions=(1,)),
     Operator("ScatterND", scatter_nd, positions=(1,)),
     Operator("TensorScatter", tensor_scatter, positions=(2,)),
-    Operator("Trilu", triangle),
+    Operator("Trilu", triangle, overwrites=True),
 )

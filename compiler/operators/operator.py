@@ -43,6 +43,7 @@ class Operator:
     packed_scales: the input of a quantized weight's scales, which the kernel for int8 on CPUs holds two more times: in
         the packed weight, and as the sums of its blocks.
     scratch: what its kernel allocates while it runs. Without one, nothing.
+    scratch_first: that is taken before its outputs.
     reserves: that is taken past the allocator's arena.
     half_scratch: the same of its kernel for half precision on GPUs, where it is another one.
     padding: what its kernel on CPUs adds to its weight as it packs it; None if it reads it from its file instead.
@@ -51,6 +52,8 @@ class Operator:
     nodes: how many nodes ONNX Runtime makes of it on CPUs: it has no kernel for it, or reorders channels around it.
     reads_part: it reads only as many bytes of its input as it writes.
     is_view: its output shares the memory of its first input.
+    overwrites: its kernel on CPUs writes over its first input where nothing reads that later, and the file says that
+        both have the same shape.
 
     Shape arithmetic:
     shape_arithmetic: exporters compute sizes with it, so it is folded if its inputs are known.
@@ -97,6 +100,7 @@ class Operator:
     quantizes: bool = False
     packed_scales: int | None = None
     scratch: Scratch | None = None
+    scratch_first: bool = False
     reserves: bool = False
     half_scratch: Scratch | None = None
     padding: Callable[[ir.Node, Shapes, Shapes], int | None] | None = None
@@ -104,6 +108,7 @@ class Operator:
     nodes: int = 1
     reads_part: bool = False
     is_view: bool = False
+    overwrites: bool = False
     shape_arithmetic: bool = False
     expands: bool = False
     passes_sizes: bool = False

@@ -16,7 +16,7 @@ from models.llama import Size, build
 from models.minilm import Encoder
 from models.writer import Writer, save
 from splitc.compiler.analysis.facts import Analysis, analyze
-from splitc.compiler.analysis.liveness import crossing_values, total_bytes
+from splitc.compiler.execution.liveness import crossing_values, total_bytes
 from splitc.compiler.request.shapes import AskedShapes
 
 MakeModel = Callable[[ir.Model], Path]

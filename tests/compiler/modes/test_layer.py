@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from models.writer import Writer, save
 from splitc.compiler import Request, plan_model
 from splitc.compiler.analysis import memory
-from splitc.compiler.analysis.execution import arena_bytes
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.errors import ModelError
+from splitc.compiler.execution.run import arena_bytes
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.hardware.devices import parse_devices

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from models.llama import Size, build
 from models.writer import Writer, save
 from splitc.compiler import Plan, Request, compile_model, plan_model
-from splitc.compiler.analysis.arena import UNIT
 from splitc.compiler.errors import CannotSplitError
+from splitc.compiler.execution.arena import UNIT
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.compiler.sharding.slices import SlicedProducts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from splitc.compiler.analysis.arena import FIRST_REGION, UNIT, Arena, Place
+from splitc.compiler.execution.arena import FIRST_REGION, UNIT, Arena, Place
 
 MIB = 1 << 20
 

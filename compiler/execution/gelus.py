@@ -8,9 +8,9 @@ from functools import partial
 
 import onnx_ir as ir
 
-from splitc.compiler.analysis.liveness import Reads
+from splitc.compiler.execution.liveness import Reads
 from splitc.compiler.frontend.walks import ancestors, producer_of
-from splitc.compiler.fusion.gelu import find_written
+from splitc.compiler.fusion.gelu import find_by_tanh, find_written
 
 GELUS = ("Gelu", "FastGelu")
 
@@ -18,15 +18,16 @@ GELUS = ("Gelu", "FastGelu")
 def written_gelus(nodes: Sequence[ir.Node]) -> dict[ir.Node, tuple[ir.Value, set[ir.Node]]]:
     """The last nodes of Gelus that ONNX Runtime makes one node, each with what it is of and the nodes before the last.
 
-    It knows those that divide and have no half in the midst (GeluFusion, core/optimizer/gelu_fusion.cc). In half
-    precision kernels for CPUs have casts between the nodes.
+    It knows those that divide and have no half in the midst (GeluFusion, core/optimizer/gelu_fusion.cc), and those by
+    Tanh (FastGeluFusion, core/optimizer/fast_gelu_fusion.cc). In half precision kernels for CPUs have casts between the
+    nodes.
     """
     there, written = set(nodes), {}
-    for data, result in filter(None, map(find_written, nodes)):
+    for data, result in filter(None, (find_written(node) or find_by_tanh(node) for node in nodes)):
         last = producer_of(result)
         parts = ancestors([last], partial(_other_inputs, data))
-        divides = any(node.op_type == "Div" for node in parts)
-        if divides and data not in last.inputs and data.dtype == ir.DataType.FLOAT and parts <= there:
+        is_known = any(node.op_type in ("Div", "Tanh") for node in parts) and data not in last.inputs
+        if is_known and data.dtype == ir.DataType.FLOAT and parts <= there:
             written[last] = data, parts - {last}
     return written
 
@@ -50,7 +51,8 @@ def biased_gelus(
         maker = added.producer()
         if maker is None or maker not in made or maker.op_type != "Add" or maker in products:
             continue
-        ends = [value for value in maker.inputs if value is not None and value.shape is not None]
+        # Exporters leave out shapes that ONNX Runtime infers: only the bias, which is stored, has to have one.
+        ends = [value for value in maker.inputs if value is not None]
         biases = [value for value in ends if value.producer() is None and len(value.shape or ()) == 1]
         if readers[added] == 1 and not added.is_graph_output() and len(ends) == 2 and len(biases) == 1:
             biased[node] = next(value for value in ends if value is not biases[0])

@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer, save
-from splitc.compiler.analysis.execution import arena_bytes, biased_products, execution_order
+from splitc.compiler.execution.arena import FIRST_REGION
+from splitc.compiler.execution.order import execution_order
+from splitc.compiler.execution.products import biased_products
+from splitc.compiler.execution.run import arena_bytes
 from splitc.compiler.operators.registry import REGISTRY
 from tests.conftest import decoder_feeds
-
-
-def profile(path: Path, feeds: dict[str, Any], folder: Path, optimized: bool = False) -> list[dict[str, Any]]:
-    """The nodes of a run in the order in which they ran; if they are not `optimized`, those of the file."""
-    options = ort.SessionOptions()
-    if not optimized:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.enable_profiling = True
-    options.profile_file_prefix = str(folder / "profile")
-    options.enable_mem_pattern = options.enable_mem_reuse = False
-    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    session.run(None, feeds)
-    events = json.loads(Path(session.end_profiling()).read_text())
-    nodes = [event for event in events if event["cat"] == "Node" and event["name"].endswith("_kernel_time")]
-    return sorted(nodes, key=lambda event: event["ts"])
-
-
-def named(model: ir.Model) -> ir.Model:
-    for number, node in enumerate(model.graph):
-        node.name = f"node{number}"
-    return model
-
-
-def reads(node: ir.Node) -> list[ir.Value]:
-    return [value for value in node.inputs if value is not None]
+from tests.helpers.profiles import named, profile, reads
 
 
 def test_order_is_that_of_onnx_runtime(decoder: Path, tmp_path: Path) -> None:
@@ -150,8 +126,10 @@ def test_written_gelus_are_one_node(tmp_path: Path, halved_first: bool) -> None:
     assert arena_bytes(list(model.graph), reads, size, lambda node: (), outputs, on_host=False) == 2 * (3 << 18)
 
 
+@pytest.mark.parametrize("has_shapes", [True, False])
 @pytest.mark.parametrize("how", ["none", "tanh", "written"])
-def test_gelu_with_a_bias_before_it_takes_a_copy_of_its_input(tmp_path: Path, how: str) -> None:
+def test_gelu_with_a_bias_before_it_takes_a_copy_of_its_input(tmp_path: Path, how: str, has_shapes: bool) -> None:
+    """Also where the exporter left out shapes that ONNX Runtime infers."""
     w = Writer(opset=17 if how == "written" else 20)
     x = w.input("x", ir.DataType.FLOAT, ["m", "n", 64])
     bias = w.weight("bias", ir.tensor(np.ones(64, np.float32)))
@@ -162,6 +140,8 @@ def test_gelu_with_a_bias_before_it_takes_a_copy_of_its_input(tmp_path: Path, ho
     events = profile(tmp_path / "model.onnx", {"x": np.ones((1, 3072, 64), np.float32)}, tmp_path, optimized=True)
     assert len(events) == 3
     model = ShapeInferencePass()(ir.load(tmp_path / "model.onnx")).model
+    for value in (value for node in model.graph for value in node.outputs if not has_shapes):
+        value.shape = None
     ours = arena_bytes(
         list(model.graph),
         reads,
@@ -233,3 +213,27 @@ def test_convolution_copies_into_blocks_of_channels(tmp_path: Path, channels: in
     if "mem_in_use_peak" in events[0]["args"]:
         used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
         assert 0.95 * used <= ours <= 1.5 * used
+
+
+def test_where_selects_before_it_takes_room_for_what_it_makes() -> None:
+    """So what it makes lies behind what it selected, and a larger value does not fit before it."""
+    quarter = FIRST_REGION // 4
+
+    def bytes_of(kind: str) -> int:
+        w = Writer()
+        x, is_chosen = w.input("x", ir.DataType.FLOAT, ["n"]), w.input("c", ir.DataType.BOOL, ["n"])
+        made = w.op("Where", is_chosen, x, x) if kind == "Where" else w.op(kind, x, x)
+        w.output(w.op("Concat", made, x, axis=0), "y", ir.DataType.FLOAT, ["m"])
+        graph = w.model().graph
+        sizes = {"Concat": 5 * quarter, kind: 3 * quarter}
+
+        def size(value: ir.Value) -> int:
+            maker = value.producer()
+            return sizes.get(maker.op_type, 0) if maker is not None else 0
+
+        def scratch(node: ir.Node) -> tuple[int, ...]:
+            return (3 * quarter, 3 * quarter) if node.op_type == kind else ()
+
+        return arena_bytes(list(graph), reads, size, scratch, frozenset(graph.outputs), on_host=False)
+
+    assert bytes_of("Where") == bytes_of("Add") + 5 * quarter

@@ -1,0 +1,85 @@
+"""The order in which ONNX Runtime runs a graph's nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+import onnx_ir as ir
+
+from splitc.compiler.execution.gelus import GELUS
+from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.products import biased_products
+
+_ENDS_GELU = (*GELUS, "Mul")
+
+
+def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
+    """The nodes of a file in the order in which ONNX Runtime runs them.
+
+    Nodes that its optimizer has made count as the last in the file, in the order in which it found them, pass by pass.
+    That decides which branch comes first where two read one value: a block's MLP or its attention, queries or values.
+    """
+    return order_after_passes(nodes, reads, biased_products(nodes, reads))
+
+
+def order_after_passes(
+    nodes: Sequence[ir.Node], reads: Reads, biased: Mapping[ir.Node, ir.Node], *later: Container[ir.Node]
+) -> list[ir.Node]:
+    """See `execution_order`. After those that become a Gemm or a Gelu, further passes make the `later` ones."""
+    position = {node: number for number, node in enumerate(nodes)}
+    passes = (biased.__contains__, _follows_view, lambda node: ends_gelu(node, biased))
+    for is_made in (*passes, *(made.__contains__ for made in later)):
+        if any(map(is_made, nodes)):
+            made = [node for node in _depth_first(nodes, reads, position) if is_made(node)]
+            position.update((node, len(nodes) + number) for number, node in enumerate(made, max(position.values())))
+    return _depth_first(nodes, reads, position)
+
+
+def _depth_first(nodes: Sequence[ir.Node], reads: Reads, position: Mapping[ir.Node, int]) -> list[ir.Node]:
+    """From the nodes that no other one reads up to what they read, depth first, the last node of the file first.
+
+    It is the order of Graph::ReverseDFSFrom (core/graph/graph.cc), and not that of the file.
+    """
+    above = {node: _producers(node, reads, position) for node in nodes}
+    read = {maker for makers in above.values() for maker in makers}
+    stack = [(node, False) for node in sorted(nodes, key=position.__getitem__) if node not in read]
+    seen: set[ir.Node] = set()
+    order = []
+    while stack:
+        node, is_done = stack.pop()
+        if is_done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(maker, False) for maker in above[node] if maker not in seen]
+    return order
+
+
+def _follows_view(node: ir.Node) -> bool:
+    """Whether ONNX Runtime makes one Reshape of this one and the one before it."""
+    maker = node.inputs[0].producer() if node.op_type == "Reshape" and node.inputs[0] is not None else None
+    return maker is not None and maker.op_type == "Reshape"
+
+
+def _producers(node: ir.Node, reads: Reads, position: Mapping[ir.Node, int]) -> list[ir.Node]:
+    makers = {maker for value in reads(node) if (maker := value.producer()) in position and maker is not None}
+    return sorted(makers, key=position.__getitem__)
+
+
+def ends_gelu(node: ir.Node, biased: Container[ir.Node]) -> bool:
+    """Whether the node ends a fusion to a Gelu: of one that is written out, or of one with the bias before it.
+
+    What is `biased` already has become part of a product.
+    """
+    above = [value.producer() for value in node.inputs if value is not None] if node.op_type in _ENDS_GELU else []
+    if node.op_type in GELUS:
+        return any(maker is not None and maker.op_type == "Add" and maker not in biased for maker in above)
+    return any(_reads_erf(maker, 2) for maker in above if maker is not None)
+
+
+def _reads_erf(node: ir.Node, steps: int) -> bool:
+    if node.op_type == "Erf":
+        return True
+    makers = (value.producer() for value in node.inputs if value is not None) if node.op_type in ("Add", "Mul") else ()
+    return steps > 0 and any(_reads_erf(maker, steps - 1) for maker in makers if maker is not None)

@@ -1,0 +1,60 @@
+"""The sizes that Reshapes are given and ONNX Runtime makes constants of: those of the axes where they stand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from splitc.compiler.execution.liveness import Reads
+
+
+def without_own_sizes(nodes: Sequence[ir.Node], reads: Reads) -> tuple[list[ir.Node], Reads]:
+    """The nodes without those that only give a Reshape its source's own sizes, and what each reads then.
+
+    These sizes are joined with numbers, one by one, each where it is in the source, so that they are 0 for a Reshape
+    (ReshapeFusion, core/optimizer/reshape_fusion.cc).
+    """
+    given = {node: node.inputs[1] for node in nodes if node.op_type == "Reshape" and _has_own_sizes(node)}
+
+    def read(node: ir.Node) -> list[ir.Value]:
+        return [value for value in reads(node) if value is not given.get(node)]
+
+    readers = Counter(value for node in nodes for value in read(node))
+    left: list[ir.Node] = []
+    for node in reversed(nodes):
+        sizes = any(value.dtype == ir.DataType.INT64 for value in node.outputs)
+        if sizes and not any(readers[value] or value.is_graph_output() for value in node.outputs):
+            readers.subtract(read(node))
+        else:
+            left.append(node)
+    return left[::-1], read
+
+
+def _has_own_sizes(reshape: ir.Node) -> bool:
+    data, target = reshape.inputs[:2]
+    joined = target.producer() if target is not None else None
+    if data is None or joined is None or joined.op_type != "Concat" or len(list(joined.outputs[0].uses())) > 1:
+        return False
+    place = 0
+    for value in joined.inputs:
+        if value is not None and value.const_value is not None:
+            place += value.const_value.size
+        elif value is None or not _is_size(value, data, place):
+            return False
+        else:
+            place += 1
+    return True
+
+
+def _is_size(value: ir.Value, data: ir.Value, axis: int) -> bool:
+    """Whether a value is the size of a value's axis, by Shape, Gather and Unsqueeze."""
+    node = value.producer()
+    if node is not None and node.op_type == "Unsqueeze":
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if node is None or node.op_type != "Gather" or node.inputs[0] is None or node.inputs[1] is None:
+        return False
+    shape, index = node.inputs[0].producer(), node.inputs[1].const_value
+    is_shape = shape is not None and shape.op_type == "Shape" and not shape.attributes and shape.inputs[0] is data
+    return is_shape and index is not None and index.size == 1 and int(index.numpy().reshape(())) == axis

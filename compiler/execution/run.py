@@ -1,0 +1,108 @@
+"""The memory that ONNX Runtime takes for what a graph's nodes make in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from splitc.compiler.execution.arena import Arena, Place
+from splitc.compiler.execution.liveness import Reads, Size
+from splitc.compiler.execution.normed_sums import Alike
+from splitc.compiler.execution.optimized import Optimized, optimize
+from splitc.compiler.operators.registry import operator_of
+
+
+def arena_bytes(
+    nodes: Sequence[ir.Node],
+    reads: Reads,
+    size: Size,
+    scratch: Callable[[ir.Node], tuple[int, ...]],
+    kept: AbstractSet[ir.Value],
+    parts: Callable[[ir.Node], tuple[int, ...]] = lambda node: (),
+    alike: Alike = lambda one, other: False,
+    on_host: bool = True,
+) -> int:
+    """The bytes of its arena that ONNX Runtime uses in one run of the nodes, from an empty arena on.
+
+    A value is allocated before its node runs, and freed after its last reader; `kept` ones, which leave the engine, are
+    not. `scratch` is what a node's kernel allocates while it runs. What ranks make a value of are `parts`: the node
+    makes the first one, others come from other ranks. `alike` are values that have the same shape, as far as the engine
+    knows; see `optimize`. Where the system places regions decides which of two free chunks of one size is used: it is
+    the more of both ways. `on_host` is as for `Arena`.
+    """
+    run = optimize(nodes, reads, size, kept, lambda node: bool(parts(node)), alike, overwrites=on_host)
+    held = {run.root(value) for value in kept}
+    steps: list[Step] = []
+    for node, last in zip(run.order, _last_uses(run), strict=True):
+        made = tuple((value, bytes_) for value in node.outputs if value not in run.places and (bytes_ := size(value)))
+        copy = (size(node.outputs[0]),) if node in run.copying else ()
+        freed = tuple(value for value in last if value not in held)
+        steps += _in_parts(_step(node, made, (*scratch(node), *copy), freed), parts(node))
+    return max(_touched(steps, Arena(downwards, on_host)) for downwards in (True, False))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A node's allocations: values, or parts of one, with their bytes, and its scratch; and what is freed after it.
+
+    Some kernels take their scratch `before` what they make. What is `reserved` is scratch that is taken past the arena.
+    """
+
+    made: tuple[tuple[Hashable, int], ...]
+    freed: tuple[Hashable, ...]
+    before: tuple[int, ...] = ()
+    scratch: tuple[int, ...] = ()
+    reserved: tuple[int, ...] = ()
+
+
+def _step(
+    node: ir.Node, made: tuple[tuple[Hashable, int], ...], scratch: tuple[int, ...], freed: tuple[Hashable, ...]
+) -> Step:
+    operator = operator_of(node)
+    if operator.reserves:
+        return Step(made, freed, reserved=scratch)
+    return Step(made, freed, before=scratch) if operator.scratch_first else Step(made, freed, scratch=scratch)
+
+
+def _in_parts(step: Step, sizes: Sequence[int]) -> list[Step]:
+    """The step of a node that makes the first of some parts, and one in which its value is made of all of them."""
+    if not sizes:
+        return [step]
+    parts = [((step.made, number), bytes_) for number, bytes_ in enumerate(sizes)]
+    own = {value for value, _ in step.made}
+    unread = [value for value in step.freed if value in own]
+    return [
+        replace(step, made=(parts[0],), freed=tuple(value for value in step.freed if value not in own)),
+        Step((*parts[1:], *step.made), (*dict(parts), *unread)),
+    ]
+
+
+def _touched(steps: Iterable[Step], arena: Arena) -> int:
+    """The bytes of the arena that are used after these steps."""
+    places = dict[Hashable, Place]()
+    for step in steps:
+        before = [arena.allocate(size) for size in step.before if size]
+        places.update((value, arena.allocate(size)) for value, size in step.made)
+        for place in before:
+            arena.free(place)
+        arena.pass_by(step.scratch)
+        arena.reserve(step.reserved)
+        for value in step.freed:
+            if value in places:
+                arena.free(places.pop(value))
+    return arena.touched
+
+
+def _last_uses(run: Optimized) -> list[list[ir.Value]]:
+    """For each node the values that nothing uses after it."""
+    death: dict[ir.Value, int] = {}
+    for number, node in enumerate(run.order):
+        for value in (*run.reads(node), *node.outputs):
+            death[run.root(value)] = number
+    dying: list[list[ir.Value]] = [[] for _ in run.order]
+    for value, number in death.items():
+        dying[number].append(value)
+    return dying

@@ -1,0 +1,102 @@
+"""What is made of nodes and takes no memory, against what ONNX Runtime's profile says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx_ir.passes.common import ShapeInferencePass
+
+from models.writer import Writer, save
+from splitc.compiler.execution.arena import FIRST_REGION
+from splitc.compiler.execution.run import arena_bytes
+from tests.helpers.graphs import read_graph
+from tests.helpers.profiles import named, profile, reads
+
+# Values of one and a half: a region that is large enough has twice that of the first one, and no room for another.
+BYTES, CHUNK = 3 * FIRST_REGION // 2, 2 * FIRST_REGION
+ROWS = {"x": np.ones((BYTES // 256, 64), np.float32)}
+
+
+def assert_bytes_are_those_in_use(w: Writer, feeds: dict[str, Any], folder: Path, kernels: list[str]) -> None:
+    """Run a model whose values are of BYTES, or of nearly none, in these kernels, and compare with the bytes in use."""
+    save(ShapeInferencePass()(named(w.model())).model, folder / "model.onnx")
+    events = profile(folder / "model.onnx", feeds, folder, optimized=True)
+    assert [event["args"]["op_name"] for event in events] == kernels
+    graph = read_graph(folder / "model.onnx")
+
+    def size(value: ir.Value) -> int:
+        is_size = value.dtype == ir.DataType.INT64 or value.name == "max"
+        return 0 if value.producer() is None else 8 if is_size else BYTES
+
+    outputs = frozenset(graph.graph.outputs)
+    ours = arena_bytes(graph.nodes, reads, size, lambda node: (), outputs, alike=graph.are_alike)
+    if "mem_in_use_peak" in events[0]["args"]:
+        used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
+        assert round(used / CHUNK) == round(ours / BYTES)
+
+
+@pytest.mark.parametrize("operator", ["Relu", "Softmax", "Tanh", "Cast", "Erf", "Exp"])
+@pytest.mark.parametrize("rows", ["n", BYTES // 256, None])
+def test_what_is_read_last_is_overwritten(tmp_path: Path, operator: str, rows: Any) -> None:
+    """By some kernels, where the file has both shapes: in numbers, or by names."""
+    w = Writer(opset=17)
+    attributes = {"to": int(ir.DataType.INT32)} if operator == "Cast" else {}
+    first = w.op("CumSum", w.input("x", ir.DataType.FLOAT, [rows, 64]), w.constant(0, np.int64))
+    made = w.op(operator, first, **attributes)
+    w.output(w.op("ReduceMax", made, keepdims=0), "max", ir.DataType.INT32 if attributes else ir.DataType.FLOAT, [])
+    assert_bytes_are_those_in_use(w, ROWS, tmp_path, ["CumSum", operator, "ReduceMax"])
+
+
+@pytest.mark.parametrize("scaled", ["before", "after", "both"])
+def test_scaled_products_are_one_node(tmp_path: Path, scaled: str) -> None:
+    w = Writer(opset=17)
+    x = w.op("CumSum", w.input("x", ir.DataType.FLOAT, ["n", 64]), w.constant(0, np.int64))
+    number = w.weight("number", ir.tensor(np.float32(0.5)))
+    side = w.op("Mul", x, number) if scaled != "after" else x
+    made = w.op("MatMul", side, w.weight("weight", ir.tensor(np.ones((64, 64), np.float32))))
+    if scaled != "before":
+        made = w.op("Div", made, number)
+    w.output(w.op("CumSum", made, w.constant(0, np.int64)), "y", ir.DataType.FLOAT, ["n", 64])
+    assert_bytes_are_those_in_use(w, ROWS, tmp_path, ["CumSum", "FusedMatMul", "CumSum"])
+
+
+@pytest.mark.parametrize("as_power", [True, False])
+def test_gelus_by_a_tangent_are_one_node(tmp_path: Path, as_power: bool) -> None:
+    w = Writer(opset=17)
+    numbers = {"three": 3.0, "cube": 0.044715, "root": (2 / np.pi) ** 0.5, "one": 1.0, "half": 0.5}
+    three, cube, root, one, half = (w.weight(name, ir.tensor(np.float32(n))) for name, n in numbers.items())
+    x = w.op("CumSum", w.input("x", ir.DataType.FLOAT, ["n", 64]), w.constant(0, np.int64))
+    if as_power:
+        inner = w.op("Mul", w.op("Add", x, w.op("Mul", w.op("Pow", x, three), cube)), root)
+    else:
+        square = w.op("Mul", w.op("Mul", x, cube), x)
+        inner = w.op("Mul", w.op("Mul", x, root), w.op("Add", square, one))
+    gelu = w.op("Mul", w.op("Mul", x, half), w.op("Add", w.op("Tanh", inner), one))
+    w.output(w.op("CumSum", gelu, w.constant(0, np.int64)), "y", ir.DataType.FLOAT, ["n", 64])
+    assert_bytes_are_those_in_use(w, ROWS, tmp_path, ["CumSum", "FastGelu", "CumSum"])
+
+
+@pytest.mark.parametrize("rows", ["n", None])
+def test_norms_of_sums_are_one_node_where_sizes_have_names(tmp_path: Path, rows: Any) -> None:
+    w = Writer(opset=17)
+    x = w.input("x", ir.DataType.FLOAT, [1, rows, 64])
+    weight = w.weight("weight", ir.tensor(np.ones(64, np.float32)))
+    total = w.op("Add", w.op("CumSum", x, w.constant(1, np.int64)), w.op("CumSum", x, w.constant(2, np.int64)))
+    w.output(w.op("LayerNormalization", total, weight), "y", ir.DataType.FLOAT, [1, rows, 64])
+    last = ["SkipLayerNormalization"] if rows else ["Add", "LayerNormalization"]
+    assert_bytes_are_those_in_use(w, {"x": ROWS["x"][None]}, tmp_path, ["CumSum", "CumSum", *last])
+
+
+def test_own_sizes_of_a_reshape_are_no_nodes(tmp_path: Path) -> None:
+    """A view of what is fed takes no memory, and a Cast to the same type is none."""
+    w = Writer(opset=17)
+    x = w.input("x", ir.DataType.FLOAT, ["n", 64])
+    rows = w.op("Unsqueeze", w.op("Gather", w.op("Shape", x), w.constant(0, np.int64)), w.constant([0], np.int64))
+    viewed = w.op("Reshape", x, w.op("Concat", rows, w.constant([8, 8], np.int64), axis=0))
+    made = w.op("Cast", w.op("CumSum", viewed, w.constant(0, np.int64)), to=int(ir.DataType.FLOAT))
+    w.output(w.op("CumSum", made, w.constant(1, np.int64)), "y", ir.DataType.FLOAT, ["n", 8, 8])
+    assert_bytes_are_those_in_use(w, ROWS, tmp_path, ["Reshape", "CumSum", "CumSum"])
