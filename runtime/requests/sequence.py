@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.arrays.array import Array, Zeros, number_type
-from splitc.runtime.errors import MisuseError, SplitcError
+from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.empty_states import count_batch, empty_states
@@ -83,7 +83,10 @@ class StateSequence:
             filled = self._fill(arrays)
             self._failed = True  # until the end: whatever comes between may leave states that nobody knows
             request = self._next_request(arrays)
-            self._session.submit_request(request, here=True).result()
+            try:
+                self._session.submit_request(request, here=True).result()
+            except EngineError as error:
+                raise self._with_its_room(error) from error
             outputs = self._session.join(request)
             self._growth += any(execution.grew for execution in request.executions.values())
             if request.after is not None:
@@ -120,6 +123,16 @@ class StateSequence:
             after=after,
             growth=self._growth,
             adapters=self._adapters,
+        )
+
+    def _with_its_room(self, error: EngineError) -> EngineError:
+        """The error of a request; if it names a cache with a capacity, which may be too small, with that."""
+        caches = [state.output for state in self._session.manifest.states if state.in_place]
+        if self._capacity is None or not any(name in str(error) for name in caches):
+            return error
+        return EngineError(
+            f"{error}\nThe sequence has room for {self._capacity} tokens. For more, start it with a larger capacity, "
+            "or let it grow()"
         )
 
     def _room(self, feeds: Mapping[str, Array]) -> dict[str, int]:

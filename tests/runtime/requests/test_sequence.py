@@ -11,6 +11,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from models.llama import Size
+from models.llama_fused import build as build_fused
+from models.writer import save
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
@@ -179,6 +182,25 @@ def test_a_sequence_is_for_one_thread_at_a_time(decoder: Path, ranks: str, monke
             sequence.run(feeds)
         sequence.close()
         assert len(forgotten) == 1
+
+
+def test_an_engine_that_lacks_room_in_a_cache_is_explained(tmp_path: Path) -> None:
+    """How far its caches are filled is in a mask, so that only the engine knows when they are full."""
+    size = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=64, vocabulary=50)
+    save(build_fused(size), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], LAYER), tmp_path / "package")
+    feeds = {"input_ids": np.array([[5, 17, 33]]), "attention_mask": np.ones((1, 3), np.int64)}
+    more = {"input_ids": np.array([[2]]), "attention_mask": np.ones((1, 4), np.int64)}
+    with Session(tmp_path / "package", threads=1) as session:
+        with session.start() as sequence:
+            expected = [sequence.run(feeds), sequence.run(more)]
+        with session.start(capacity=3) as sequence:
+            assert_close(sequence.run(feeds), expected[0])
+            with pytest.raises(EngineError, match=r"has room for 3 tokens\. For more, start it"):
+                sequence.run(more)
+        with session.start(capacity=4) as sequence:
+            assert_close(sequence.run(feeds), expected[0])
+            assert_close(sequence.run(more), expected[1])
 
 
 def test_odd_capacities_are_refused(package: Path) -> None:
