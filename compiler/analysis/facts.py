@@ -21,6 +21,7 @@ from splitc.compiler.frontend.optional import defaults_hidden
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
 from splitc.compiler.frontend.slots import Grafted, find_slots, graft_slots, planned_rank
+from splitc.compiler.frontend.state_sizes import settle_state_sizes
 from splitc.compiler.frontend.states import find_states, growing_symbols, written_in_place
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
@@ -108,6 +109,7 @@ def analyze(
         with defaults_hidden(graph.graph):
             inferred = infer_shapes(graph.model)
         check_accepted(graph, proto, inferred.repeated)
+        settle_state_sizes(graph)
         done(1)
         analysis = _analyze(graph, asked, states, wanted_blocks, gains, done)
     done(1)

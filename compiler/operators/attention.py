@@ -175,6 +175,25 @@ def key_lengths(op: Operation, number: int) -> int | None:
     return {5: keys - 1, 6: keys}.get(number)
 
 
+def cache_sizes(node: ir.Node) -> dict[int, int]:
+    """The heads of GroupQueryAttention's caches, their width, and the rows of those that hold a window and no more.
+
+    Files may have symbols for the width and the rows, though kernels take one size. Caches of another type than
+    queries are packed, and have another width.
+    """
+    query, key, past = node.inputs[0], node.inputs[1], node.inputs[3]
+    heads, own = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
+    sizes = {1: own} if own > 0 else {}
+    width = query.shape[-1] if query is not None and query.shape else None
+    heads += 0 if key is not None else 2 * own
+    if isinstance(width, int) and heads > 0 and past is not None and query is not None and past.dtype == query.dtype:
+        sizes[3] = width // heads
+    window = node.attributes.get_int("local_window_size", -1)
+    if node.attributes.get_int("sliding_window_cache", 0) and window > 0:
+        sizes[2] = window
+    return sizes
+
+
 def first_position(op: Operation, number: int) -> int | None:
     """0 for the position of the first row, with which the tables have a row for each: kernels look beyond them."""
     return 0 if number == 1 and len(op.input(1)) < 2 else None
@@ -236,6 +255,7 @@ OPERATORS = (
         scratch=scratch.group_query_attention,
         half_scratch=scratch.nothing,
         states={1: 3, 2: 4},
+        state_sizes=cache_sizes,
     ),
     Operator(
         "com.microsoft.MultiHeadAttention",

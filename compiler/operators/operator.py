@@ -72,6 +72,7 @@ class Operator:
     may_precede_softmax: it may stand between attention scores and their softmax.
     may_make_angles: it may stand between positions and the sines of their angles.
     states: for outputs that are the new value of a state (a cache, a hidden state), the input that is its old value.
+    state_sizes: the sizes of these that the node itself says, by their axes.
 
     Engines:
     is_attention: ONNX Runtime chooses its kernel by shape.
@@ -123,6 +124,7 @@ class Operator:
     may_precede_softmax: bool = False
     may_make_angles: bool = False
     states: Mapping[int, int] = field(default_factory=dict)
+    state_sizes: Callable[[ir.Node], Mapping[int, int]] | None = None
     is_attention: bool = False
     crashes_without: int | None = None
     crashes_empty: bool = False

@@ -119,7 +119,7 @@ class StateSequence:
             },
             sequence=self._numbers[-1],
             initial=initial,
-            in_place=bool(room),
+            in_place=bool(room) or self._capacity is not None,
             after=after,
             growth=self._growth,
             adapters=self._adapters,
@@ -140,7 +140,8 @@ class StateSequence:
         manifest = self._session.manifest
         if self._capacity is None:
             return room_needed(manifest.lengths, count_batch(feeds), self._filled, feeds)
-        return {state.input: self._capacity for state in manifest.states if state.in_place}
+        growing = [state.input for state in manifest.states if state.in_place and state.grows is not None]
+        return dict.fromkeys(growing, self._capacity)
 
     def _fill(self, feeds: Mapping[str, Array]) -> dict[str, int]:
         """The filled rows of its caches after a request.
