@@ -1,4 +1,4 @@
-"""Requests without rows or tokens, which end a process where kernels on GPUs divide by their number."""
+"""Requests without rows or tokens, which end the process: kernels on GPUs and recurrent ones divide by their number."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
 from splitc.runtime.errors import FeedError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.requests.empty_outputs import EmptyOutputs
 from tests.compiler.fusion.test_caches import OPTIMUM
 from tests.compiler.fusion.test_preamble import HALF, compiled
+from tests.conftest import assert_close, run_whole
+from tests.helpers.blocks import Block
 from tests.helpers.needs import needs_caches
 from tests.helpers.written_decoder import feeds
 
@@ -33,3 +38,20 @@ def test_gpus_get_rows_and_tokens(tmp_path: Path) -> None:
         EmptyOutputs(manifest, [CPU]).check(request)
         with pytest.raises(FeedError, match="is 0 in the input 'input_ids', and GPUs run no requests without"):
             on_gpu.check(request)
+
+
+@pytest.mark.parametrize(("operator", "gates", "sizes"), [("LSTM", 4, ["n"]), ("GRU", 3, ["n", "t"])])
+def test_recurrent_layers_get_rows(operator: str, gates: int, sizes: list[str], tmp_path: Path) -> None:
+    """ONNX Runtime's LSTM and GRU end the process without: the request is refused, and the next one runs."""
+    block = Block()
+    x = block.data("x", (3, 2, 6), ["t", "n", 6])
+    recurrent, hidden = (block.w(name, 1, gates * 5, size) for name, size in (("W", 6), ("R", 5)))
+    block.give(block.op(operator, x, recurrent, hidden, hidden_size=5), shape=["t", 1, "n", 5])
+    save(block.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", "2xcpu", Request(split_mode="batch")), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        assert session.manifest.filled_sizes == sizes
+        for feeds in ({"x": block.feeds["x"][:, :0]}, {"x": block.feeds["x"][:0]})[: len(sizes)]:
+            with pytest.raises(FeedError, match=r"is 0 in the input 'x', and ONNX Runtime's LSTM and GRU would end"):
+                session.run(feeds)
+        assert_close(session.run(block.feeds), run_whole(tmp_path / "model.onnx", block.feeds))
