@@ -236,6 +236,7 @@ OPERATORS = (
         scratch=scratch.group_query_attention,
         half_scratch=scratch.nothing,
         states={1: 3, 2: 4},
+        crashes_empty=(0,),
     ),
     Operator(
         "com.microsoft.MultiHeadAttention",

@@ -12,30 +12,29 @@ from splitc.runtime.package.manifest import Manifest, Tensor
 
 # Why.
 ON_GPUS = "GPUs run no requests without rows or tokens"
-RECURRENT = "ONNX Runtime's LSTM and GRU would end the process: they run no requests without rows"
+ON_CPUS = "ONNX Runtime would end the process: this model's engines run no requests without it"
 
 
 class EmptyOutputs:
     """The sizes that must not be 0.
 
-    On CPU devices they are those of recurrent layers, which the manifest lists. ONNX Runtime's attention on a GPU
-    divides by sizes: SIGFPE ends the process. It also fuses attention itself when it loads an engine, so this is
-    checked for every package. There they are those that inputs share with an output, and those that all inputs share.
-    States may be empty.
+    On CPU devices they are those of some operators (LSTM, GRU, GroupQueryAttention), which the manifest lists. ONNX
+    Runtime's attention on a GPU divides by sizes: SIGFPE ends the process. It also fuses attention itself when it loads
+    an engine, so this is checked for every package. There they are those that inputs share with an output, and those
+    that all inputs share. States may be empty.
     """
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device]) -> None:
         self._places: list[tuple[str, int, str, str]] = []
         if manifest.engine != ONNXRUNTIME:
             return
-        self._places = list(_places(manifest.inputs, set(manifest.filled_sizes), RECURRENT))
-        if all(device.kind != "cuda" for device in devices):
-            return
-        states = {name for state in manifest.states for name in (state.input, state.output)}
-        inputs = [tensor for tensor in manifest.inputs if tensor.name not in states and tensor.shape]
-        sizes = set.intersection(*map(_symbols, inputs)) if inputs else set()
-        sizes = sizes.union(*(_symbols(output) for output in manifest.outputs if output.name not in states))
-        self._places += _places(inputs, sizes, ON_GPUS)
+        if any(device.kind == "cuda" for device in devices):
+            states = {name for state in manifest.states for name in (state.input, state.output)}
+            inputs = [tensor for tensor in manifest.inputs if tensor.name not in states and tensor.shape]
+            sizes = set.intersection(*map(_symbols, inputs)) if inputs else set()
+            sizes = sizes.union(*(_symbols(output) for output in manifest.outputs if output.name not in states))
+            self._places += _places(inputs, sizes, ON_GPUS)
+        self._places += _places(manifest.inputs, set(manifest.filled_sizes), ON_CPUS)
 
     def check(self, feeds: Mapping[str, Feed]) -> None:
         """Raise FeedError if outputs would have no elements."""
