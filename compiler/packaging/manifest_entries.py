@@ -123,9 +123,10 @@ def _replicas(plan: Plan) -> list[m.Replica]:
 
 
 def _shared_sizes(plan: Plan) -> list[str]:
-    """The symbols that stages read off other values than the model does."""
+    """The symbols that stages read off other values than the model does, or that no operator compares any more."""
     sizes = (size for rank in plan.ranks for value in rank.stage.borrowed for size in borrowed_sizes(value))
-    return sorted({size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value})
+    read = {size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value}
+    return sorted(read | plan.analysis.uncompared)
 
 
 def _filled_sizes(plan: Plan) -> list[str]:
