@@ -149,3 +149,9 @@ def test_any_calls_end_in_a_message_or_in_the_right_outputs(
         for _ in range(CALLS):
             caller.call()
         assert caller.right, "some calls are right"
+
+
+def test_odd_devices_are_said(package: Path) -> None:
+    for odd in ([3, 3, 3], [None], [["cpu0"]], b"cpu0", ["cpu0"]):
+        with pytest.raises(SplitcError):
+            Session(package, devices=odd)  # type: ignore[arg-type]

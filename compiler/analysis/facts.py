@@ -64,6 +64,7 @@ class Analysis:
     slot_rank: int | None = None
     slotless: Mapping[str, str] = field(default_factory=dict)
     preamble: Preamble | None = None
+    uncompared: frozenset[str] = frozenset()
 
     @property
     def added(self) -> frozenset[str]:
@@ -153,6 +154,7 @@ def _analyze(
         fused.fates,
         fused.lengths,
         preamble=fused.preamble,
+        uncompared=fused.uncompared,
     )
 
 

@@ -132,8 +132,8 @@ def crashes(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
     """Where ONNX Runtime ends the process when it runs a node on inputs of these shapes; None if it does not."""
     operator = operator_of(node)
     first = node.inputs[0] if operator.crashes_empty else None
-    if first is not None and 0 in shape_of(first, shapes):
-        return "its first input has no elements"
+    if first is not None and 0 in [shape_of(first, shapes)[axis] for axis in operator.crashes_empty]:
+        return f"its first input is {format_shape(shape_of(first, shapes))}"
     if operator.crashes_emptied and (why := _emptied(node, shapes)) is not None:
         return why
     return None

@@ -61,7 +61,8 @@ class Fused:
     """A graph whose attentions, norms and rotary embeddings are one operator each where that can be.
 
     `bound` are the shapes of all its values, `lengths` its inputs that the model does not have. A `preamble` makes
-    further ones.
+    further ones. `uncompared` are names of sizes that have to be equal where inputs have them, though nothing compares
+    them any more.
     """
 
     graph: Graph
@@ -69,6 +70,7 @@ class Fused:
     fates: tuple[Fate, ...]
     lengths: tuple[Length, ...] = ()
     preamble: Preamble | None = None
+    uncompared: frozenset[str] = frozenset()
 
 
 def fuse(
@@ -103,7 +105,8 @@ def fuse(
         except NotFusedError as error:
             fates.append(Fate(lengths[0].input, None, str(error), "preamble"))
     bound = replace(bound, shapes={**bound.shapes, **work.planned})
-    return Fused(replace(graph, reads=reads), bound, tuple(fates), lengths, preamble)
+    uncompared = work.uncompared() if any(fate.operator == ROTARY for fate in fates) else frozenset()
+    return Fused(replace(graph, reads=reads), bound, tuple(fates), lengths, preamble, uncompared)
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,10 @@ class _Work:
         pasts = [past for past, _ in self.held.values()]
         states = [state.input for state in self.states]
         return Lengths(self.editor, self._sizes, pasts, states, self.gains.has_room)
+
+    def uncompared(self) -> frozenset[str]:
+        """The names of sizes that nothing compares where rotary embeddings became operators."""
+        return frozenset(self._tables.uncompared)
 
     def join_views(self) -> None:
         """Spare the engines views of views."""

@@ -134,7 +134,8 @@ def _differ(table: Axes, frame: _Frame) -> bool:
 def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Writer) -> ir.Value:
     """A table as [positions, pairs], with a row for each position of the data, of all the batch if it changes along it.
 
-    The operator would take the first rows of more than there are positions: a Reshape to their number does not.
+    The operator would take the first rows of more than there are positions: a Reshape to their number does not. Where
+    the graph calls their number and that of the positions the same, requests are held to that: see `uncompared`.
     """
     own, flat = work.axes(table), (joined(frame.rows), pairs)
     if not _differ(own, frame):
@@ -152,6 +153,8 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
 
 def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
     """One number for each pair: [positions, pairs], of the data's type. All layers read the same."""
+    if not _differ(work.axes(table), frame):
+        tables.uncompared.update(axis.name for axis in frame.rows if axis.fixed is None and axis.name is not None)
     key = (table, rotary.interleaved, rotary.data.dtype)
     if key in tables.rows:
         return tables.rows[key]

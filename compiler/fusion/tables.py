@@ -38,13 +38,15 @@ class Tables:
     """What a model computes from positions.
 
     `shapes` are those of its values to do so with. `known` are the results of shape arithmetic, and `rows` what was
-    written of a table: one number for each pair, in a row for each position.
+    written of a table: one number for each pair, in a row for each position. `uncompared` are names of sizes that the
+    data and its table have, which the written out product compared and the operator does not.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Shape], known: Mapping[str, Array]) -> None:
         self._graph, self._shapes, self.known = graph, shapes, known
         self._made: dict[ir.Value, Array | None] = {}
         self.rows: dict[Hashable, ir.Value] = {}
+        self.uncompared: set[str] = set()
 
     def agree(self, table: ir.Value, interleaved: bool) -> bool:
         """Whether the two numbers of each pair are equal: of the halves of the last axis, or of neighbours.

@@ -291,8 +291,8 @@ def check_groups(request: Request, count: int, groups: int) -> None:
         )
     if count % groups or groups > count:
         raise MisuseError(
-            f"--batch-groups is {groups}, and {count} devices can't be divided into {groups} equal groups: name "
-            "more or fewer devices with -d"
+            f"--batch-groups is {groups}, and {count} device{'s' * (count > 1)} can't be divided into {groups} equal "
+            "groups: name more or fewer devices with -d"
         )
     if request.places_weights and groups == count > 1:
         raise MisuseError(

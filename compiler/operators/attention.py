@@ -256,6 +256,7 @@ OPERATORS = (
         half_scratch=scratch.nothing,
         states={1: 3, 2: 4},
         state_sizes=cache_sizes,
+        crashes_empty=(0,),
     ),
     Operator(
         "com.microsoft.MultiHeadAttention",

@@ -77,7 +77,7 @@ class Operator:
     Engines:
     is_attention: ONNX Runtime chooses its kernel by shape.
     crashes_without: an input that may be missing, though ONNX Runtime before 1.32 ends the process on the CPU then.
-    crashes_empty: ONNX Runtime ends the process on the CPU where its first input has no elements.
+    crashes_empty: axes of its first input: ONNX Runtime ends the process on the CPU where one of them has size 0.
     crashes_emptied: it may where its first output has none, in spite of its input: by channels in blocks.
 
     Splits:
@@ -127,7 +127,7 @@ class Operator:
     state_sizes: Callable[[ir.Node], Mapping[int, int]] | None = None
     is_attention: bool = False
     crashes_without: int | None = None
-    crashes_empty: bool = False
+    crashes_empty: tuple[int, ...] = ()
     crashes_emptied: bool = False
     matrix_input: int | None = None
     tables: tuple[int, ...] = ()

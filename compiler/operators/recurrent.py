@@ -28,14 +28,14 @@ def recurrent(op: Operation) -> None:
 
 
 OPERATORS = (
-    Operator("GRU", recurrent, recurrent_flops, states={1: 5}, crashes_empty=True),
-    Operator("LSTM", recurrent, recurrent_flops, states={1: 5, 2: 6}, crashes_empty=True),
+    Operator("GRU", recurrent, recurrent_flops, states={1: 5}, crashes_empty=(0, 1)),
+    Operator("LSTM", recurrent, recurrent_flops, states={1: 5, 2: 6}, crashes_empty=(1,)),
     Operator("RNN", recurrent, recurrent_flops, states={1: 5}),
     Operator(
         "com.microsoft.DynamicQuantizeLSTM",
         flops=recurrent_flops,
         quantizes=True,
         states={1: 5, 2: 6},
-        crashes_empty=True,
+        crashes_empty=(1,),
     ),
 )

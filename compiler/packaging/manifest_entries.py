@@ -11,9 +11,10 @@ import onnxruntime
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
+from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.frontend.roles import find_roles, planned_roles
 from splitc.compiler.modes.rows import row_sources
-from splitc.compiler.operators.registry import quantizes
+from splitc.compiler.operators.registry import operator_of, quantizes
 from splitc.compiler.packaging.unmasked import PLAIN_PREAMBLE, PREAMBLE, have_forms
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.plan_file import LISTED
@@ -68,6 +69,7 @@ def make_manifest(
         fixed=[describe_fixed(fixed) for fixed in graph.fixed],
         optional=[] if built else [describe_tensor(value) for value in graph.optional if value.name not in slotted],
         shared_sizes=_shared_sizes(plan),
+        filled_sizes=_filled_sizes(plan),
         lengths=list(analysis.lengths),
         preamble=_preamble(plan, have_forms(ranks)),
         replicas=_replicas(plan),
@@ -121,8 +123,19 @@ def _replicas(plan: Plan) -> list[m.Replica]:
 
 
 def _shared_sizes(plan: Plan) -> list[str]:
-    """The symbols that stages read off other values than the model does."""
+    """The symbols that stages read off other values than the model does, or that no operator compares any more."""
     sizes = (size for rank in plan.ranks for value in rank.stage.borrowed for size in borrowed_sizes(value))
+    read = {size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value}
+    return sorted(read | plan.analysis.uncompared)
+
+
+def _filled_sizes(plan: Plan) -> list[str]:
+    """The symbols that must not be 0: ONNX Runtime ends the process then."""
+    sizes: set[int | ir.SymbolicDim] = set()
+    for node in all_nodes(plan.analysis.graph.graph):
+        if axes := operator_of(node).crashes_empty:
+            shape = node.inputs[0].shape if node.inputs[0] is not None else None
+            sizes.update(shape[axis] for axis in axes if shape is not None and len(shape) > axis)
     return sorted({size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value})
 
 

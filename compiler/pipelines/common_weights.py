@@ -76,9 +76,10 @@ def find_common(plans: Mapping[str, Plan], swap: bool = False) -> CommonWeights:
     owners: defaultdict[str, set[str]] = defaultdict(set)
     for weight in held:
         owners[weight.key].add(weight.module)
-    keys: dict[str, list[dict[str, str]]] = {name: [{} for _ in plan.ranks] for name, plan in plans.items()}
+    # As in the manifest, ranks are those of the first replica: all others load its files.
+    keys: dict[str, list[dict[str, str]]] = {name: [{} for _ in plan.written.ranks] for name, plan in plans.items()}
     for weight in held:
-        if len(owners[weight.key]) > 1:
+        if len(owners[weight.key]) > 1 and weight.rank < len(keys[weight.module]):
             keys[weight.module][weight.rank][weight.name] = weight.key
     return CommonWeights(keys, _spared(held))
 

@@ -17,6 +17,7 @@ from splitc.compiler.analysis.blocks import PLACED, Block, Partition, Placed
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.rematerialization import find_upstream
+from splitc.compiler.frontend.slots import is_inside_slot
 from splitc.compiler.frontend.walks import producers
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators.registry import operator_of
@@ -126,7 +127,7 @@ def _with_released(analysis: Analysis, released: Collection[ir.Node]) -> list[Bl
 
 
 def _staying(costs: Costs, nodes: Iterable[ir.Node], devices: Collection[ir.Value]) -> set[ir.Node]:
-    """The products and lookups of weights that are not placed."""
+    """The products and lookups of weights that are not placed, but for slots, which go with their layers."""
     uses = placeable(costs)
     others = {node for weight, use in uses.items() if weight not in devices for node in use.readers}
     return {node for node in nodes if node in others and (costs.is_product(node) or operator_of(node).reads_part)}
@@ -150,7 +151,9 @@ def _going(
     tied = list(_tied(analysis.states, nodes, analysis.graph.reads))
     for value, (maker, readers) in _values(nodes, analysis.graph.reads).items():
         start, ends = number[maker], [number[reader] for reader in readers]
-        cost = sizes.of(value) + TRANSFER if value.dtype is not None else NEVER
+        # No engine could tell whether a request has an adapter if its slot began on another device.
+        apart = value.dtype is not None and not is_inside_slot(maker)
+        cost = sizes.of(value) + TRANSFER if apart else NEVER
         _connect(network, start, ends, cost)
         _connect(network, start, ends, cost, backwards=True)
     for one, other in tied:

@@ -11,6 +11,7 @@ from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.rematerialization import NEGLIGIBLE_WEIGHT_BYTES
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.scopes import modules_of
+from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.frontend.walks import producers
 
 
@@ -47,6 +48,10 @@ def _names(weight: ir.Value, nodes: list[ir.Node]) -> tuple[str, ...]:
 
 
 def placeable(costs: Costs) -> dict[ir.Value, WeightUse]:
-    """The weights that are worth a place of their own: smaller ones go wherever they are read."""
+    """The weights that are worth a place of their own: smaller ones, and slots, go wherever they are read."""
     uses = weight_uses(costs.graph)
-    return {weight: use for weight, use in uses.items() if costs.value_bytes(weight) > NEGLIGIBLE_WEIGHT_BYTES}
+    return {
+        weight: use
+        for weight, use in uses.items()
+        if costs.value_bytes(weight) > NEGLIGIBLE_WEIGHT_BYTES and not is_slot_input(weight)
+    }

@@ -79,7 +79,7 @@ def parse_devices(texts: Sequence[str] | str) -> list[Device]:
     """
     devices: list[Device] = []
     for text in [texts] if isinstance(texts, str) else texts:
-        for name in re.split(r"[&,]", text):
+        for name in re.split(r"[&,]", str(text)):
             devices += _parse_one(name.strip())
     if not devices:
         raise MisuseError("no device given: name some (-d), as in cpu0 and cpu1, or 2xcpu for both")

@@ -288,7 +288,8 @@ class Manifest(Struct, frozen=True):
     `build` is set for engines that are built from ONNX files. `fixed` are inputs of the model that the package does not
     have. `optional` are further inputs that need not be fed, since the engines have default values. `batch` is the
     number of the batch axis of inputs and outputs that have one; None without any. `shared_sizes` are symbols that have
-    one size each in a request, which ranks read off any value. `lengths` are inputs that only the ranks have.
+    one size each in a request, which ranks read off any value, `filled_sizes` those that must not be 0, as ONNX Runtime
+    ends the process then. `lengths` are inputs that only the ranks have.
 
     `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
     first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
@@ -319,6 +320,7 @@ class Manifest(Struct, frozen=True):
     fixed: list[FixedInput] = []
     optional: list[Tensor] = []
     shared_sizes: list[str] = []
+    filled_sizes: list[str] = []
     lengths: list[Length] = []
     replicas: list[Replica] = []
     row_sources: list[str] = []

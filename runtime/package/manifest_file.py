@@ -17,6 +17,7 @@ from splitc.runtime.errors import PackageError
 from splitc.runtime.files.written import indented
 from splitc.runtime.package.checks import find_contradiction
 from splitc.runtime.package.manifest import READ, Manifest
+from splitc.runtime.units import first_few
 
 FILE_NAME = "manifest.json"
 Sealed = TypeVar("Sealed")
@@ -52,6 +53,10 @@ def read_seal(package: Path) -> str:
         _need_regular(package / FILE_NAME)
         with (package / FILE_NAME).open("rb") as file:
             match = _SEAL.match(file.read(200))
+    except FileNotFoundError:
+        raise PackageError(
+            f"{package / FILE_NAME} is missing: the package is incomplete, copy all of it, or compile the model again"
+        ) from None
     except OSError as error:
         raise PackageError(f"can't read {package / FILE_NAME}: {error.strerror}") from error
     if match is None:
@@ -89,6 +94,11 @@ def why_no_package(path: Path) -> str:
     """What is there in place of a package."""
     what = f"has no {FILE_NAME}, so it is no package" if path.is_dir() else "does not exist"
     what = "is a file, and packages are folders" if path.is_file() else what
+    if inside := sorted(file.parent.name for file in path.glob(f"*/{FILE_NAME}")):
+        return (
+            f"{path} {what}, and these in it are: {first_few(inside)}. If they were compiled together, its "
+            "pipeline.json is missing: copy all of the package"
+        )
     return f"{path} {what}; make one with 'splitc compile'"
 
 

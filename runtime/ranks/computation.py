@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from splitc.runtime.feeds.on_gpu import Feed, GpuFeed
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.gpu.outputs import hand_over
 from splitc.runtime.package.parts import cut_part, cut_places, part_shape
+from splitc.runtime.package.states import State
 from splitc.runtime.ranks.loaded import LoadedRank, Setup
 from splitc.runtime.ranks.loop import Span, execute
 from splitc.runtime.ranks.request import InFlightRequest
@@ -87,8 +88,22 @@ class Computation:
     def hold_states(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Any]:
         """Copies of a sequence's states, but for those that are written in place."""
         assert isinstance(self.backend, GpuDevice), "others record nothing"
-        held = states.keys() & self.resident.keys() - (self._in_place.keys() if request.in_place else set())
+        held = states.keys() & self._replaced(request)
         return {name: self.backend.copy_of(states[name]) for name in sorted(held)}
+
+    def _replaced(self, request: InFlightRequest) -> Set[str]:
+        """The states that the request's outputs take the place of: those that it does not write in place."""
+        return self.resident.keys() - self._overwritten(request).keys()
+
+    def _overwritten(self, request: InFlightRequest) -> dict[str, State]:
+        """The states that the request writes in place: those that have their full room, as fixed ones always have.
+
+        Without a sequence, states are the caller's arrays.
+        """
+        if request.in_place:
+            return self._in_place
+        fixed = {name: state for name, state in self._in_place.items() if state.grows is None}
+        return fixed if request.sequence is not None else {}
 
     def hand_over(self, values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
         """Begin to give the caller outputs on the rank's GPU. Returns a function that waits, and gives them."""
@@ -102,7 +117,8 @@ class Computation:
         """
         made = self.backend.zeros(self._zeros_of(request))
         if request.after is None:
-            held = [n for n in self.rank.inputs if n in request.initial and n not in self.resident]
+            stay = request.initial.keys() - made.keys() - self._replaced(request)
+            held = [name for name in self.rank.inputs if name in stay]
             # A copy, since the memory of a request's arrays may be another one's later.
             return {**made, **{name: self.backend.upload(self._cut_feed(name, request).copy()) for name in held}}
         before = self.sequences.get(request.after, {})
@@ -127,8 +143,7 @@ class Computation:
                 {value: upload(value) for value, override in self._overrides.items() if override.input in request.feeds}
             )
             fed.update(held)
-            if request.in_place:
-                into.update({state.output: fed[name] for name, state in self._in_place.items()})
+            into.update({state.output: fed[name] for name, state in self._overwritten(request).items()})
             return fed
 
         return execute(self._program, self.collectives, feeds, self.backend.accumulate, into)

@@ -13,6 +13,7 @@ from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.serving.interface import find_interface, public_form
 from splitc.runtime.serving.served_folders import find_packages, link_adapters, link_package, new_models
 from splitc.runtime.serving.serving_file import FILE_NAME, Serving, write_serving
+from splitc.runtime.session.session import choose_devices
 
 MODEL = "splitc.runtime.serving.mlserver_model.SplitcModel"
 # Models run in the server's own process: a session has its own threads, or processes.
@@ -34,9 +35,10 @@ def export_mlserver(
     for what clients can't send or get, and for a model that is there.
     """
     packages = find_packages(package, module, name)
+    servings = serving.of([manifest for _, manifest in packages.values()], sequences)
     with new_models(folder, packages) as folders:
-        for own, (known, (source, manifest)) in zip(folders, packages.items(), strict=True):
-            write_model(own, known, source, manifest, serving.of(manifest, sequences), MODEL)
+        for place, own, (known, (source, manifest)) in zip(folders, servings, packages.items(), strict=True):
+            write_model(place, known, source, manifest, own, MODEL)
     write_settings(folder)
     return [folder / known for known in packages]
 
@@ -49,6 +51,7 @@ def write_settings(folder: Path) -> None:
 
 def write_model(folder: Path, name: str, package: Path, manifest: Manifest, serving: Serving, kind: str) -> None:
     """Write a model into its folder. `kind` is the class that MLServer makes of it."""
+    choose_devices(manifest, serving.devices)
     interface = find_interface(manifest, serving.sequences)
     settings = {
         "name": name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -41,13 +42,19 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer: str | None = None
     context: int | None = None
 
-    def of(self, manifest: Manifest, sequences: bool | None) -> Serving:
-        """The same for a package. Its requests are sequences as asked, or by default (None) if it has caches.
+    def of(self, manifests: Sequence[Manifest], sequences: bool | None) -> list[Serving]:
+        """The same for each package. Its requests are sequences as asked, or by default (None) if it has caches.
 
-        Other states may just be an input and an output of one shape.
+        Other states may just be an input and an output of one shape. Raises MisuseError for a capacity without any
+        sequences.
         """
-        caches = any(state.grows is not None for state in manifest.states)
-        return msgspec.structs.replace(self, sequences=caches if sequences is None else sequences)
+        servings = []
+        for manifest in manifests:
+            caches = any(state.grows is not None for state in manifest.states)
+            servings.append(msgspec.structs.replace(self, sequences=caches if sequences is None else sequences))
+        if self.capacity is not None and not any(serving.sequences for serving in servings):
+            raise MisuseError(f"--capacity {self.capacity} is for requests that are sequences, and there are none")
+        return servings
 
 
 _SERVINGS = Decoder(Serving)

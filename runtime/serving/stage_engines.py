@@ -41,8 +41,9 @@ def check_one_copy(manifest: Manifest, runner: str, mode: str) -> None:
 def _only_engine(manifest: Manifest, rank: Rank, runner: str) -> EngineFile:
     whole = not rank.parts and not any(isinstance(step, Reduce) for step in rank.program)
     if not whole or len(rank.engines) != 1 or rank.engines[0].group:
-        raise MisuseError(
-            f"{runner} runs stages one after the other, and in a package of {manifest.split_mode} mode ranks work on a "
-            "stage together: compile with --split-mode layer"
-        )
+        mode = manifest.split_mode
+        what, instead = f"a package of {mode} mode ranks work on a stage together", "with --split-mode layer"
+        if mode == "layer":
+            what, instead = "this one ranks take turns within a stage, for weights that are placed", "without these"
+        raise MisuseError(f"{runner} runs stages one after the other, and in {what}: compile {instead}")
     return rank.engines[0]

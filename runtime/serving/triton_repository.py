@@ -44,15 +44,19 @@ def export_triton(
     All models are written, or none. Raises MisuseError for what Triton can't serve, and for a model that is there.
     """
     packages = find_packages(package, module, name)
+    servings = serving.of([manifest for _, manifest in packages.values()], sequences)
+    if batch and all(own.sequences for own in servings):
+        raise MisuseError(f"--batch {batch} is for requests that are no sequences: leave it out, or add --no-sequences")
     with new_models(repository, packages) as folders:
-        for folder, (known, (source, manifest)) in zip(folders, packages.items(), strict=True):
-            _write_model(folder, known, source, manifest, serving.of(manifest, sequences), batch)
+        for folder, own, (known, (source, manifest)) in zip(folders, servings, packages.items(), strict=True):
+            _write_model(folder, known, source, manifest, own, batch)
     return [repository / known for known in packages]
 
 
 def _write_model(
     folder: Path, name: str, package: Path, manifest: Manifest, serving: Serving, batch: int | None
 ) -> None:
+    choose_devices(manifest, serving.devices)
     interface = find_interface(manifest, serving.sequences)
     if serving.sequences:
         idle, most = serving.idle_seconds, serving.most_sequences

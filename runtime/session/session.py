@@ -386,7 +386,8 @@ def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Devi
         has = f"the package has {count} ranks"
         if manifest.replicas:
             has = f"each replica of the package has {count} rank{'s' * (count > 1)}"
-        raise MisuseError(f"{has}, and {len(devices)} devices are named for it")
+        named = "1 device is" if len(devices) == 1 else f"{len(devices)} devices are"
+        raise MisuseError(f"{has}, and {named} named for it")
     choose_engine(manifest.engine, devices)
     return devices
 

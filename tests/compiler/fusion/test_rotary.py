@@ -15,6 +15,7 @@ from splitc.compiler.fusion.fuse import Fused, fuse
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
+from splitc.runtime.errors import FeedError
 from tests.compiler.fusion.test_fuse import ANY, run
 from tests.helpers.written_attention import operators
 
@@ -246,6 +247,12 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     assert [fate.operator for fate in plan.analysis.fates] == ["RotaryEmbedding"] * 2
     compile_model(plan, tmp_path / "package")
     with Session(tmp_path / "package") as session:
+        for more in ([(0, 0), (0, 3)], [(0, 2), (0, 0)]):  # the operator would take the first ones
+            odd = {**inputs, "positions": np.pad(inputs["positions"], more)}
+            with pytest.raises(ERRORS):
+                run(onnx.load(path), odd)
+            with pytest.raises(FeedError, match=r"'[bl]' is .* in the input 'x' and .* in 'positions': this package"):
+                session.run(odd)
         np.testing.assert_allclose(session.run(inputs)["y"], run(onnx.load(path), inputs), rtol=0, atol=1e-5)
 
 

@@ -301,6 +301,7 @@ def test_plan_is_made_again_from_its_file(decoder: Path, tmp_path: Path, mode: s
     ("devices", "asked", "why"),
     [
         ("3xcpu", {"split_mode": "layer", "batch_groups": 2}, "3 devices can't be divided into 2 equal groups"),
+        ("cpu0", {"split_mode": "layer", "batch_groups": 2}, "1 device can't be divided into 2 equal groups"),
         ("2xcpu", {"batch_groups": 3}, "in batch mode the 2 devices are 2 groups"),
         (
             "4xcpu",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from models.llama import build
 from models.writer import save
 from splitc.compiler import Request, compile_pipeline, plan_pipeline
 from splitc.compiler.pipelines import common_weights
+from splitc.runtime import Pipeline
 from splitc.runtime.arrays.array import bytes_of
 from splitc.runtime.package.manifest import Rank, Weight
 from splitc.runtime.package.manifest_file import read_manifest
-from tests.conftest import DECODER
+from tests.conftest import DECODER, assert_close, run_whole
 from tests.helpers.command import splitc
 from tests.helpers.folders import LAYERS, diffusers_folder, write_decoders
 
@@ -51,6 +53,18 @@ def test_equal_weights_have_one_key(mode: str, tmp_path: Path, monkeypatch: pyte
         assert {name for name, (key, _) in rank.items() if key} == names_of_large
     whole = [name for name in large[0] & large[1] if one[0][name] == one[1][name]]
     assert len(whole) < len(large[0]) / 4
+
+
+def test_groups_that_divide_rows_have_the_keys_of_one(decoders: Path, tmp_path: Path) -> None:
+    request = Request(split_mode=f"{BOTH[0]}=batch,layer", shapes={"x": (4, 32)})
+    plan = plan_pipeline(decoders, [f"{BOTH[0]}=cpu0&cpu1", f"{BOTH[1]}=cpu1"], request, BOTH)
+    manifests = compile_pipeline(plan, tmp_path / "package", verify=False)
+    first, other = (keys(rank) for name in BOTH for rank in manifests[name].ranks[:1])
+    assert set(first.values()) & set(other.values())
+    with Pipeline(tmp_path / "package") as pipeline:
+        x = np.random.default_rng(0).standard_normal((5, 32), dtype=np.float32)
+        for name, feeds in zip(BOTH, ({"x": x}, {"x": x, "past": x[::-1]}), strict=True):
+            assert_close(pipeline[name].run(feeds), run_whole(decoders / f"{name}.onnx", feeds))
 
 
 def keys(rank: Rank) -> dict[str, tuple[str, int]]:

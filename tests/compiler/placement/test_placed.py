@@ -135,6 +135,18 @@ def test_layer_goes_with_its_cache(deep_decoder: Path, tmp_path: Path) -> None:
     assert_layer_has_its_cache(deep_decoder, plan, 1, tmp_path / "package")
 
 
+def test_slot_goes_with_its_layer(tmp_path: Path) -> None:
+    """Compiling compares a random adapter. With only the sum there, the rank could not tell that a request has one."""
+    block = Block()
+    wide = block.op("MatMul", block.data("x", (4, 32), ["n", 32]), block.w("up.weight", 32, 300))
+    narrow = block.op("MatMul", block.op("Add", wide, block.w("up.bias", 300)), block.w("down", 300, 32))
+    block.give(narrow, shape=["n", 32])
+    save(block.model(), tmp_path / "model.onnx")
+    compile_model(make_plan(tmp_path / "model.onnx", "up=cpu1", lora_slots=16), tmp_path / "package")
+    ranks = read_manifest(tmp_path / "package").ranks
+    assert [len(rank.overrides) for rank in ranks] == [2, 2]
+
+
 def test_plan_is_read_back(tmp_path: Path) -> None:
     model = save_mixture(tmp_path, "gathered")
     plan = make_plan(model, "table=cpu2", devices="3xcpu", experts=ExpertsPlace("cpu1"), shapes=SHAPES)

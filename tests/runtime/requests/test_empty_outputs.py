@@ -1,4 +1,4 @@
-"""Requests without rows or tokens, which end a process where kernels on GPUs divide by their number."""
+"""Requests without rows or tokens, which end the process: kernels on GPUs and recurrent ones divide by their number."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from models import llama_fused
+from models.writer import save
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.runtime import Session
 from splitc.runtime.errors import FeedError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.requests.empty_outputs import EmptyOutputs
 from tests.compiler.fusion.test_caches import OPTIMUM
 from tests.compiler.fusion.test_preamble import HALF, compiled
+from tests.conftest import DECODER, LAYER, assert_close, decoder_feeds, run_whole
+from tests.helpers.blocks import Block
 from tests.helpers.needs import needs_caches
 from tests.helpers.written_decoder import feeds
 
@@ -29,7 +35,41 @@ def test_gpus_get_rows_and_tokens(tmp_path: Path) -> None:
     no_tokens = {**whole, "input_ids": whole["input_ids"][:, :0]}
     on_gpu = EmptyOutputs(manifest, [GPU])
     on_gpu.check(feeds(style, 2, 4, 0))
+    on_cpu = EmptyOutputs(manifest, [CPU])
+    on_cpu.check(no_tokens)
+    with pytest.raises(
+        FeedError, match="'batch' is 0 in the input 'input_ids', and ONNX Runtime would end the process"
+    ):
+        on_cpu.check(no_rows)
     for request in (no_rows, no_tokens):
-        EmptyOutputs(manifest, [CPU]).check(request)
         with pytest.raises(FeedError, match="is 0 in the input 'input_ids', and GPUs run no requests without"):
             on_gpu.check(request)
+
+
+@pytest.mark.parametrize(("operator", "gates", "sizes"), [("LSTM", 4, ["n"]), ("GRU", 3, ["n", "t"])])
+def test_recurrent_layers_get_rows(operator: str, gates: int, sizes: list[str], tmp_path: Path) -> None:
+    """ONNX Runtime's LSTM and GRU end the process without: the request is refused, and the next one runs."""
+    block = Block()
+    x = block.data("x", (3, 2, 6), ["t", "n", 6])
+    recurrent, hidden = (block.w(name, 1, gates * 5, size) for name, size in (("W", 6), ("R", 5)))
+    block.give(block.op(operator, x, recurrent, hidden, hidden_size=5), shape=["t", 1, "n", 5])
+    save(block.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", "2xcpu", Request(split_mode="batch")), tmp_path / "package")
+    with Session(tmp_path / "package") as session:
+        assert session.manifest.filled_sizes == sizes
+        for feeds in ({"x": block.feeds["x"][:, :0]}, {"x": block.feeds["x"][:0]})[: len(sizes)]:
+            with pytest.raises(FeedError, match=r"is 0 in the input 'x', and ONNX Runtime would end the process"):
+                session.run(feeds)
+        assert_close(session.run(block.feeds), run_whole(tmp_path / "model.onnx", block.feeds))
+
+
+def test_grouped_attention_gets_rows(tmp_path: Path) -> None:
+    """ONNX Runtime divides by their number: SIGFPE ended the caller's process."""
+    save(llama_fused.build(DECODER), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", "2xcpu", LAYER), tmp_path / "package")
+    whole = decoder_feeds(batch=1)
+    feeds = {name: array for name, array in whole.items() if name != "position_ids"}
+    with Session(tmp_path / "package") as session:
+        with pytest.raises(FeedError, match=r"'batch' is 0 in the input 'input_ids', and ONNX Runtime would end"):
+            session.run({name: array[:0] for name, array in feeds.items()})
+        assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds))

@@ -11,14 +11,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from models import llama_fused
 from models.llama import Size
-from models.llama_fused import build as build_fused
 from models.writer import save
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
-from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole, until, whole_session
+from tests.conftest import DECODER, LAYER, assert_close, decoder_feeds, run_whole, until, whole_session
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import KINDS, compile_mode
 from tests.helpers.recurrent import write_lstm
@@ -87,6 +87,26 @@ def test_loaded_states_may_change_later(package_of: Path, decoder: Path) -> None
             array[...] = 0
         found = sequence.run({name: array for name, array in feeds.items() if name not in states})
     assert_close(found, {"logits": run_whole(decoder, feeds)["logits"]}, 2e-5)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_loaded_states_outlive_other_requests(ranks: str, tmp_path: Path) -> None:
+    """Those that are written in place, in memory that brings the feeds of later requests to a process."""
+    save(llama_fused.build(DECODER), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER), tmp_path / "package")
+    names = [value.name for value in whole_session(tmp_path / "model.onnx").get_inputs()]
+    whole = {name: array for name, array in decoder_feeds(3, 1, 12).items() if name in names}
+    states = {name: array for name, array in whole.items() if name.startswith("past")}
+    with Session(tmp_path / "package", ranks=ranks) as session, session.start(capacity=20) as sequence:
+        sequence.load(states)
+        for _ in range(4):
+            outputs = run_whole(tmp_path / "model.onnx", {**whole, **states})
+            given = sequence.run({name: array for name, array in whole.items() if name not in states})
+            np.testing.assert_allclose(given["logits"], outputs["logits"], rtol=0, atol=1e-5)
+            states = {name: outputs[name.replace("past_key_values", "present")] for name in states}
+            whole["attention_mask"] = np.ones((3, whole["attention_mask"].shape[1] + 1), np.int64)
+            other = {name: array for name, array in decoder_feeds(5, 1, 1).items() if name in names}
+            session.run(other)
 
 
 @pytest.mark.parametrize("runs", [0, 1])
@@ -187,7 +207,7 @@ def test_a_sequence_is_for_one_thread_at_a_time(decoder: Path, ranks: str, monke
 def test_an_engine_that_lacks_room_in_a_cache_is_explained(tmp_path: Path) -> None:
     """How far its caches are filled is in a mask, so that only the engine knows when they are full."""
     size = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=64, vocabulary=50)
-    save(build_fused(size), tmp_path / "model.onnx")
+    save(llama_fused.build(size), tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], LAYER), tmp_path / "package")
     feeds = {"input_ids": np.array([[5, 17, 33]]), "attention_mask": np.ones((1, 3), np.int64)}
     more = {"input_ids": np.array([[2]]), "attention_mask": np.ones((1, 4), np.int64)}

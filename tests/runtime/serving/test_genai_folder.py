@@ -10,6 +10,7 @@ import onnxruntime as ort
 import pytest
 
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.request.places import Place
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.states import State
@@ -87,6 +88,13 @@ def test_ranks_that_work_together_are_no_stages(decoder: Path, tmp_path: Path) -
     package = compile_mode(decoder, "tensor")
     found = splitc("export", "genai", package, "-o", tmp_path / "genai", "--stop", 2, code=2)
     assert "tensor mode ranks work on a stage together: compile with --split-mode layer" in found.stderr
+
+
+def test_ranks_with_placed_weights_are_no_stages(decoder: Path, tmp_path: Path) -> None:
+    request = Request(split_mode="layer", place=[Place("mlp", "cpu1")], no_fuse=True)
+    compile_model(plan_model(decoder, ["2xcpu"], request), tmp_path / "package", verify=False)
+    found = splitc("export", "genai", tmp_path / "package", "-o", tmp_path / "genai", "--stop", 2, code=2)
+    assert "ranks take turns within a stage, for weights that are placed: compile without these" in found.stderr
 
 
 def test_caches_are_found_by_their_numbers(package: Path) -> None:

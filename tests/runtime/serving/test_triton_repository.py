@@ -68,6 +68,25 @@ def test_servers_and_options_without_effect_are_refused(package: Path, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["triton", "--batch", "4"], "--batch 4 is for requests that are no sequences: leave it out, or add --no-seq"),
+        (
+            ["triton", "--no-sequences", "--capacity", "64"],
+            "--capacity 64 is for requests that are sequences",
+        ),
+        (["mlserver", "--no-sequences", "--capacity", "64"], "--capacity 64 is for requests that are sequences"),
+        (["triton", "-d", "cpu0"], "the package has 3 ranks, and 1 device is named for it"),
+        (["mlserver", "-d", "cpu0"], "the package has 3 ranks, and 1 device is named for it"),
+    ],
+)
+def test_what_no_session_would_do_is_not_exported(options: list[str], said: str, package: Path, tmp_path: Path) -> None:
+    server, *others = options
+    assert said in splitc("export", server, package, "-o", tmp_path, *others, code=2).stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_rows_that_meet_are_not_joined(tmp_path: Path) -> None:
     body = "g (float[n,4] x) => (float y) { y = ReduceSum <keepdims: int = 0> (x) }"
     ir.save(ir.from_onnx_text(f'<ir_version: 8, opset_import: ["" : 17]> {body}'), tmp_path / "model.onnx")

@@ -61,6 +61,16 @@ def test_no_package_is_no_pipeline(tmp_path: Path) -> None:
         Pipeline(tmp_path / "missing")
 
 
+def test_pipeline_of_which_not_all_was_copied(pipeline: Path) -> None:
+    (pipeline / "second" / "manifest.json").unlink()
+    with pytest.raises(PackageError, match=r"second/manifest\.json is missing: the package is incomplete, copy all"):
+        Pipeline(pipeline)
+    (pipeline / FILE_NAME).unlink()
+    said = r"has no manifest\.json, so it is no package, and these in it are: first\. .* its pipeline\.json is missing"
+    with pytest.raises(PackageError, match=said):
+        Session(pipeline, module="first")
+
+
 def test_module_of_another_pipeline_is_refused(decoder: Path, pipeline: Path) -> None:
     shutil.rmtree(pipeline / "second")
     shutil.copytree(compile_mode(decoder, "row"), pipeline / "second")
