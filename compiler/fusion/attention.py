@@ -55,7 +55,10 @@ class Attention:
     Queries are [..., length, size], keys [..., size, all] and values [..., all, size]. Axis n of the `output` is axis
     `order[n]` of [..., length, size]. With `guarded`, rows of NaN, which a mask leaves nothing of, count as zeros.
     `layouts` are scores whose first axes may be divided in another way than the queries'; `passed` are all values
-    between the queries and the output, which are no more once they are one operator.
+    between the queries and the output, which are no more once they are one operator. So many heads as `groups` says,
+    side by side, have one of keys and of values. With `is_causal`, tokens do not see later ones. Before anything is
+    added to them, scores are bounded by a Tanh to the `softcap`, unless it is 0. A `is_flat` output is [batch, length,
+    heads x size], whatever the `order`.
     """
 
     query: Operand
@@ -69,6 +72,10 @@ class Attention:
     order: tuple[int, ...]
     layouts: tuple[ir.Value, ...]
     passed: tuple[ir.Value, ...]
+    groups: int = 1
+    is_causal: bool = False
+    softcap: float = 0.0
+    is_flat: bool = False
 
 
 @dataclass(frozen=True)

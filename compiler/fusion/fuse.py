@@ -16,6 +16,7 @@ from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
+from splitc.compiler.fusion.attention_operator import is_operator, read_operator
 from splitc.compiler.fusion.cache import Held, concatenated, find_caches, left_out
 from splitc.compiler.fusion.divided import OPERATOR as PRODUCT
 from splitc.compiler.fusion.divided import find_divided, write_divided
@@ -36,6 +37,7 @@ from splitc.compiler.fusion.sizes import Sizes, known_shapes
 from splitc.compiler.fusion.softmax import Softmax, find_softmax
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.views import join_views
+from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Role
 from splitc.runtime.package.states import Length, State
@@ -212,7 +214,13 @@ class _Work:
         return True
 
     def attention(self, node: ir.Node) -> Iterator[Fate]:
-        """The fates of attention around a Softmax, and of its caches: nothing if there is none."""
+        """The fates of attention around a Softmax, and of its caches: nothing if there is none.
+
+        Where it is an operator already, only what becomes another one has a fate, and its caches.
+        """
+        if is_operator(node):
+            yield from self._operator(node)
+            return
         softmax = find_softmax(node, self._rank_of, self.graph.model.opset_imports.get("", 1))
         if softmax is None:
             return
@@ -228,6 +236,20 @@ class _Work:
             yield cached
         if self.gains.attention and (cached is None or cached.operator is None):
             yield self._alone(softmax, attention)
+
+    def _operator(self, node: ir.Node) -> Iterator[Fate]:
+        """The fate of an operator's caches."""
+        place = node.name or node.outputs[0].name or ""
+        if not self.held:
+            return
+        work = Writer(node, node.outputs[0].name or place, (), self.editor, self._sizes)
+        try:
+            cached = self._with_caches(place, read_operator(node, work))
+        except NotFusedError as error:
+            cached = Fate(place, None, str(error), "cache")
+        if cached is None or cached.operator is None:
+            work.undo()
+        yield from [] if cached is None else [cached]
 
     def _with_caches(self, place: str, attention: Attention) -> Fate | None:
         """The fate of the caches that an attention reads; None if it reads none."""

@@ -196,6 +196,8 @@ class Writing:
     def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:
         """The values that the operator's result replaces; for each the result along its axes, and their order."""
         attention, frame, work = self.attention, self.frame, self.work
+        if attention.is_flat:
+            return [(attention.output, made, (0, 1, 2))]
         size, weighed = fixed_axis(frame.value_size), frame.weighed
         batch = frame.divided(weighed)
         if batch is not None:
