@@ -56,7 +56,7 @@ class _RankGraph:
         self._editor = Editor(self._graph)
         self._sizes = SizeRewriter(self._shards, self._axes, self._length, self._editor)
         self._summed = frozenset(split.sums.summed)
-        self._ranged = frozenset(split.sums.ranged)
+        self._reduced = frozenset(split.sums.reduced)
         self._drawn = frozenset(split.sums.drawn)
         self._crossings: dict[ir.Node, list[Crossing]] = defaultdict(list)
         for crossing in crossings(split.axis_map):
@@ -86,8 +86,8 @@ class _RankGraph:
         forms.mask_unowned(self._editor, self._shards, node, operation)
         if operation.splits_evenly:
             forms.set_split_lengths(self._editor, self._shards, node, operation)
-        if origin in self._ranged:  # even if this rank has all of the value, since other ranks do not
-            forms.quantize_together(self._editor, self._split.ranks, node)
+        if origin in self._reduced:  # even if this rank has all of the value, since other ranks do not
+            forms.reduce_together(self._editor, self._shards, self._split.ranks, node, operation)
             return
         if origin in self._drawn:
             self._draw_once(node, origin)

@@ -23,6 +23,7 @@ from splitc.compiler.lowering.transfers import Transfer, rank_transfers, to_shar
 from splitc.compiler.modes.detours import predict_detours, rank_seconds
 from splitc.compiler.modes.pipeline import predict_pipeline
 from splitc.compiler.modes.tensor_axes import TensorAxes
+from splitc.compiler.operators import axes as ax
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram
@@ -66,7 +67,12 @@ class TensorSplit:
 
     def exchanged(self, cuts: Sequence[CutPlan]) -> list[int]:
         sums = self.sharded.sums
-        return [*map(self.analysis.costs.value_bytes, sums.exchanged), *[RANGE] * len(sums.ranged)]
+        return [*map(self.analysis.costs.value_bytes, sums.exchanged), *map(self._reduced_bytes, sums.reduced)]
+
+    def _reduced_bytes(self, node: ir.Node) -> int:
+        """The bytes of what the ranks find together of a value: its range, or a mean for each of its rows."""
+        size = ax.size_of(self.axis_map.operations[node].reduced)
+        return max(RANGE, self.analysis.costs.value_bytes(node.outputs[0]) // size)
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         if not self._apart:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
+
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.operation import LINEAR, Operation
@@ -74,6 +76,37 @@ def layer_norm(op: Operation) -> None:
     for number in (1, 2):  # a scale and a bias may have some of the axes before those that are normalized
         if op.has(number):
             op.broadcast(op.input(number), data)
+
+
+def rms_norm(op: Operation) -> None:
+    """As `layer_norm`. But ranks can find the mean of squares together, along a last axis that is not the residual's.
+
+    For example along all heads of queries. What several nodes read, or what adds two computed values, is the residual.
+    """
+    data, places = op.input(0), {op.number("axis", -1)}
+    scale = op.node.inputs[1]
+    has_one = len(op.inputs) == 2 and not any(map(op.has_output, range(1, len(op.outputs)))) and len(op.input(1)) == 1
+    is_plain = has_one and places <= {-1, len(data) - 1} and scale is not None and scale.is_initializer()
+    if not is_plain or _is_residual(op.node.inputs[0]):
+        layer_norm(op)
+        return
+    op.relate_all(data, op.output())
+    op.relate(op.input(1)[0], data[-1])
+    op.reduced = data[-1]
+
+
+def _is_residual(value: ir.Value | None) -> bool:
+    """Whether a value is read by several nodes, or adds two that are computed, or is not computed at all."""
+    while value is not None and (node := value.producer()) is not None:
+        readers = [reader for reader, _ in value.uses() if reader.op_type != "Shape"]
+        if len(readers) != 1 or value.is_graph_output():
+            return True
+        if node.op_type == "Add":
+            return not any(other is not None and other.is_initializer() for other in node.inputs)
+        if node.op_type not in ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"):
+            return False
+        value = node.inputs[0]
+    return True
 
 
 def skip_layer_norm(op: Operation) -> None:
@@ -166,9 +199,9 @@ OPERATORS = (
     Operator("CumSum", along_axis),
     Operator("TopK", along_axis),
     Operator("LayerNormalization", layer_norm, is_norm=True),
-    Operator("RMSNormalization", layer_norm, is_norm=True),
-    Operator("SimplifiedLayerNormalization", layer_norm, is_norm=True),
-    Operator("com.microsoft.SimplifiedLayerNormalization", layer_norm, is_norm=True),
+    Operator("RMSNormalization", rms_norm, is_norm=True),
+    Operator("SimplifiedLayerNormalization", rms_norm, is_norm=True),
+    Operator("com.microsoft.SimplifiedLayerNormalization", rms_norm, is_norm=True),
     Operator("com.microsoft.SkipLayerNormalization", skip_layer_norm, is_norm=True),
     Operator("com.microsoft.SkipSimplifiedLayerNormalization", skip_layer_norm, is_norm=True),
     Operator(

@@ -24,22 +24,22 @@ class Sums:
     `partial` maps each partial value to the atoms that it is partial over. A rank without units of them contributes
     zero. `summed` are the values that are summed where they are made, in the model's order; the other partial values
     are passed on. `added_on_one_rank` maps a node to the inputs that only one rank may add to a partial result.
-    `ranged` are the nodes for which the ranks find the least and the greatest element together. `drawn` are those that
-    draw random numbers: one rank does, the others have zeros, and what they make is summed too. `joined` are the values
-    whose shards are joined at the border of an island.
+    `reduced` are the nodes for which the ranks find a number of all elements together: their range, or a mean. `drawn`
+    are those that draw random numbers: one rank does, the others have zeros, and what they make is summed too. `joined`
+    are the values whose shards are joined at the border of an island.
     """
 
     partial: Mapping[ir.Value, frozenset[Factor]]
     summed: tuple[ir.Value, ...]
     added_on_one_rank: Mapping[ir.Node, frozenset[int]]
-    ranged: tuple[ir.Node, ...]
+    reduced: tuple[ir.Node, ...]
     drawn: tuple[ir.Node, ...] = ()
     joined: tuple[ir.Value, ...] = ()
 
     @property
     def count(self) -> int:
         """The number of collectives in a run."""
-        return len(self.summed) + len(self.ranged) + len(self.joined)
+        return len(self.summed) + len(self.reduced) + len(self.joined)
 
     @property
     def exchanged(self) -> tuple[ir.Value, ...]:
@@ -61,8 +61,8 @@ def find_sums(
 ) -> Sums:
     """Follow partial values from the nodes that contract a chosen atom to where they must be whole.
 
-    `start` are these nodes, and those that need the range of a chosen atom's elements. `size` gives a value's bytes.
-    `drawn` are the nodes that draw random numbers.
+    `start` are these nodes, and those that need a number of all of a chosen atom's elements. `size` gives a value's
+    bytes. `drawn` are the nodes that draw random numbers.
 
     A partial value passes through nodes that are linear in it. It is summed at the last place where that is possible:
     before it meets a whole value (the residual), before several nodes read it, or before it grows. It may grow to meet
@@ -84,7 +84,7 @@ def find_sums(
     flow.summed.update(dict.fromkeys(used))
     in_order = sorted(flow.summed, key=lambda value: (position[producer_of(value)], value.index() or 0))
     joined = [border.value for border in borders if border.is_joined(chosen)]
-    return Sums(flow.partial, tuple(in_order), flow.added_on_one_rank, tuple(flow.ranged), tuple(drawn), tuple(joined))
+    return Sums(flow.partial, tuple(in_order), flow.added_on_one_rank, tuple(flow.reduced), tuple(drawn), tuple(joined))
 
 
 @dataclass
@@ -101,7 +101,7 @@ class _Flow:
     partial: dict[ir.Value, frozenset[Factor]] = field(default_factory=dict)
     summed: dict[ir.Value, None] = field(default_factory=dict)
     added_on_one_rank: dict[ir.Node, frozenset[int]] = field(default_factory=dict)
-    ranged: list[ir.Node] = field(default_factory=list)
+    reduced: list[ir.Node] = field(default_factory=list)
 
     def visit(self, node: ir.Node) -> list[ir.Node]:
         """Pass on, or sum, the partial values that a node reads. Returns the readers of those that it makes."""
@@ -119,8 +119,8 @@ class _Flow:
         else:
             atoms = frozenset[Factor]().union(*incoming.values())
         if not atoms:
-            if operation.needs_range and chosen_atoms(operation.inputs[0], self.chosen):
-                self.ranged.append(node)
+            if chosen_atoms([operation.reduced], self.chosen):
+                self.reduced.append(node)
             return []
         self.added_on_one_rank[node] = on_one_rank
         self.partial.update(dict.fromkeys(node.outputs, atoms))

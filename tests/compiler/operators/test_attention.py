@@ -49,6 +49,19 @@ def attention_operator(flat: bool) -> Block:
     return b
 
 
+def with_normed_heads() -> Block:
+    """Norms of all heads of queries, and of all of keys, which are fewer than ranks."""
+    b = Block(opset=23)
+    x = normed(b)
+    q, k, v = (b.op("MatMul", x, b.w(n, HIDDEN, count * HEAD)) for n, count in (("q", HEADS), ("k", 2), ("v", 2)))
+    q, k = (
+        b.op("RMSNormalization", value, b.w(f"{n} scale", size * HEAD))
+        for n, value, size in (("q", q, HEADS), ("k", k, 2))
+    )
+    project_back(b, b.op("Attention", q, k, v, q_num_heads=HEADS, kv_num_heads=2))
+    return b
+
+
 def group_query_attention(packed: bool, scores: bool = False) -> Block:
     """Batch 1: the CPU's kernel takes no larger one with a past."""
     b, kv_heads, head = Block(), 4, 16
@@ -185,6 +198,7 @@ GRAPHS: dict[str, Tiny] = {
 }
 FORMS: dict[str, Tiny] = {
     "Attention, flat": by_heads(lambda: attention_operator(True)),
+    "Attention, normed heads": Tiny(with_normed_heads, {*PROJECTIONS, "q scale", "k scale"}, shares=SHARES),
     "GroupQueryAttention, packed": by_heads(lambda: group_query_attention(True), {"qkv", "o"}),
     "GroupQueryAttention, scores": by_heads(lambda: group_query_attention(False, scores=True)),
     "RotaryEmbedding, tables of the batch": by_heads(rotated_heads, {*PROJECTIONS, "cos", "sin"}),
