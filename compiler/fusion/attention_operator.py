@@ -10,8 +10,9 @@ import math
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias, NotFusedError
-from splitc.compiler.fusion.operand import Operand, whole
+from splitc.compiler.fusion.operand import VIEWS, Operand, whole
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -19,6 +20,8 @@ OPERATOR = "Attention"
 # The places of inputs and outputs.
 MASK, PAST_KEYS, PAST_VALUES, LENGTHS = 3, 4, 5, 6
 KEYS, VALUES, SCORES = 1, 2, 3
+# The most elements of a mask that are looked at. A choice: they are read from the model's file.
+LARGEST = 1 << 22
 NO_HEADS = "the number or the size of its heads may change from request to request"
 
 
@@ -35,6 +38,7 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
     _check(node)
     query, keys, values = (_by_heads(node, place, work) for place in range(3))
     mask = _input(node, MASK)
+    mask = None if mask is None or _hides_nothing(mask) else mask
     has_past = _input(node, PAST_KEYS) is not None
     if has_past:
         keys, values = whole(node.outputs[KEYS], 4), whole(node.outputs[VALUES], 4)
@@ -100,6 +104,17 @@ def _axes(operand: Operand, work: Writer) -> list[Axis]:
     if own is None:
         raise NotFusedError(NO_SIZES)
     return [own[axis] for axis in operand.axes]
+
+
+def _hides_nothing(mask: ir.Value) -> bool:
+    """Whether a mask is True in all requests: exporters write one for encoders that have none."""
+    value: ir.Value | None = mask
+    while value is not None and (node := value.producer()) is not None:
+        value = node.inputs[0] if node.op_type in VIEWS | {"Expand", "Identity"} and not node.domain else None
+    tensor = None if value is None or source_of(value) is not None else value.const_value
+    if tensor is None or tensor.dtype != ir.DataType.BOOL or tensor.size > LARGEST:
+        return False
+    return bool(tensor.numpy().all())
 
 
 def _groups(heads: Axis, of_keys: Axis) -> int:

@@ -34,7 +34,7 @@ from splitc.compiler.fusion.rotary import find_rotary, looks_rotary
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
 from splitc.compiler.fusion.rotary_embedding import write_rotary
 from splitc.compiler.fusion.sizes import Sizes, known_shapes
-from splitc.compiler.fusion.softmax import Softmax, find_softmax
+from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.views import join_views
 from splitc.compiler.fusion.writing import Writer
@@ -231,25 +231,29 @@ class _Work:
             return
         if attention is None:
             return
-        cached = self._with_caches(softmax.name, attention) if self.held else None
+        yield from self._replaced(softmax.name, attention)
+
+    def _operator(self, node: ir.Node) -> list[Fate]:
+        """The fates of an operator that becomes another one, and of its caches: it may stay as it is."""
+        if not self.held and not self.gains.attention:
+            return []
+        place = node.name or node.outputs[0].name or ""
+        work = Writer(node, node.outputs[0].name or place, (), self.editor, self._sizes)
+        try:
+            fates = list(self._replaced(place, read_operator(node, work)))
+        except NotFusedError as error:
+            fates = [Fate(place, None, str(error), "cache")] if self.held else []
+        if not any(fate.operator for fate in fates):
+            work.undo()
+        return [fate for fate in fates if fate.operator or fate.kind == "cache"]
+
+    def _replaced(self, place: str, attention: Attention) -> Iterator[Fate]:
+        """The fates of attention, and of the caches that it reads."""
+        cached = self._with_caches(place, attention) if self.held else None
         if cached is not None:
             yield cached
         if self.gains.attention and (cached is None or cached.operator is None):
-            yield self._alone(softmax, attention)
-
-    def _operator(self, node: ir.Node) -> Iterator[Fate]:
-        """The fate of an operator's caches."""
-        place = node.name or node.outputs[0].name or ""
-        if not self.held:
-            return
-        work = Writer(node, node.outputs[0].name or place, (), self.editor, self._sizes)
-        try:
-            cached = self._with_caches(place, read_operator(node, work))
-        except NotFusedError as error:
-            cached = Fate(place, None, str(error), "cache")
-        if cached is None or cached.operator is None:
-            work.undo()
-        yield from [] if cached is None else [cached]
+            yield self._alone(place, attention)
 
     def _with_caches(self, place: str, attention: Attention) -> Fate | None:
         """The fate of the caches that an attention reads; None if it reads none."""
@@ -265,19 +269,19 @@ class _Work:
             return Fate(place, None, str(error), "cache")
         return Fate(place, GROUPED, None, "cache")
 
-    def _alone(self, softmax: Softmax, attention: Attention) -> Fate:
+    def _alone(self, place: str, attention: Attention) -> Fate:
         """The fate of attention without its caches."""
-        gains, shape = self.gains, self._shape_of(softmax.output)
+        gains, shape = self.gains, self._shape_of(attention.layouts[0])
         try:
             _check_type(attention.query.value, gains.attention)
             if shape is None or math.prod(shape[-2:]) < gains.least_scores or shape[-1] < gains.least_keys:
                 raise NotFusedError("it is too small to be faster as one operator")
-            if attention.biases and not gains.biased:
+            if (attention.biases or attention.is_causal) and not gains.biased:
                 raise NotFusedError("no kernel is faster with a mask or a bias")
             write_multi_head_attention(attention, self.editor, self._sizes, gains.largest_head)
         except NotFusedError as error:
-            return Fate(softmax.name, None, str(error))
-        return Fate(softmax.name, OPERATOR)
+            return Fate(place, None, str(error))
+        return Fate(place, OPERATOR)
 
     def left_out(self, is_read: bool) -> list[Fate]:
         """The fates of the caches that can't be written in place. `is_read` says whether some attention reads one."""

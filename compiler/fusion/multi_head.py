@@ -34,6 +34,10 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     """
     at = attention.output.producer()
     assert at is not None
+    if attention.groups != 1 or attention.softcap:
+        raise NotFusedError("heads share keys, or its scores are capped, which the operator can't do")
+    if attention.keys.value.producer() is at:
+        raise NotFusedError("it makes its cache itself")
     seen = [seen_through_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
     before = unmerged(seen[0], sizes, scaled=True)
     # Inputs come last: what reads them needs them on each device.
@@ -119,8 +123,8 @@ class Writing:
         scale = attention.scale * query.factor * keys.factor
         axes = (frame.batch, frame.length, fixed_axis(heads * frame.value_size))
         like = attention.query.value
-        made = work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, num_heads=heads, scale=scale)
-        return self.finished(made)
+        how = {"num_heads": heads, "scale": scale, **({"unidirectional": 1} if attention.is_causal else {})}
+        return self.finished(work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, **how))
 
     def merged_query(self) -> tuple[ir.Value, float]:
         """The queries as [batch, length, heads x size], and a factor that they are still to be multiplied by."""
