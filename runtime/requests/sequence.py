@@ -123,11 +123,17 @@ class StateSequence:
         )
 
     def _room(self, feeds: Mapping[str, Array]) -> dict[str, int]:
-        """The tokens that the states which are written in place have room for; none if a request makes longer ones."""
+        """The tokens that the states which are written in place have room for; none if a request makes longer ones.
+
+        States that do not grow have room for what they hold.
+        """
         manifest = self._session.manifest
+        in_place = [state for state in manifest.states if state.in_place]
+        if in_place and all(state.grows is None for state in in_place):
+            return {state.input: 0 for state in in_place}
         if self._capacity is None:
             return room_needed(manifest.lengths, count_batch(feeds), self._filled, feeds)
-        return {state.input: self._capacity for state in manifest.states if state.in_place}
+        return {state.input: self._capacity for state in in_place}
 
     def _fill(self, feeds: Mapping[str, Array]) -> dict[str, int]:
         """The filled rows of its caches after a request.
