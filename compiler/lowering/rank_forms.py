@@ -97,16 +97,22 @@ def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation)
     return editor.wrap(rows, "Where", [mask, rows, editor.scalar(0, rows)], "any")
 
 
-def reduce_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> None:
-    """Replace a node by what computes it of a shard and of a number that the ranks find of the whole value."""
+def reduce_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> ir.Value | None:
+    """Replace a node by what computes it of a shard and of a number that the ranks find of the whole value.
+
+    Returns that number if it is a sum.
+    """
     if node.op_type == "DynamicQuantizeLinear":
         quantize_together(editor, ranks, node)
-    else:
-        normalize_together(editor, shards, ranks, node, operation.reduced)
+        return None
+    return normalize_together(editor, shards, ranks, node, operation.reduced)
 
 
-def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, axis: Axis) -> None:
-    """Replace RMSNormalization of a shard of the last axis: an all-reduce sums the squares, of each element once."""
+def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, axis: Axis) -> ir.Value:
+    """Replace RMSNormalization of a shard of the last axis: an all-reduce sums the squares, of each element once.
+
+    Returns the sum.
+    """
     data, scale, made = node.inputs[0], node.inputs[1], node.outputs[0]
     assert data is not None and scale is not None and data.dtype is not None
 
@@ -139,6 +145,8 @@ def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node
     scaled = op("Mul", normal, scale, like=data.dtype)
     hand_over(made, scaled, "unused")
     made.replace_all_uses_with(scaled, replace_graph_outputs=True)
+    whole.shape = None if data.shape is None else ir.Shape([*data.shape[:-1], 1])
+    return whole
 
 
 def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:

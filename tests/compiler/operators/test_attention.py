@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler.analysis.costs import node_flops
+from splitc.compiler.lowering.rank_graph import rank_graph
 from tests.helpers.attention import (
     HEAD,
     HEADS,
@@ -23,7 +24,7 @@ from tests.helpers.attention import (
     project,
     project_back,
 )
-from tests.helpers.blocks import SHARES, Block
+from tests.helpers.blocks import SHARES, Block, check_split, sharded
 from tests.helpers.operators import Tiny, check_operator, having, number, softmax, stored
 
 
@@ -217,6 +218,14 @@ def test_operator(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_form(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
+
+
+def test_norms_of_queries_and_of_keys_wait_for_one_sum(tmp_path: Path) -> None:
+    for plan in check_split(with_normed_heads(), tmp_path, {*PROJECTIONS, "q scale", "k scale"}, sums=1):
+        split = sharded(plan)
+        assert len(split.sums.reduced) == 2 and split.sums.count == plan.split.collectives == 2
+        graph = rank_graph(split, plan.ranks[0].stage, 0)
+        assert [node.op_type for node in graph].count("DistCollective") == 2
 
 
 @pytest.mark.parametrize(
