@@ -33,6 +33,8 @@ from splitc.compiler.fusion.preamble import Preamble, cut_preamble
 from splitc.compiler.fusion.rotary import find_rotary, looks_rotary
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
 from splitc.compiler.fusion.rotary_embedding import write_rotary
+from splitc.compiler.fusion.scattered import OPERATOR as SCATTERED
+from splitc.compiler.fusion.scattered import find_scattered, write_scattered
 from splitc.compiler.fusion.sizes import Sizes, known_shapes
 from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.fusion.tables import Tables
@@ -166,6 +168,7 @@ class _Work:
             ("modulation", MODULATED, self._modulation),
             ("rotary", ROTARY, self._rotary),
             ("product", PRODUCT, self._divided),
+            ("cache", SCATTERED, self._scattered),
         ):
             try:
                 if attempt(node):
@@ -211,6 +214,16 @@ class _Work:
         if shape is None or math.prod(shape[:-1]) < self.gains.least_rows:
             raise NotFusedError("it has too few rows to be faster as several")
         write_divided(divided, self.editor, self._sizes)
+        return True
+
+    def _scattered(self, node: ir.Node) -> bool:
+        """Have a cache written by index where it is. Returns whether the node writes one."""
+        states = {state.input for state in self.states} if self.gains.scattered else frozenset()
+        scattered = find_scattered(node, states)
+        if scattered is None:
+            return False
+        _check_type(scattered.past, self.gains.scattered)
+        write_scattered(scattered, self.editor, self._sizes)
         return True
 
     def attention(self, node: ir.Node) -> Iterator[Fate]:
