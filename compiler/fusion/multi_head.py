@@ -34,8 +34,10 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     """
     at = attention.output.producer()
     assert at is not None
-    if attention.groups != 1 or attention.softcap:
-        raise NotFusedError("heads share keys, or its scores are capped, which the operator can't do")
+    if attention.softcap:
+        raise NotFusedError("its scores are capped by a Tanh, which the operator can't do")
+    if attention.groups != 1:
+        raise NotFusedError("its heads share keys, which the operator can't do")
     if attention.keys.value.producer() is at:
         raise NotFusedError("it makes its cache itself")
     seen = [seen_through_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]

@@ -63,7 +63,8 @@ def write(style: Style, seed: int = 0) -> onnx.ModelProto:
     """The model: input_ids, position_ids, perhaps attention_mask, and for each layer past_key.N and past_value.N.
 
     With `odd` it is one whose caches can't be in place: `beams` picks rows of the past, `shared` has one cache for two
-    layers, `values` gives the values in another form too, `tanh` caps scores, `parts` computes keys and values of it.
+    layers, `values` gives the values in another form too, `sinks` joins others to the scores, `parts` computes keys and
+    values of it. With `tanh` scores are capped.
     """
     return _Writer(style, seed).model()
 
@@ -191,8 +192,14 @@ class _Writer:
         if style.scale == "after":
             scores = self.add("Div", scores, self.float(1 / scale))
         if style.odd == "tanh":
-            scores = self.add("Tanh", scores)
-        weights = self.add("Softmax", self._masked(scores, mask), axis=-1)
+            scores = self.add("Mul", self.add("Tanh", self.add("Mul", scores, self.float(0.5))), self.float(2))
+        scores = self._masked(scores, mask)
+        if style.odd == "sinks":
+            scores = self.add("Concat", scores, scores, axis=-1)
+        weights = self.add("Softmax", scores, axis=-1)
+        if style.odd == "sinks":
+            ends = self.add("Unsqueeze", self._all, self.number([0]))
+            weights = self.add("Slice", weights, self.number([0]), ends, self.number([-1]))
         if style.mask == "where":
             weights = self.add("Where", self.add("IsNaN", weights), self.float(0), weights)
         made = self.add("Transpose", self.add("MatMul", weights, values), perm=[0, 2, 1, 3])

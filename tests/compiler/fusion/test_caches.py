@@ -43,6 +43,7 @@ STYLES = {
     "a low number": replace(OPTIMUM, mask="low", turned=True),
     "lengths of the mask": replace(OPTIMUM, reads="mask", scale="after", mask="low"),
     "opset 13": replace(OPTIMUM, opset=13),
+    "capped": replace(OPTIMUM, odd="tanh", scale="both"),
     "operator": OPERATOR,
     "operator, as many heads": replace(OPERATOR, groups=1, attributes=(("scale", 0.2), ("softcap", 2.0))),
     "operator with the past": replace(OPERATOR, operator="past"),
@@ -235,9 +236,9 @@ def test_what_stays_says_why(tmp_path: Path, why: str, style: Style, capsys: pyt
 
 
 def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:
-    made = analyzed(replace(OPTIMUM, odd="tanh"), tmp_path)
+    made = analyzed(replace(OPTIMUM, odd="sinks"), tmp_path)
     assert {(fate.kind, fate.operator, fate.why) for fate in made.fates} == {
-        ("attention", None, "its scores are capped by a Tanh, which the operator can't do"),
+        ("attention", None, "its weights pass a Slice"),
         ("cache", None, "no attention has it as its keys or its values"),
     }
 
