@@ -275,6 +275,9 @@ class _Work:
             if cached is None:
                 return None
             _check_type(attention.query.value, self.gains.caches)
+            at = attention.output.producer()
+            if attention.softcap and not self.gains.capped and at is not None and not is_operator(at):
+                raise NotFusedError("no kernel is faster for scores that a Tanh caps")
             if not is_known():
                 raise NotFusedError("the ONNX Runtime that is installed does not have its operator: take a newer one")
             write_group_query_attention(cached, self.editor, self._sizes, self.lengths)

@@ -34,6 +34,7 @@ TRANSFORMERS = Style(masked=False, one=True, mask="low", scale="both", turned=Tr
 OPTIMUM = Style(scale="computed", reads="past")
 OPERATOR = Style(operator="concatenated", opset=23)
 CAUSAL = Style(operator="past", opset=24, masked=False, attributes=(("is_causal", 1), ("softcap", 1.5)))
+CAPPED = replace(OPTIMUM, odd="tanh", scale="both")
 STYLES = {
     "transformers": TRANSFORMERS,
     "transformers, several tokens": replace(TRANSFORMERS, one=False, mask="where"),
@@ -43,7 +44,6 @@ STYLES = {
     "a low number": replace(OPTIMUM, mask="low", turned=True),
     "lengths of the mask": replace(OPTIMUM, reads="mask", scale="after", mask="low"),
     "opset 13": replace(OPTIMUM, opset=13),
-    "capped": replace(OPTIMUM, odd="tanh", scale="both"),
     "operator": OPERATOR,
     "operator, as many heads": replace(OPERATOR, groups=1, attributes=(("scale", 0.2), ("softcap", 2.0))),
     "operator with the past": replace(OPERATOR, operator="past"),
@@ -214,6 +214,7 @@ ODD = {
     "no attention has it as its keys or its values": replace(OPTIMUM, odd="parts"),
     "its cache is read elsewhere too": replace(OPTIMUM, odd="values", layers=1),
     "no kernel is faster for its type, FLOAT16": replace(OPTIMUM, dtype=TensorProto.FLOAT16),
+    "no kernel is faster for scores that a Tanh caps": CAPPED,
     "its scores are read elsewhere too": replace(OPERATOR, operator="past", odd="scores"),
     "it hides later tokens as if none were before the request's own": replace(CAUSAL, operator="concatenated"),
     "the operator takes heads of a multiple of 8, for keys and values the same": replace(OPTIMUM, size=12),
@@ -315,6 +316,19 @@ def test_half_precision_is_right_where_it_is_asked_for(
             assert_close(session.run(request), expected, 4e-3)
             assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]}, 4e-3)
             request = following(style, expected, 2, new)
+
+
+def test_capped_scores_are_right_where_a_kernel_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose table has it."""
+    gains = replace(ON_CPUS, capped=True)
+    monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: gains)
+    with Session(package(CAPPED, tmp_path, "tensor", "2xcpu")) as session, session.start(16) as sequence:
+        request = feeds(CAPPED, 2, 3, 0)
+        for new in (1, 2, 1):
+            expected = run_whole(tmp_path / "model.onnx", request)
+            assert_close(session.run(request), expected, 1e-5)
+            assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]}, 1e-5)
+            request = following(CAPPED, expected, 2, new)
 
 
 def test_a_plan_that_was_written_is_planned_again(tmp_path: Path) -> None:
