@@ -48,8 +48,8 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
         raise NotFusedError(NO_HEADS)
     if is_causal and not has_past and not axes[2].is_same(all_axes[2]):
         raise NotFusedError("it hides later tokens as if none were before the request's own")
-    scores = ir.Value(name=f"{node.outputs[0].name}/scores", type=query.value.type)
-    work.sizes.put(scores, (*axes[:3], all_axes[2]))
+    scores = ir.Value()
+    work.name_value(scores, "scores", query.value, (*axes[:3], all_axes[2]))
     hides = None if mask is None or mask.dtype != ir.DataType.BOOL else False
     return Attention(
         query=query,
