@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
-from splitc.compiler.fusion.attention_operator import KEYS, VALUES, is_operator
+from splitc.compiler.fusion.attention_operator import is_operator
 from splitc.compiler.fusion.operand import VIEWS, Operand, factor_of
 from splitc.compiler.fusion.sizes import ONE, Size, Sizes, product_of
 from splitc.compiler.operators.registry import operator_of
@@ -84,8 +84,9 @@ def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
     node, place = present.producer(), present.index()
     if node is None or place is None or past.shape is None or len(past.shape) != 4:
         return None
-    if is_operator(node) and place in (KEYS, VALUES):
-        return node.inputs[place] if operator_of(node).states[place] == list(node.inputs).index(past) else None
+    if is_operator(node):
+        old = operator_of(node).states.get(place, len(node.inputs))
+        return node.inputs[place] if old < len(node.inputs) and node.inputs[old] is past else None
     axis = node.attributes.get_int("axis", 0)
     fits = node.op_type == "Concat" and not node.domain and len(node.inputs) == 2 and axis in (ROWS, ROWS - 4)
     return node.inputs[1] if fits and node.inputs[0] is past else None

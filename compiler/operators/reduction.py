@@ -9,6 +9,9 @@ from splitc.compiler.operators import scratch
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
+# The number types of norms that are computed in single precision.
+_NORMED = frozenset(ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16"))
+
 
 def _reduce(op: Operation) -> list[int]:
     """Relate the axes that are kept. Returns the numbers of those that are reduced."""
@@ -83,16 +86,22 @@ def rms_norm(op: Operation) -> None:
 
     For example along all heads of queries. What several nodes read, or what adds two computed values, is the residual.
     """
-    data, places = op.input(0), {op.number("axis", -1)}
-    scale = op.node.inputs[1]
-    has_one = len(op.inputs) == 2 and not any(map(op.has_output, range(1, len(op.outputs)))) and len(op.input(1)) == 1
-    is_plain = has_one and places <= {-1, len(data) - 1} and scale is not None and scale.is_initializer()
-    if not is_plain or _is_residual(op.node.inputs[0]):
+    data = op.input(0)
+    if not _is_plain(op) or _is_residual(op.node.inputs[0]):
         layer_norm(op)
         return
     op.relate_all(data, op.output())
     op.relate(op.input(1)[0], data[-1])
     op.reduced = data[-1]
+
+
+def _is_plain(op: Operation) -> bool:
+    """Whether a norm is along the last axis, with a weight of its type, no shift, and nothing else given."""
+    data, scale, others = op.node.inputs[0], op.node.inputs[1], range(1, len(op.outputs))
+    if data is None or scale is None or len(op.inputs) > 2 or any(map(op.has_output, others)):
+        return False
+    is_along_last = op.number("axis", -1) in (-1, len(op.input(0)) - 1) and len(op.input(1)) == 1
+    return is_along_last and scale.is_initializer() and scale.dtype == data.dtype and data.dtype in _NORMED
 
 
 def _is_residual(value: ir.Value | None) -> bool:

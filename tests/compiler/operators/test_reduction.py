@@ -130,6 +130,13 @@ def residual_normed(b: Block, v: ir.Value) -> ir.Value:
     return b.op("RMSNormalization", b.op("Add", one, other), b.w("s3", INNER))
 
 
+def normed_as_doubles(b: Block, v: ir.Value) -> ir.Value:
+    """Ranks' sums of squares are in single precision."""
+    wide = b.op("Cast", v, to=ir.DataType.DOUBLE)
+    scale = b.weight("s1", ir.tensor(np.ones(INNER)))
+    return b.op("Cast", b.op("RMSNormalization", wide, scale), to=ir.DataType.FLOAT)
+
+
 def embedded() -> Block:
     """Tables and norm in one operator, whole; what comes after is split."""
     b = Block()
@@ -260,6 +267,7 @@ FORMS: dict[str, Tiny] = {
             ("RMSNormalization", ["scale"], 23),
         )
     },
+    "norm of doubles": sandwich(through("Relu"), needs=normed_as_doubles, opset=23),
     "norms of a residual": sandwich(through("Relu"), needs=residual_normed, opset=23),
     "norm of all and opset 12": rms_norms("SimplifiedLayerNormalization", opset=12),
     "something added to each of a batch": sandwich(of_channels(norm_of_a_sum), split={"skip"}),
