@@ -126,13 +126,13 @@ def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node
 
     is_single = data.dtype == ir.DataType.FLOAT
     wide = data if is_single else op("Cast", data, to=ir.DataType.FLOAT)
-    squares = op("Mul", wide, wide)
+    counted = wide
     if shards.owns(axis) and not shards.owns(axis, all):
-        squares = op("Where", editor.constant(shards.owned_mask(axis)), squares, number(0))
-    if editor.graph.opset_imports.get("", 17) < 13:
-        partial = op("ReduceSum", squares, axes=[-1])
+        counted = op("Where", editor.constant(shards.owned_mask(axis)), wide, number(0))
+    if editor.graph.opset_imports.get("", 17) < 18:
+        partial = op("ReduceSumSquare", counted, axes=[-1])
     else:
-        partial = op("ReduceSum", squares, editor.constant(np.array([-1], np.int64)))
+        partial = op("ReduceSumSquare", counted, editor.constant(np.array([-1], np.int64)))
     if not shards.owns(axis):
         partial = op("Mul", partial, number(0))
     whole = op(COLLECTIVE, partial, **all_reduce("sum", ranks))
