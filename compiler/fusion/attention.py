@@ -55,7 +55,10 @@ class Attention:
     Queries are [..., length, size], keys [..., size, all] and values [..., all, size]. Axis n of the `output` is axis
     `order[n]` of [..., length, size]. With `guarded`, rows of NaN, which a mask leaves nothing of, count as zeros.
     `layouts` are scores whose first axes may be divided in another way than the queries'; `passed` are all values
-    between the queries and the output, which are no more once they are one operator.
+    between the queries and the output, which are no more once they are one operator. So many heads as `groups` says,
+    side by side, have one of keys and of values. With `is_causal`, tokens do not see later ones. Before anything is
+    added to them, scores are bounded by a Tanh to the `softcap`, unless it is 0. A `is_flat` output is [batch, length,
+    heads x size], whatever the `order`.
     """
 
     query: Operand
@@ -69,17 +72,22 @@ class Attention:
     order: tuple[int, ...]
     layouts: tuple[ir.Value, ...]
     passed: tuple[ir.Value, ...]
+    groups: int = 1
+    is_causal: bool = False
+    softcap: float = 0.0
+    is_flat: bool = False
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """What is done to a product before the Softmax, from it on."""
+    """What is done to a product before the Softmax, from it on. `scale` and `softcap` are as in Attention."""
 
     product: Product
     passed: tuple[ir.Value, ...]
     biases: tuple[Bias, ...] = ()
     scale: float = 1.0
     row_scales: tuple[RowScale, ...] = ()
+    softcap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,7 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
         order=below.order,
         layouts=layouts,
         passed=passed,
+        softcap=above.softcap,
     )
 
 
@@ -223,7 +232,7 @@ def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     elif node.op_type == "Where":
         above = _find_masked(node, deepest, rank_of)
     elif node.op_type == "Tanh":
-        raise NotFusedError("its scores are capped by a Tanh, which the operator can't do")
+        above = _find_capped(one, deepest, rank_of)
     elif node.op_type == "Concat":
         raise NotFusedError("its scores are joined with others, such as sinks, which the operator can't do")
     else:
@@ -261,7 +270,7 @@ def _find_scaled(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     biases = tuple(replace(b, factor=b.factor * scaled[1], low=b.low * scaled[1]) for b in above.biases)
     if scaled[1] < 0 or any(bias.hides is not None and bias.low > HIDDEN / 10 for bias in biases):
         raise NotFusedError("its scores are scaled after a mask, which may no longer hide")
-    return replace(above, biases=biases, scale=above.scale * scaled[1])
+    return replace(above, biases=biases, scale=above.scale * scaled[1], softcap=above.softcap * scaled[1])
 
 
 def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
@@ -271,11 +280,19 @@ def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
         if path.is_initializer() or not _comes_from_product(path):
             continue
         above = _find_scores(path, deepest - 1, rank_of)
-        if above.biases:
-            raise NotFusedError("its scores are scaled after a mask by what is no constant number")
+        if above.biases or above.softcap:
+            raise NotFusedError("its scores are scaled after a mask or a Tanh by what is no constant number")
         scale = RowScale(value, node.outputs[0], node.op_type == "Div")
         return replace(above, row_scales=(*above.row_scales, scale))
     raise NotFusedError("its scores come from no product")
+
+
+def _find_capped(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
+    """Scores behind a Tanh: a cap of 1, until they are scaled."""
+    above = _find_scores(value, deepest - 1, rank_of)
+    if above.biases or above.softcap:
+        raise NotFusedError("its scores are capped by a Tanh after a mask or another one")
+    return replace(above, softcap=1.0)
 
 
 def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:

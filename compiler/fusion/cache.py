@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
+from splitc.compiler.fusion.attention_operator import is_operator
 from splitc.compiler.fusion.operand import VIEWS, Operand, factor_of
 from splitc.compiler.fusion.sizes import ONE, Size, Sizes, product_of
 from splitc.compiler.operators.registry import operator_of
@@ -30,7 +31,9 @@ _Part = tuple[str, Size]
 
 @dataclass(frozen=True)
 class Cache:
-    """`present` is `past` with the rows `new` behind it. `path` are the nodes from it to an attention's `operand`.
+    """`present` is `past` with the rows `new` behind it, which may be [batch, rows, heads x size].
+
+    `path` are the nodes from it to an attention's `operand`.
 
     The operand is the cache, if it is as `check_layout` says, times `factor` and all computed `scales`.
     """
@@ -70,14 +73,23 @@ def concatenated(graph: ir.Graph, states: Sequence[State]) -> Held:
     held = {}
     for state in states:
         past, present = inputs.get(state.input), outputs.get(state.output)
-        node = None if present is None else present.producer()
-        if past is None or present is None or node is None or node.op_type != "Concat" or node.domain:
-            continue
-        axis, rank = node.attributes.get_int("axis", 0), len(past.shape) if past.shape is not None else 0
-        if rank == 4 and axis in (ROWS, ROWS - 4) and len(node.inputs) == 2 and node.inputs[0] is past:
-            assert node.inputs[1] is not None
-            held[present] = past, node.inputs[1]
+        new = None if past is None or present is None else _added(past, present)
+        if past is not None and present is not None and new is not None:
+            held[present] = past, new
     return held
+
+
+def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
+    """What is put behind a past of four axes to make a present of it; None if that is made otherwise."""
+    node, place = present.producer(), present.index()
+    if node is None or place is None or past.shape is None or len(past.shape) != 4:
+        return None
+    if is_operator(node):
+        old = operator_of(node).states.get(place, len(node.inputs))
+        return node.inputs[place] if old < len(node.inputs) and node.inputs[old] is past else None
+    axis = node.attributes.get_int("axis", 0)
+    fits = node.op_type == "Concat" and not node.domain and len(node.inputs) == 2 and axis in (ROWS, ROWS - 4)
+    return node.inputs[1] if fits and node.inputs[0] is past else None
 
 
 def left_out(
@@ -93,7 +105,7 @@ def left_out(
         if maker is not None and operator_of(maker).writes_in_place:
             yield state.input, NotFusedError("it is read elsewhere than by the operator that could write it in place")
         elif state.input in pasts:
-            yield state.input, NotFusedError("no attention that is written out has it as its keys or its values")
+            yield state.input, NotFusedError("no attention has it as its keys or its values")
         else:
             yield state.input, NotFusedError("it is not concatenated as it is, along the third of four axes")
 
@@ -110,7 +122,7 @@ def find_caches(attention: Attention, held: Held, shape_of: ShapeOf) -> CachedAt
     if keys is None or values is None or keys.present is values.present:
         raise NotFusedError("its keys and its values are not a cache each")
     for cache in (keys, values):
-        _check_readers(cache)
+        _check_readers(cache, attention)
     if values.scales or values.factor != 1:
         raise NotFusedError("its values are scaled")
     # What scales all keys may as well scale the scores.
@@ -139,12 +151,13 @@ def _find_cache(operand: Operand, held: Held, shape_of: ShapeOf) -> Cache | None
     return Cache(*held[value], value, tuple(reversed(path)), operand, factor, tuple(scales))
 
 
-def _check_readers(cache: Cache) -> None:
+def _check_readers(cache: Cache, attention: Attention) -> None:
     """Raise NotFusedError if anything but the attention reads more of a cache than its sizes."""
-    only = [cache.present.producer(), *cache.path]
-    for value, reader in zip([cache.past, cache.present, *cache.between], [*only, None], strict=True):
+    maker = cache.present.producer()
+    last = 0 if maker is attention.output.producer() else 1  # an attention does not read what it makes itself
+    for value, reader in zip([cache.past, cache.present, *cache.between], [maker, *cache.path, None], strict=True):
         readers = {node for node, _ in value.uses() if node.op_type != "Shape" or node.domain}
-        if len(readers) != 1 or (reader is not None and readers != {reader}):
+        if len(readers) != (last if reader is None else 1) or (reader is not None and readers != {reader}):
             raise NotFusedError("its cache is read elsewhere too")
         if value.is_graph_output() and value is not cache.present:
             raise NotFusedError("its cache is an output in another form too")

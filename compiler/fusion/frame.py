@@ -52,7 +52,7 @@ def find_frame(attention: Attention, sizes: Sizes) -> Frame:
     rows, value_size = keys[-1], values[-1].fixed
     if keys[-2].size != query[-1].size or values[-2].size != rows.size:
         raise NotFusedError("its queries, keys and values differ in their sizes")
-    if any(b.size not in (a.size, ONE) for a, b in zip(leading, keys[:-2], strict=True)):
+    if not _fits(keys[:-2], leading, attention.groups):
         raise NotFusedError("its keys have more heads than its queries")
     if size is None or value_size is None:
         raise NotFusedError("the size of its heads may change from request to request")
@@ -65,12 +65,18 @@ def find_frame(attention: Attention, sizes: Sizes) -> Frame:
     if any(product_of(a.size for a in layout[:-2]) != product_of(a.size for a in leading) for layout in known):
         raise NotFusedError("what is added to its scores, or its values, have more heads than these")
     weighed = known[1][:-2]
-    if len(weighed) != len(values) - 2 or any(
-        b.size not in (a.size, ONE) for a, b in zip(weighed, values[:-2], strict=True)
-    ):
+    if len(weighed) != len(values) - 2 or not _fits(values[:-2], weighed, attention.groups):
         raise NotFusedError("its values have more heads than its queries")
     batch, heads = _divide([leading, weighed, *(layout[:-2] for layout in known)], attention.query, sizes)
     return Frame(batch, heads, length, rows, size, value_size, leading, weighed)
+
+
+def _fits(own: Axes, leading: Axes, groups: int) -> bool:
+    """Whether first axes are those of queries, some with one element, the last one for each of the `groups`."""
+    times = [1] * (len(own) - 1) + [groups]
+    return all(
+        b.size == ONE or product_of([b.size, (n, n)]) == a.size for a, b, n in zip(leading, own, times, strict=True)
+    )
 
 
 def _divide(layouts: Sequence[Axes], query: Operand, sizes: Sizes) -> tuple[Axis, Axis]:

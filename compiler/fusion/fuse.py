@@ -16,6 +16,7 @@ from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
+from splitc.compiler.fusion.attention_operator import is_operator, read_operator
 from splitc.compiler.fusion.cache import Held, concatenated, find_caches, left_out
 from splitc.compiler.fusion.divided import OPERATOR as PRODUCT
 from splitc.compiler.fusion.divided import find_divided, write_divided
@@ -32,10 +33,13 @@ from splitc.compiler.fusion.preamble import Preamble, cut_preamble
 from splitc.compiler.fusion.rotary import find_rotary, looks_rotary
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
 from splitc.compiler.fusion.rotary_embedding import write_rotary
+from splitc.compiler.fusion.scattered import OPERATOR as SCATTERED
+from splitc.compiler.fusion.scattered import find_scattered, write_scattered
 from splitc.compiler.fusion.sizes import Sizes, known_shapes
-from splitc.compiler.fusion.softmax import Softmax, find_softmax
+from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.views import join_views
+from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Role
 from splitc.runtime.package.states import Length, State
@@ -171,6 +175,7 @@ class _Work:
             ("modulation", MODULATED, self._modulation),
             ("rotary", ROTARY, self._rotary),
             ("product", PRODUCT, self._divided),
+            ("cache", SCATTERED, self._scattered),
         ):
             try:
                 if attempt(node):
@@ -218,8 +223,24 @@ class _Work:
         write_divided(divided, self.editor, self._sizes)
         return True
 
+    def _scattered(self, node: ir.Node) -> bool:
+        """Have a cache written by index where it is. Returns whether the node writes one."""
+        states = {state.input for state in self.states} if self.gains.scattered else frozenset()
+        scattered = find_scattered(node, states)
+        if scattered is None:
+            return False
+        _check_type(scattered.past, self.gains.scattered)
+        write_scattered(scattered, self.editor, self._sizes)
+        return True
+
     def attention(self, node: ir.Node) -> Iterator[Fate]:
-        """The fates of attention around a Softmax, and of its caches: nothing if there is none."""
+        """The fates of attention around a Softmax, and of its caches: nothing if there is none.
+
+        Where it is an operator already, only what becomes another one has a fate, and its caches.
+        """
+        if is_operator(node):
+            yield from self._operator(node)
+            return
         softmax = find_softmax(node, self._rank_of, self.graph.model.opset_imports.get("", 1))
         if softmax is None:
             return
@@ -230,11 +251,29 @@ class _Work:
             return
         if attention is None:
             return
-        cached = self._with_caches(softmax.name, attention) if self.held else None
+        yield from self._replaced(softmax.name, attention)
+
+    def _operator(self, node: ir.Node) -> list[Fate]:
+        """The fates of an operator that becomes another one, and of its caches: it may stay as it is."""
+        if not self.held and not self.gains.attention:
+            return []
+        place = node.name or node.outputs[0].name or ""
+        work = Writer(node, node.outputs[0].name or place, (), self.editor, self._sizes)
+        try:
+            fates = list(self._replaced(place, read_operator(node, work)))
+        except NotFusedError as error:
+            fates = [Fate(place, None, str(error), "cache")] if self.held else []
+        if not any(fate.operator for fate in fates):
+            work.undo()
+        return [fate for fate in fates if fate.operator or fate.kind == "cache"]
+
+    def _replaced(self, place: str, attention: Attention) -> Iterator[Fate]:
+        """The fates of attention, and of the caches that it reads."""
+        cached = self._with_caches(place, attention) if self.held else None
         if cached is not None:
             yield cached
         if self.gains.attention and (cached is None or cached.operator is None):
-            yield self._alone(softmax, attention)
+            yield self._alone(place, attention)
 
     def _with_caches(self, place: str, attention: Attention) -> Fate | None:
         """The fate of the caches that an attention reads; None if it reads none."""
@@ -243,6 +282,9 @@ class _Work:
             if cached is None:
                 return None
             _check_type(attention.query.value, self.gains.caches)
+            at = attention.output.producer()
+            if attention.softcap and not self.gains.capped and at is not None and not is_operator(at):
+                raise NotFusedError("no kernel is faster for scores that a Tanh caps")
             if not is_known():
                 raise NotFusedError("the ONNX Runtime that is installed does not have its operator: take a newer one")
             write_group_query_attention(cached, self.editor, self._sizes, self.lengths)
@@ -250,19 +292,19 @@ class _Work:
             return Fate(place, None, str(error), "cache")
         return Fate(place, GROUPED, None, "cache")
 
-    def _alone(self, softmax: Softmax, attention: Attention) -> Fate:
+    def _alone(self, place: str, attention: Attention) -> Fate:
         """The fate of attention without its caches."""
-        gains, shape = self.gains, self._shape_of(softmax.output)
+        gains, shape = self.gains, self._shape_of(attention.layouts[0])
         try:
             _check_type(attention.query.value, gains.attention)
             if shape is None or math.prod(shape[-2:]) < gains.least_scores or shape[-1] < gains.least_keys:
                 raise NotFusedError("it is too small to be faster as one operator")
-            if attention.biases and not gains.biased:
+            if (attention.biases or attention.is_causal) and not gains.biased:
                 raise NotFusedError("no kernel is faster with a mask or a bias")
             write_multi_head_attention(attention, self.editor, self._sizes, gains.largest_head)
         except NotFusedError as error:
-            return Fate(softmax.name, None, str(error))
-        return Fate(softmax.name, OPERATOR)
+            return Fate(place, None, str(error))
+        return Fate(place, OPERATOR)
 
     def left_out(self, is_read: bool) -> list[Fate]:
         """The fates of the caches that can't be written in place. `is_read` says whether some attention reads one."""

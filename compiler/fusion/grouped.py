@@ -83,10 +83,11 @@ def _check(cached: CachedAttention, work: Writer) -> Frame:
     if shapes[:3] != shapes[3:] or layouts[0] != layouts[1]:
         raise NotFusedError("its keys and its values differ in their sizes")
     heads, times = layouts[0]
-    if frame.heads.fixed != heads * times and (heads, times) != (1, 1):  # one head is broadcast as it is
+    repeated = heads * times * cached.attention.groups
+    if frame.heads.fixed != repeated and (heads, times) != (1, 1):  # one head is broadcast as it is
         raise NotFusedError("its cache's heads are not those of its queries")
     new, present = work.axes(keys.new), work.axes(keys.present)
-    own = (new[0].size, new[ROWS].size, present[ROWS].size, present[3].fixed)
+    own = (new[0].size, new[-2].size, present[ROWS].size, present[3].fixed)
     if own != (frame.batch.size, frame.length.size, frame.all.size, frame.size):
         raise NotFusedError("its cache's batch or lengths are not those of its queries")
     if frame.size % UNIT or frame.size != frame.value_size:
@@ -101,10 +102,10 @@ def _check_rows(cache: Cache, sizes: Sizes) -> None:
     """Raise NotFusedError where the planned request is one for which rows are given again."""
     past, new = sizes.axes(cache.past), sizes.axes(cache.new)
     assert past is not None and new is not None
-    if all(axis.size[0] > least for axis, least in ((new[0], 1), (new[ROWS], 1), (past[ROWS], 0))):
+    if all(axis.size[0] > least for axis, least in ((new[0], 1), (new[-2], 1), (past[ROWS], 0))):
         raise NotFusedError(
             f"the operator is slower for several tokens after others in several rows, and {new[0].size[0]} rows of "
-            f"{new[ROWS].size[0]} tokens after {past[ROWS].size[0]} are planned"
+            f"{new[-2].size[0]} tokens after {past[ROWS].size[0]} are planned"
         )
 
 
@@ -138,7 +139,8 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
             "num_heads": heads,
             "kv_num_heads": kv_heads,
             "scale": attention.scale * factor * cached.keys.factor,
-            "causal": 0,
+            "causal": int(attention.is_causal),
+            "softcap": attention.softcap,
         },
         domain=DOMAIN,
         num_outputs=3,
@@ -155,10 +157,12 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
 
 def _merged(cache: Cache, work: Writer, role: str, again: Again | None) -> ir.Value:
     """What is added to a cache, behind the rows that are given again, as [batch, length, heads x size]."""
-    new = seen_through(whole(cache.new, 4), scaled=False).transposed(BY_ROWS)
-    batch, _, rows, _ = work.axes(cache.new)
+    batch, *_, rows, _ = work.axes(cache.new)
     _, heads, _, size = work.axes(cache.present)
-    value = work.ordered(new, f"{role}_by_rows")
+    if len(work.axes(cache.new)) == 4:
+        value = work.ordered(seen_through(whole(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows")
+    else:
+        value = work.viewed(cache.new, [batch, rows, heads, size], f"{role}_by_rows")
     if again is not None:
         begin, axis = (work.editor.constant(np.array([number], np.int64)) for number in (0, ROWS))
         none = [batch, heads, fixed_axis(0), size]

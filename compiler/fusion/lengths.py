@@ -131,14 +131,14 @@ class Lengths:
         past, new, present = (self._sizes.axes(value) for value in (cache.past, cache.new, cache.present))
         if past is None or new is None or present is None or not self._sizes.differ:
             raise NotFusedError("the lengths of its cache can't be told from other sizes")
-        if past[ROWS].fixed is not None or present[ROWS].fixed is not None or past[ROWS].size == new[ROWS].size:
+        if past[ROWS].fixed is not None or present[ROWS].fixed is not None or past[ROWS].size == new[-2].size:
             raise NotFusedError("the lengths of its cache can't be told from other sizes")
         if past[ROWS].size not in self._filled:
             self._filled[past[ROWS].size] = self._add(past[ROWS], new, present[ROWS])
         return self._filled[past[ROWS].size]
 
     def _add(self, past: Axis, new: Sequence[Axis], total: Axis) -> Filled:
-        graph, tokens = self._editor.graph, new[ROWS]
+        graph, tokens = self._editor.graph, new[-2]
         step: int | tuple[str, int] | None = tokens.fixed
         if step is None:
             step = self._place_of(tokens)

@@ -34,6 +34,12 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     """
     at = attention.output.producer()
     assert at is not None
+    if attention.softcap:
+        raise NotFusedError("its scores are capped by a Tanh, which the operator can't do")
+    if attention.groups != 1:
+        raise NotFusedError("its heads share keys, which the operator can't do")
+    if attention.keys.value.producer() is at:
+        raise NotFusedError("it makes its cache itself")
     seen = [seen_through_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
     before = unmerged(seen[0], sizes, scaled=True)
     # Inputs come last: what reads them needs them on each device.
@@ -119,8 +125,8 @@ class Writing:
         scale = attention.scale * query.factor * keys.factor
         axes = (frame.batch, frame.length, fixed_axis(heads * frame.value_size))
         like = attention.query.value
-        made = work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, num_heads=heads, scale=scale)
-        return self.finished(made)
+        how = {"num_heads": heads, "scale": scale, **({"unidirectional": 1} if attention.is_causal else {})}
+        return self.finished(work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, **how))
 
     def merged_query(self) -> tuple[ir.Value, float]:
         """The queries as [batch, length, heads x size], and a factor that they are still to be multiplied by."""
@@ -196,6 +202,8 @@ class Writing:
     def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:
         """The values that the operator's result replaces; for each the result along its axes, and their order."""
         attention, frame, work = self.attention, self.frame, self.work
+        if attention.is_flat:
+            return [(attention.output, made, (0, 1, 2))]
         size, weighed = fixed_axis(frame.value_size), frame.weighed
         batch = frame.divided(weighed)
         if batch is not None:

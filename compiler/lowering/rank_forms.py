@@ -11,7 +11,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.axes import Factor
+from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
@@ -95,6 +95,58 @@ def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation)
     mask = editor.before(node, "Gather", editor.constant((shifted == places)[:, None]), indices)
     node.replace_input_with(1, inside)
     return editor.wrap(rows, "Where", [mask, rows, editor.scalar(0, rows)], "any")
+
+
+def reduce_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> ir.Value | None:
+    """Replace a node by what computes it of a shard and of a number that the ranks find of the whole value.
+
+    Returns that number if it is a sum.
+    """
+    if node.op_type == "DynamicQuantizeLinear":
+        quantize_together(editor, ranks, node)
+        return None
+    return normalize_together(editor, shards, ranks, node, operation.reduced)
+
+
+def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, axis: Axis) -> ir.Value:
+    """Replace RMSNormalization of a shard of the last axis: an all-reduce sums the squares, of each element once.
+
+    Returns the sum.
+    """
+    data, scale, made = node.inputs[0], node.inputs[1], node.outputs[0]
+    assert data is not None and scale is not None and data.dtype is not None
+
+    def op(kind: str, *inputs: ir.Value, like: ir.DataType = ir.DataType.FLOAT, **attributes: Any) -> ir.Value:
+        result = editor.before(node, kind, *inputs, **attributes)
+        result.type = ir.TensorType(like)
+        return result
+
+    def number(value: float) -> ir.Value:
+        return editor.constant(np.array(value, np.float32))
+
+    is_single = data.dtype == ir.DataType.FLOAT
+    wide = data if is_single else op("Cast", data, to=ir.DataType.FLOAT)
+    counted = wide
+    if shards.owns(axis) and not shards.owns(axis, all):
+        counted = op("Where", editor.constant(shards.owned_mask(axis)), wide, number(0))
+    if editor.graph.opset_imports.get("", 17) < 18:
+        partial = op("ReduceSumSquare", counted, axes=[-1])
+    else:
+        partial = op("ReduceSumSquare", counted, editor.constant(np.array([-1], np.int64)))
+    if not shards.owns(axis):
+        partial = op("Mul", partial, number(0))
+    whole = op(COLLECTIVE, partial, **all_reduce("sum", ranks))
+    # These names must be the same on all ranks.
+    partial.name, whole.name = f"{made.name}/squares/part", f"{made.name}/squares"
+    mean = op("Mul", whole, number(1 / ax.size_of(axis)))
+    root = op("Sqrt", op("Add", mean, number(node.attributes.get_float("epsilon", 1e-5))))
+    normal = op("Div", wide, root)
+    normal = normal if is_single else op("Cast", normal, like=data.dtype, to=data.dtype)
+    scaled = op("Mul", normal, scale, like=data.dtype)
+    hand_over(made, scaled, "unused")
+    made.replace_all_uses_with(scaled, replace_graph_outputs=True)
+    whole.shape = None if data.shape is None else ir.Shape([*data.shape[:-1], 1])
+    return whole
 
 
 def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:

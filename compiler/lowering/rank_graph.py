@@ -16,6 +16,7 @@ from splitc.compiler.frontend.walks import ancestors, producers
 from splitc.compiler.lowering import borders
 from splitc.compiler.lowering import rank_forms as forms
 from splitc.compiler.lowering.communication import communicates
+from splitc.compiler.lowering.joined_sums import join_sums
 from splitc.compiler.lowering.size_rewriter import SizeRewriter
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.operators import axes as ax
@@ -56,8 +57,9 @@ class _RankGraph:
         self._editor = Editor(self._graph)
         self._sizes = SizeRewriter(self._shards, self._axes, self._length, self._editor)
         self._summed = frozenset(split.sums.summed)
-        self._ranged = frozenset(split.sums.ranged)
+        self._reduced = frozenset(split.sums.reduced)
         self._drawn = frozenset(split.sums.drawn)
+        self._squares: dict[ir.Node, ir.Value] = {}  # sums of squares, by the model's norms
         self._crossings: dict[ir.Node, list[Crossing]] = defaultdict(list)
         for crossing in crossings(split.axis_map):
             self._crossings[crossing.node].append(crossing)
@@ -70,6 +72,9 @@ class _RankGraph:
         for node in list(self._graph):
             if (origin := origin_of(node)) is not None:  # None for nodes that compute borrowed sizes
                 self._rewrite(node, origin)
+        for pair in self._split.sums.paired:
+            if all(norm in self._squares for norm in pair):
+                join_sums(self._editor, *(self._squares[norm] for norm in pair))
         self._globalize_outputs()
         for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
             self._fit_shape(value)
@@ -86,8 +91,9 @@ class _RankGraph:
         forms.mask_unowned(self._editor, self._shards, node, operation)
         if operation.splits_evenly:
             forms.set_split_lengths(self._editor, self._shards, node, operation)
-        if origin in self._ranged:  # even if this rank has all of the value, since other ranks do not
-            forms.quantize_together(self._editor, self._split.ranks, node)
+        if origin in self._reduced:  # even if this rank has all of the value, since other ranks do not
+            whole = forms.reduce_together(self._editor, self._shards, self._split.ranks, node, operation)
+            self._squares |= {} if whole is None else {origin: whole}
             return
         if origin in self._drawn:
             self._draw_once(node, origin)

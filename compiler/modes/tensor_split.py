@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from splitc.compiler.lowering.transfers import Transfer, rank_transfers, to_shar
 from splitc.compiler.modes.detours import predict_detours, rank_seconds
 from splitc.compiler.modes.pipeline import predict_pipeline
 from splitc.compiler.modes.tensor_axes import TensorAxes
+from splitc.compiler.operators import axes as ax
 from splitc.compiler.planning.clock import Clock, Prediction
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram
@@ -66,7 +67,17 @@ class TensorSplit:
 
     def exchanged(self, cuts: Sequence[CutPlan]) -> list[int]:
         sums = self.sharded.sums
-        return [*map(self.analysis.costs.value_bytes, sums.exchanged), *[RANGE] * len(sums.ranged)]
+        return [*map(self.analysis.costs.value_bytes, sums.exchanged), *self._reduced_bytes()]
+
+    def _reduced_bytes(self) -> Iterator[int]:
+        """The bytes of what the ranks find together of values: a range, or a mean for each row of one or of two."""
+        sums = self.sharded.sums
+        seconds = dict(sums.paired)
+        for node in sums.reduced:
+            size = ax.size_of(self.axis_map.operations[node].reduced)
+            rows = self.analysis.costs.value_bytes(node.outputs[0]) // size
+            if node not in seconds.values():
+                yield max(RANGE, rows * (1 + (node in seconds)))
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         if not self._apart:

@@ -157,8 +157,8 @@ OPERATORS = (
     Operator("GatherND", gather_nd, reads_part=True),
     Operator("com.microsoft.GatherBlockQuantized", gather_blocks, shapes=block_rows_shape, lookups=((1, 0),)),
     Operator("OneHot", one_hot, shape_arithmetic=True),
-    Operator("ScatterElements", scatter_elements, positions=(1,)),
-    Operator("ScatterND", scatter_nd, positions=(1,)),
-    Operator("TensorScatter", tensor_scatter, positions=(2,)),
+    Operator("ScatterElements", scatter_elements, positions=(1,), writes_in_place=True),
+    Operator("ScatterND", scatter_nd, positions=(1,), writes_in_place=True),
+    Operator("TensorScatter", tensor_scatter, positions=(2,), writes_in_place=True, states={0: 0}),
     Operator("Trilu", triangle, overwrites=True),
 )

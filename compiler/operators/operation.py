@@ -43,7 +43,8 @@ class Operation:
     add_on_one_rank: inputs that are added to the result, so that exactly one rank must add them.
     zero_point: the input with the zero point of the first input.
     is_lookup: it picks rows of its first input, a table, by its second.
-    needs_range: it needs the minimum and maximum of its whole first input: an all-reduce.
+    reduced: the axis of whose elements it needs one number, which ranks find together: their range, or their squares'
+        mean.
     splits_evenly: it splits an axis into equal lengths, one for each output.
     """
 
@@ -60,7 +61,7 @@ class Operation:
     add_on_one_rank: frozenset[int] = frozenset()
     zero_point: int | None = None
     is_lookup: bool = False
-    needs_range: bool = False
+    reduced: Axis = ()
     splits_evenly: bool = False
     _touched: set[int] = field(default_factory=set)
 

@@ -48,7 +48,7 @@ def relate_blocks(op: Operation, place: Axis, scale: Axis) -> Axis:
 
 def dynamic_quantization(op: Operation) -> None:
     op.relate_all(op.input(0), op.output())
-    op.needs_range = True
+    op.reduced = tuple(factor for axis in op.input(0) for factor in axis)
 
 
 def matmul_blocks(op: Operation) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
+
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
+
+# The number types of norms that are computed in single precision.
+_NORMED = frozenset(ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16"))
 
 
 def _reduce(op: Operation) -> list[int]:
@@ -74,6 +79,43 @@ def layer_norm(op: Operation) -> None:
     for number in (1, 2):  # a scale and a bias may have some of the axes before those that are normalized
         if op.has(number):
             op.broadcast(op.input(number), data)
+
+
+def rms_norm(op: Operation) -> None:
+    """As `layer_norm`. But ranks can find the mean of squares together, along a last axis that is not the residual's.
+
+    For example along all heads of queries. What several nodes read, or what adds two computed values, is the residual.
+    """
+    data = op.input(0)
+    if not _is_plain(op) or _is_residual(op.node.inputs[0]):
+        layer_norm(op)
+        return
+    op.relate_all(data, op.output())
+    op.relate(op.input(1)[0], data[-1])
+    op.reduced = data[-1]
+
+
+def _is_plain(op: Operation) -> bool:
+    """Whether a norm is along the last axis, with a weight of its type, no shift, and nothing else given."""
+    data, scale, others = op.node.inputs[0], op.node.inputs[1], range(1, len(op.outputs))
+    if data is None or scale is None or len(op.inputs) > 2 or any(map(op.has_output, others)):
+        return False
+    is_along_last = op.number("axis", -1) in (-1, len(op.input(0)) - 1) and len(op.input(1)) == 1
+    return is_along_last and scale.is_initializer() and scale.dtype == data.dtype and data.dtype in _NORMED
+
+
+def _is_residual(value: ir.Value | None) -> bool:
+    """Whether a value is read by several nodes, or adds two that are computed, or is not computed at all."""
+    while value is not None and (node := value.producer()) is not None:
+        readers = [reader for reader, _ in value.uses() if reader.op_type != "Shape"]
+        if len(readers) != 1 or value.is_graph_output():
+            return True
+        if node.op_type == "Add":
+            return not any(other is not None and other.is_initializer() for other in node.inputs)
+        if node.op_type not in ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"):
+            return False
+        value = node.inputs[0]
+    return True
 
 
 def skip_layer_norm(op: Operation) -> None:
@@ -166,9 +208,9 @@ OPERATORS = (
     Operator("CumSum", along_axis),
     Operator("TopK", along_axis),
     Operator("LayerNormalization", layer_norm, is_norm=True),
-    Operator("RMSNormalization", layer_norm, is_norm=True),
-    Operator("SimplifiedLayerNormalization", layer_norm, is_norm=True),
-    Operator("com.microsoft.SimplifiedLayerNormalization", layer_norm, is_norm=True),
+    Operator("RMSNormalization", rms_norm, is_norm=True),
+    Operator("SimplifiedLayerNormalization", rms_norm, is_norm=True),
+    Operator("com.microsoft.SimplifiedLayerNormalization", rms_norm, is_norm=True),
     Operator("com.microsoft.SkipLayerNormalization", skip_layer_norm, is_norm=True),
     Operator("com.microsoft.SkipSimplifiedLayerNormalization", skip_layer_norm, is_norm=True),
     Operator(

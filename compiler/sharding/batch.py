@@ -109,9 +109,7 @@ def _mixed(axis_map: AxisMap) -> set[Factor]:
 def _reduced(operation: Operation) -> Iterator[Factor]:
     """The factors of whose elements a node makes one number: it sums them, or takes the least and the greatest."""
     yield from ax.atoms(operation.contracted)
-    if operation.needs_range:
-        for axis in operation.inputs[0] or ():
-            yield from ax.atoms(axis)
+    yield from ax.atoms(operation.reduced)
 
 
 def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] = ()) -> str:
@@ -147,7 +145,7 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
         if not any(_has(axes, atom) for axes in operation.inputs):
             continue
         if atom in _reduced(operation):
-            how = "it takes the range of all of them" if operation.needs_range else "it sums over them"
+            how = "it sums over them" if atom in ax.atoms(operation.contracted) else "it takes the range of all of them"
             return f"{_named(node)}: {how}"
         for value, axes in zip(node.inputs, operation.inputs, strict=True):
             if value is not None and value.is_initializer() and _has(axes, atom):

@@ -62,19 +62,19 @@ class Candidates:
     """The candidates by falling gain.
 
     `order` has all atoms that divide weights, in the model's order. `contractions` are the nodes that sum over each
-    atom. `ranged` are the nodes that need the least and the greatest of all its elements. `conflicts` are, for each
+    atom. `reduced` are the nodes that need a number of all its elements. `conflicts` are, for each
     candidate's atom, those that some value has beside it.
     """
 
     by_gain: tuple[Candidate, ...]
     order: tuple[Factor, ...]
     contractions: Mapping[Factor, list[ir.Node]]
-    ranged: Mapping[Factor, list[ir.Node]]
+    reduced: Mapping[Factor, list[ir.Node]]
     conflicts: Mapping[Factor, set[Factor]]
 
     def start(self, atom: Factor) -> list[ir.Node]:
         """The nodes whose results may need collectives if the atom is split."""
-        return [*self.contractions.get(atom, ()), *self.ranged.get(atom, ())]
+        return [*self.contractions.get(atom, ()), *self.reduced.get(atom, ())]
 
 
 def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int]) -> Candidates:
@@ -85,13 +85,13 @@ def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], 
     _pin_ends(graph, axis_map)
     _pin_borders(axis_map)
     _pin_tables(axis_map)
-    weights, contractions, ranged = reached_weights(axis_map, size), _contractions(axis_map), _ranged(axis_map)
+    weights, contractions, reduced = reached_weights(axis_map, size), _contractions(axis_map), _reductions(axis_map)
     outputs_with: dict[Factor, list[ir.Value]] = defaultdict(list)  # the outputs that have each atom
     for value in graph.graph.outputs:
         for atom in dict.fromkeys(atom for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)):
             outputs_with[atom].append(value)
     joined = {atom for crossing in crossings(axis_map) for side in crossing.sides for atom in ax.atoms(side.before)}
-    without = Candidates((), tuple(weights), contractions, ranged, {})
+    without = Candidates((), tuple(weights), contractions, reduced, {})
     candidates = []
     for atom, covered in weights.items():
         # Otherwise its elements are dropped by a Slice.
@@ -209,14 +209,13 @@ def _contractions(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
     return contracting
 
 
-def _ranged(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
-    """For each atom the nodes that need the least and the greatest of all its elements."""
-    ranging: dict[Factor, list[ir.Node]] = defaultdict(list)
+def _reductions(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
+    """For each atom the nodes that need a number of all its elements."""
+    reducing: dict[Factor, list[ir.Node]] = defaultdict(list)
     for node, operation in axis_map.operations.items():
-        for axis in (axis for axes in operation.inputs for axis in axes or () if operation.needs_range):
-            for atom in dict.fromkeys(ax.atoms(axis)):
-                ranging[atom].append(node)
-    return ranging
+        for atom in dict.fromkeys(ax.atoms(operation.reduced)):
+            reducing[atom].append(node)
+    return reducing
 
 
 def _looked_up(axis_map: AxisMap) -> set[Factor]:

@@ -115,9 +115,7 @@ def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: di
     while again:
         again = False
         for operation in axis_map.operations.values():
-            if not operation.contracted:
-                continue
-            for leaf in ax.leaves(operation.contracted):
+            for leaf in (*ax.leaves(operation.contracted), *ax.leaves(operation.reduced)):
                 parts = [any(atom in chosen for atom in ax.atoms(section)) for section in leaf.sections]
                 if any(parts) and not all(parts):
                     mixed = {atom for atom in ax.atoms((leaf,)) if atom in chosen}
@@ -140,7 +138,8 @@ def _find_partners(
             for other in candidates.by_gain
             if other.atom in conflicts[atom]
             and other.atom not in conflicts[other.atom]
-            and set(candidates.contractions.get(other.atom, ())) == set(candidates.contractions.get(atom, ()))
+            # Else a sum over the one alone would count a unit once for each rank that has it.
+            and set(candidates.start(other.atom)) == set(candidates.start(atom))
             and set(other.weights) < set(candidate.weights)
             and not conflicts[other.atom] & (chosen.keys() - {atom})
         ]

@@ -27,7 +27,7 @@ def rank_nodes(costs: Costs, sharded: ShardedModel, states: Iterable[State], sta
     names = {state.output for state in states}
     given = [value for value in stage.outputs if value.name in names or sharded.gives(part, value)]
     sums = sharded.sums
-    roots = {*producers([*given, *stage.sends, *sums.exchanged]), *sums.ranged}
+    roots = {*producers([*given, *stage.sends, *sums.exchanged]), *sums.reduced}
     needed = ancestors(roots, costs.graph.reads.__getitem__)
     return replace(stage, nodes=tuple(node for node in stage.nodes if node in needed))
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.frontend.walks import producer_of, producers, reached
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Operation
@@ -24,22 +25,24 @@ class Sums:
     `partial` maps each partial value to the atoms that it is partial over. A rank without units of them contributes
     zero. `summed` are the values that are summed where they are made, in the model's order; the other partial values
     are passed on. `added_on_one_rank` maps a node to the inputs that only one rank may add to a partial result.
-    `ranged` are the nodes for which the ranks find the least and the greatest element together. `drawn` are those that
-    draw random numbers: one rank does, the others have zeros, and what they make is summed too. `joined` are the values
-    whose shards are joined at the border of an island.
+    `reduced` are the nodes for which the ranks find a number of all elements together: their range, or a mean. `drawn`
+    are those that draw random numbers: one rank does, the others have zeros, and what they make is summed too. `joined`
+    are the values whose shards are joined at the border of an island. `paired` are `reduced` nodes that wait for one
+    sum together.
     """
 
     partial: Mapping[ir.Value, frozenset[Factor]]
     summed: tuple[ir.Value, ...]
     added_on_one_rank: Mapping[ir.Node, frozenset[int]]
-    ranged: tuple[ir.Node, ...]
+    reduced: tuple[ir.Node, ...]
     drawn: tuple[ir.Node, ...] = ()
     joined: tuple[ir.Value, ...] = ()
+    paired: tuple[tuple[ir.Node, ir.Node], ...] = ()
 
     @property
     def count(self) -> int:
         """The number of collectives in a run."""
-        return len(self.summed) + len(self.ranged) + len(self.joined)
+        return len(self.summed) + len(self.reduced) - len(self.paired) + len(self.joined)
 
     @property
     def exchanged(self) -> tuple[ir.Value, ...]:
@@ -61,8 +64,8 @@ def find_sums(
 ) -> Sums:
     """Follow partial values from the nodes that contract a chosen atom to where they must be whole.
 
-    `start` are these nodes, and those that need the range of a chosen atom's elements. `size` gives a value's bytes.
-    `drawn` are the nodes that draw random numbers.
+    `start` are these nodes, and those that need a number of all of a chosen atom's elements. `size` gives a value's
+    bytes. `drawn` are the nodes that draw random numbers.
 
     A partial value passes through nodes that are linear in it. It is summed at the last place where that is possible:
     before it meets a whole value (the residual), before several nodes read it, or before it grows. It may grow to meet
@@ -84,7 +87,16 @@ def find_sums(
     flow.summed.update(dict.fromkeys(used))
     in_order = sorted(flow.summed, key=lambda value: (position[producer_of(value)], value.index() or 0))
     joined = [border.value for border in borders if border.is_joined(chosen)]
-    return Sums(flow.partial, tuple(in_order), flow.added_on_one_rank, tuple(flow.ranged), tuple(drawn), tuple(joined))
+    paired = _pairs(flow.reduced, producers([*in_order, *joined]), position)
+    return Sums(
+        flow.partial,
+        tuple(in_order),
+        flow.added_on_one_rank,
+        tuple(flow.reduced),
+        tuple(drawn),
+        tuple(joined),
+        tuple(paired),
+    )
 
 
 @dataclass
@@ -101,7 +113,7 @@ class _Flow:
     partial: dict[ir.Value, frozenset[Factor]] = field(default_factory=dict)
     summed: dict[ir.Value, None] = field(default_factory=dict)
     added_on_one_rank: dict[ir.Node, frozenset[int]] = field(default_factory=dict)
-    ranged: list[ir.Node] = field(default_factory=list)
+    reduced: list[ir.Node] = field(default_factory=list)
 
     def visit(self, node: ir.Node) -> list[ir.Node]:
         """Pass on, or sum, the partial values that a node reads. Returns the readers of those that it makes."""
@@ -119,8 +131,8 @@ class _Flow:
         else:
             atoms = frozenset[Factor]().union(*incoming.values())
         if not atoms:
-            if operation.needs_range and chosen_atoms(operation.inputs[0], self.chosen):
-                self.ranged.append(node)
+            if chosen_atoms([operation.reduced], self.chosen):
+                self.reduced.append(node)
             return []
         self.added_on_one_rank[node] = on_one_rank
         self.partial.update(dict.fromkeys(node.outputs, atoms))
@@ -164,6 +176,36 @@ class _Flow:
         scales = frozenset([number]) in self.operations[reader].linear and all(o.is_initializer() for o in others)
         made = reader.outputs[0]
         return scales and self.size(made) == self.size(value) and self._meets_partial(made)
+
+
+def _pairs(
+    reduced: Sequence[ir.Node], others: Iterable[ir.Node], position: Mapping[ir.Node, int]
+) -> list[tuple[ir.Node, ir.Node]]:
+    """Norms, two each, with no other collective between them, of which the second does not need the first.
+
+    So are those of queries and of keys. Their sums, a number for each row, have one shape.
+    """
+    paired: list[tuple[ir.Node, ir.Node]] = []
+    norms = {node for node in reduced if operator_of(node).is_norm}
+    for first, second in pairwise(sorted({*reduced, *others}, key=position.__getitem__)):
+        is_free = {first, second} <= norms and not (paired and first in paired[-1])
+        if is_free and _are_alike(first, second) and not _needs(second, first, position):
+            paired.append((first, second))
+    return paired
+
+
+def _are_alike(first: ir.Node, second: ir.Node) -> bool:
+    """Whether two norms are known to have as many rows."""
+    one, other = (node.outputs[0].shape for node in (first, second))
+    rows = [] if one is None else [size if isinstance(size, int) else size.value for size in one[:-1]]
+    return None not in rows and one is not None and other is not None and one[:-1] == other[:-1]
+
+
+def _needs(node: ir.Node, other: ir.Node, position: Mapping[ir.Node, int]) -> bool:
+    """Whether a node depends on an earlier one."""
+    first = position[other]
+    above = reached([node], lambda node: [one for one in producers(node.inputs) if position.get(one, -1) >= first])
+    return other in above
 
 
 def _is_handed_on(value: ir.Value, node: ir.Node) -> bool:

@@ -32,8 +32,8 @@ class Form:
 
     `atoms` are the atoms of its axes with their roles, in order of occurrence. `inner` maps an atom with fewer units
     than ranks to its partner. `partial` are the inputs that are partial. `gives_partial` is whether its result is,
-    `add_on_one_rank` are the inputs that one rank adds, and `needs_range` is whether ranks reduce a range. `planned`
-    are the atoms' sizes in the shapes that were planned for.
+    `add_on_one_rank` are the inputs that one rank adds, and `is_reduced` is whether ranks find a number together.
+    `planned` are the atoms' sizes in the shapes that were planned for.
     """
 
     digest: str
@@ -44,7 +44,7 @@ class Form:
     partial: frozenset[int]
     gives_partial: bool
     add_on_one_rank: frozenset[int]
-    needs_range: bool
+    is_reduced: bool
     planned: Mapping[Factor, int]
 
 
@@ -71,7 +71,7 @@ class _Finder:
         self._roles = dict.fromkeys(choice.chosen, SHARDED) | dict.fromkeys(choice.partners.values(), PARTNER)
         self._partners = choice.partners
         self._sums, self._summed = choice.sums, frozenset(choice.sums.summed)
-        self._ranged = frozenset(choice.sums.ranged)
+        self._reduced = frozenset(choice.sums.reduced)
         self._versions = versions
         self._forms: dict[Hashable, Form] = {}
         self._is_sharded: dict[Axis, bool] = {}
@@ -88,7 +88,7 @@ class _Finder:
         key = (
             operator_name(node),
             self._versions.get(node.domain, 1),
-            (tuple(sorted(partial)), gives_partial, tuple(sorted(added)), node in self._ranged),
+            (tuple(sorted(partial)), gives_partial, tuple(sorted(added)), node in self._reduced),
             writer.describe(node, operation),
             tuple((writer.numbers[a], writer.numbers.get(b)) for a, b in self._partners.items() if a in writer.numbers),
         )
@@ -102,7 +102,7 @@ class _Finder:
                 partial=partial,
                 gives_partial=gives_partial,
                 add_on_one_rank=added,
-                needs_range=node in self._ranged,
+                is_reduced=node in self._reduced,
                 planned=self._sizes(node, operation),
             )
         return self._forms[key]
@@ -153,9 +153,9 @@ class _Writer:
         attributes = tuple(
             [(name, self._attribute(op, name, node.attributes[name])) for name in sorted(node.attributes)]
         )
-        recorded = (op.zero_point, op.is_lookup, op.needs_range, op.splits_evenly, op.add_on_one_rank, op.linear)
+        recorded = (op.zero_point, op.is_lookup, op.splits_evenly, op.add_on_one_rank, op.linear)
         sizes = tuple([(number, self._sizes(axes)) for number, axes in op.sizes.items()])
-        contracted = self._axis(op.contracted)
+        contracted = self._axis(op.contracted), self._axis(op.reduced)
         atoms = tuple([(self._size(atom), self._roles.get(atom, WHOLE)) for atom in self.numbers])
         return inputs, outputs, attributes, recorded, sizes, contracted, atoms
 

@@ -108,7 +108,7 @@ def tiny_model(forms: Sequence[Form], sizing: Sizing, versions: Mapping[str, int
         },
         (),
         {node: form.add_on_one_rank for form, node in zip(forms, nodes, strict=True) if form.add_on_one_rank},
-        tuple(node for form, node in zip(forms, nodes, strict=True) if form.needs_range),
+        tuple(node for form, node in zip(forms, nodes, strict=True) if form.is_reduced),
     )
     empty = replace(bound, shapes={}, constants={})
     sharded = ShardedModel(graph, AxisMap(operations, axes, empty), ranges, RANKS, sums)
@@ -182,6 +182,7 @@ class _Maker:
             inputs=[self._axes(axes) for axes in operation.inputs],
             outputs=[self._axes(axes) for axes in operation.outputs],
             contracted=self._axis(operation.contracted),
+            reduced=self._axis(operation.reduced),
             sizes={number: self._sizes(sizes) for number, sizes in operation.sizes.items()},
             attributes={name: self._sizes(sizes) for name, sizes in operation.attributes.items()},
         )

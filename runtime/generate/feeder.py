@@ -22,7 +22,8 @@ class Feeder:
         # Caches that are written in place have their capacity from the beginning, and the mask is as long. Then no size
         # changes from token to token, and requests can be replayed. Where the ranks are told how many rows are filled,
         # the mask is as long as these.
-        in_place = bool(manifest.states) and all(state.in_place for state in manifest.states)
+        grow = any(state.grows is not None for state in manifest.states)
+        in_place = grow and all(state.in_place for state in manifest.states)
         self._in_place = in_place and not manifest.lengths
         self.capacity = capacity
         shape = self._inputs[signature.positions].shape if signature.positions is not None else None

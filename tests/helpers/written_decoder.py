@@ -11,6 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 Arrays = dict[str, np.ndarray]
+_KINDS = ("key", "value")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class Style:
     Where hides by, whose rows of NaN become zeros, or that are a low number as a Cast; `scale`: a constant after the
     product, constants on both factors, or computed from the size of heads on both. `turned`: keys are transposed as a
     batch of matrices. `reads`: which shape has the number of earlier tokens, or of new ones (`hidden`). `window`: the
-    last tokens that every other layer sees, the first one among them.
+    last tokens that every other layer sees, the first one among them. `operator`: attention is ONNX's operator, which
+    reads what was `concatenated`, or takes the `past` itself, as four axes or `flat`, three. It has `attributes` of its
+    own, and causal ones have no other mask.
     """
 
     masked: bool = True
@@ -40,6 +43,12 @@ class Style:
     dtype: int = TensorProto.FLOAT
     odd: str = ""
     window: int = 0
+    operator: str = ""
+    attributes: tuple[tuple[str, int | float], ...] = ()
+
+    @property
+    def is_causal(self) -> bool:
+        return ("is_causal", 1) in self.attributes
 
     @property
     def kv_heads(self) -> int:
@@ -54,7 +63,8 @@ def write(style: Style, seed: int = 0) -> onnx.ModelProto:
     """The model: input_ids, position_ids, perhaps attention_mask, and for each layer past_key.N and past_value.N.
 
     With `odd` it is one whose caches can't be in place: `beams` picks rows of the past, `shared` has one cache for two
-    layers, `values` gives the values in another form too, `tanh` caps scores, `parts` computes keys and values of it.
+    layers, `values` gives the values in another form too, `sinks` joins others to the scores, `parts` computes keys and
+    values of it. With `tanh` scores are capped.
     """
     return _Writer(style, seed).model()
 
@@ -90,13 +100,14 @@ class _Writer:
             [*(helper.make_tensor_value_info(*value) for value in outputs), *self._more],
             self._weights,
         )
-        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", style.opset)], ir_version=8)
+        version = 10 if style.operator else 8
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", style.opset)], ir_version=version)
 
     def _write(self) -> None:
         style = self.style
         rows = self.add("Gather", self.normal(style.vocabulary, style.width), "input_ids")
         value = self.add("Add", rows, self.add("Gather", self.normal(64, style.width), "position_ids"))
-        mask = self._mask("input_ids" if style.reads != "hidden" else rows)
+        mask = "" if style.is_causal else self._mask("input_ids" if style.reads != "hidden" else rows)
         masks = [self._near(mask), mask] if style.window else [mask]
         for number in range(style.layers):
             value = self.add("Add", value, self._attention(number, value, masks[number % len(masks)]))
@@ -156,6 +167,8 @@ class _Writer:
 
     def _attention(self, number: int, value: str, mask: str) -> str:
         style = self.style
+        if style.operator:
+            return self._operator(number, value, mask)
         query = self._by_heads(value, style.heads)
         keys, values = (self._cache(kind, number, value) for kind in ("key", "value"))
         keys, values = self._repeated(keys), self._repeated(values)
@@ -179,12 +192,43 @@ class _Writer:
         if style.scale == "after":
             scores = self.add("Div", scores, self.float(1 / scale))
         if style.odd == "tanh":
-            scores = self.add("Tanh", scores)
-        weights = self.add("Softmax", self._masked(scores, mask), axis=-1)
+            scores = self.add("Mul", self.add("Tanh", self.add("Mul", scores, self.float(0.5))), self.float(2))
+        scores = self._masked(scores, mask)
+        if style.odd == "sinks":
+            scores = self.add("Concat", scores, scores, axis=-1)
+        weights = self.add("Softmax", scores, axis=-1)
+        if style.odd == "sinks":
+            ends = self.add("Unsqueeze", self._all, self.number([0]))
+            weights = self.add("Slice", weights, self.number([0]), ends, self.number([-1]))
         if style.mask == "where":
             weights = self.add("Where", self.add("IsNaN", weights), self.float(0), weights)
         made = self.add("Transpose", self.add("MatMul", weights, values), perm=[0, 2, 1, 3])
         made = self.add("Reshape", made, self.number([0, 0, style.width]))
+        return self.add("MatMul", made, self.normal(style.width, style.width))
+
+    def _operator(self, number: int, value: str, mask: str) -> str:
+        style, presents = self.style, [f"present_{kind}.{number}" for kind in ("key", "value")]
+        attributes: dict[str, Any] = dict(style.attributes)
+        if style.operator == "concatenated":
+            inputs = [self._by_heads(value, style.heads), *(self._cache(kind, number, value) for kind in _KINDS), mask]
+            made = self.add("Attention", *inputs, **attributes)
+        else:
+            heads = (style.heads, style.kv_heads, style.kv_heads)
+            if style.operator == "flat":
+                attributes |= {"q_num_heads": style.heads, "kv_num_heads": style.kv_heads}
+                new = [self.add("MatMul", value, self.normal(style.width, count * style.size)) for count in heads]
+            else:
+                new = [self._by_heads(value, count) for count in heads]
+            made = f"attended_{number}"
+            inputs = [*new, mask, *(f"past_{kind}.{number}" for kind in _KINDS)]
+            outputs = [made, *presents, *([f"scores_{number}"] if style.odd == "scores" else [])]
+            self._nodes.append(helper.make_node("Attention", inputs, outputs, name=f"node_{made}", **attributes))
+        if style.odd == "scores":
+            shape: list[Any] = ["batch", style.heads, "new", "all"]
+            self._more.append(helper.make_tensor_value_info(f"scores_{number}", style.dtype, shape))
+        if style.operator != "flat":
+            made = self.add("Transpose", made, perm=[0, 2, 1, 3])
+            made = self.add("Reshape", made, self.number([0, 0, style.width]))
         return self.add("MatMul", made, self.normal(style.width, style.width))
 
     def _masked(self, scores: str, mask: str) -> str:

@@ -32,6 +32,9 @@ from tests.helpers.written_decoder import Style, feeds, following, without_state
 pytestmark = needs_caches
 TRANSFORMERS = Style(masked=False, one=True, mask="low", scale="both", turned=True)
 OPTIMUM = Style(scale="computed", reads="past")
+OPERATOR = Style(operator="concatenated", opset=23)
+CAUSAL = Style(operator="past", opset=24, masked=False, attributes=(("is_causal", 1), ("softcap", 1.5)))
+CAPPED = replace(OPTIMUM, odd="tanh", scale="both")
 STYLES = {
     "transformers": TRANSFORMERS,
     "transformers, several tokens": replace(TRANSFORMERS, one=False, mask="where"),
@@ -41,6 +44,12 @@ STYLES = {
     "a low number": replace(OPTIMUM, mask="low", turned=True),
     "lengths of the mask": replace(OPTIMUM, reads="mask", scale="after", mask="low"),
     "opset 13": replace(OPTIMUM, opset=13),
+    "operator": OPERATOR,
+    "operator, as many heads": replace(OPERATOR, groups=1, attributes=(("scale", 0.2), ("softcap", 2.0))),
+    "operator with the past": replace(OPERATOR, operator="past"),
+    "operator that hides later tokens": CAUSAL,
+    "operator of three axes": replace(OPERATOR, operator="flat", groups=4, reads="mask"),
+    "operator of three axes that hides later tokens": replace(CAUSAL, operator="flat"),
 }
 
 
@@ -109,7 +118,16 @@ def test_packages_give_what_the_model_gives(tmp_path: Path, name: str, mode: str
 
 @pytest.mark.parametrize(
     ("name", "capacity"),
-    [("transformers", 24), ("optimum", None), ("optimum", 40), ("a low number", 24), ("lengths of the mask", None)],
+    [
+        ("transformers", 24),
+        ("optimum", None),
+        ("optimum", 40),
+        ("a low number", 24),
+        ("lengths of the mask", None),
+        ("operator", 24),
+        ("operator that hides later tokens", None),
+        ("operator of three axes", 40),
+    ],
 )
 def test_sequences_go_on(tmp_path: Path, name: str, capacity: int | None) -> None:
     """With room or without, in one row and in several, several tokens at a time and one."""
@@ -193,9 +211,12 @@ def test_states_that_are_loaded_get_room(tmp_path: Path, capacity: int | None, b
 
 ODD = {
     "it is not concatenated as it is, along the third of four axes": replace(OPTIMUM, odd="beams"),
-    "no attention that is written out has it as its keys or its values": replace(OPTIMUM, odd="parts"),
+    "no attention has it as its keys or its values": replace(OPTIMUM, odd="parts"),
     "its cache is read elsewhere too": replace(OPTIMUM, odd="values", layers=1),
     "no kernel is faster for its type, FLOAT16": replace(OPTIMUM, dtype=TensorProto.FLOAT16),
+    "no kernel is faster for scores that a Tanh caps": CAPPED,
+    "its scores are read elsewhere too": replace(OPERATOR, operator="past", odd="scores"),
+    "it hides later tokens as if none were before the request's own": replace(CAUSAL, operator="concatenated"),
     "the operator takes heads of a multiple of 8, for keys and values the same": replace(OPTIMUM, size=12),
 }
 
@@ -216,10 +237,10 @@ def test_what_stays_says_why(tmp_path: Path, why: str, style: Style, capsys: pyt
 
 
 def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:
-    made = analyzed(replace(OPTIMUM, odd="tanh"), tmp_path)
+    made = analyzed(replace(OPTIMUM, odd="sinks"), tmp_path)
     assert {(fate.kind, fate.operator, fate.why) for fate in made.fates} == {
-        ("attention", None, "its scores are capped by a Tanh, which the operator can't do"),
-        ("cache", None, "no attention that is written out has it as its keys or its values"),
+        ("attention", None, "its weights pass a Slice"),
+        ("cache", None, "no attention has it as its keys or its values"),
     }
 
 
@@ -295,6 +316,19 @@ def test_half_precision_is_right_where_it_is_asked_for(
             assert_close(session.run(request), expected, 4e-3)
             assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]}, 4e-3)
             request = following(style, expected, 2, new)
+
+
+def test_capped_scores_are_right_where_a_kernel_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose table has it."""
+    gains = replace(ON_CPUS, capped=True)
+    monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: gains)
+    with Session(package(CAPPED, tmp_path, "tensor", "2xcpu")) as session, session.start(16) as sequence:
+        request = feeds(CAPPED, 2, 3, 0)
+        for new in (1, 2, 1):
+            expected = run_whole(tmp_path / "model.onnx", request)
+            assert_close(session.run(request), expected, 1e-5)
+            assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]}, 1e-5)
+            request = following(CAPPED, expected, 2, new)
 
 
 def test_a_plan_that_was_written_is_planned_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from splitc.compiler.analysis.costs import node_flops
+from splitc.compiler.lowering.rank_graph import rank_graph
 from tests.helpers.attention import (
     HEAD,
     HEADS,
@@ -23,7 +24,7 @@ from tests.helpers.attention import (
     project,
     project_back,
 )
-from tests.helpers.blocks import SHARES, Block
+from tests.helpers.blocks import SHARES, Block, check_split, sharded
 from tests.helpers.operators import Tiny, check_operator, having, number, softmax, stored
 
 
@@ -46,6 +47,19 @@ def attention_operator(flat: bool) -> Block:
         finish(b, out)
     for present, name in zip(presents, "kv"):
         b.give(present, f"present_{name}", ["n", 4, "s", HEAD])
+    return b
+
+
+def with_normed_heads() -> Block:
+    """Norms of all heads of queries, and of all of keys, which are fewer than ranks."""
+    b = Block(opset=23)
+    x = normed(b)
+    q, k, v = (b.op("MatMul", x, b.w(n, HIDDEN, count * HEAD)) for n, count in (("q", HEADS), ("k", 2), ("v", 2)))
+    q, k = (
+        b.op("RMSNormalization", value, b.w(f"{n} scale", size * HEAD))
+        for n, value, size in (("q", q, HEADS), ("k", k, 2))
+    )
+    project_back(b, b.op("Attention", q, k, v, q_num_heads=HEADS, kv_num_heads=2))
     return b
 
 
@@ -185,6 +199,7 @@ GRAPHS: dict[str, Tiny] = {
 }
 FORMS: dict[str, Tiny] = {
     "Attention, flat": by_heads(lambda: attention_operator(True)),
+    "Attention, normed heads": Tiny(with_normed_heads, {*PROJECTIONS, "q scale", "k scale"}, shares=SHARES),
     "GroupQueryAttention, packed": by_heads(lambda: group_query_attention(True), {"qkv", "o"}),
     "GroupQueryAttention, scores": by_heads(lambda: group_query_attention(False, scores=True)),
     "RotaryEmbedding, tables of the batch": by_heads(rotated_heads, {*PROJECTIONS, "cos", "sin"}),
@@ -203,6 +218,14 @@ def test_operator(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_form(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
+
+
+def test_norms_of_queries_and_of_keys_wait_for_one_sum(tmp_path: Path) -> None:
+    for plan in check_split(with_normed_heads(), tmp_path, {*PROJECTIONS, "q scale", "k scale"}, sums=1):
+        split = sharded(plan)
+        assert len(split.sums.reduced) == 2 and split.sums.count == plan.split.collectives == 2
+        graph = rank_graph(split, plan.ranks[0].stage, 0)
+        assert [node.op_type for node in graph].count("DistCollective") == 2
 
 
 @pytest.mark.parametrize(

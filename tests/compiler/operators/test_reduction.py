@@ -117,6 +117,26 @@ def norms(kind: str, *weights: str, opset: int = 17, shares: Sequence[Sequence[f
     return sandwich(make(kind, *weights), needs=make(kind, *weights, heads=False), opset=opset, shares=shares)
 
 
+def rms_norms(kind: str, opset: int = 17) -> Tiny:
+    """Of heads, which lets them through, and of all, whose squares ranks sum."""
+    split = {"C", "D", "scale, False"}
+    needs = normed(kind, "scale", heads=False)
+    return sandwich(normed(kind, "scale"), needs=needs, opset=opset, split=split, whole=(), sums=2, shares=SHARES)
+
+
+def residual_normed(b: Block, v: ir.Value) -> ir.Value:
+    """What is normalized is read elsewhere too, or adds two computed values."""
+    one, other = (b.op("RMSNormalization", v, b.w(name, INNER)) for name in ("s1", "s2"))
+    return b.op("RMSNormalization", b.op("Add", one, other), b.w("s3", INNER))
+
+
+def normed_as_doubles(b: Block, v: ir.Value) -> ir.Value:
+    """Ranks' sums of squares are in single precision."""
+    wide = b.op("Cast", v, to=ir.DataType.DOUBLE)
+    scale = b.weight("s1", ir.tensor(np.ones(INNER)))
+    return b.op("Cast", b.op("RMSNormalization", wide, scale), to=ir.DataType.FLOAT)
+
+
 def embedded() -> Block:
     """Tables and norm in one operator, whole; what comes after is split."""
     b = Block()
@@ -206,8 +226,8 @@ GRAPHS: dict[str, Tiny] = {
     "CumSum": sandwich(running_sum(1), needs=running_sum(2), shares=SHARES),
     "TopK": sandwich(largest(2, 1), needs=largest(INNER, 2), shares=SHARES),
     "LayerNormalization": norms("LayerNormalization", "scale", shares=SHARES),
-    "RMSNormalization": norms("RMSNormalization", "scale", opset=23),
-    "SimplifiedLayerNormalization": norms("SimplifiedLayerNormalization", "scale"),
+    "RMSNormalization": rms_norms("RMSNormalization", opset=23),
+    "SimplifiedLayerNormalization": rms_norms("SimplifiedLayerNormalization"),
     "com.microsoft.SkipLayerNormalization": norms("com.microsoft.SkipLayerNormalization", "scale", "shift", "bias"),
     "com.microsoft.SkipSimplifiedLayerNormalization": norms("com.microsoft.SkipSimplifiedLayerNormalization", "scale"),
     "com.microsoft.EmbedLayerNormalization": Tiny(embedded, "AB", {"words", "places"}, sums=1),
@@ -247,6 +267,9 @@ FORMS: dict[str, Tiny] = {
             ("RMSNormalization", ["scale"], 23),
         )
     },
+    "norm of doubles": sandwich(through("Relu"), needs=normed_as_doubles, opset=23),
+    "norms of a residual": sandwich(through("Relu"), needs=residual_normed, opset=23),
+    "norm of all and opset 12": rms_norms("SimplifiedLayerNormalization", opset=12),
     "something added to each of a batch": sandwich(of_channels(norm_of_a_sum), split={"skip"}),
     "places of maxima": sandwich(through("Relu"), needs=places_of_largest),
     "sum along no axis": sandwich(reduced_along_none),

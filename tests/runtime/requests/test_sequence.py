@@ -14,10 +14,11 @@ import pytest
 from models import llama_fused
 from models.llama import Size
 from models.writer import save
-from splitc.compiler import compile_model, plan_model
+from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
+from splitc.runtime.ranks.computation import Computation
 from tests.conftest import DECODER, LAYER, assert_close, decoder_feeds, run_whole, until, whole_session
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import KINDS, compile_mode
@@ -156,6 +157,57 @@ def test_recurrent_states_are_states_too(tmp_path: Path) -> None:
         for step in steps:
             expected, h, c = whole.run(None, {"x": step, "h": h, "c": c})
             np.testing.assert_allclose(sequence.run({"x": step})["y"], expected, atol=1e-6)
+
+
+SCATTERS = {
+    "TensorScatter": "present = TensorScatter <axis = 1> (past, x, at)",
+    "ScatterElements": """
+        ones = Shape (x)
+        places = Expand (at, ones)
+        present = ScatterElements <axis = 1> (past, places, x)""",
+    "ScatterND": """
+        row = Constant <value = int64[1, 1, 1] {0}> ()
+        column = Constant <value = int64[3] {1, 1, 1}> ()
+        turned = Reshape (at, column)
+        places = Concat <axis = 2> (row, turned)
+        present = ScatterND (past, places, x)""",
+}
+
+
+@pytest.mark.parametrize("name", SCATTERS)
+def test_states_of_a_size_are_written_where_they_are(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a sequence. What a caller feeds is not written to."""
+    at = "int64[1]" if name == "TensorScatter" else "int64[1, 1, 1]"
+    text = f"""<ir_version: 11, opset_import: ["" : 24]> g (float[1, 1, 4] x, {at} at, float[1, m, 4] past)
+        => (float[1, 4] y, float[1, m, 4] present) {{
+            {SCATTERS[name]}
+            one = Constant <value = int64[1] {{1}}> ()
+            y = ReduceSum <keepdims = 0> (present, one) }}"""
+    model = tmp_path / "model.onnx"
+    ir.save(ir.from_onnx_text(text), model)
+    request = Request(split_mode="layer", shapes={"past": (1, 6, 4)})
+    compile_model(plan_model(model, ["cpu0"], request), tmp_path / "package")
+    places, known = set[int](), Computation.run
+
+    def watch(self: Computation, request: Any) -> Any:
+        result = known(self, request)
+        places.update(value.data_ptr() for held in self.sequences.values() for value in held.values())
+        return result
+
+    monkeypatch.setattr(Computation, "run", watch)
+    past = np.random.default_rng(0).random((1, 6, 4), np.float32)
+    with Session(tmp_path / "package") as session, session.start() as sequence:
+        sequence.load({"past": past})
+        state = past
+        for number in range(3):
+            fed = {"x": np.full((1, 1, 4), number, np.float32), "at": np.full([1] * at.count("1"), number)}
+            whole = run_whole(model, {**fed, "past": state})
+            assert_close(session.run({**fed, "past": state}), whole)
+            assert_close(sequence.run(fed), {"y": whole["y"]})
+            state = whole["present"]
+    assert len(places) == 1
 
 
 def test_model_without_states_has_no_sequences(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""Attention that is ONNX's own operator, as newer exporters write it, read as what it computes.
+
+It has kernels of its own. But it makes presents anew in each request: it concatenates, or reads what was concatenated.
+See Attention in ONNX's Operators.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias, NotFusedError
+from splitc.compiler.fusion.operand import VIEWS, Operand, whole
+from splitc.compiler.fusion.sizes import Axis, fixed_axis
+from splitc.compiler.fusion.writing import Writer
+
+OPERATOR = "Attention"
+# The places of inputs and outputs.
+MASK, PAST_KEYS, PAST_VALUES, LENGTHS = 3, 4, 5, 6
+KEYS, VALUES, SCORES = 1, 2, 3
+# The most elements of a mask that are looked at. A choice: they are read from the model's file.
+LARGEST = 1 << 22
+NO_HEADS = "the number or the size of its heads may change from request to request"
+
+
+def is_operator(node: ir.Node) -> bool:
+    """Whether a node is ONNX's own attention."""
+    return node.op_type == OPERATOR and not node.domain
+
+
+def read_operator(node: ir.Node, work: Writer) -> Attention:
+    """What the operator computes. Raises NotFusedError for what no other operator does.
+
+    Its scores are no value of the graph: sizes get those of one that stands for them. Rows that see nothing are zeros.
+    """
+    _check(node)
+    query, keys, values = (_by_heads(node, place, work) for place in range(3))
+    mask = _input(node, MASK)
+    mask = None if mask is None or _hides_nothing(mask) else mask
+    has_past = _input(node, PAST_KEYS) is not None
+    if has_past:
+        keys, values = whole(node.outputs[KEYS], 4), whole(node.outputs[VALUES], 4)
+    axes, all_axes = _axes(query, work), _axes(keys, work)
+    size, is_causal = axes[3].fixed, bool(node.attributes.get_int("is_causal", 0))
+    if size is None:
+        raise NotFusedError(NO_HEADS)
+    if is_causal and not has_past and not axes[2].is_same(all_axes[2]):
+        raise NotFusedError("it hides later tokens as if none were before the request's own")
+    scores = ir.Value()
+    work.name_value(scores, "scores", query.value, (*axes[:3], all_axes[2]))
+    hides = None if mask is None or mask.dtype != ir.DataType.BOOL else False
+    return Attention(
+        query=query,
+        keys=keys.swapped(),
+        values=values,
+        biases=() if mask is None else (Bias(mask, scores, hides=hides, low=-math.inf),),
+        scale=node.attributes.get_float("scale", 0.0) or size**-0.5,
+        row_scales=(),
+        guarded=mask is not None,
+        output=node.outputs[0],
+        order=(0, 1, 2, 3),
+        layouts=(scores, scores),
+        passed=(),
+        groups=_groups(axes[1], all_axes[1]),
+        is_causal=is_causal,
+        softcap=node.attributes.get_float("softcap", 0.0),
+        is_flat=not query.is_value,
+    )
+
+
+def _check(node: ir.Node) -> None:
+    """Raise NotFusedError for what no other operator does."""
+    if _input(node, LENGTHS) is not None:
+        raise NotFusedError("it is told how many of its keys are filled")
+    if len(node.outputs) > SCORES and (node.outputs[SCORES].uses() or node.outputs[SCORES].is_graph_output()):
+        raise NotFusedError("its scores are read elsewhere too")
+    precision = node.attributes.get_int("softmax_precision", ir.DataType.FLOAT)
+    if precision not in (ir.DataType.FLOAT, node.inputs[0].dtype if node.inputs[0] else None):
+        raise NotFusedError("its Softmax is of another precision")
+    pasts = [_input(node, place) is not None for place in (PAST_KEYS, PAST_VALUES)]
+    if any(pasts) and not (all(pasts) and len(node.outputs) > VALUES):
+        raise NotFusedError("its keys and its values are not a cache each")
+
+
+def _by_heads(node: ir.Node, place: int, work: Writer) -> Operand:
+    """Queries, keys or values as [batch, heads, rows, size]."""
+    value = node.inputs[place]
+    axes = None if value is None else work.sizes.axes(value)
+    if value is None or axes is None:
+        raise NotFusedError(NO_SIZES)
+    if len(axes) == 4:
+        return whole(value, 4)
+    heads, width = node.attributes.get_int("kv_num_heads" if place else "q_num_heads", 0), axes[2].fixed
+    if not heads or width is None:
+        raise NotFusedError(NO_HEADS)
+    by_rows = [*axes[:2], fixed_axis(heads), fixed_axis(width // heads)]
+    return Operand(work.viewed(value, by_rows, f"input{place}_by_rows"), (0, 2, 1, 3))
+
+
+def _axes(operand: Operand, work: Writer) -> list[Axis]:
+    own = work.sizes.axes(operand.value)
+    if own is None:
+        raise NotFusedError(NO_SIZES)
+    return [own[axis] for axis in operand.axes]
+
+
+def _hides_nothing(mask: ir.Value) -> bool:
+    """Whether a mask is True in all requests: exporters write one for encoders that have none."""
+    value: ir.Value | None = mask
+    while value is not None and (node := value.producer()) is not None:
+        value = node.inputs[0] if node.op_type in VIEWS | {"Expand", "Identity"} and not node.domain else None
+    tensor = None if value is None or source_of(value) is not None else value.const_value
+    if tensor is None or tensor.dtype != ir.DataType.BOOL or tensor.size > LARGEST:
+        return False
+    return bool(tensor.numpy().all())
+
+
+def _groups(heads: Axis, of_keys: Axis) -> int:
+    """How many heads of queries share one of keys."""
+    if heads.fixed is None or not of_keys.fixed or heads.fixed % of_keys.fixed:
+        raise NotFusedError(NO_HEADS)
+    return heads.fixed // of_keys.fixed
+
+
+def _input(node: ir.Node, place: int) -> ir.Value | None:
+    return node.inputs[place] if place < len(node.inputs) else None

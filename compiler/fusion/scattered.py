@@ -1,0 +1,81 @@
+"""A cache whose rows are written by index becomes an operator that can write them in place.
+
+For rows along an inner axis torch's exporter brings this axis to the front, writes, and brings it back: each token
+makes three copies of the cache. ScatterElements takes the axis where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.norm import only_user
+from splitc.compiler.fusion.operand import Operand, seen_through
+from splitc.compiler.fusion.sizes import Sizes, fixed_axis
+from splitc.compiler.fusion.writing import Writer
+
+OPERATOR = "ScatterElements"
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """`present` is `past` with `rows` along an axis, at the places that `indices` [rows, 1] say."""
+
+    past: ir.Value
+    indices: ir.Value
+    rows: Operand
+    axis: int
+    present: ir.Value
+
+
+def find_scattered(node: ir.Node, states: Collection[str]) -> Scattered | None:
+    """What a ScatterND writes to one of the `states`, by the names of their inputs; None if it does not so."""
+    if node.op_type != "ScatterND" or node.domain or node.attributes.get_string("reduction", "none") != "none":
+        return None
+    data, indices, rows = node.inputs
+    turn = None if data is None else data.producer()
+    back = only_user(node.outputs[0], "Transpose")
+    if data is None or indices is None or rows is None or turn is None or back is None:
+        return None
+    if turn.op_type != "Transpose" or turn.domain or only_user(data, node.op_type) is not node:
+        return None
+    order, last = (list(one.attributes.get_ints("perm", ())) for one in (turn, back))
+    past, present = turn.inputs[0], back.outputs[0]
+    if not order or [order[axis] for axis in last] != list(range(len(order))):
+        return None
+    if past is None or not past.is_graph_input() or past.name not in states or not present.is_graph_output():
+        return None
+    return Scattered(past, indices, Operand(rows, tuple(last)), order[0], present)
+
+
+def write_scattered(scattered: Scattered, editor: Editor, sizes: Sizes) -> None:
+    """Replace what was found by the operator, in place.
+
+    Raises NotFusedError if the operator can't say it; then nothing is changed.
+    """
+    past, present = scattered.past, scattered.present
+    axes, places = sizes.axes(past), sizes.axes(scattered.indices)
+    at = present.producer()
+    assert at is not None
+    if axes is None or places is None or sizes.axes(scattered.rows.value) is None:
+        raise NotFusedError("its cache has no known sizes")
+    if len(places) != 2 or places[1].fixed != 1:
+        raise NotFusedError("its cache is written along several axes")
+    own = [places[0] if axis == scattered.axis else size for axis, size in enumerate(axes)]
+    work = Writer(at, present.name or "", (past, scattered.indices), editor, sizes)
+    try:
+        rows = work.ordered(seen_through(scattered.rows, scaled=False), "rows")
+        listed = [places[0] if axis == scattered.axis else fixed_axis(1) for axis in range(len(axes))]
+        indices = work.expanded(work.viewed(scattered.indices, listed, "places"), own, "indices")
+    except NotFusedError:
+        work.undo()
+        raise
+    made = work.add("written", OPERATOR, [past, indices, rows], past, axes, axis=scattered.axis)
+    present.replace_all_uses_with(made, replace_graph_outputs=True)
+    hand_over(present, made, "unfused")
+    sizes.put(made, axes)

@@ -1,0 +1,37 @@
+"""The sums of squares that two norms wait for, as of queries and of keys, become one collective.
+
+They are a number for each token, and so cost what a collective costs however little it moves.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.reads import node_reads
+from splitc.compiler.frontend.walks import ancestors, producer_of
+
+
+def join_sums(editor: Editor, one: ir.Value, other: ir.Value) -> None:
+    """Put one collective in the place of those that make two sums [..., 1], the other of which comes later.
+
+    What the later one needs, and stands between them, goes before both.
+    """
+    graph, first, second = editor.graph, producer_of(one), producer_of(other)
+    nodes, needed = list(graph), ancestors([second], node_reads)
+    for node in nodes[nodes.index(first) + 1 : nodes.index(second)]:
+        if node in needed:
+            graph.remove(node)
+            graph.insert_before(first, node)
+    attributes = {name: attribute.value for name, attribute in first.attributes.items()}
+    partial = editor.before(first, "Concat", first.inputs[0], second.inputs[0], axis=-1)
+    whole = editor.before(first, first.op_type, partial, **attributes)
+    partial.type = whole.type = one.type
+    # These names must be the same on all ranks.
+    partial.name, whole.name = (f"{one.name}+{other.name}{end}" for end in ("/part", ""))
+    for place, old in enumerate((one, other)):
+        new = editor.before(first, "Gather", whole, editor.constant(np.array([place], np.int64)), axis=-1)
+        new.type, new.shape = old.type, old.shape
+        old.replace_all_uses_with(new)
+    graph.remove([first, second], safe=True)
