@@ -10,6 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+from splitc.runtime.hardware.heap import LARGEST_LEARNT
+
 UNIT = 256
 FIRST_REGION, LARGEST_STEP = 1 << 20, 1 << 30
 # A rest of so many bytes is cut off a chunk of any size.
@@ -25,12 +27,13 @@ Place = tuple[int, int]
 class Arena:
     """Memory regions in which values are allocated and freed. Sizes are in bytes.
 
-    With `downwards` the system places later regions at lower addresses, as it does unless it fills a gap. Unless it is
-    `on_host`, what ONNX Runtime notes of the regions is elsewhere.
+    On the host small regions follow each other upwards in the heap of the rank's thread, and large ones lie below it,
+    downwards (see `compact_heap`). Unless it is `on_host`, all lie `downwards` or upwards, and what ONNX Runtime notes
+    of them is elsewhere.
     """
 
-    def __init__(self, downwards: bool = True, on_host: bool = True) -> None:
-        self._direction = -1 if downwards else 1
+    def __init__(self, on_host: bool = True, downwards: bool = True) -> None:
+        self._on_host, self._downwards = on_host, downwards
         self._free: list[tuple[int, int, int]] = []  # size, region, offset
         self._sizes: dict[Place, int] = {}  # of all chunks
         self._before: dict[Place, int] = {}  # the offset of the chunk before
@@ -111,7 +114,8 @@ class Arena:
         is_enough = size <= self._step
         while size > self._step:
             self._step *= 2
-        region = self._direction * len(self._touched)
+        upwards = self._step < LARGEST_LEARNT if self._on_host else not self._downwards
+        region = len(self._touched) if upwards else -len(self._touched)
         self._touched[region] = 0
         self._noted += int(self._step * self._noted_share)
         self._is_open = False

@@ -30,8 +30,8 @@ def arena_bytes(
     A value is allocated before its node runs, and freed after its last reader; `kept` ones, which leave the engine, are
     not. `scratch` is what a node's kernel allocates while it runs. What ranks make a value of are `parts`: the node
     makes the first one, others come from other ranks. `alike` are values that have the same shape, as far as the engine
-    knows; see `optimize`. Where the system places regions decides which of two free chunks of one size is used: it is
-    the more of both ways. `on_host` is as for `Arena`.
+    knows; see `optimize`. Where the system places regions decides which of two free chunks of one size is used: on
+    GPUs it is the more of two ways. `on_host` is as for `Arena`.
     """
     run = optimize(nodes, reads, size, kept, lambda node: bool(parts(node)), alike, overwrites=on_host)
     held = {run.root(value) for value in kept}
@@ -41,7 +41,8 @@ def arena_bytes(
         copy = (size(node.outputs[0]),) if node in run.copying else ()
         freed = tuple(value for value in last if value not in held)
         steps += _in_parts(_step(node, made, (*scratch(node), *copy), freed), parts(node))
-    return max(_touched(steps, Arena(downwards, on_host)) for downwards in (True, False))
+    ways = (True,) if on_host else (True, False)
+    return max(_touched(steps, Arena(on_host, downwards)) for downwards in ways)
 
 
 @dataclass(frozen=True)
