@@ -62,7 +62,13 @@ def optimize(
     alone = [product for product in biased.values() if not is_summed(product)]
     places.update((node.outputs[0], first) for node in alone if (first := node.inputs[0]) is not None)
     places.update(scaled)
-    copying = biased_gelus(gelus, nodes, reads, biased)
+    copying = {
+        node: data
+        for node, data in biased_gelus(gelus, nodes, reads, biased).items()
+        if (maker := data.producer()) is None
+        or not is_summed(maker)
+        or alike(data, data)  # else its width is not known
+    }
     places.update((gelus[node], data) for node, data in copying.items())
     if overwrites:
         may = [node for node in order if not is_summed(node) and _may_overwrite(node, alike)]

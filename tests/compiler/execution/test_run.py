@@ -237,3 +237,31 @@ def test_where_selects_before_it_takes_room_for_what_it_makes() -> None:
         return arena_bytes(list(graph), reads, size, scratch, frozenset(graph.outputs), on_host=False)
 
     assert bytes_of("Where") == bytes_of("Add") + 5 * quarter
+
+
+@pytest.mark.parametrize("are_known", [True, False])
+def test_gelu_of_columns_that_ranks_join_takes_no_copy_where_sizes_are_unknown(are_known: bool) -> None:
+    """Then ONNX Runtime does not know that the bias is as long as they are, and keeps the addition."""
+    w = Writer(opset=20)
+    x = w.op("Softmax", w.input("x", ir.DataType.FLOAT, ["n", "m", 64]))
+    joined = w.op("MatMul", x, w.weight("weight", ir.tensor(np.ones((64, 64), np.float32))))
+    gelu = w.op("Gelu", w.op("Add", joined, w.weight("bias", ir.tensor(np.ones(64, np.float32)))))
+    w.output(w.op("Softmax", gelu), "y", ir.DataType.FLOAT, ["n", "m", 64])
+    graph, size = w.model().graph, 3 << 19
+    ours = arena_bytes(
+        list(graph),
+        reads,
+        lambda value: 0 if value.producer() is None else size,
+        lambda node: (),
+        frozenset(graph.outputs),
+        lambda node: (size // 2,) if node.op_type == "MatMul" else (),
+        lambda one, other: are_known,
+    )
+    copy = arena_bytes(
+        list(graph),
+        reads,
+        lambda value: 0 if value.producer() is None else size,
+        lambda node: (),
+        frozenset(graph.outputs),
+    )
+    assert (ours >= copy) == are_known
