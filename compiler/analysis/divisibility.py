@@ -9,7 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.walks import ancestors, producers
 from splitc.compiler.nodes import describe_node
 
@@ -26,7 +26,7 @@ def check_divisible(analysis: Analysis) -> None:
     """Raise ModelError if most of the model is inside one If, Loop or Scan, which can't be cut (a merged decoder)."""
     costs, partition = analysis.costs, analysis.partition
     whole = costs.weight_bytes(analysis.graph.nodes)
-    for node in (node for block in partition.blocks for node in block.nodes if any(subgraphs(node))):
+    for node in (node for block in partition.blocks for node in block.nodes if holds_graphs(node)):
         inside = costs.weight_bytes([node, *partition.upstream[node]])
         if inside > INDIVISIBLE * whole:
             raise ModelError(

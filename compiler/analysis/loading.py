@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of
@@ -64,7 +64,7 @@ def find_loading(
         done += own.bytes
         most = max(most, waiting + done + own.beside)
     # What branches pack stays as it was until all have packed it.
-    inner = sum(weights.get(weight, 0) for weight in costs.held(node for node in nodes if any(subgraphs(node))))
+    inner = sum(weights.get(weight, 0) for weight in costs.held(node for node in nodes if holds_graphs(node)))
     most = max(most, waiting + done + 2 * inner)
     return Loading(most, optimizing, made_bytes)
 

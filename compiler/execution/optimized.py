@@ -14,7 +14,7 @@ from splitc.compiler.execution.normed_sums import Alike, find_normed_sums
 from splitc.compiler.execution.order import ends_gelu, order_after_passes
 from splitc.compiler.execution.products import biased_products, scaled_products
 from splitc.compiler.execution.reshapes import without_own_sizes
-from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.operators.registry import operator_of
 
 
@@ -88,7 +88,7 @@ def _merged(nodes: Sequence[ir.Node], reads: Reads) -> tuple[list[ir.Node], Read
         inputs = tuple(value and same.get(value, value) for value in node.inputs)
         how = frozenset((name, str(attribute.value)) for name, attribute in node.attributes.items())
         other = first.setdefault((node.domain, node.op_type, inputs, how), node)
-        if other is node or operator_of(node).random or any(subgraphs(node)):
+        if other is node or operator_of(node).random or holds_graphs(node):
             kept.append(node)
         else:
             same.update(zip(node.outputs, other.outputs, strict=False))

@@ -14,7 +14,7 @@ import sympy
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.frontend.node_alone import node_alone, open_alone, serialized
-from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
@@ -70,7 +70,7 @@ def observe(node: ir.Node) -> Observed | None:
     result is reused for similar nodes, so that those with large sizes need not run.
     """
     inputs = [value for value in node.inputs if value is not None and not _is_kept(value)]
-    if any(value.shape is None or value.dtype is None for value in inputs) or any(subgraphs(node)):
+    if any(value.shape is None or value.dtype is None for value in inputs) or holds_graphs(node):
         return None
     shapes = [tuple(value.shape or ()) for value in inputs]
     observed = _observed(signature(node))

@@ -19,10 +19,14 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
             yield from attribute.as_graphs()
 
 
+def holds_graphs(node: ir.Node) -> bool:
+    """Whether a node has subgraphs: also one without nodes, which gives constants, and is false by itself."""
+    return bool(node.attributes) and next(subgraphs(node), None) is not None
+
+
 def has_subgraphs(graph: ir.Graph) -> bool:
     """Whether any of the graph's nodes has a subgraph."""
-    # One without nodes, which gives constants, counts as false.
-    return any(node.attributes and any(True for _ in subgraphs(node)) for node in graph)
+    return any(map(holds_graphs, graph))
 
 
 def all_nodes(graph: ir.Graph) -> Iterator[ir.Node]:

@@ -15,7 +15,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.observation import refusal, signature
-from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.operators.registry import operator_of
@@ -142,7 +142,7 @@ def crashes(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
 def _can_be_tried(node: ir.Node, inputs: Sequence[ir.Value], bound: BoundShapes) -> bool:
     """Whether all that decides if a node runs is known, and it is not shape arithmetic, which has been folded."""
     values = [*inputs, *(value for value in node.outputs if value.name)]
-    if any(subgraphs(node)) or not all(map(_is_plain, values)) or all(v.const_value is not None for v in inputs):
+    if holds_graphs(node) or not all(map(_is_plain, values)) or all(v.const_value is not None for v in inputs):
         return False
     return not any(value.name in bound.uncertain or _may_be_sizes(value, bound.shapes) for value in inputs)
 

@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import hand_over
-from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.room import may_be_left_out
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors
@@ -123,7 +123,7 @@ def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:
     for node in graph:
         read = [value for value in node.inputs if value is not None]
         light = all(value in early or _is_small(value) for value in read)
-        if light and not operator_of(node).is_product and not draws(node) and not any(subgraphs(node)):
+        if light and not operator_of(node).is_product and not draws(node) and not holds_graphs(node):
             early.update(node.outputs)
     return early
 

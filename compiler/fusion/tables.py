@@ -16,7 +16,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_tensor
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.part_alone import read_sizes, run_part
-from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.operators.registry import operator_of
@@ -80,7 +80,7 @@ class Tables:
         weights = [value.const_value for value in read if value.const_value is not None]
         inputs = [value for value in self._graph.graph.inputs if value in read or value is table]
         elements = sum(tensor.size for tensor in weights) + sum(map(self._size, inputs))
-        if len(made) > MOST_NODES or elements > MOST_ELEMENTS or any(any(subgraphs(node)) for node in nodes):
+        if len(made) > MOST_NODES or elements > MOST_ELEMENTS or any(map(holds_graphs, nodes)):
             return None
         try:
             (numbers,) = run_part(self._graph.graph, {**self._made_up(inputs), **sizes}, [table])

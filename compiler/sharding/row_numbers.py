@@ -22,7 +22,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.part_alone import nodes_between, read_sizes, run_part
-from splitc.compiler.frontend.reads import is_random, subgraphs
+from splitc.compiler.frontend.reads import holds_graphs, is_random
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
@@ -189,7 +189,7 @@ def nodes_from_sizes(graph: Graph) -> set[ir.Node]:
     """The nodes that compute from sizes alone: of the sizes of values, and of constants."""
     made: set[ir.Node] = set()
     for node, reads in graph.reads.items():
-        if is_random(node) or any(subgraphs(node)) or node in graph.constant:
+        if is_random(node) or holds_graphs(node) or node in graph.constant:
             continue
         if operator_of(node).reads_shape or all(_is_known(graph, value, made) for value in reads):
             made.add(node)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
-from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Axes, Operation
@@ -35,7 +35,7 @@ def holds_by_rows(
     """
     node = operation.node
     places = [_place(axes, rows) for axes in (*operation.inputs, *operation.outputs)]
-    if any(subgraphs(node)) or -1 in places:
+    if holds_graphs(node) or -1 in places:
         return False
     taken, given = places[: len(node.inputs)], places[len(node.inputs) :]
     kept = [value is None or value.const_value is not None for value in node.inputs]
