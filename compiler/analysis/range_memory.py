@@ -111,11 +111,11 @@ class RangeMemory:
         """
         size = self._costs.value_bytes
         received = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
-        given = Counter({number: self._given[number] for number in range(start, end)})
+        given = self._given[start:end]
         for value, maker, _ in self._crossing[end]:
             if maker >= start and value not in self._outputs:
-                given[maker] += size(value)
-        before = accumulate((given[number] for number in range(start, end)), initial=0)
+                given[maker - start] += size(value)
+        before = accumulate(given, initial=0)
         peak = max(own + made for own, made in zip([*self._peaks[start:end], 0], before, strict=True))
         held = sum(map(size, received)) + self._fed.of(start, end) + self._cache.of(start, end)
         return self.weights(start, end) - self._in_files.of(start, end) + held + peak
