@@ -301,7 +301,13 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         nodes = [node for node in stage.nodes if node not in elsewhere]
         products = split.products.values()
         joined = {one.result: [split.share(rank, one) for rank in split.ranks(one)] for one in products}
-        held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes, parts=joined)
+        rounds = [[product.node for product in work.products] for work in split.work(0)]
+        held = replace(
+            held_shards(costs, split.columns, nodes, 0),
+            size=costs.value_bytes,
+            parts=joined,
+            rounds={node: together for together in rounds for node in together},
+        )
         memory = stage_memory(costs, analysis.states, stage, held)
         return replace(memory, nodes=memory.nodes + PASSING * len(split.products))
     multiplied = product_stage(analysis.graph, own).nodes
