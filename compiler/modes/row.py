@@ -301,13 +301,9 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         nodes = [node for node in stage.nodes if node not in elsewhere]
         products = split.products.values()
         joined = {one.result: [split.share(rank, one) for rank in split.ranks(one)] for one in products}
-        rounds = [[product.node for product in work.products] for work in split.work(0)]
-        held = replace(
-            held_shards(costs, split.columns, nodes, 0),
-            size=costs.value_bytes,
-            parts=joined,
-            rounds={node: together for together in rounds for node in together},
-        )
+        rounds = {one.node: [other.node for other in w.products] for w in split.work(0) for one in w.products}
+        shards = held_shards(costs, split.columns, nodes, 0)
+        held = replace(shards, size=costs.value_bytes, parts=joined, rounds=rounds)
         memory = stage_memory(costs, analysis.states, stage, held)
         return replace(memory, nodes=memory.nodes + PASSING * len(split.products))
     multiplied = product_stage(analysis.graph, own).nodes

@@ -290,4 +290,4 @@ def test_parts_of_a_round_are_there_together() -> None:
             rounds=rounds,
         )
 
-    assert bytes_of({node: products for node in products}) == bytes_of({}) + FIRST_REGION
+    assert bytes_of(dict.fromkeys(products, products)) == bytes_of({}) + FIRST_REGION
