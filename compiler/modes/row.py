@@ -290,10 +290,7 @@ def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number:
 
 
 def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
-    """A rank's memory. The main rank holds everything but the other ranks' slices.
-
-    Any other rank holds its slices, the inputs of its products, and its columns of their results.
-    """
+    """A rank's memory: the main one holds all but others' slices, another its own, and its products' ends."""
     costs = analysis.costs
     own = split.of_rank(number, list(split.products.values()))
     if number == 0:
