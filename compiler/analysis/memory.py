@@ -23,15 +23,13 @@ class Held:
     """The bytes of a rank's shards: of its weights (see `Costs.held`), and by `size` of any computed value.
 
     `shapes` gives those of a node's inputs and outputs. Values of several `parts` are there for a moment beside these,
-    which have such shares of its bytes: its own part of a sum, or all columns. Those of nodes in one of the `rounds`
-    come together.
+    which have such shares of its bytes: its own part of a sum, or all columns.
     """
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
     shapes: NodeShapes
     parts: Mapping[ir.Value, Sequence[float]] = field(default_factory=dict)
-    rounds: Mapping[ir.Node, Sequence[ir.Node]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,8 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
         return costs.value_in_memory(value, size(value), value in ends) if value in made else 0
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
-    alike, on_host, rounds = costs.graph.are_alike, costs.maps_weights, {} if held is None else held.rounds
-    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts, alike, on_host, rounds)
+    alike, on_host = costs.graph.are_alike, costs.maps_weights
+    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts, alike, on_host)
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import onnx_ir as ir
 
@@ -25,26 +24,25 @@ def arena_bytes(
     parts: Callable[[ir.Node], tuple[int, ...]] = lambda node: (),
     alike: Alike = lambda one, other: False,
     on_host: bool = True,
-    rounds: Mapping[ir.Node, Sequence[ir.Node]] = MappingProxyType({}),
 ) -> int:
     """The bytes of its arena that ONNX Runtime uses in one run of the nodes, from an empty arena on.
 
     A value is allocated before its node runs, and freed after its last reader; `kept` ones, which leave the engine, are
     not. `scratch` is what a node's kernel allocates while it runs. What ranks make a value of are `parts`: the node
-    makes the first one, others come from other ranks, at once for the nodes of one of the `rounds`. `alike` are values
-    that have the same shape, as far as the engine knows; see `optimize`. Where the system places regions decides which
-    of two free chunks of one size is used: on GPUs it is the more of two ways. `on_host` is as for `Arena`.
+    makes the first one, others come from other ranks. `alike` are values that have the same shape, as far as the engine
+    knows; see `optimize`. Where the system places regions decides which of two free chunks of one size is used: on
+    GPUs it is the more of two ways. `on_host` is as for `Arena`.
     """
     run = optimize(nodes, reads, size, kept, lambda node: bool(parts(node)), alike, overwrites=on_host)
     held = {run.root(value) for value in kept}
-    steps: dict[ir.Node, list[Step]] = {}
+    steps: list[Step] = []
     for node, last in zip(run.order, _last_uses(run), strict=True):
         made = tuple((value, bytes_) for value in node.outputs if value not in run.places and (bytes_ := size(value)))
         copy = (size(node.outputs[0]),) if node in run.copying else ()
         freed = tuple(value for value in last if value not in held)
-        steps[node] = _in_parts(_step(node, made, (*scratch(node), *copy), freed), parts(node))
+        steps += _in_parts(_step(node, made, (*scratch(node), *copy), freed), parts(node))
     ways = (True,) if on_host else (True, False)
-    return max(_touched(_in_rounds(steps, rounds), Arena(on_host, downwards)) for downwards in ways)
+    return max(_touched(steps, Arena(on_host, downwards)) for downwards in ways)
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def _step(
 
 
 def _in_parts(step: Step, sizes: Sequence[int]) -> list[Step]:
-    """The step of a node that makes the first of some parts, that of the others, and that of the value made of all."""
+    """The step of a node that makes the first of some parts, and one in which its value is made of all of them."""
     if not sizes:
         return [step]
     parts = [((step.made, number), bytes_) for number, bytes_ in enumerate(sizes)]
@@ -79,26 +77,8 @@ def _in_parts(step: Step, sizes: Sequence[int]) -> list[Step]:
     unread = [value for value in step.freed if value in own]
     return [
         replace(step, made=(parts[0],), freed=tuple(value for value in step.freed if value not in own)),
-        Step(tuple(parts[1:]), ()),
-        Step(step.made, (*dict(parts), *unread)),
+        Step((*parts[1:], *step.made), (*dict(parts), *unread)),
     ]
-
-
-def _in_rounds(steps: Mapping[ir.Node, list[Step]], rounds: Mapping[ir.Node, Sequence[ir.Node]]) -> list[Step]:
-    """All steps in order. The parts of all nodes of a round are there before one of their values is made."""
-    begun: set[ir.Node] = set()
-    ordered: list[Step] = []
-    for node, own in steps.items():
-        together = [other for other in rounds.get(node, ()) if other in steps]
-        if len(together) < 2:
-            ordered += own
-            continue
-        if node not in begun:
-            begun.update(together)
-            ordered += [replace(steps[other][0], freed=()) for other in together]
-            ordered += [steps[other][1] for other in together]
-        ordered.append(replace(own[2], freed=(*own[0].freed, *own[2].freed)))
-    return ordered
 
 
 def _touched(steps: Iterable[Step], arena: Arena) -> int:

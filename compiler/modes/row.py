@@ -290,7 +290,10 @@ def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number:
 
 
 def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
-    """A rank's memory: the main one holds all but others' slices, another its own, and its products' ends."""
+    """A rank's memory. The main rank holds everything but the other ranks' slices.
+
+    Any other rank holds its slices, the inputs of its products, and its columns of their results.
+    """
     costs = analysis.costs
     own = split.of_rank(number, list(split.products.values()))
     if number == 0:
@@ -298,9 +301,7 @@ def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number
         nodes = [node for node in stage.nodes if node not in elsewhere]
         products = split.products.values()
         joined = {one.result: [split.share(rank, one) for rank in split.ranks(one)] for one in products}
-        rounds = {one.node: [other.node for other in w.products] for w in split.work(0) for one in w.products}
-        shards = held_shards(costs, split.columns, nodes, 0)
-        held = replace(shards, size=costs.value_bytes, parts=joined, rounds=rounds)
+        held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes, parts=joined)
         memory = stage_memory(costs, analysis.states, stage, held)
         return replace(memory, nodes=memory.nodes + PASSING * len(split.products))
     multiplied = product_stage(analysis.graph, own).nodes

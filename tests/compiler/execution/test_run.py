@@ -265,29 +265,3 @@ def test_gelu_of_columns_that_ranks_join_takes_no_copy_where_sizes_are_unknown(a
         frozenset(graph.outputs),
     )
     assert (ours >= copy) == are_known
-
-
-def test_parts_of_a_round_are_there_together() -> None:
-    """Two products of one value, whose columns ranks join: each alone would take the room of the one before."""
-    w = Writer(opset=17)
-    x = w.op("Softmax", w.input("x", ir.DataType.FLOAT, ["n", 64]))
-    weights = [w.weight(name, ir.tensor(np.ones((64, 64), np.float32))) for name in ("one", "other")]
-    joined = [w.op("ReduceMax", w.op("MatMul", x, weight), keepdims=0) for weight in weights]
-    w.output(w.op("Add", *joined), "y", ir.DataType.FLOAT, [])
-    graph = w.model().graph
-    products = [node for node in graph if node.op_type == "MatMul"]
-    sizes = {value: FIRST_REGION for node in graph if node.op_type in ("MatMul", "Softmax") for value in node.outputs}
-
-    def bytes_of(rounds: dict[ir.Node, list[ir.Node]]) -> int:
-        return arena_bytes(
-            list(graph),
-            reads,
-            lambda value: sizes.get(value, 0),
-            lambda node: (),
-            frozenset(graph.outputs),
-            lambda node: (FIRST_REGION // 2,) * 2 if node in products else (),
-            on_host=False,
-            rounds=rounds,
-        )
-
-    assert bytes_of(dict.fromkeys(products, products)) == bytes_of({}) + FIRST_REGION
