@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import onnx_ir as ir
 
@@ -14,11 +14,11 @@ Alike = Callable[[ir.Value, ir.Value], bool]
 
 
 def find_normed_sums(
-    nodes: Sequence[ir.Node], reads: Reads, alike: Alike
+    nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value], alike: Alike
 ) -> tuple[list[ir.Node], Reads, frozenset[ir.Node]]:
     """The nodes with one for each norm and its sum, what each reads then, and these norms.
 
-    Nothing else reads the sum, and its sides have three axes and the same shape (SkipLayerNormFusion,
+    Nothing else reads the sum, it is not `kept`, and its sides have three axes and the same shape (SkipLayerNormFusion,
     core/optimizer/skip_layer_norm_fusion.cc).
     """
     readers = Counter(value for node in nodes for value in reads(node))
@@ -30,7 +30,7 @@ def find_normed_sums(
         if total is None or maker not in there or maker is None or maker.op_type != "Add" or maker.domain:
             continue
         one, other = maker.inputs
-        if one is None or other is None or readers[total] != 1 or total.is_graph_output():
+        if one is None or other is None or readers[total] != 1 or total in kept:
             continue
         if one.shape is not None and len(one.shape) == 3 and alike(one, other):
             additions[node] = maker

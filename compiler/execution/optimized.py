@@ -50,10 +50,10 @@ def optimize(
     A view is in the place of its source. If the engine `overwrites`, so is the result of a node that may do so, if that
     is the last one to read what it overwrites, and both are `alike`. What is `kept` leaves the engine.
     """
-    nodes, reads, gelus = find_gelus(*without_own_sizes(*_merged(nodes, reads)))
-    nodes, reads, norms = find_normed_sums(nodes, reads, alike)
+    nodes, reads, gelus = find_gelus(*without_own_sizes(*_merged(nodes, reads), kept))
+    nodes, reads, norms = find_normed_sums(nodes, reads, kept, alike)
     biased = biased_products(nodes, reads)
-    scaled, products = scaled_products(nodes, reads, lambda node: node in biased.values() or is_summed(node))
+    scaled, products = scaled_products(nodes, reads, kept, lambda node: node in biased.values() or is_summed(node))
     by_tanh = {node for node in gelus if node.op_type == "Mul" and not ends_gelu(node, {})}
     order = order_after_passes(nodes, reads, biased, norms, by_tanh, products)
     made = {value for node in order for value in node.outputs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import onnx_ir as ir
 
@@ -40,20 +40,21 @@ def biased_products(nodes: Sequence[ir.Node], reads: Reads) -> dict[ir.Node, ir.
 
 
 def scaled_products(
-    nodes: Sequence[ir.Node], reads: Reads, stays_alone: Callable[[ir.Node], bool]
+    nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value], stays_alone: Callable[[ir.Node], bool]
 ) -> tuple[dict[ir.Value, ir.Value], set[ir.Node]]:
     """The results of scalings by a number that are part of a product, each with the value in whose place it is.
 
     A scaling before a product is of one of its sides, which nothing else reads scaled; one after it of the result
-    (MatMulScaleFusion, core/optimizer/matmul_scale_fusion.cc). It is no part of a product that `stays_alone`. Second
+    (MatMulScaleFusion, core/optimizer/matmul_scale_fusion.cc). What is `kept` stays, and so
+    does a product that `stays_alone`. Second
     come the last nodes of these products.
     """
     readers: dict[ir.Value, list[ir.Node]] = {}
     for node in nodes:
         for value in reads(node):
             readers.setdefault(value, []).append(node)
-    made = {value for node in nodes for value in node.outputs if len(readers.get(value, ())) == 1}
-    alone = {value for value in made if not value.is_graph_output()}
+    made = (value for node in nodes for value in node.outputs if len(readers.get(value, ())) == 1)
+    alone = {value for value in made if value not in kept}
     scaled: dict[ir.Value, ir.Value] = {}
     last = set[ir.Node]()
     for node in nodes:

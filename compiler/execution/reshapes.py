@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Reads
 
 
-def without_own_sizes(nodes: Sequence[ir.Node], reads: Reads) -> tuple[list[ir.Node], Reads]:
+def without_own_sizes(nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value]) -> tuple[list[ir.Node], Reads]:
     """The nodes without those that only give a Reshape its source's own sizes, and what each reads then.
+
+    What is `kept` leaves the engine.
 
     These sizes are joined with numbers, one by one, each where it is in the source, so that they are 0 for a Reshape
     (ReshapeFusion, core/optimizer/reshape_fusion.cc).
@@ -25,7 +27,7 @@ def without_own_sizes(nodes: Sequence[ir.Node], reads: Reads) -> tuple[list[ir.N
     left: list[ir.Node] = []
     for node in reversed(nodes):
         sizes = any(value.dtype == ir.DataType.INT64 for value in node.outputs)
-        if sizes and not any(readers[value] or value.is_graph_output() for value in node.outputs):
+        if sizes and not any(readers[value] or value in kept for value in node.outputs):
             readers.subtract(read(node))
         else:
             left.append(node)

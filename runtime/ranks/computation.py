@@ -48,6 +48,7 @@ class Computation:
         stays = [state for state in setup.manifest.resident_states if state.input in self.rank.inputs]
         self.resident = {state.input: state.output for state in stays}
         self._in_place = {state.input: state for state in stays if state.in_place}
+        self._fixed = {name: state for name, state in self._in_place.items() if state.grows is None}
         self._masks = setup.manifest.masks
         self._parts = {part.name: part for part in self.rank.parts}
         self._overrides = {override.value: override for override in self.rank.overrides}
@@ -102,8 +103,7 @@ class Computation:
         """
         if request.in_place:
             return self._in_place
-        fixed = {name: state for name, state in self._in_place.items() if state.grows is None}
-        return fixed if request.sequence is not None else {}
+        return self._fixed if request.sequence is not None else {}
 
     def hand_over(self, values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
         """Begin to give the caller outputs on the rank's GPU. Returns a function that waits, and gives them."""

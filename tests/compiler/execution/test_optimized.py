@@ -100,3 +100,20 @@ def test_own_sizes_of_a_reshape_are_no_nodes(tmp_path: Path) -> None:
     made = w.op("Cast", w.op("CumSum", viewed, w.constant(0, np.int64)), to=int(ir.DataType.FLOAT))
     w.output(w.op("CumSum", made, w.constant(1, np.int64)), "y", ir.DataType.FLOAT, ["n", 8, 8])
     assert_bytes_are_those_in_use(w, ROWS, tmp_path, ["Reshape", "CumSum", "CumSum"])
+
+
+def test_a_sum_that_leaves_the_engine_is_there_beside_its_norm() -> None:
+    """As a value that another stage takes is, which is no output of the model."""
+    w = Writer(opset=17)
+    x = w.op("Softmax", w.input("x", ir.DataType.FLOAT, [1, "n", 64]))
+    total = w.op("Add", x, w.op("Elu", x))
+    norm = w.op("LayerNormalization", total, w.weight("weight", ir.tensor(np.ones(64, np.float32))))
+    w.output(w.op("Add", norm, w.op("Elu", norm)), "y", ir.DataType.FLOAT, [1, "n", 64])
+    graph = ShapeInferencePass()(w.model()).model.graph
+
+    def bytes_of(kept: ir.Value) -> int:
+        size = dict.fromkeys((value for node in graph for value in node.outputs), BYTES)
+        ends = frozenset([*graph.outputs, kept])
+        return arena_bytes(list(graph), reads, lambda v: size.get(v, 0), lambda node: (), ends, alike=lambda *_: True)
+
+    assert bytes_of(total) > bytes_of(graph.outputs[0])

@@ -248,20 +248,17 @@ def test_gelu_of_columns_that_ranks_join_takes_no_copy_where_sizes_are_unknown(a
     gelu = w.op("Gelu", w.op("Add", joined, w.weight("bias", ir.tensor(np.ones(64, np.float32)))))
     w.output(w.op("Softmax", gelu), "y", ir.DataType.FLOAT, ["n", "m", 64])
     graph, size = w.model().graph, 3 << 19
-    ours = arena_bytes(
-        list(graph),
-        reads,
-        lambda value: 0 if value.producer() is None else size,
-        lambda node: (),
-        frozenset(graph.outputs),
-        lambda node: (size // 2,) if node.op_type == "MatMul" else (),
-        lambda one, other: are_known,
-    )
-    copy = arena_bytes(
-        list(graph),
-        reads,
-        lambda value: 0 if value.producer() is None else size,
-        lambda node: (),
-        frozenset(graph.outputs),
-    )
+
+    def bytes_of(parts: tuple[int, ...], are_alike: bool) -> int:
+        return arena_bytes(
+            list(graph),
+            reads,
+            lambda value: 0 if value.producer() is None else size,
+            lambda node: (),
+            frozenset(graph.outputs),
+            lambda node: parts if node.op_type == "MatMul" else (),
+            lambda one, other: are_alike,
+        )
+
+    ours, copy = bytes_of((size // 2,), are_known), bytes_of((), False)
     assert (ours >= copy) == are_known

@@ -24,6 +24,7 @@ from splitc.compiler.show.plan_tables import print_explained, print_plan
 from splitc.runtime import Session
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.ranks.computation import Computation
+from splitc.runtime.requests.sequence import StateSequence
 from tests.conftest import assert_close, run_whole
 from tests.helpers.needs import needs_caches
 from tests.helpers.written_attention import operators
@@ -79,6 +80,18 @@ def _compile(folder: Path, style: Style, mode: str, devices: str, options: Mappi
     assert [fate.operator for fate in plan.analysis.fates] == ["GroupQueryAttention"] * style.layers
     compile_model(plan, folder / "package")
     return folder / "package"
+
+
+def assert_right(
+    session: Session, sequence: StateSequence, style: Style, folder: Path, tolerance: float = 1e-5
+) -> None:
+    """Compare requests, and a sequence of the same tokens, with the unsplit model in the folder."""
+    request = feeds(style, 2, 3, 0)
+    for new in (1, 2, 1):
+        expected = run_whole(folder / "model.onnx", request)
+        assert_close(session.run(request), expected, tolerance)
+        assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]}, tolerance)
+        request = following(style, expected, 2, new)
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
@@ -147,12 +160,7 @@ def test_sequences_go_on(tmp_path: Path, name: str, capacity: int | None) -> Non
 def test_ranks_that_are_processes_are_told_the_length_too(tmp_path: Path) -> None:
     path = package(OPTIMUM, tmp_path, "layer", "2xcpu")
     with Session(path, ranks="processes") as session, session.start(16) as sequence:
-        request = feeds(OPTIMUM, 2, 3, 0)
-        for new in (1, 2, 1):
-            expected = run_whole(tmp_path / "model.onnx", request)
-            assert_close(session.run(request), expected)
-            assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]})
-            request = following(OPTIMUM, expected, 2, new)
+        assert_right(session, sequence, OPTIMUM, tmp_path)
 
 
 def test_states_are_written_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,12 +318,7 @@ def test_half_precision_is_right_where_it_is_asked_for(
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: gains)
     style = replace(OPTIMUM, dtype=TensorProto.FLOAT16)
     with Session(package(style, tmp_path, mode, "2xcpu")) as session, session.start(16) as sequence:
-        request = feeds(style, 2, 3, 0)
-        for new in (1, 2, 1):
-            expected = run_whole(tmp_path / "model.onnx", request)
-            assert_close(session.run(request), expected, 4e-3)
-            assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]}, 4e-3)
-            request = following(style, expected, 2, new)
+        assert_right(session, sequence, style, tmp_path, 4e-3)
 
 
 def test_capped_scores_are_right_where_a_kernel_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,12 +326,7 @@ def test_capped_scores_are_right_where_a_kernel_is_faster(tmp_path: Path, monkey
     gains = replace(ON_CPUS, capped=True)
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: gains)
     with Session(package(CAPPED, tmp_path, "tensor", "2xcpu")) as session, session.start(16) as sequence:
-        request = feeds(CAPPED, 2, 3, 0)
-        for new in (1, 2, 1):
-            expected = run_whole(tmp_path / "model.onnx", request)
-            assert_close(session.run(request), expected, 1e-5)
-            assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]}, 1e-5)
-            request = following(CAPPED, expected, 2, new)
+        assert_right(session, sequence, CAPPED, tmp_path, 1e-5)
 
 
 def test_a_plan_that_was_written_is_planned_again(tmp_path: Path) -> None:
