@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
+from splitc.compiler.execution.convolutions import find_parts, resolve
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.slots import is_slot_input
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of
 
@@ -42,15 +44,17 @@ def find_loading(
 ) -> Loading:
     """What an engine of the nodes takes while it is loaded; nothing where engines do not pack weights.
 
-    First it folds (see `Costs.folding`). Then it puts kernels of convolutions in blocks, one by one
-    (core/optimizer/nchwc_transformer.cc); kernels that were folded go when all are done. At last matrices are packed,
-    one by one, out of their mapped files or of what was folded, each of which then goes
-    (PrepackConstantInitializedTensors, core/framework/session_state.cc). What is not packed is read by requests.
+    First it folds (see `Costs.folding`), and multiplies kernels by the factors after them. Then it puts kernels of
+    convolutions in blocks, one by one (core/optimizer/nchwc_transformer.cc); kernels that were folded or multiplied go
+    when all are done. At last matrices are packed, one by one, out of their mapped files or of what was folded, each of
+    which then goes (PrepackConstantInitializedTensors, core/framework/session_state.cc). What is not packed is read by
+    requests.
     """
     if not costs.maps_weights:
         return Loading()
     # Halves are cast, which is folded as well.
-    made = [w for w in weights if w.producer() is not None or costs.weight_in_memory(w, 1) > 1]
+    scaled = _scaled_kernels(costs, nodes)
+    made = [w for w in weights if w.producer() is not None or costs.weight_in_memory(w, 1) > 1 or w in scaled]
     folded = {weight: costs.weight_in_memory(weight, weights[weight]) for weight in made}
     most, waiting, done = _folding(costs, nodes, weights), sum(folded.values()), 0
     packed = list(_packed(costs, nodes, weights, shapes))
@@ -100,6 +104,16 @@ def _packed(
             more = padding * (weight is largest) + 2 * size * (weight in scales)
             beside = size + sum(weights[other] for other in own if weight is largest and other in scales)
             yield _Packed(weight, size, size + more, beside, operator_of(node).takes_blocks)
+
+
+def _scaled_kernels(costs: Costs, nodes: Collection[ir.Node]) -> set[ir.Value | None]:
+    """The kernels of convolutions of which a norm or a factor after them becomes a part."""
+    running, inside = [node for node in nodes if node not in costs.graph.folded], set(nodes)
+    made = [value for node in running for value in node.outputs]
+    kept = {v for v in made if v.is_graph_output() or any(use.node not in inside for use in v.uses())}
+    parts = find_parts(running, costs.graph.reads.__getitem__, kept, lambda node: False)
+    scaled = [value for value in parts if producer_of(value).op_type in ("BatchNormalization", "Mul")]
+    return {producer_of(resolve(parts, value)).inputs[1] for value in scaled}
 
 
 def _folding(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:

@@ -117,11 +117,11 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
     alike, on_host = costs.graph.are_alike, costs.maps_weights
-    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts, alike, on_host)
+    shapes = costs.shapes_of if held is None else held.shapes
+    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts, alike, on_host, shapes)
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)
-    shapes = costs.shapes_of if held is None else held.shapes
     memory = StageMemory(
         weights=packed_bytes(costs, running, weights, shapes) + sum(weights[value] for value in cast),
         activations=fed + max(arena - states_made, given),

@@ -19,23 +19,26 @@ def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
     Nodes that its optimizer has made count as the last in the file, in the order in which it found them, pass by pass.
     That decides which branch comes first where two read one value: a block's MLP or its attention, queries or values.
     """
-    return order_after_passes(nodes, reads, biased_products(nodes, reads))
+    return depth_first(nodes, reads, positions_after_passes(nodes, reads, biased_products(nodes, reads)))
 
 
-def order_after_passes(
+def positions_after_passes(
     nodes: Sequence[ir.Node], reads: Reads, biased: Mapping[ir.Node, ir.Node], *later: Container[ir.Node]
-) -> list[ir.Node]:
-    """See `execution_order`. After those that become a Gemm or a Gelu, further passes make the `later` ones."""
+) -> dict[ir.Node, int]:
+    """Where the nodes come in ONNX Runtime's graph; see `execution_order`.
+
+    After those that become a Gemm or a Gelu, further passes make the `later` ones.
+    """
     position = {node: number for number, node in enumerate(nodes)}
     passes = (biased.__contains__, _follows_view, lambda node: ends_gelu(node, biased))
     for is_made in (*passes, *(made.__contains__ for made in later)):
         if any(map(is_made, nodes)):
-            made = [node for node in _depth_first(nodes, reads, position) if is_made(node)]
+            made = [node for node in depth_first(nodes, reads, position) if is_made(node)]
             position.update((node, len(nodes) + number) for number, node in enumerate(made, max(position.values())))
-    return _depth_first(nodes, reads, position)
+    return position
 
 
-def _depth_first(nodes: Sequence[ir.Node], reads: Reads, position: Mapping[ir.Node, int]) -> list[ir.Node]:
+def depth_first(nodes: Sequence[ir.Node], reads: Reads, position: Mapping[ir.Node, int]) -> list[ir.Node]:
     """From the nodes that no other one reads up to what they read, depth first, the last node of the file first.
 
     It is the order of Graph::ReverseDFSFrom (core/graph/graph.cc), and not that of the file.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.execution.arena import Arena, Place
+from splitc.compiler.execution.blocks import NodeShapes
 from splitc.compiler.execution.liveness import Reads, Size
 from splitc.compiler.execution.normed_sums import Alike
 from splitc.compiler.execution.optimized import Optimized, optimize
@@ -24,6 +25,7 @@ def arena_bytes(
     parts: Callable[[ir.Node], tuple[int, ...]] = lambda node: (),
     alike: Alike = lambda one, other: False,
     on_host: bool = True,
+    shapes: NodeShapes | None = None,
 ) -> int:
     """The bytes of its arena that ONNX Runtime uses in one run of the nodes, from an empty arena on.
 
@@ -33,14 +35,22 @@ def arena_bytes(
     knows; see `optimize`. Where the system places regions decides which of two free chunks of one size is used: on
     GPUs it is the more of two ways. `on_host` is as for `Arena`.
     """
-    run = optimize(nodes, reads, size, kept, lambda node: bool(parts(node)), alike, overwrites=on_host)
-    held = {run.root(value) for value in kept}
+    run = optimize(
+        nodes, reads, size, kept, lambda node: bool(parts(node)), alike, on_host, shapes if on_host else None
+    )
+    held = {run.root(value) for value in run.kept}
     steps: list[Step] = []
     for node, last in zip(run.order, _last_uses(run), strict=True):
-        made = tuple((value, bytes_) for value in node.outputs if value not in run.places and (bytes_ := size(value)))
-        copy = (size(node.outputs[0]),) if node in run.copying else ()
+        made = tuple((v, bytes_) for v in node.outputs if v not in run.places and (bytes_ := run.size(v)))
+        copy = (run.size(node.outputs[0]),) if node in run.copying else ()
         freed = tuple(value for value in last if value not in held)
-        steps += _in_parts(_step(node, made, (*scratch(node), *copy), freed), parts(node))
+        own = () if run.is_in_blocks(node) else scratch(node)
+        step = _step(node, made, (*own, *copy), freed)
+        whole = run.made_of(node)
+        shares = parts(whole) if whole is not None else ()
+        # A sum overwrites the rank's own part where the file says how large it is.
+        is_over = whole is not None and len(shares) == 1 and alike(whole.outputs[0], whole.outputs[0])
+        steps += [step] if is_over else _in_parts(step, shares)
     ways = (True,) if on_host else (True, False)
     return max(_touched(steps, Arena(on_host, downwards)) for downwards in ways)
 

@@ -7,6 +7,7 @@ Kernels that are not here allocate nothing, or less than 64 KiB a thread.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import onnx_ir as ir
@@ -63,10 +64,10 @@ def convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ..
     where there are more filters than results (MlasConvPrepare, core/mlas/lib/convolve.cpp).
     """
     image, kernel, result = inputs[0], inputs[1], outputs[0]
-    if not _takes_blocks(node, inputs, outputs):
+    if not takes_blocks(node, inputs, outputs):
         return (_columns(node, kernel, result),) if kernel[0] > math.prod(result[2:]) else ()
-    before = 0 if _reads_image(node, kernel) else _in_blocks(image)
-    return (max(before, _in_blocks(result)),)
+    before = 0 if reads_image(node, kernel) else in_blocks(image)
+    return (max(before, in_blocks(result)),)
 
 
 def half_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
@@ -94,32 +95,32 @@ def matrix_padding(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None
 
 def kernel_in_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
     """What a convolution's weight has beyond the model's where its channels are in whole blocks (as above)."""
-    if not _takes_blocks(node, inputs, outputs):
+    if not takes_blocks(node, inputs, outputs):
         return None
     kernel = inputs[1]
-    alone = _reads_image(node, kernel) or kernel[1] == 1
+    alone = reads_image(node, kernel) or kernel[1] == 1
     read = kernel[1] if alone else _whole(kernel[1])
     return _whole(kernel[0]) * read * math.prod(kernel[2:]) - math.prod(kernel)
 
 
-def _takes_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> bool:
+def takes_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> bool:
     """Whether ONNX Runtime has a convolution of single precision take blocks of channels."""
     image, kernel, result = inputs[0], inputs[1], outputs[0]
     if len(kernel) != 4 or len(image) != 4 or len(result) != 4:
         return False
     groups = node.attributes.get_int("group", 1)
     if groups == 1:
-        return _reads_image(node, kernel) or kernel[1] % 4 == 0
-    one_by_one = kernel[1] == 1 and kernel[0] == groups
+        return reads_image(node, kernel) or kernel[1] % 4 == 0
+    one_by_one = kernel[1] == 1 and kernel[0] == groups and groups % 4 == 0
     return one_by_one or (kernel[1] % CHANNELS == 0 and kernel[0] // groups % CHANNELS == 0)
 
 
-def _reads_image(node: ir.Node, kernel: tuple[int, ...]) -> bool:
+def reads_image(node: ir.Node, kernel: tuple[int, ...]) -> bool:
     """Whether it reads an image of few channels as it is."""
     return node.attributes.get_int("group", 1) == 1 and kernel[1] < CHANNELS
 
 
-def _in_blocks(shape: tuple[int, ...]) -> int:
+def in_blocks(shape: Sequence[int]) -> int:
     """The elements of an image whose channels are in whole blocks."""
     return shape[0] * _whole(shape[1]) * math.prod(shape[2:])
 

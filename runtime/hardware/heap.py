@@ -17,7 +17,7 @@ LARGEST_LEARNT = 32 << 20
 # mallopt(3): blocks from the first size on are pages of their own, and from the second on what is free goes back.
 _OWN_PAGES, _GIVEN_BACK = -3, -1
 # Blocks from this size on are pages of their own while engines are loaded: parts of weights, and not nodes.
-LARGE = 256 << 10
+LARGE = 128 << 10
 
 _LOCK = threading.Lock()
 _loading = 0

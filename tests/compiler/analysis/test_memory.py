@@ -118,6 +118,19 @@ def test_kernels_are_put_in_blocks_before(write_model: Callable[[str], Path]) ->
     assert loading == Loading(most=(1 + 2 + 3) * 1024, optimizing=(1 + 2 + 3) * 1024, made=2 * 1024)
 
 
+def test_kernels_that_factors_become_part_of_are_made_anew(write_model: Callable[[str], Path]) -> None:
+    """They stay until all are in blocks."""
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[1, 16, 2, 2] x) => (float[1, 16, 2, 2] y)
+        <float[16, 16, 1, 1] w = {{{",".join(["1"] * 256)}}}, float[16, 1, 1] f = {{{",".join(["2"] * 16)}}}>
+        {{ h = Conv(x, w)
+           y = Mul(h, f) }}"""
+    )
+    loading = plan_model(path, ["cpu0"], Request(split_mode="layer")).ranks[0].memory.loading
+    assert (loading.most, loading.made) == ((1 + 1 + 3) * 1024, 1024)
+
+
 def test_stack_of_matrices_is_not_packed(write_model: Callable[[str], Path]) -> None:
     path = write_model(
         f"""<ir_version: 8, opset_import: ["" : 17]>

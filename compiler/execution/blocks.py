@@ -1,0 +1,286 @@
+"""The images that ONNX Runtime's kernels for CPUs keep in blocks of channels, with the copies into and out of blocks.
+
+Convolutions and pools read and make such images, and some other nodes go on with them. What any other node reads is
+copied out of blocks before (core/optimizer/nchwc_transformer.cc).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.execution.convolutions import ACTIVATIONS, CONVOLUTIONS, resolve
+from splitc.compiler.execution.fused import Fused
+from splitc.compiler.execution.gelus import GELUS
+from splitc.compiler.execution.image_axes import Origin, is_enlarged_in_blocks, new_origins, origins_after
+from splitc.compiler.execution.liveness import Reads, Size
+from splitc.compiler.execution.normed_sums import Alike
+from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.operators.operator import Shapes
+from splitc.compiler.operators.scratch import CHANNELS, in_blocks, reads_image, takes_blocks
+
+DOMAIN, INTO, OUT_OF = "com.microsoft.nchwc", "ReorderInput", "ReorderOutput"
+SINGLE = 4  # bytes: kernels for CPUs have images in single precision
+POOLS, GLOBAL_POOLS = ("AveragePool", "MaxPool"), ("GlobalAveragePool", "GlobalMaxPool")
+# What a convolution that has taken in a sum may apply to it, and what goes on by itself.
+FOLLOWING = ("Relu", "Sigmoid", "Tanh")
+GOING_ON = (*FOLLOWING, *GELUS, "QuickGelu")
+CHANNELS_LAST = (0, 2, 3, 1)
+
+NodeShapes = Callable[[ir.Node], tuple[Shapes, Shapes]]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What is run with images in blocks of channels.
+
+    `nodes` include those that copy into blocks and out of them, and `position` is where each comes in the graph.
+    `parts` are results that lie in a convolution's, and `sums` what convolutions add to, where it has the same shape.
+    `bytes` are those of what is in blocks, and of its copies. `taken` are the values in blocks that a node reads, by
+    what it reads in the file. Else it reads a `plain` copy out of blocks, by what that copies. `copies` are the nodes
+    that make these, each with the node whose result it is.
+    """
+
+    nodes: Sequence[ir.Node]
+    position: Mapping[ir.Node, int]
+    reads: Reads
+    parts: Mapping[ir.Value, ir.Value]
+    sums: Mapping[ir.Node, ir.Value]
+    bytes: Mapping[ir.Value, int]
+    plain: Mapping[ir.Value, ir.Value]
+    taken: Mapping[ir.Node, Mapping[ir.Value, ir.Value]]
+    copies: Mapping[ir.Node, ir.Node]
+
+    def read(self, node: ir.Node, value: ir.Value) -> ir.Value:
+        """What a node reads in place of a value of the file."""
+        return self.taken.get(node, {}).get(value) or self.plain.get(value, value)
+
+
+@dataclass(frozen=True)
+class _Image:
+    """What is in blocks: the value that it lies in, its channels, where its axes come from, the node that makes it."""
+
+    value: ir.Value
+    channels: int
+    origins: tuple[Origin, ...]
+    maker: ir.Node
+    is_alone: bool = False  # copied out of blocks at once
+
+
+class BlockWalk:
+    """Goes through nodes in the order of a graph, and has them read and make images in blocks where they may.
+
+    A convolution that `stays_alone` is followed by nothing in blocks. What is `kept` leaves the engine.
+    """
+
+    def __init__(
+        self,
+        fused: Fused,
+        size: Size,
+        kept: Container[ir.Value],
+        shapes: NodeShapes,
+        stays_alone: Callable[[ir.Node], bool],
+        alike: Alike,
+    ) -> None:
+        self._fused, self._size, self._shapes = fused, size, shapes
+        self._stays_alone, self._alike = stays_alone, alike
+        order, reads, same = fused.order, fused.reads, fused.same
+        self._uses = Counter(value for node in order for value in reads(node))
+        self._uses.update(value for node in order for value in node.outputs if value in kept)
+        self._made = {value for node in order for value in node.outputs}
+        self._images: dict[ir.Value, _Image] = {}
+        self._left: Counter[ir.Value] = Counter()  # readers that want an image plain
+        self._into: dict[ir.Value, ir.Node] = {}  # the copies into blocks, by what they copy
+        self._taken: dict[ir.Node, dict[ir.Value, ir.Value]] = {}  # what nodes read in blocks, by what they read
+        self._bytes: dict[ir.Value, int] = {}
+        self._parts: dict[ir.Value, ir.Value] = {}
+        self._added: dict[ir.Node, ir.Value] = {}
+        self._sums: dict[ir.Node, ir.Value] = {}
+        self._active = {resolve(same, value) for value in same if _is_activation(producer_of(value))}
+        self._new: list[ir.Node] = []  # in the order in which ONNX Runtime makes them
+
+    def walk(self) -> Blocks:
+        """What is run."""
+        for node in self._fused.order:
+            self._visit(node)
+        plain, copies = {}, {}
+        for value, image in self._images.items():
+            if self._left[value]:
+                copy = ir.Node(DOMAIN, OUT_OF, (), num_outputs=1)
+                plain[value], copies[copy] = copy.outputs[0], image.maker
+                self._taken[copy] = {value: image.value}
+                self._bytes[copy.outputs[0]] = self._size(value)
+                self._new.append(copy)
+        gone = {value.producer() for value in self._parts}
+        position = self._fused.position
+        there = max(position.values(), default=0) + 1
+        return Blocks(
+            [*(node for node in self._fused.order if node not in gone), *self._into.values(), *copies],
+            {**position, **{node: there + number for number, node in enumerate(self._new)}},
+            self._read_after(plain),
+            self._parts,
+            self._sums,
+            self._bytes,
+            plain,
+            self._taken,
+            copies,
+        )
+
+    def _read_after(self, plain: Mapping[ir.Value, ir.Value]) -> Reads:
+        def read(node: ir.Node) -> list[ir.Value]:
+            taken = self._taken.get(node, {})
+            if node.op_type == INTO and node.domain == DOMAIN:
+                return [plain.get(value, value) for value in taken]
+            if node.op_type == OUT_OF and node.domain == DOMAIN:
+                return list(taken.values())
+            own = [taken.get(value) or plain.get(value, value) for value in self._fused.reads(node)]
+            return [*own, self._added[node]] if node in self._added else own
+
+        return read
+
+    def _visit(self, node: ir.Node) -> None:
+        if node.op_type in CONVOLUTIONS:
+            self._convolve(node)
+        elif node.op_type in POOLS and not node.domain and len(node.outputs) == 1:
+            self._pool(node)
+        elif images := self._inputs(node):
+            self._go_on(node, images)
+
+    def _convolve(self, node: ir.Node) -> None:
+        inputs, outputs = self._shapes(node)
+        stored = [value for value in node.inputs[1:3] if value is not None]
+        if not _is_single(node) or any(value in self._made for value in stored):
+            return
+        if not takes_blocks(node, inputs, outputs):
+            return
+        self._new.append(node)
+        self._taken[node] = {}
+        kernel = inputs[1]
+        origins = new_origins(node) if reads_image(node, kernel) else self._enter(node, inputs[0], kernel[2:])
+        self._make(node, outputs[0], origins, self._stays_alone(node))
+
+    def _pool(self, node: ir.Node) -> None:
+        """Pools want to know the channels from the file."""
+        image = node.inputs[0]
+        channels = image.shape[1] if image is not None and image.shape is not None and len(image.shape) == 4 else None
+        if _is_single(node) and isinstance(channels, int) and channels % CHANNELS == 0:
+            self._new.append(node)
+            inputs, outputs = self._shapes(node)
+            self._taken[node] = {}
+            origins = self._enter(node, inputs[0], node.attributes.get_ints("kernel_shape", ()))
+            self._make(node, outputs[0], origins)
+
+    def _enter(self, node: ir.Node, shape: Sequence[int], window: Sequence[int]) -> tuple[Origin, ...]:
+        """Have a node read its image in blocks; where the axes of its result come from."""
+        image = next(value for value in self._fused.reads(node))
+        there = self._images.get(image)
+        if there is not None and not there.is_alone:
+            self._take(node, image)
+            return origins_after(node, there.origins, window)
+        if image not in self._into:
+            copy = ir.Node(DOMAIN, INTO, (), num_outputs=1)
+            self._into[image] = copy
+            self._taken[copy] = {image: image}
+            self._bytes[copy.outputs[0]] = SINGLE * in_blocks(shape) if self._size(node.outputs[0]) else 0
+            self._new.append(copy)
+        elif there is not None:
+            self._left[image] -= 1
+        self._taken[node][image] = self._into[image].outputs[0]
+        return new_origins(node)
+
+    def _take(self, node: ir.Node, *read: ir.Value) -> None:
+        for value in read:
+            self._taken.setdefault(node, {})[value] = self._images[value].value
+            self._left[value] -= 1
+
+    def _make(self, node: ir.Node, shape: Sequence[int], origins: tuple[Origin, ...], is_alone: bool = False) -> None:
+        """Have a node make an image in blocks."""
+        value = node.outputs[0]
+        self._images[value] = _Image(value, shape[1], origins, node, is_alone)
+        self._left[value] = self._uses[value]
+        self._bytes[value] = SINGLE * in_blocks(shape) if self._size(value) else 0
+
+    def _inputs(self, node: ir.Node) -> list[ir.Value]:
+        """What a node reads that is computed, if all of it is in blocks."""
+        read = [value for value in self._fused.reads(node) if value in self._made]
+        return read if all(v in self._images and not self._images[v].is_alone for v in read) else []
+
+    def _go_on(self, node: ir.Node, read: list[ir.Value]) -> None:
+        """Have a node whose images are all in blocks read and make such ones, if it can."""
+        name, images = node.op_type, [self._images[value] for value in read]
+        shape = self._shapes(node)[1][0]
+        origins = images[0].origins
+        if name in GOING_ON or node in self._fused.silus:
+            self._activate(node, read[0])
+        elif name in ("Add", "Sum", "Mul") and len(read) == len(node.inputs):
+            self._combine(node, read)
+        elif name == "Concat" and node.attributes.get_int("axis", 0) == 1 and len(read) == len(node.inputs):
+            if all(image.channels % CHANNELS == 0 for image in images):
+                self._take(node, *read)
+                self._make(node, shape, origins)
+        elif name == "Transpose" and tuple(node.attributes.get_ints("perm", ())) == CHANNELS_LAST:
+            self._take(node, *read)
+        elif name == "BatchNormalization" and len(node.outputs) == 1:
+            self._new.append(node)
+            self._take(node, *read)
+            self._make(node, shape, origins)
+        elif is_enlarged_in_blocks(node) or (name in GLOBAL_POOLS and images[0].channels % CHANNELS == 0):
+            self._new.append(node)
+            self._take(node, *read)
+            self._make(node, shape, new_origins(node))
+
+    def _activate(self, node: ir.Node, read: ir.Value) -> None:
+        image = self._images[read]
+        may_join = node.op_type in FOLLOWING and image.maker.op_type in CONVOLUTIONS and image.value not in self._active
+        self._take(node, read)
+        if may_join and self._uses[read] == 1:
+            self._active.add(image.value)
+            self._join(node, image)
+        else:
+            self._make(node, self._shapes(node)[1][0], image.origins)
+
+    def _combine(self, node: ir.Node, read: list[ir.Value]) -> None:
+        """Have a node add or multiply images, or a convolution add its result to the other image."""
+        images = [self._images[value] for value in read]
+        if len({image.channels for image in images}) > 1:
+            return
+        fit = all(
+            image.origins == images[0].origins or self._alike(value, read[0])
+            for value, image in zip(read, images, strict=True)
+        )
+        if not fit and node.op_type == "Mul":
+            return
+        self._take(node, *read)
+        if fit and node.op_type != "Mul" and len(read) == 2:
+            for value, other in (read, read[::-1]):
+                image = self._images[value]
+                if self._may_add(value, image):
+                    self._added[image.maker] = self._images[other].value
+                    if self._alike(value, other):
+                        self._sums[image.maker] = self._images[other].value
+                    self._join(node, image)
+                    return
+        self._make(node, self._shapes(node)[1][0], images[0].origins if fit else new_origins(node))
+
+    def _may_add(self, value: ir.Value, image: _Image) -> bool:
+        is_convolution = image.maker.op_type in CONVOLUTIONS and image.maker not in self._added
+        return is_convolution and self._uses[value] == 1 and image.value not in self._active
+
+    def _join(self, node: ir.Node, image: _Image) -> None:
+        """Have a node be part of the convolution before it."""
+        del self._taken[node]
+        value = node.outputs[0]
+        self._parts[value] = image.value
+        self._images[value] = image
+        self._left[value] = self._uses[value]
+
+
+def _is_activation(node: ir.Node) -> bool:
+    return node.op_type in ACTIVATIONS
+
+
+def _is_single(node: ir.Node) -> bool:
+    return node.outputs[0].dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16)

@@ -1,0 +1,95 @@
+"""The nodes that ONNX Runtime makes part of a convolution: what pads its image, and what follows it by channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.execution.liveness import Reads
+
+CONVOLUTIONS = ("Conv", "FusedConv")
+# What a convolution's kernel can apply to its results (core/optimizer/conv_activation_fusion.cc).
+ACTIVATIONS = ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "HardSigmoid", "HardSwish", "Clip")
+PADDED = (*CONVOLUTIONS, "AveragePool", "MaxPool")
+
+
+def find_parts(
+    nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value], stays_alone: Callable[[ir.Node], bool]
+) -> dict[ir.Value, ir.Value]:
+    """The results of nodes that are part of a convolution or of a pool, each with the value that takes its place.
+
+    Norms by batch, factors and terms by channel become part of the weights before them, and an activation comes last
+    (conv_*_fusion.cc in core/optimizer). Zeros around an image are the node's own (pad_fusion.cc). Nothing else reads
+    what is between, nor is it `kept`. A convolution that `stays_alone` is followed by nothing.
+    """
+    readers: dict[ir.Value, list[ir.Node]] = {}
+    for node in nodes:
+        for value in reads(node):
+            readers.setdefault(value, []).append(node)
+
+    def follower(value: ir.Value) -> ir.Node | None:
+        return readers[value][0] if len(readers.get(value, ())) == 1 and value not in kept else None
+
+    made = {value for node in nodes for value in node.outputs}
+    parts: dict[ir.Value, ir.Value] = {}
+    for node in nodes:
+        if node.op_type in CONVOLUTIONS and not stays_alone(node):
+            _follow(node, follower, parts)
+        elif node.op_type == "Pad" and _adds_zeros(node, reads, made) and node.inputs[0] is not None:
+            after = follower(node.outputs[0])
+            if after is not None and after.op_type in PADDED:
+                parts[node.outputs[0]] = node.inputs[0]
+    return parts
+
+
+def _follow(
+    convolution: ir.Node, follower: Callable[[ir.Value], ir.Node | None], parts: dict[ir.Value, ir.Value]
+) -> None:
+    value = convolution.outputs[0]
+    while (after := follower(value)) is not None and not after.domain:
+        ends = after.op_type in ACTIVATIONS and after.inputs[0] is value
+        if not ends and not _is_by_channel(after, value, convolution):
+            return
+        value = after.outputs[0]
+        parts[value] = convolution.outputs[0]
+        if ends:
+            return
+
+
+def _is_by_channel(node: ir.Node, data: ir.Value, convolution: ir.Node) -> bool:
+    """Whether a node scales or moves each channel of `data` by a number that is stored."""
+    others = [value for value in node.inputs if value is not data]
+    if any(value is None or value.const_value is None for value in others):
+        return False
+    if node.op_type == "BatchNormalization":
+        return len(node.outputs) == 1
+    kernel = convolution.inputs[1].shape if convolution.inputs[1] is not None else None
+    if node.op_type not in ("Add", "Mul") or len(others) != 1 or others[0] is None or kernel is None:
+        return False
+    given = others[0].shape
+    sizes = list(given.numpy()) if given is not None else []
+    is_number = node.op_type == "Mul" and len(sizes) == 0
+    by_channel = len(sizes) >= len(kernel) - 1 and sizes[-len(kernel) + 1 :] == [kernel[0], *[1] * (len(kernel) - 2)]
+    return is_number or (by_channel and set(sizes[: -len(kernel) + 1]) <= {1})
+
+
+def _adds_zeros(pad: ir.Node, reads: Reads, made: Container[ir.Value]) -> bool:
+    """Whether a Pad adds zeros, and to no channel. Sizes that are folded are taken to be so."""
+    if pad.attributes.get_string("mode", "constant") != "constant" or len(pad.inputs) < 2:
+        return False
+    if any(value in made or value.is_graph_input() for value in list(reads(pad))[1:]) or any(pad.inputs[3:]):
+        return False
+    sizes, filler = (value.const_value if value is not None else None for value in (*pad.inputs, None)[1:3])
+    if filler is not None and filler.numpy().any():
+        return False
+    by_axis = sizes.numpy().reshape(2, -1) if sizes is not None else np.zeros((2, 2))
+    return bool((by_axis >= 0).all()) and not by_axis[:, :2].any()
+
+
+def resolve(same: Mapping[ir.Value, ir.Value], value: ir.Value) -> ir.Value:
+    """What takes a value's place in the end."""
+    while value in same:
+        value = same[value]
+    return value

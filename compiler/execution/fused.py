@@ -1,0 +1,106 @@
+"""The nodes that ONNX Runtime runs for a file's: those that it makes of several, and the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.execution.convolutions import find_parts, resolve
+from splitc.compiler.execution.gelus import find_gelus
+from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.normed_sums import Alike, find_normed_sums
+from splitc.compiler.execution.order import depth_first, ends_gelu, positions_after_passes
+from splitc.compiler.execution.products import biased_products, scaled_products
+from splitc.compiler.execution.reshapes import without_own_sizes
+from splitc.compiler.execution.silus import find_silus
+from splitc.compiler.frontend.reads import holds_graphs
+from splitc.compiler.frontend.walks import producer_of
+from splitc.compiler.operators.registry import operator_of
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The nodes in the order in which they run, where each comes in ONNX Runtime's graph, and what each reads.
+
+    `same` are values that others take the place of. `gelus` are what nodes that end a Gelu are of, `silus` the same of
+    x sigmoid(x); `biased` are additions of a bias, with the product that they are part of; `scaled` the results of
+    scalings that are part of a product, with the value in whose place they are.
+    """
+
+    order: Sequence[ir.Node]
+    position: Mapping[ir.Node, int]
+    reads: Reads
+    same: Mapping[ir.Value, ir.Value]
+    gelus: Mapping[ir.Node, ir.Value]
+    silus: Mapping[ir.Node, ir.Value]
+    biased: Mapping[ir.Node, ir.Node]
+    scaled: Mapping[ir.Value, ir.Value]
+
+    def ends(self, kept: Collection[ir.Value]) -> AbstractSet[ir.Value]:
+        """What leaves the engine, by the values that are in the place of what is `kept`."""
+        return {resolve(self.same, value) for value in kept}
+
+
+def fuse(
+    nodes: Sequence[ir.Node],
+    reads: Reads,
+    kept: Collection[ir.Value],
+    is_summed: Callable[[ir.Node], bool],
+    alike: Alike,
+) -> Fused:
+    """What ONNX Runtime makes of these nodes. A product that `is_summed` over ranks is no part of another node."""
+    nodes, same = _merged(nodes, reads)
+    nodes, reads, gelus = find_gelus(*without_own_sizes(nodes, _replaced(_shapes_before(reads), same), kept))
+    nodes, reads, silus = find_silus(nodes, reads, kept)
+    parts = find_parts(nodes, reads, kept, is_summed)
+    inner = {producer_of(value) for value in parts}
+    nodes, reads = [node for node in nodes if node not in inner], _replaced(reads, parts)
+    nodes, reads, norms = find_normed_sums(nodes, reads, kept, alike)
+    biased = biased_products(nodes, reads)
+    scaled, products = scaled_products(nodes, reads, kept, lambda node: node in biased.values() or is_summed(node))
+    by_tanh = {node for node in gelus if node.op_type == "Mul" and not ends_gelu(node, {})}
+    position = positions_after_passes(nodes, reads, biased, norms, by_tanh, silus, products)
+    order = depth_first(nodes, reads, position)
+    return Fused(order, position, reads, {**same, **parts}, gelus, silus, biased, scaled)
+
+
+def _replaced(reads: Reads, same: Mapping[ir.Value, ir.Value]) -> Reads:
+    """What each node reads where others are the `same` as some values."""
+    return lambda node: [resolve(same, value) for value in reads(node)]
+
+
+def _shapes_before(reads: Reads) -> Reads:
+    """What each node reads where a Shape is that of a Transpose's source, whose sizes are put in order then.
+
+    It is HandleShape in core/optimizer/transpose_optimization/onnx_transpose_optimization.cc.
+    """
+
+    def read(node: ir.Node) -> list[ir.Value]:
+        values = list(reads(node))
+        while node.op_type == "Shape" and values and (maker := values[0].producer()) and maker.op_type == "Transpose":
+            values = list(reads(maker))
+        return values
+
+    return read
+
+
+def _merged(nodes: Sequence[ir.Node], reads: Reads) -> tuple[list[ir.Node], dict[ir.Value, ir.Value]]:
+    """The nodes without those that compute what one before them does, and what is the same as another value then.
+
+    ONNX Runtime merges them (core/optimizer/common_subexpression_elimination.cc).
+    """
+    first: dict[Hashable, ir.Node] = {}
+    same = dict[ir.Value, ir.Value]()
+    kept = []
+    for node in nodes:
+        inputs = tuple(value and same.get(value, value) for value in node.inputs)
+        how = frozenset((name, str(attribute.value)) for name, attribute in node.attributes.items())
+        other = first.setdefault((node.domain, node.op_type, inputs, how), node)
+        if other is node or operator_of(node).random or holds_graphs(node):
+            kept.append(node)
+        else:
+            same.update(zip(node.outputs, other.outputs, strict=False))
+    return kept, same

@@ -1,0 +1,66 @@
+"""Where the batch and the two axes of an image come from, as far as ONNX Runtime knows when it puts it in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+# The value that an axis is of, its number, and how often it was halved since.
+Origin = tuple[ir.Value, int, int]
+
+
+def new_origins(node: ir.Node) -> tuple[Origin, ...]:
+    """The axes of what a node makes, which come from nothing else."""
+    return tuple((node.outputs[0], axis, 0) for axis in (0, 2, 3))
+
+
+def origins_after(node: ir.Node, origins: Sequence[Origin], window: Sequence[int]) -> tuple[Origin, ...]:
+    """The axes of what a convolution or a pool makes: the image's where its margins keep them, or halve them.
+
+    It is NchwcTransformerImpl::ConvPoolShapeInference.
+    """
+    asked, own = node.attributes, list(new_origins(node))
+    own[0] = origins[0]
+    padding = asked.get_string("auto_pad", "NOTSET")
+    pads = (0,) * 4 if padding != "NOTSET" else tuple(asked.get_ints("pads", (0,) * 4))
+    strides, steps = asked.get_ints("strides", (1, 1)), asked.get_ints("dilations", (1, 1))
+    if padding not in ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER") or len(window) != 2 or len(pads) != 4:
+        return tuple(own)
+    for axis in (0, 1):
+        keeps = pads[axis] + pads[axis + 2] + 1 == window[axis] or padding.startswith("SAME")
+        if steps[axis] == 1 and strides[axis] in (1, 2) and keeps:
+            value, number, halved = origins[axis + 1]
+            own[axis + 1] = value, number, halved + strides[axis] - 1
+    return tuple(own)
+
+
+def is_enlarged_in_blocks(node: ir.Node) -> bool:
+    """Whether a node makes an image larger by whole numbers that are stored, by one of the kernels for blocks.
+
+    It is NchwcTransformerImpl::TransformResize.
+    """
+    if node.op_type not in ("Resize", "Upsample") or node.domain:
+        return False
+    asked, is_old = node.attributes, len(node.inputs) == 2
+    mode, places = asked.get_string("mode", "nearest"), asked.get_string("coordinate_transformation_mode", "half_pixel")
+    if mode == "nearest" and not is_old:
+        if places != "asymmetric" or asked.get_string("nearest_mode", "round_prefer_floor") != "floor":
+            return False
+    elif mode not in ("nearest", "linear") or (
+        not is_old and places not in ("half_pixel", "asymmetric", "align_corners")
+    ):
+        return False
+    factors = _factors(node, 1 if is_old else 2)
+    return len(factors) == 4 and list(factors[:2]) == [1, 1] and all(f >= 1 and f == round(f) for f in factors)
+
+
+def _factors(resize: ir.Node, place: int) -> list[float]:
+    """The numbers by which a Resize multiplies its axes, if they are stored, or follow from sizes that are."""
+    stored = [value.const_value if value is not None else None for value in resize.inputs[place:]]
+    if stored and stored[0] is not None and stored[0].size:
+        return [float(factor) for factor in stored[0].numpy()]
+    image = resize.inputs[0]
+    if len(stored) < 2 or stored[1] is None or image is None or image.shape is None or not image.shape.is_static():
+        return []
+    return [float(size) / int(own) for size, own in zip(stored[1].numpy(), image.shape.numpy(), strict=True) if own]

@@ -1,0 +1,44 @@
+"""The bytes of a run's values by the plan's rules, against what ONNX Runtime's profile says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import ShapeInferencePass
+
+from models.writer import Writer, save
+from splitc.compiler.execution.arena import FIRST_REGION
+from splitc.compiler.execution.run import arena_bytes
+from splitc.compiler.operators.operator import Shapes
+from tests.helpers.graphs import read_graph
+from tests.helpers.profiles import named, profile, reads
+
+# Values of one and a half: a region that is large enough has twice that of the first one, and no room for another.
+BYTES, CHUNK = 3 * FIRST_REGION // 2, 2 * FIRST_REGION
+
+
+def assert_bytes_are_those_in_use(
+    w: Writer,
+    feeds: dict[str, Any],
+    folder: Path,
+    kernels: list[str],
+    shapes: Callable[[ir.Node], tuple[Shapes, Shapes]] | None = None,
+) -> None:
+    """Run a model whose values are of BYTES, or of nearly none, in these kernels, and compare with the bytes in use."""
+    save(ShapeInferencePass()(named(w.model())).model, folder / "model.onnx")
+    events = profile(folder / "model.onnx", feeds, folder, optimized=True)
+    assert [event["args"]["op_name"] for event in events] == kernels
+    graph = read_graph(folder / "model.onnx")
+
+    def size(value: ir.Value) -> int:
+        is_size = value.dtype == ir.DataType.INT64 or value.name == "max"
+        return 0 if value.producer() is None else 8 if is_size else BYTES
+
+    outputs = frozenset(graph.graph.outputs)
+    ours = arena_bytes(graph.nodes, reads, size, lambda node: (), outputs, alike=graph.are_alike, shapes=shapes)
+    if "mem_in_use_peak" in events[0]["args"]:
+        used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
+        assert round(used / CHUNK) == round(ours / BYTES)
