@@ -271,8 +271,9 @@ class Borrower:
             return {}
         size = shared.placed[-1].offset + arrays[-1][1].nbytes
         if size < SMALL:
-            self._unused.append(shared.buffer)
-            return {name: array.copy() for name, array in arrays}
+            copies = {name: array.copy() for name, array in arrays}
+            self._unused.append(shared.buffer)  # only now: another thread may give it back at once
+            return copies
         lent = np.asarray(_Loan(self._buffers[shared.buffer][:size], shared.buffer, self._unused))
         return {at.name: view(lent, at) for at in shared.placed}
 

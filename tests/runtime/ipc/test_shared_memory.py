@@ -55,6 +55,20 @@ def test_a_buffer_comes_back_when_nobody_has_its_arrays(size: int) -> None:
     assert buffers == {0}
 
 
+def test_a_buffer_is_not_given_back_while_its_arrays_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may hand over a request meanwhile, with what is unused: the rank would write to it."""
+    pair, view = Pair(), shared_memory.view
+
+    class Watched(np.ndarray):
+        def copy(self, *_: object) -> Array:  # type: ignore[override]
+            assert pair.borrower.unused() == []
+            return np.array(self)
+
+    monkeypatch.setattr(shared_memory, "view", lambda *at: view(*at).view(Watched))
+    pair.pass_on({"a": np.zeros(SMALL), "b": np.zeros(SMALL)})
+    assert pair.borrower.unused() == [0]
+
+
 def test_allocated_arrays_are_sent_without_a_copy() -> None:
     pair = Pair()
     arrays = pair.lender.allocate({"a": ((LARGE,), np.dtype(np.float32))})
