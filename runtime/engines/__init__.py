@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,15 +85,33 @@ class Communicator(Protocol):
         """
 
 
-class Backend(Protocol):
+@dataclass(frozen=True)
+class LoadOptions:
+    """How an engine is loaded, which was built from the file `source`.
+
+    It reads only the sizes of the inputs `sizes_only`. Its `weights` lie in files beside it. If it is `tuned`, it has
+    kernels that may be chosen by shape. Unless it `replays`, no run of it is recorded. An engine with collectives
+    inside takes a `communicator`: all ranks of its group must load theirs at the same time.
+    """
+
+    source: Path | None = None
+    sizes_only: Collection[str] = ()
+    communicator: Communicator | None = None
+    weights: Sequence[Weight] | None = None
+    tuned: bool = True
+    replays: bool = True
+
+
+class Backend(ABC):
     """Loads engines on one device, and copies arrays to it and from it.
 
     If it is `asynchronous`, engines have only been launched when `run` returns. `uses_operators` says that collectives
-    inside its engines are operators of splitc's own. `notes` are messages for the user.
+    inside its engines are operators of splitc's own. `notes` are messages for the user. What a device has no need of
+    does nothing here.
     """
 
-    asynchronous: bool
-    uses_operators: bool
+    asynchronous = False
+    uses_operators = False
     notes: list[str]
 
     def attach(self) -> None:
@@ -100,38 +120,30 @@ class Backend(Protocol):
     def detach(self) -> None:
         """Must be called last by that thread."""
 
-    def load(
-        self,
-        path: Path,
-        source: Path | None = None,
-        sizes_only: Collection[str] = (),
-        communicator: Communicator | None = None,
-        weights: Sequence[Weight] | None = None,
-        tuned: bool = True,
-        replays: bool = True,
-    ) -> LoadedEngine:
-        """Load the engine file at `path`, which was built from `source`. Raises PackageError if it can't be loaded.
+    @abstractmethod
+    def load(self, path: Path, options: LoadOptions = LoadOptions()) -> LoadedEngine:
+        """Load the engine file at `path`. Raises PackageError if it can't be loaded."""
 
-        The engine reads only the sizes of the inputs `sizes_only`. Its `weights` lie in files beside it. If it is
-        `tuned`, it has kernels that may be chosen by shape. Unless it `replays`, no run of it is recorded. An engine
-        with collectives inside takes a communicator. All ranks of its group must load theirs at the same time.
-        """
-
+    @abstractmethod
     def upload(self, array: npt.NDArray[Any]) -> Any:
         """The array as a value for the backend's engines."""
 
+    @abstractmethod
     def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, Any]:
         """Zeros as values for the backend's engines, which may write to them, by name.
 
         Raises EngineError if there is not enough memory.
         """
 
+    @abstractmethod
     def copy_front(self, value: Any, longer: Any, axis: int) -> None:
         """Copy a value over the beginning of one that is longer along this axis."""
 
+    @abstractmethod
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
         """Values of the backend's engines as arrays on the host, by name. Waits until they are computed."""
 
+    @abstractmethod
     def fetch(
         self, values: Mapping[str, Any], allocate: Allocate | None = None
     ) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
@@ -140,6 +152,7 @@ class Backend(Protocol):
         With `allocate`, a GPU writes to the arrays that it gives.
         """
 
+    @abstractmethod
     def persist_state(self, value: Any, before: Any) -> Any:
         """Where a state stays until the next request: `value` itself, or `before` with `value` copied into it."""
 
@@ -148,6 +161,7 @@ class Backend(Protocol):
 
     def used_bytes(self) -> int | None:
         """The bytes in use of the device's own memory; None if it uses the host's."""
+        return None
 
     def reserve(self, size: int) -> None:
         """Reserve this many bytes beside the engines' own."""
@@ -157,6 +171,7 @@ class Backend(Protocol):
 
     def loading(self) -> AbstractContextManager[None]:
         """While a rank's engines are loaded: on a CPU these have the limit together, and otherwise each for itself."""
+        return nullcontext()
 
     def map_weights(self) -> None:
         """Let engines on a CPU that are loaded from now on take weights from their mapped files, as they are."""
@@ -167,8 +182,10 @@ class Backend(Protocol):
     def bring_in(self) -> None:
         """Bring these weights in, if they are not there, and wait for that. Before, engines must not run."""
 
+    @abstractmethod
     def stop(self) -> None:
         """Make running engines fail at once. They can't be run again."""
 
+    @abstractmethod
     def accumulate(self, operation: str, total: Any, part: Any) -> None:
         """Reduce `part` into `total`, in place, by `sum` or `max`. Both are values of the backend's engines."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.runtime.arrays.array import Allocate, Zeros, accumulate_arrays, bytes_of, number_type
 from splitc.runtime.arrays.ort_values import host_array, host_value
-from splitc.runtime.engines import Communicator
+from splitc.runtime.engines import Backend, Communicator, LoadOptions
 from splitc.runtime.engines.arena_limit import beyond_limit, host_limit, limited_arena, take_limited_arena
 from splitc.runtime.engines.kind import BackendOptions, release
 from splitc.runtime.engines.onnx_session import open_onnx
@@ -24,7 +24,6 @@ from splitc.runtime.errors import EngineError, FollowingError, HandOverError, Pa
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import host_memory
 from splitc.runtime.hardware.heap import compact_heap
-from splitc.runtime.package.manifest import Weight
 from splitc.runtime.units import format_bytes
 
 # ONNX Runtime's errors, which have no common base but Exception. All of them: the system's errors come as any of these,
@@ -159,10 +158,9 @@ def run_overridden(
         raise failed(name, str(error)) from error
 
 
-class OnnxRuntimeBackend:
+class OnnxRuntimeBackend(Backend):
     """ONNX Runtime's CPU provider, with a number of threads for each engine."""
 
-    asynchronous = False
     uses_operators = True
 
     def __init__(self, threads: int, trusts_data: bool = False) -> None:
@@ -184,26 +182,11 @@ class OnnxRuntimeBackend:
             raise PackageError(f"ONNX Runtime {ort.__version__} is too old: pip install 'onnxruntime-gpu>={oldest}'")
         return cls(options.threads, options.trusts_data)
 
-    def attach(self) -> None:
-        pass
-
-    def detach(self) -> None:
-        pass
-
-    def load(
-        self,
-        path: Path,
-        source: Path | None = None,
-        sizes_only: Collection[str] = (),
-        communicator: Communicator | None = None,
-        weights: Sequence[Weight] | None = None,
-        tuned: bool = True,
-        replays: bool = True,
-    ) -> OnnxRuntimeEngine:
+    def load(self, path: Path, options: LoadOptions = LoadOptions()) -> OnnxRuntimeEngine:
         how = self._trusts_data, self._stays_mapped, self._limit is not None
         with compact_heap(), contextlib.nullcontext() if self._is_loading else limited_arena(self._limit):
-            session = open_session(path, self._threads, communicator, *how)
-        return OnnxRuntimeEngine(path.name, session, self._options, communicator, self._limit)
+            session = open_session(path, self._threads, options.communicator, *how)
+        return OnnxRuntimeEngine(path.name, session, self._options, options.communicator, self._limit)
 
     def fetch(
         self, values: Mapping[str, Any], allocate: Allocate | None = None
@@ -212,15 +195,6 @@ class OnnxRuntimeBackend:
 
     def persist_state(self, value: ort.OrtValue, before: ort.OrtValue | None) -> ort.OrtValue:
         return value
-
-    def wait_all(self) -> None:
-        pass
-
-    def used_bytes(self) -> int | None:
-        return None
-
-    def reserve(self, size: int) -> None:
-        pass
 
     def limit(self, size: int | None) -> None:
         self._limit = host_limit(size)
@@ -240,9 +214,6 @@ class OnnxRuntimeBackend:
     def swap_weights(self, buffer: SwapBuffer) -> None:
         """See Backend. Weights in mapped files need no moving: the system drops and reads their pages as it must."""
         self.map_weights()
-
-    def bring_in(self) -> None:
-        pass
 
     def stop(self) -> None:
         self._options.terminate = True

@@ -21,7 +21,7 @@ import onnxruntime as ort
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES, read_type
 from splitc.runtime.arrays.ort_values import host_array, host_value
-from splitc.runtime.engines import Communicator
+from splitc.runtime.engines import Backend, Communicator, LoadOptions
 from splitc.runtime.engines.attention_kernels import attention_for
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.kind import BackendOptions
@@ -159,7 +159,7 @@ def _shape_of(name: str, given: Mapping[str, ort.OrtValue], into: Mapping[str, G
     return into[name].shape if name in into else tuple(given[name].shape())
 
 
-class OnnxRuntimeGpuBackend(GpuDevice):
+class OnnxRuntimeGpuBackend(GpuDevice, Backend):
     """ONNX Runtime's CUDA provider on one GPU."""
 
     uses_operators = True
@@ -191,21 +191,12 @@ class OnnxRuntimeGpuBackend(GpuDevice):
             )
         return cls(options.device, options.cuda_graphs, options.trusts_data)
 
-    def load(
-        self,
-        path: Path,
-        source: Path | None = None,
-        sizes_only: Collection[str] = (),
-        communicator: Communicator | None = None,
-        weights: Sequence[Weight] | None = None,
-        tuned: bool = True,
-        replays: bool = True,
-    ) -> OnnxRuntimeGpuEngine:
+    def load(self, path: Path, options: LoadOptions = LoadOptions()) -> OnnxRuntimeGpuEngine:
         _load_libraries()
-        shared = self._place(path, weights)
+        shared, communicator = self._place(path, options.weights), options.communicator
         opened = partial(self._open, path, communicator, shared or {})
-        shares = tuned and shared is not None
-        sessions, capture_blocker = self._open_sessions(path.name, opened, shares, replays)
+        shares = options.tuned and shared is not None
+        sessions, capture_blocker = self._open_sessions(path.name, opened, shares, options.replays)
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in sessions[0].get_providers():  # it was dropped silently
@@ -214,7 +205,7 @@ class OnnxRuntimeGpuBackend(GpuDevice):
                 "and cuDNN that it was built for (pip install 'onnxruntime-gpu[cuda,cudnn]'), and onnxruntime and "
                 "onnxruntime-gpu must not both be installed"
             )
-        how = self._options, sizes_only, capture_blocker, shared or {}, self._limit
+        how = self._options, options.sizes_only, capture_blocker, shared or {}, self._limit
         return OnnxRuntimeGpuEngine(path.name, sessions, self, *how)
 
     def _place(self, path: Path, weights: Sequence[Weight] | None) -> Mapping[str, ort.OrtValue] | None:

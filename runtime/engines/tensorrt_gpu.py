@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.engines import Communicator
+from splitc.runtime.engines import Backend, Communicator, LoadOptions
 from splitc.runtime.engines.kind import BackendOptions, EngineKind
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray
 from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.hardware.devices import Device
-from splitc.runtime.package.manifest import BuildOptions, Weight
+from splitc.runtime.package.manifest import BuildOptions
 
 # The most CUDA graphs that an engine keeps, and the most input shapes whose output shapes it remembers. A choice: a
 # graph takes memory on the GPU, a shape a few hundred bytes; what was dropped is made anew.
@@ -157,7 +158,7 @@ class TensorrtEngine:
         return value if value.dtype == self._types[name] else self._backend.cast(value, self._types[name])
 
 
-class TensorrtBackend(GpuDevice):
+class TensorrtBackend(GpuDevice, Backend):
     """TensorRT, or TensorRT-RTX, on one GPU."""
 
     def __init__(self, kind: EngineKind, device: Device, options: BuildOptions, cuda_graphs: bool = True) -> None:
@@ -180,28 +181,22 @@ class TensorrtBackend(GpuDevice):
         """The backend of a GPU. Raises PackageError if the GPU or CuPy is missing, MisuseError if TensorRT is."""
         return cls(options.kind, options.device, options.build, options.cuda_graphs)
 
-    def load(
-        self,
-        path: Path,
-        source: Path | None = None,
-        sizes_only: Collection[str] = (),
-        communicator: Communicator | None = None,
-        weights: Sequence[Weight] | None = None,
-        tuned: bool = True,
-        replays: bool = True,
-    ) -> TensorrtEngine:
+    def load(self, path: Path, options: LoadOptions = LoadOptions()) -> TensorrtEngine:
         engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
         if engine is None:
             raise PackageError(f"TensorRT can't load {path} on {self.name}: {self.said()}")
         if self._options.weight_streaming:
             engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
         if self._options.strip_weights:
-            self._refit(engine, path, source)
-        loaded = TensorrtEngine(path.name, engine, self, replays)
+            self._refit(engine, path, options.source)
+        loaded = TensorrtEngine(path.name, engine, self, options.replays)
         self._most_scratch = max(self._most_scratch, loaded.scratch_bytes)
-        if communicator is not None:
-            loaded.connect(communicator)
+        if options.communicator is not None:
+            loaded.connect(options.communicator)
         return loaded
+
+    def swap_weights(self, buffer: SwapBuffer) -> None:
+        self.notes.append(f"weights stay on {self.name} while other modules work: these engines hold them inside")
 
     def _refit(self, engine: Any, path: Path, source: Path | None) -> None:
         """Give an engine that was built without weights the weights of its ONNX file."""

@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from splitc.runtime.feeds.on_gpu import GpuFeed
 from splitc.runtime.gpu.array import GpuArray, Tape, Use
 from splitc.runtime.gpu.kernels import copy
 from splitc.runtime.gpu.pinned_memory import Pins
-from splitc.runtime.gpu.weight_places import SwapBuffer, lay_out
+from splitc.runtime.gpu.weight_places import lay_out
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import need_cupy
 from splitc.runtime.hardware.profiles import find_profile
@@ -60,7 +59,6 @@ class GpuDevice:
     """
 
     asynchronous = True
-    uses_operators = False
 
     def __init__(self, device: Device) -> None:
         self.name = str(device)
@@ -273,23 +271,6 @@ class GpuDevice:
         the freed chunks large enough.
         """
         self.cuda.alloc(max(1, size))
-
-    def limit(self, size: int | None) -> None:
-        """See Backend. Engines that are built for a GPU have what they need when they are loaded."""
-
-    def loading(self) -> AbstractContextManager[None]:
-        """See Backend."""
-        return nullcontext()
-
-    def map_weights(self) -> None:
-        pass
-
-    def swap_weights(self, buffer: SwapBuffer) -> None:
-        """See Backend. Here no engine's weights can be moved."""
-        self.notes.append(f"weights stay on {self.name} while other modules work: these engines hold them inside")
-
-    def bring_in(self) -> None:
-        """See Backend. Here they are always there."""
 
     def free_unused(self) -> None:
         """Return the pool's unused memory to the GPU."""

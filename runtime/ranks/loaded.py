@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from splitc.runtime.collectives import Collectives
-from splitc.runtime.engines import Backend, Communicator, LoadedEngine
+from splitc.runtime.engines import Backend, Communicator, LoadedEngine, LoadOptions
 from splitc.runtime.engines.built_here import newer_named
 from splitc.runtime.engines.forms import EngineForms
 from splitc.runtime.gpu.replayable import shares_weights, why_not_replayed, why_unsafe_to_replay
@@ -111,7 +110,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
             weights = file.weights if shares_weights(rank, file) else None
             replays = not why_unsafe_to_replay(rank, file)
             tuned = file.attends or file.convolves
-            how = source, file.sizes_only, communicators.get(group), weights, tuned, replays
+            how = LoadOptions(source, file.sizes_only, communicators.get(group), weights, tuned, replays)
             engines.append(load_engine(backend, setup.package, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()
@@ -135,16 +134,16 @@ def choices_of(manifest: Manifest, rank: Rank) -> dict[str, frozenset[str]]:
 
 
 def load_engine(
-    backend: Backend, package: Path, file: EngineFile, choices: Mapping[str, frozenset[str]], how: Sequence[Any]
+    backend: Backend, package: Path, file: EngineFile, choices: Mapping[str, frozenset[str]], how: LoadOptions
 ) -> LoadedEngine:
-    """An engine of a rank, loaded in this way: `Backend.load`'s arguments after the path. Its forms come later."""
+    """An engine of a rank. Its other forms are loaded later, in the same way."""
     forms = {ADAPTED: file.adapted, MASKED: None if file.unmasked is None else file.path}
     others = {
-        name: (choices[name], partial(backend.load, package / path, *how))
+        name: (choices[name], partial(backend.load, package / path, how))
         for name, path in forms.items()
         if path is not None
     }
-    plain = backend.load(package / (file.unmasked or file.path), *how)
+    plain = backend.load(package / (file.unmasked or file.path), how)
     return EngineForms(plain, others) if others else plain
 
 

@@ -26,7 +26,7 @@ import psutil
 from splitc.runtime.adapters.held import HeldSum, shards_of
 from splitc.runtime.collectives.meeting import Meeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.threads import connect
-from splitc.runtime.engines import Backend, Communicator, LoadedEngine
+from splitc.runtime.engines import Backend, Communicator, LoadedEngine, LoadOptions
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds.on_gpu import on_host
@@ -163,7 +163,7 @@ def _load(
     choices = choices_of(manifest, rank)
     with backend.loading():
         return [
-            load_engine(backend, package, file, choices, (None, (), ends.get(tuple(file.group))))
+            load_engine(backend, package, file, choices, LoadOptions(communicator=ends.get(tuple(file.group))))
             for file in rank.engines
         ]
 

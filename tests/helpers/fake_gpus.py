@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from splitc.runtime.engines import Communicator
+from splitc.runtime.engines import Backend, LoadOptions
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError
 from splitc.runtime.gpu.array import GpuArray
@@ -98,7 +98,7 @@ class HostEngine:
         return {name: (array.shape, str(array.dtype)) for name, array in found.items()}
 
 
-class FakeBackend(GpuDevice):
+class FakeBackend(GpuDevice, Backend):
     """Loads HostEngines on a GPU that is not there.
 
     The variable FAILING has the name of an engine's file, and the number of the run in which it fails.
@@ -107,9 +107,6 @@ class FakeBackend(GpuDevice):
     _swap_buffer: SwapBuffer | None = None
     _swapped: SwappedWeights | None = None
 
-    def map_weights(self) -> None:
-        pass
-
     def swap_weights(self, buffer: SwapBuffer) -> None:
         self._swap_buffer = buffer
 
@@ -117,20 +114,11 @@ class FakeBackend(GpuDevice):
         if self._swapped is not None:
             self._swapped.bring_in()
 
-    def load(
-        self,
-        path: Path,
-        source: Path | None = None,
-        sizes_only: Collection[str] = (),
-        communicator: Communicator | None = None,
-        weights: Sequence[Weight] | None = None,
-        tuned: bool = True,
-        replays: bool = True,
-    ) -> HostEngine:
+    def load(self, path: Path, options: LoadOptions = LoadOptions()) -> HostEngine:
         engine = HostEngine(self, path)
-        if self._swap_buffer is not None and weights:
-            self._swapped = SwappedWeights(self, self._swap_buffer, path.parent, weights)
-            engine.needed = [(self._swapped.values[weight.name], path.parent, weight) for weight in weights]
+        if self._swap_buffer is not None and options.weights:
+            self._swapped = SwappedWeights(self, self._swap_buffer, path.parent, options.weights)
+            engine.needed = [(self._swapped.values[weight.name], path.parent, weight) for weight in options.weights]
         name, _, number = os.environ.get(FAILING, "").partition(" ")
         if path.match(name or "no engine"):
             _fail_in(engine, int(number))

@@ -263,12 +263,13 @@ import sys
 import numpy as np
 import psutil
 from splitc.runtime.arrays.ort_values import host_value
+from splitc.runtime.engines import LoadOptions
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from pathlib import Path
 from tests.helpers.meetings import meet
 def work():
     end, *_ = [meet(1)[0] for _ in range(20)]
-    engine = OnnxRuntimeBackend(1).load(Path(sys.argv[1]), communicator=end)
+    engine = OnnxRuntimeBackend(1).load(Path(sys.argv[1]), LoadOptions(communicator=end))
     end.begin(0)
     return engine.run({"x": host_value(np.ones((1, 32), np.float32))})
 for number in range(150):

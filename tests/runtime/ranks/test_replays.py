@@ -264,8 +264,8 @@ def test_engine_that_can_not_be_captured_runs_eagerly_and_is_named(
 ) -> None:
     load = FakeBackend.load
 
-    def load_plain(self: FakeBackend, path: Path, source: Any = None, *options: Any) -> Any:
-        engine = load(self, path, source)
+    def load_plain(self: FakeBackend, path: Path, *options: Any) -> Any:
+        engine = load(self, path, *options)
         engine.capture_blocker = f"{path.name} has nodes on the CPU"  # type: ignore[attr-defined]
         return engine
 
