@@ -62,7 +62,7 @@ def run_rank(everyone: World, join: Join, control: MpiControl) -> None:
     """Load this process's rank, and run it until the session is closed, or can't be opened."""
     prepared = attempt(lambda: _prepare(everyone, join))
     world = everyone.part(join.first, join.size)
-    mail = MpiMail(world.mail, join.number, join.first)
+    mail = MpiMail(world.mail, join.number, range(join.first, join.first + join.size))
     # No rank may block in MPI or NCCL before all know that all can go on.
     failure = _agree(mail, world, prepared)
     if isinstance(prepared, Failure) or failure is not None:

@@ -176,20 +176,20 @@ class OwnControl(MpiControl):
 
 
 class MpiMail:
-    """A rank's mail in the session of this number: see Mail. The first rank is process `first`."""
+    """A rank's mail in the session of this number: see Mail. `processes` are those of the ranks, in order."""
 
-    def __init__(self, messenger: Messenger, session: int, first: int = 0) -> None:
+    def __init__(self, messenger: Messenger, session: int, processes: Sequence[int]) -> None:
         self._messenger = messenger
         self._session = session
-        self._first = first
+        self._processes = processes
 
     def tell(self, target: int, label: Label, value: Any) -> None:
         # A rank goes on at once, and may write to its arrays while MPI still reads from them.
-        self._messenger.send(self._first + target, (self._session, label, _copied(value)))
+        self._messenger.send(self._processes[target], (self._session, label, _copied(value)))
 
     def hear(self, source: int) -> tuple[Label, Any]:
         while True:
-            arrived = self._messenger.receive(self._first + source)
+            arrived = self._messenger.receive(self._processes[source])
             assert arrived is not None
             session, label, value = arrived[1]
             if session == self._session:  # drop those of a session that could not be opened

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import numpy as np
 
-from splitc.runtime.collectives import Label
-from splitc.runtime.collectives.mail import Mail, all_gather
+from splitc.runtime.collectives.mail import all_gather
 from splitc.runtime.collectives.processes import ProcessCollectives
 from splitc.runtime.engines import Backend
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
@@ -27,20 +24,6 @@ from splitc.runtime.tools.link_times import MESSAGE_BYTES, RUNS, SHORTEST, WARMU
 LEAST_PER_BYTE = 1e-13
 # A number that no session has.
 _NONE = -1
-
-
-class _PairMail:
-    """The mail of two processes, as ranks 0 and 1."""
-
-    def __init__(self, mail: Mail, processes: Sequence[int]) -> None:
-        self._mail = mail
-        self._processes = processes
-
-    def tell(self, target: int, label: Label, value: Any) -> None:
-        self._mail.tell(self._processes[target], label, value)
-
-    def hear(self, source: int) -> tuple[Label, Any]:
-        return self._mail.hear(self._processes[source])
 
 
 def measure_hosts(world: World) -> Link | None:
@@ -62,20 +45,17 @@ def _take_part(world: World) -> None:
 
 def _measure(world: World, other: int, place: int) -> list[tuple[int, float]]:
     """The seconds of a copy for each size, as seen by the process at place 0."""
-    mail = _PairMail(MpiMail(world.mail, _NONE), (0, other))
+    mail = MpiMail(world.mail, _NONE, (0, other))
     kinds = all_gather(mail, place, (0, 1), "cuda" if count_gpus() else "cpu")
     device = Device("cuda" if kinds == ["cuda", "cuda"] else "cpu", 0)
     backend = attempt(lambda: make_backend(ONNXRUNTIME, device, 1))
-    if isinstance(failure := all_gather(mail, place, (0, 1), _unless_failed(backend)), Failure):
+    told = backend if isinstance(backend, Failure) else None
+    if isinstance(failure := all_gather(mail, place, (0, 1), told), Failure):
         raise failure.error
     backend.attach()
     end = ProcessCollectives(place, 2, mail, {}, backend, device.kind == "cuda")
     end.connect()
     return [(size, _one_way(place, end, backend, size)) for size in MESSAGE_BYTES]
-
-
-def _unless_failed(value: Any) -> Failure | None:
-    return value if isinstance(value, Failure) else None
 
 
 def _one_way(place: int, end: ProcessCollectives, backend: Backend, size: int) -> float:
