@@ -103,7 +103,7 @@ def einsum(op: Operation) -> None:
 
 def convolution(op: Operation) -> None:
     """Conv takes a bias, ConvInteger the zero points of both inputs."""
-    op.contracted = convolve(op, 0, 1, range(2, len(op.inputs)))
+    op.contracted = convolve(op, 1, range(2, len(op.inputs)))
     if op.node.op_type == "ConvInteger":
         op.zero_point = 2
     else:
@@ -111,13 +111,13 @@ def convolution(op: Operation) -> None:
         op.linear = () if op.has(2) else LINEAR
 
 
-def convolve(op: Operation, image: int, filters: int, of_channels: Iterable[int]) -> Axis:
+def convolve(op: Operation, filters: int, of_channels: Iterable[int]) -> Axis:
     """Input and output channels are like a matrix's rows and columns, with groups as a factor of both.
 
     Spatial axes are needed whole unless the kernel's size is 1. `of_channels` are the inputs with a number for each
     output channel, or one for all. Returns the axis that is summed over.
     """
-    data, kernel, output = op.input(image), op.input(filters), op.output()
+    data, kernel, output = op.input(0), op.input(filters), op.output()
     op.relate(data[0], output[0])
     for place, window, result in zip(data[2:], kernel[2:], output[2:], strict=True):
         if ax.size_of(window) == 1 and ax.size_of(place) == ax.size_of(result):

@@ -47,7 +47,7 @@ def gemm(op: Operation) -> None:
 
 def convolution(op: Operation) -> None:
     if not op.number("channels_last", 0):
-        op.whole([convolve(op, 0, 3, (4, 5, 8))], ROUNDED)
+        op.whole([convolve(op, 3, (4, 5, 8))], ROUNDED)
 
 
 def elementwise(*values: int) -> AxesRule:

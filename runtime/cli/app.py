@@ -105,19 +105,8 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
-def _list_devices(show: bool) -> None:
-    if show:
-        from splitc.runtime.cli.devices_command import devices
-
-        devices(measure=False, as_json=False)
-        raise typer.Exit
-
-
 @app.callback()
 def _main(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
-    listing: bool = typer.Option(
-        False, "--list-devices", callback=_list_devices, is_eager=True, help="The same as the command devices."
-    ),
 ) -> None:
     """Options of the program itself."""

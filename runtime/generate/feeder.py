@@ -16,7 +16,7 @@ from splitc.runtime.units import format_shape
 class Feeder:
     """Makes the feeds of one step, in the number types of the model's inputs."""
 
-    def __init__(self, manifest: Manifest, signature: TokenInputs, capacity: int | None = None) -> None:
+    def __init__(self, manifest: Manifest, signature: TokenInputs) -> None:
         self.signature = signature
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
         # Caches that are written in place have their capacity from the beginning, and the mask is as long. Then no size
@@ -25,7 +25,7 @@ class Feeder:
         grow = any(state.grows is not None for state in manifest.states)
         in_place = grow and all(state.in_place for state in manifest.states)
         self._in_place = in_place and not manifest.lengths
-        self.capacity = capacity
+        self.capacity: int | None = None
         shape = self._inputs[signature.positions].shape if signature.positions is not None else None
         self._is_vector = shape is not None and len(shape) == 1
 
