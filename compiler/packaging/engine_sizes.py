@@ -35,6 +35,7 @@ class ShapeEngine:
     """A segment of a rank's graph as an engine that computes shapes from shapes. It records its inputs in `given`."""
 
     optional: frozenset[str] = frozenset()
+    capture_blocker: str | None = None
 
     def __init__(self, graph: ir.Graph) -> None:
         self._model = ir.Model(graph.clone(), ir_version=10)

@@ -18,7 +18,7 @@ from splitc.runtime.package.manifest import Weight
 
 
 class Engine(Protocol):
-    """One compiled file, as a rank's program runs it."""
+    """One compiled file on its device, as a rank's program runs it."""
 
     @property
     def inputs(self) -> Sequence[str]:
@@ -32,20 +32,16 @@ class Engine(Protocol):
     def outputs(self) -> Sequence[str]:
         """Names of its outputs."""
 
+    @property
+    def capture_blocker(self) -> str | None:
+        """Why its work can't be captured as a CUDA graph; None if it can, and on CPUs."""
+
     def run(self, values: Mapping[str, Any], into: Mapping[str, Any]) -> dict[str, Any]:
         """Run on values by name: all of `inputs`, any of `optional`. Returns all of `outputs`.
 
         Values are those of the backend that loaded the engine. An output in `into` is written to that value, which may
         be one of the inputs. Raises EngineError if the engine fails.
         """
-
-
-class LoadedEngine(Engine, Protocol):
-    """An engine on its device."""
-
-    @property
-    def capture_blocker(self) -> str | None:
-        """Why its work can't be captured as a CUDA graph; None if it can, and on CPUs."""
 
 
 class Communicator(Protocol):
@@ -121,7 +117,7 @@ class Backend(ABC):
         """Must be called last by that thread."""
 
     @abstractmethod
-    def load(self, path: Path, options: LoadOptions = LoadOptions()) -> LoadedEngine:
+    def load(self, path: Path, options: LoadOptions = LoadOptions()) -> Engine:
         """Load the engine file at `path`. Raises PackageError if it can't be loaded."""
 
     @abstractmethod

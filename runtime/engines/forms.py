@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from splitc.runtime.engines import LoadedEngine
+from splitc.runtime.engines import Engine
 
 
 class EngineForms:
@@ -16,11 +16,9 @@ class EngineForms:
     Values for other engines of the rank may be among those of a request.
     """
 
-    def __init__(
-        self, plain: LoadedEngine, others: Mapping[str, tuple[frozenset[str], Callable[[], LoadedEngine]]]
-    ) -> None:
+    def __init__(self, plain: Engine, others: Mapping[str, tuple[frozenset[str], Callable[[], Engine]]]) -> None:
         self._plain, self._others = plain, others
-        self._loaded: dict[str, LoadedEngine] = {}
+        self._loaded: dict[str, Engine] = {}
         self.inputs, self.outputs = plain.inputs, plain.outputs
         self.optional = plain.optional.union(*(inputs for inputs, _ in others.values()))
         self.capture_blocker = plain.capture_blocker

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from splitc.runtime.collectives import Collectives
-from splitc.runtime.engines import Backend, Communicator, LoadedEngine, LoadOptions
+from splitc.runtime.engines import Backend, Communicator, Engine, LoadOptions
 from splitc.runtime.engines.built_here import newer_named
 from splitc.runtime.engines.forms import EngineForms
 from splitc.runtime.gpu.replayable import shares_weights, why_not_replayed, why_unsafe_to_replay
@@ -99,7 +99,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
         backend.swap_weights(setup.swap)
     before = backend.used_bytes()
     communicators: dict[tuple[int, ...], Communicator] = {}
-    engines: list[LoadedEngine] = []
+    engines: list[Engine] = []
     choices = choices_of(setup.manifest, rank)
     with newer_named(setup.manifest), backend.loading():
         for file in rank.engines:
@@ -135,7 +135,7 @@ def choices_of(manifest: Manifest, rank: Rank) -> dict[str, frozenset[str]]:
 
 def load_engine(
     backend: Backend, package: Path, file: EngineFile, choices: Mapping[str, frozenset[str]], how: LoadOptions
-) -> LoadedEngine:
+) -> Engine:
     """An engine of a rank. Its other forms are loaded later, in the same way."""
     forms = {ADAPTED: file.adapted, MASKED: None if file.unmasked is None else file.path}
     others = {

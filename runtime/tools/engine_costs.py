@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy.typing as npt
 
-from splitc.runtime.engines import Backend, LoadedEngine
+from splitc.runtime.engines import Backend, Engine
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.gpu.array import Tape
@@ -94,7 +94,7 @@ def main() -> None:
     print(msgspec.json.encode(EngineCosts(seconds, max(0, taken))).decode())
 
 
-def _run(backend: Backend, engine: LoadedEngine, feeds: Mapping[str, Any], into: Mapping[str, Any]) -> float:
+def _run(backend: Backend, engine: Engine, feeds: Mapping[str, Any], into: Mapping[str, Any]) -> float:
     start = time.perf_counter()
     engine.run(feeds, into)
     backend.wait_all()

@@ -26,7 +26,7 @@ import psutil
 from splitc.runtime.adapters.held import HeldSum, shards_of
 from splitc.runtime.collectives.meeting import Meeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.threads import connect
-from splitc.runtime.engines import Backend, Communicator, LoadedEngine, LoadOptions
+from splitc.runtime.engines import Backend, Communicator, Engine, LoadOptions
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds.on_gpu import on_host
@@ -155,7 +155,7 @@ def _run_together(
 
 def _load(
     backend: Backend, package: Path, manifest: Manifest, rank: Rank, join: Callable[[Sequence[int]], Communicator]
-) -> list[LoadedEngine]:
+) -> list[Engine]:
     """The rank's engines. `join` gives its end of the meeting of engines with collectives inside."""
     ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
     for end in ends.values():

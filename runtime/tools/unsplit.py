@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.settings import setting_array
-from splitc.runtime.engines import Backend, LoadedEngine
+from splitc.runtime.engines import Backend, Engine
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
 from splitc.runtime.engines.onnx_session import has_data_outside, open_content
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
@@ -165,7 +165,7 @@ def open_unsplit(model: Path, device: Device, threads: int, trusts_data: bool = 
             pool.submit(backend.detach).result()
 
 
-def load_unsplit(backend: Backend, model: Path, trusts_data: bool) -> LoadedEngine:
+def load_unsplit(backend: Backend, model: Path, trusts_data: bool) -> Engine:
     """The unsplit model on a backend, which permits data outside the model's folder if it `trusts_data`.
 
     Raises PackageError, which names the option if data lie outside and are not trusted.

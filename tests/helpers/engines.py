@@ -15,6 +15,7 @@ class FunctionEngine:
     """An engine that calls a function of its inputs, in order."""
 
     optional: frozenset[str] = frozenset()
+    capture_blocker: str | None = None
 
     def __init__(self, inputs: Sequence[str], output: str, function: Callable[..., Any]) -> None:
         self.inputs, self.outputs, self._function = list(inputs), [output], function
