@@ -253,6 +253,19 @@ def test_masks_of_padding_and_windows(tmp_path: Path, mode: str) -> None:
         assert session.metrics.replayed > 12
 
 
+def test_a_mask_of_one_column_is_taken_for_all(tmp_path: Path) -> None:
+    """Where the model names both sizes alike, too: ONNX Runtime's kernel for both operators would end the process."""
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float16[b, h, q, k] x, float16[b, 1, 1, k] mask) => (float16[b, h, q, k] y)
+        { scores = Add(x, mask)  y = Softmax(scores) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cuda0"], Request(engine="onnxruntime"))
+    compile_model(plan, tmp_path / "package", verify=False)
+    given = {"x": np.linspace(-2, 2, 32, dtype=np.float16).reshape(1, 2, 4, 4), "mask": np.ones((1,) * 4, np.float16)}
+    with open_unsplit(tmp_path / "model.onnx", CPU, 4) as whole, Session(tmp_path / "package") as session:
+        agree(whole(given), session.run(given))
+
+
 def test_masks_and_rotations_before_attention_with_a_cache(tmp_path: Path) -> None:
     """ONNX Runtime would rotate inside of attention instead, from position 0 on and without the mask."""
     names = {"q": "wide", "k": "narrow", "v": "narrow"}
