@@ -50,7 +50,7 @@ REMEMBERED = 64
 # What ONNX Runtime would do. To rows that are counted and picked: its Unsqueeze nodes run on the GPU, and sizes come
 # and go between it and the CPU. Such a graph is not captured. To GroupQueryAttention whose queries and keys are rotated
 # before it: it drops the mask, and takes tables of this request's rows for those of all positions. To a Softmax and the
-# addition before it: where that adds one column to all, SIGFPE ends the process (contrib_ops/cuda/math/bias_softmax.cc).
+# addition before it: if that adds one column to all, SIGFPE ends the process (contrib_ops/cuda/math/bias_softmax.cc).
 NOT_ON_GPUS = ("GatherToSliceFusion", "GroupQueryAttentionFusion", "BiasSoftmaxFusion")
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
