@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.execution.convolutions import find_parts, resolve
+from splitc.compiler.execution.engine_graph import NodeShapes
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of
 
 # What a weight is there beside its blocks while it is put in these: as it was read, in another order, and as a tensor.
 COPIES = 3
-
-NodeShapes = Callable[[ir.Node], tuple[Shapes, Shapes]]
 
 
 def packed_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from splitc.compiler.analysis.costs import Costs
-from splitc.compiler.analysis.loading import Loading, NodeShapes, find_loading, packed_bytes
+from splitc.compiler.analysis.loading import Loading, find_loading, packed_bytes
 from splitc.compiler.analysis.stages import Stage
+from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
+from splitc.compiler.execution.rounds import Round
 from splitc.compiler.execution.run import arena_bytes
 from splitc.compiler.frontend.room import may_have_room
 from splitc.compiler.frontend.slots import is_slot_input
@@ -22,14 +25,15 @@ from splitc.runtime.package.states import State
 class Held:
     """The bytes of a rank's shards: of its weights (see `Costs.held`), and by `size` of any computed value.
 
-    `shapes` gives those of a node's inputs and outputs. Values of several `parts` are there for a moment beside these,
-    which have such shares of its bytes: its own part of a sum, or all columns.
+    `shapes` gives those of a node's inputs and outputs. Of `summed` values the rank makes a part before the sum.
+    `rounds` are those of row mode's main rank.
     """
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
     shapes: NodeShapes
-    parts: Mapping[ir.Value, Sequence[float]] = field(default_factory=dict)
+    summed: AbstractSet[ir.Value] = frozenset()
+    rounds: Sequence[Round] = ()
 
 
 @dataclass(frozen=True)
@@ -108,17 +112,14 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
         attends, own = operator_of(node).is_attention, size(node.outputs[0])
         return tuple([b * own // result for b in whole]) if attends else costs.scratch_of(node, *held.shapes(node))
 
-    def parts(node: ir.Node) -> tuple[int, ...]:
-        shares = held.parts if held is not None else {}
-        return tuple(int(computed(value) * share) for value in node.outputs for share in shares.get(value, ()))
-
     def computed(value: ir.Value) -> int:
         return costs.value_in_memory(value, size(value), value in ends) if value in made else 0
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
-    alike, on_host = costs.graph.are_alike, costs.maps_weights
     shapes = costs.shapes_of if held is None else held.shapes
-    arena = arena_bytes(running, reads, computed, scratch, frozenset(stage.gives), parts, alike, on_host, shapes)
+    summed, rounds = (held.summed, held.rounds) if held is not None else (frozenset(), ())
+    graph = EngineGraph(running, reads, computed, frozenset(stage.gives), costs.graph.are_alike, summed, rounds, shapes)
+    arena = arena_bytes(graph, scratch, costs.maps_weights)
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)

@@ -7,19 +7,18 @@ copied out of blocks before (core/optimizer/nchwc_transformer.cc).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from splitc.compiler.execution.convolutions import ACTIVATIONS, CONVOLUTIONS, resolve
+from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
 from splitc.compiler.execution.fused import Fused
 from splitc.compiler.execution.gelus import GELUS
 from splitc.compiler.execution.image_axes import Origin, is_enlarged_in_blocks, new_origins, origins_after
-from splitc.compiler.execution.liveness import Reads, Size
-from splitc.compiler.execution.normed_sums import Alike
+from splitc.compiler.execution.liveness import Reads
 from splitc.compiler.frontend.walks import producer_of
-from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.scratch import CHANNELS, in_blocks, reads_image, takes_blocks
 
 DOMAIN, INTO, OUT_OF = "com.microsoft.nchwc", "ReorderInput", "ReorderOutput"
@@ -29,8 +28,6 @@ POOLS, GLOBAL_POOLS = ("AveragePool", "MaxPool"), ("GlobalAveragePool", "GlobalM
 FOLLOWING = ("Relu", "Sigmoid", "Tanh")
 GOING_ON = (*FOLLOWING, *GELUS, "QuickGelu")
 CHANNELS_LAST = (0, 2, 3, 1)
-
-NodeShapes = Callable[[ir.Node], tuple[Shapes, Shapes]]
 
 
 @dataclass(frozen=True)
@@ -73,20 +70,12 @@ class _Image:
 class BlockWalk:
     """Goes through nodes in the order of a graph, and has them read and make images in blocks where they may.
 
-    A convolution that `stays_alone` is followed by nothing in blocks. What is `kept` leaves the engine.
+    A convolution that makes a part of what ranks sum is followed by nothing in blocks.
     """
 
-    def __init__(
-        self,
-        fused: Fused,
-        size: Size,
-        kept: Container[ir.Value],
-        shapes: NodeShapes,
-        stays_alone: Callable[[ir.Node], bool],
-        alike: Alike,
-    ) -> None:
-        self._fused, self._size, self._shapes = fused, size, shapes
-        self._stays_alone, self._alike = stays_alone, alike
+    def __init__(self, graph: EngineGraph, fused: Fused, shapes: NodeShapes) -> None:
+        self._graph, self._fused, self._shapes = graph, fused, shapes
+        kept = fused.ends(graph.kept)
         order, reads, same = fused.order, fused.reads, fused.same
         self._uses = Counter(value for node in order for value in reads(node))
         self._uses.update(value for node in order for value in node.outputs if value in kept)
@@ -112,7 +101,7 @@ class BlockWalk:
                 copy = ir.Node(DOMAIN, OUT_OF, (), num_outputs=1)
                 plain[value], copies[copy] = copy.outputs[0], image.maker
                 self._taken[copy] = {value: image.value}
-                self._bytes[copy.outputs[0]] = self._size(value)
+                self._bytes[copy.outputs[0]] = self._graph.size(value)
                 self._new.append(copy)
         gone = {value.producer() for value in self._parts}
         position = self._fused.position
@@ -160,7 +149,7 @@ class BlockWalk:
         self._taken[node] = {}
         kernel = inputs[1]
         origins = new_origins(node) if reads_image(node, kernel) else self._enter(node, inputs[0], kernel[2:])
-        self._make(node, outputs[0], origins, self._stays_alone(node))
+        self._make(node, outputs[0], origins, self._graph.stays_alone(node))
 
     def _pool(self, node: ir.Node) -> None:
         """Pools want to know the channels from the file."""
@@ -184,7 +173,7 @@ class BlockWalk:
             copy = ir.Node(DOMAIN, INTO, (), num_outputs=1)
             self._into[image] = copy
             self._taken[copy] = {image: image}
-            self._bytes[copy.outputs[0]] = SINGLE * in_blocks(shape) if self._size(node.outputs[0]) else 0
+            self._bytes[copy.outputs[0]] = SINGLE * in_blocks(shape) if self._graph.size(node.outputs[0]) else 0
             self._new.append(copy)
         elif there is not None:
             self._left[image] -= 1
@@ -201,7 +190,7 @@ class BlockWalk:
         value = node.outputs[0]
         self._images[value] = _Image(value, shape[1], origins, node, is_alone)
         self._left[value] = self._uses[value]
-        self._bytes[value] = SINGLE * in_blocks(shape) if self._size(value) else 0
+        self._bytes[value] = SINGLE * in_blocks(shape) if self._graph.size(value) else 0
 
     def _inputs(self, node: ir.Node) -> list[ir.Value]:
         """What a node reads that is computed, if all of it is in blocks."""
@@ -248,7 +237,7 @@ class BlockWalk:
         if len({image.channels for image in images}) > 1:
             return
         fit = all(
-            image.origins == images[0].origins or self._alike(value, read[0])
+            image.origins == images[0].origins or self._graph.alike(value, read[0])
             for value, image in zip(read, images, strict=True)
         )
         if not fit and node.op_type == "Mul":
@@ -259,7 +248,7 @@ class BlockWalk:
                 image = self._images[value]
                 if self._may_add(value, image):
                     self._added[image.maker] = self._images[other].value
-                    if self._alike(value, other):
+                    if self._graph.alike(value, other):
                         self._sums[image.maker] = self._images[other].value
                     self._join(node, image)
                     return

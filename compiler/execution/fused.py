@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from splitc.compiler.execution.convolutions import find_parts, resolve
+from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.gelus import find_gelus
 from splitc.compiler.execution.liveness import Reads
-from splitc.compiler.execution.normed_sums import Alike, find_normed_sums
+from splitc.compiler.execution.normed_sums import find_normed_sums
 from splitc.compiler.execution.order import depth_first, ends_gelu, positions_after_passes
 from splitc.compiler.execution.products import biased_products, scaled_products
 from splitc.compiler.execution.reshapes import without_own_sizes
+from splitc.compiler.execution.rounds import Exchange, with_rounds
 from splitc.compiler.execution.silus import find_silus
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.walks import producer_of
@@ -27,7 +29,8 @@ class Fused:
 
     `same` are values that others take the place of. `gelus` are what nodes that end a Gelu are of, `silus` the same of
     x sigmoid(x); `biased` are additions of a bias, with the product that they are part of; `scaled` the results of
-    scalings that are part of a product, with the value in whose place they are.
+    scalings that are part of a product, with the value in whose place they are. `exchange` is the
+    graph with what row mode's main rank sends and receives.
     """
 
     order: Sequence[ir.Node]
@@ -38,33 +41,31 @@ class Fused:
     silus: Mapping[ir.Node, ir.Value]
     biased: Mapping[ir.Node, ir.Node]
     scaled: Mapping[ir.Value, ir.Value]
+    exchange: Exchange
 
     def ends(self, kept: Collection[ir.Value]) -> AbstractSet[ir.Value]:
         """What leaves the engine, by the values that are in the place of what is `kept`."""
         return {resolve(self.same, value) for value in kept}
 
 
-def fuse(
-    nodes: Sequence[ir.Node],
-    reads: Reads,
-    kept: Collection[ir.Value],
-    is_summed: Callable[[ir.Node], bool],
-    alike: Alike,
-) -> Fused:
-    """What ONNX Runtime makes of these nodes. A product that `is_summed` over ranks is no part of another node."""
-    nodes, same = _merged(nodes, reads)
+def fuse(graph: EngineGraph) -> Fused:
+    """What ONNX Runtime makes of a graph's nodes."""
+    kept, alike, stays_alone = graph.kept, graph.alike, graph.stays_alone
+    exchange = with_rounds(graph.nodes, graph.reads, graph.size, graph.rounds)
+    nodes, same = _merged(exchange.nodes)
+    reads = exchange.reads
     nodes, reads, gelus = find_gelus(*without_own_sizes(nodes, _replaced(_shapes_before(reads), same), kept))
     nodes, reads, silus = find_silus(nodes, reads, kept)
-    parts = find_parts(nodes, reads, kept, is_summed)
+    parts = find_parts(nodes, reads, kept, stays_alone)
     inner = {producer_of(value) for value in parts}
     nodes, reads = [node for node in nodes if node not in inner], _replaced(reads, parts)
     nodes, reads, norms = find_normed_sums(nodes, reads, kept, alike)
     biased = biased_products(nodes, reads)
-    scaled, products = scaled_products(nodes, reads, kept, lambda node: node in biased.values() or is_summed(node))
+    scaled, products = scaled_products(nodes, reads, kept, lambda node: node in biased.values() or stays_alone(node))
     by_tanh = {node for node in gelus if node.op_type == "Mul" and not ends_gelu(node, {})}
     position = positions_after_passes(nodes, reads, biased, norms, by_tanh, silus, products)
     order = depth_first(nodes, reads, position)
-    return Fused(order, position, reads, {**same, **parts}, gelus, silus, biased, scaled)
+    return Fused(order, position, reads, {**same, **parts, **exchange.joined}, gelus, silus, biased, scaled, exchange)
 
 
 def _replaced(reads: Reads, same: Mapping[ir.Value, ir.Value]) -> Reads:
@@ -87,7 +88,7 @@ def _shapes_before(reads: Reads) -> Reads:
     return read
 
 
-def _merged(nodes: Sequence[ir.Node], reads: Reads) -> tuple[list[ir.Node], dict[ir.Value, ir.Value]]:
+def _merged(nodes: Sequence[ir.Node]) -> tuple[list[ir.Node], dict[ir.Value, ir.Value]]:
     """The nodes without those that compute what one before them does, and what is the same as another value then.
 
     ONNX Runtime merges them (core/optimizer/common_subexpression_elimination.cc).

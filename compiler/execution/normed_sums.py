@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 import onnx_ir as ir
 
+from splitc.compiler.execution.engine_graph import Alike
 from splitc.compiler.execution.liveness import Reads
-
-# Whether two values have the same shape in each request, as far as the file says.
-Alike = Callable[[ir.Value, ir.Value], bool]
 
 
 def find_normed_sums(

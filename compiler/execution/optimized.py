@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.execution.blocks import Blocks, BlockWalk, NodeShapes
+from splitc.compiler.execution.blocks import DOMAIN as BLOCKS
+from splitc.compiler.execution.blocks import Blocks, BlockWalk
 from splitc.compiler.execution.convolutions import resolve
+from splitc.compiler.execution.engine_graph import Alike, EngineGraph
 from splitc.compiler.execution.fused import Fused, fuse
 from splitc.compiler.execution.gelus import biased_gelus
 from splitc.compiler.execution.liveness import Reads, Size
-from splitc.compiler.execution.normed_sums import Alike
 from splitc.compiler.execution.order import depth_first
+from splitc.compiler.execution.rounds import DOMAIN as ROUNDS
 from splitc.compiler.operators.registry import operator_of
 
 
@@ -39,9 +41,9 @@ class Optimized:
         """The value whose memory a value lies in: its own, if nothing else."""
         return resolve(self.places, value)
 
-    def is_in_blocks(self, node: ir.Node) -> bool:
-        """Whether a node reads or makes images in blocks of channels."""
-        return self.blocks is not None and node in self.blocks.taken
+    def is_as_in_file(self, node: ir.Node) -> bool:
+        """Whether a node's kernel allocates what its operator does: it is none that copies, sends or is in blocks."""
+        return node.domain not in (ROUNDS, BLOCKS) and not (self.blocks is not None and node in self.blocks.taken)
 
     def made_of(self, node: ir.Node) -> ir.Node | None:
         """The node of the file whose result a node makes; None for one whose result is copied out of blocks."""
@@ -50,31 +52,21 @@ class Optimized:
         return self.blocks.copies.get(node)
 
 
-def optimize(
-    nodes: Sequence[ir.Node],
-    reads: Reads,
-    size: Size,
-    kept: Collection[ir.Value],
-    is_summed: Callable[[ir.Node], bool],
-    alike: Alike,
-    overwrites: bool,
-    shapes: NodeShapes | None = None,
-) -> Optimized:
-    """What ONNX Runtime runs of these nodes. A product that `is_summed` over ranks is no part of another node.
+def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
+    """What ONNX Runtime runs of a graph.
 
     A view is in the place of its source. If the engine `overwrites`, so is the result of a node that may do so, if that
-    is the last one to read what it overwrites, and both are `alike`. What is `kept` leaves the engine. With `shapes`
-    images are in blocks of channels.
+    is the last one to read what it overwrites, and both are alike.
     """
-    fused = fuse(nodes, reads, kept, is_summed, alike)
-    order, reads, ends, same, blocks = fused.order, fused.reads, fused.ends(kept), fused.same, None
+    fused, is_summed, alike = fuse(graph), graph.stays_alone, graph.alike
+    order, reads, ends, same, blocks = fused.order, fused.reads, fused.ends(graph.kept), fused.same, None
     over = dict[ir.Node, ir.Value]()
-    if shapes is not None:
-        blocks = BlockWalk(fused, size, ends, shapes, is_summed, alike).walk()
+    if graph.shapes is not None:
+        blocks = BlockWalk(graph, fused, graph.shapes).walk()
         reads, ends, over = blocks.reads, {blocks.plain.get(value, value) for value in ends}, dict(blocks.sums)
         order = depth_first(blocks.nodes, reads, blocks.position)
         same = {**same, **blocks.parts}
-    size = _sizes(size, blocks)
+    size = _sizes(graph.size, {**fused.exchange.bytes, **(blocks.bytes if blocks is not None else {})})
 
     def first(node: ir.Node) -> ir.Value | None:
         """What a node reads first."""
@@ -87,9 +79,10 @@ def optimize(
     # What a product would make without its bias is never there. What is summed over ranks first gets no bias before.
     alone = [product for product in fused.biased.values() if not is_summed(product)]
     places.update((product.outputs[0], value) for product in alone if (value := first(product)) is not None)
-    places.update(fused.scaled)
+    places.update((value, resolve(same, data)) for value, data in fused.scaled.items())
+    places.update(fused.exchange.aliases)
     copying = _copying(fused, reads, is_summed, alike)
-    places.update((fused.gelus[node], data) for node, data in copying.items())
+    places.update((fused.gelus[node], resolve(same, data)) for node, data in copying.items())
     if overwrites:
         may = [node for node in order if not is_summed(node) and _may_overwrite(node, alike)]
         over.update((node, value) for node in may if (value := first(node)) is not None)
@@ -107,8 +100,7 @@ def _copying(fused: Fused, reads: Reads, is_summed: Callable[[ir.Node], bool], a
     }
 
 
-def _sizes(size: Size, blocks: Blocks | None) -> Size:
-    own = blocks.bytes if blocks is not None else {}
+def _sizes(size: Size, own: Mapping[ir.Value, int]) -> Size:
     return lambda value: own[value] if value in own else size(value)
 
 

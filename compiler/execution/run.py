@@ -2,62 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from splitc.compiler.execution.arena import Arena, Place
-from splitc.compiler.execution.blocks import NodeShapes
-from splitc.compiler.execution.liveness import Reads, Size
-from splitc.compiler.execution.normed_sums import Alike
+from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.optimized import Optimized, optimize
 from splitc.compiler.operators.registry import operator_of
 
 
-def arena_bytes(
-    nodes: Sequence[ir.Node],
-    reads: Reads,
-    size: Size,
-    scratch: Callable[[ir.Node], tuple[int, ...]],
-    kept: AbstractSet[ir.Value],
-    parts: Callable[[ir.Node], tuple[int, ...]] = lambda node: (),
-    alike: Alike = lambda one, other: False,
-    on_host: bool = True,
-    shapes: NodeShapes | None = None,
-) -> int:
-    """The bytes of its arena that ONNX Runtime uses in one run of the nodes, from an empty arena on.
+def arena_bytes(graph: EngineGraph, scratch: Callable[[ir.Node], tuple[int, ...]], on_host: bool = True) -> int:
+    """The bytes of its arena that ONNX Runtime uses in one run of a graph, from an empty arena on.
 
-    A value is allocated before its node runs, and freed after its last reader; `kept` ones, which leave the engine, are
-    not. `scratch` is what a node's kernel allocates while it runs. What ranks make a value of are `parts`: the node
-    makes the first one, others come from other ranks. `alike` are values that have the same shape, as far as the engine
-    knows; see `optimize`. Where the system places regions decides which of two free chunks of one size is used: on
-    GPUs it is the more of two ways. `on_host` is as for `Arena`.
+    A value is allocated before its node runs, and freed after its last reader, unless it leaves the engine. `scratch`
+    is what a node's kernel allocates while it runs. Where the system places regions decides which of two free chunks of
+    one size is used: on GPUs it is the more of two ways. `on_host` is as for `Arena`.
     """
-    run = optimize(
-        nodes, reads, size, kept, lambda node: bool(parts(node)), alike, on_host, shapes if on_host else None
-    )
+    run = optimize(graph if on_host else replace(graph, shapes=None), on_host)
     held = {run.root(value) for value in run.kept}
     steps: list[Step] = []
     for node, last in zip(run.order, _last_uses(run), strict=True):
         made = tuple((v, bytes_) for v in node.outputs if v not in run.places and (bytes_ := run.size(v)))
         copy = (run.size(node.outputs[0]),) if node in run.copying else ()
         freed = tuple(value for value in last if value not in held)
-        own = () if run.is_in_blocks(node) else scratch(node)
-        step = _step(node, made, (*own, *copy), freed)
-        whole = run.made_of(node)
-        shares = parts(whole) if whole is not None else ()
+        own = scratch(node) if run.is_as_in_file(node) else ()
+        step, whole = _step(node, made, (*own, *copy), freed), run.made_of(node)
         # A sum overwrites the rank's own part where the file says how large it is.
-        is_over = whole is not None and len(shares) == 1 and alike(whole.outputs[0], whole.outputs[0])
-        steps += [step] if is_over else _in_parts(step, shares)
+        is_apart = whole is not None and graph.is_summed(whole) and not graph.alike(whole.outputs[0], whole.outputs[0])
+        steps += _summed(step) if is_apart else [step]
     ways = (True,) if on_host else (True, False)
     return max(_touched(steps, Arena(on_host, downwards)) for downwards in ways)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A node's allocations: values, or parts of one, with their bytes, and its scratch; and what is freed after it.
+    """A node's allocations: values, or parts of sums, with their bytes, and its scratch; and what is freed after it.
 
     Some kernels take their scratch `before` what they make. What is `reserved` is scratch that is taken past the arena.
     """
@@ -78,16 +59,14 @@ def _step(
     return Step(made, freed, before=scratch) if operator.scratch_first else Step(made, freed, scratch=scratch)
 
 
-def _in_parts(step: Step, sizes: Sequence[int]) -> list[Step]:
-    """The step of a node that makes the first of some parts, and one in which its value is made of all of them."""
-    if not sizes:
-        return [step]
-    parts = [((step.made, number), bytes_) for number, bytes_ in enumerate(sizes)]
+def _summed(step: Step) -> list[Step]:
+    """The step of a node that makes the rank's part of a sum, and one in which the sum is made of it."""
+    parts = [(("part", value), bytes_) for value, bytes_ in step.made]
     own = {value for value, _ in step.made}
     unread = [value for value in step.freed if value in own]
     return [
-        replace(step, made=(parts[0],), freed=tuple(value for value in step.freed if value not in own)),
-        Step((*parts[1:], *step.made), (*dict(parts), *unread)),
+        replace(step, made=tuple(parts), freed=tuple(value for value in step.freed if value not in own)),
+        Step(step.made, (*dict(parts), *unread)),
     ]
 
 

@@ -15,17 +15,14 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.analysis.loading import find_loading, packed_bytes
-from splitc.compiler.analysis.memory import StageMemory, have_few_bits, stage_memory, with_adapters
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
-from splitc.compiler.execution.arena import Arena, Place
 from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import names, rank_program
 from splitc.compiler.lowering.row_graphs import row_graph
 from splitc.compiler.lowering.row_slices import find_rounds, product_stage
 from splitc.compiler.modes.mode import Mode, Way, WholeValues
-from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.modes.row_memory import sliced_memory
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace
 from splitc.compiler.planning.host_groups import single_groups
@@ -39,7 +36,6 @@ from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.choice import Choice
-from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.products import Product, Products, find_products
 from splitc.compiler.sharding.report import sliced_weights
@@ -49,8 +45,6 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.devices import parse_devices, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
-# About how many nodes send and receive what a product takes and makes, and join its columns.
-PASSING = 3
 # Where unsliced weights are held, for messages.
 WHOLE = "on the main device"
 # Minimum share of the model's weights that can be sliced. Less does not justify a round trip in each block. A choice:
@@ -168,7 +162,7 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
     kinds = [(number == 0, sliced.columns.owned_sizes(number)) for number in range(len(devices))]
     first = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
     stages = {kind: _rank_stage(analysis, sliced, stage, number) for kind, number in first.items()}
-    memories = {kind: _rank_memory(analysis, sliced, stage, number) for kind, number in first.items()}
+    memories = {kind: sliced_memory(analysis, sliced, stage, number) for kind, number in first.items()}
     main = as_measured(analysis, resources, 0, stage.blocks, memories[kinds[0]])
     crossing = {kind: _crossing(analysis, sliced, number) for kind, number in first.items() if number}
     ranks = [
@@ -261,7 +255,7 @@ def _shares_of_free_memory(
         return as_shares(budgets)
     count = len(budgets)
     split = _slice(analysis, products, [0.0, *[1.0] * (count - 1)])
-    main = _rank_memory(analysis, split, stage, 0).total
+    main = sliced_memory(analysis, split, stage, 0).total
     takes = (product_stage(analysis.graph, products).receives for products in split.rounds)
     taken = max((sum(map(analysis.costs.value_bytes, values)) for values in takes), default=0)
     left = [max(0, budget - (taken if number else main)) for number, budget in enumerate(known)]
@@ -287,66 +281,6 @@ def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number:
     nodes = {product.node for product in own}
     blocks = [block for block in analysis.partition.blocks if nodes & analysis.partition.with_upstream(block)]
     return product_stage(analysis.graph, own, blocks)
-
-
-def _rank_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
-    """A rank's memory. The main rank holds everything but the other ranks' slices.
-
-    Any other rank holds its slices, the inputs of its products, and its columns of their results.
-    """
-    costs = analysis.costs
-    own = split.of_rank(number, list(split.products.values()))
-    if number == 0:
-        elsewhere = {product.node for product in split.products.values()} - {product.node for product in own}
-        nodes = [node for node in stage.nodes if node not in elsewhere]
-        products = split.products.values()
-        joined = {one.result: [split.share(rank, one) for rank in split.ranks(one)] for one in products}
-        held = replace(held_shards(costs, split.columns, nodes, 0), size=costs.value_bytes, parts=joined)
-        memory = stage_memory(costs, analysis.states, stage, held)
-        return replace(memory, nodes=memory.nodes + PASSING * len(split.products))
-    multiplied = product_stage(analysis.graph, own).nodes
-    held = held_shards(costs, split.columns, multiplied, number)
-    weights = held.weights
-    memory = StageMemory(
-        packed_bytes(costs, multiplied, weights, held.shapes),
-        _columns_peak(analysis, split, number),
-        cache=0,
-        loading=find_loading(costs, multiplied, weights, held.shapes),
-        nodes=(1 + PASSING) * len(multiplied),
-        few_bits=have_few_bits(weights),
-    )
-    return with_adapters(memory, costs, weights)
-
-
-def _columns_peak(analysis: Analysis, split: SlicedProducts, number: int) -> int:
-    """The bytes that a rank beside the main one takes for its products' inputs and its columns of their results.
-
-    On CPUs halves are singles in a product. ONNX Runtime goes depth first from the last round: what a later product
-    reads may be there already, as an encoder's result is. It is computed at once, and its columns wait for their round.
-    """
-    size, works = analysis.costs.value_bytes, split.work(number)
-    came = {value: number for number, work in enumerate(works) for value in work.takes}
-    products = [product for work in works for product in work.products]
-    readers = Counter(value for product in products for value in product.takes)
-    costs, places = analysis.costs, dict[ir.Value, Place]()
-    arena, single = Arena(on_host=costs.maps_weights), costs.value_in_memory
-    for now, work in enumerate(works):
-        came_to = [(value, arena.allocate(size(value))) for value in work.takes]
-        if not now:
-            arena.allocate(1)  # the token that chains what ranks exchange
-        places.update((v, arena.turned(place, size(v), single(v, size(v), False))) for v, place in came_to)
-        for product in reversed(products):
-            if max((came[value] for value in product.takes), default=0) == now:
-                columns = int(size(product.result) * split.share(number, product))
-                made = single(product.result, columns, False)
-                places[product.result] = arena.turned(arena.allocate(made), made, columns)
-                pass_by = arena.reserve if operator_of(product.node).reserves else arena.pass_by
-                pass_by(analysis.costs.scratch(product.node))
-                readers.subtract(product.takes)
-        done = {value for product in work.products for value in (product.result, *product.takes)}
-        for value in [value for value in places if value in done and not readers[value]]:
-            arena.free(places.pop(value))
-    return arena.touched
 
 
 def _exchanged(

@@ -61,7 +61,7 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
         )
         return inputs, outputs
 
-    return Held(weights, own, shapes, dict.fromkeys(made_in_parts(sharded, part), (1.0,)))
+    return Held(weights, own, shapes, frozenset(made_in_parts(sharded, part)))
 
 
 def made_in_parts(sharded: ShardedModel, part: int) -> tuple[ir.Value, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer, save
 from splitc.compiler.execution.arena import FIRST_REGION
+from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
 from splitc.compiler.execution.run import arena_bytes
-from splitc.compiler.operators.operator import Shapes
 from tests.helpers.graphs import read_graph
 from tests.helpers.profiles import named, profile, reads
 
@@ -25,7 +24,7 @@ def assert_bytes_are_those_in_use(
     feeds: dict[str, Any],
     folder: Path,
     kernels: list[str],
-    shapes: Callable[[ir.Node], tuple[Shapes, Shapes]] | None = None,
+    shapes: NodeShapes | None = None,
 ) -> None:
     """Run a model whose values are of BYTES, or of nearly none, in these kernels, and compare with the bytes in use."""
     save(ShapeInferencePass()(named(w.model())).model, folder / "model.onnx")
@@ -38,7 +37,8 @@ def assert_bytes_are_those_in_use(
         return 0 if value.producer() is None else 8 if is_size else BYTES
 
     outputs = frozenset(graph.graph.outputs)
-    ours = arena_bytes(graph.nodes, reads, size, lambda node: (), outputs, alike=graph.are_alike, shapes=shapes)
+    engine = EngineGraph(graph.nodes, reads, size, outputs, graph.are_alike, shapes=shapes)
+    ours = arena_bytes(engine, lambda node: ())
     if "mem_in_use_peak" in events[0]["args"]:
         used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
         assert round(used / CHUNK) == round(ours / BYTES)

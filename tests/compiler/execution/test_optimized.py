@@ -11,6 +11,7 @@ import pytest
 from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer
+from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.run import arena_bytes
 from tests.helpers.in_use import BYTES, assert_bytes_are_those_in_use
 from tests.helpers.profiles import reads
@@ -93,7 +94,8 @@ def test_a_sum_that_leaves_the_engine_is_there_beside_its_norm() -> None:
     def bytes_of(kept: ir.Value) -> int:
         size = dict.fromkeys((value for node in graph for value in node.outputs), BYTES)
         ends = frozenset([*graph.outputs, kept])
-        return arena_bytes(list(graph), reads, lambda v: size.get(v, 0), lambda node: (), ends, alike=lambda *_: True)
+        engine = EngineGraph(list(graph), reads, lambda v: size.get(v, 0), ends, lambda *_: True)
+        return arena_bytes(engine, lambda node: ())
 
     assert bytes_of(total) > bytes_of(graph.outputs[0])
 
@@ -123,8 +125,8 @@ def test_sums_over_ranks_overwrite_parts_of_known_sizes() -> None:
     graph = w.model().graph
 
     def bytes_of(are_known: bool) -> int:
-        size, parts = {graph.outputs[0]: BYTES}, (BYTES,)
-        ends, alike = frozenset(graph.outputs), lambda *_: are_known
-        return arena_bytes(list(graph), reads, lambda v: size.get(v, 0), lambda _: (), ends, lambda _: parts, alike)
+        size, ends = {graph.outputs[0]: BYTES}, frozenset(graph.outputs)
+        engine = EngineGraph(list(graph), reads, lambda v: size.get(v, 0), ends, lambda *_: are_known, summed=ends)
+        return arena_bytes(engine, lambda node: ())
 
     assert [round(bytes_of(known) / BYTES) for known in (True, False)] == [1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,12 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from models.writer import Writer, save
 from splitc.compiler.execution.arena import FIRST_REGION
+from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.order import execution_order
 from splitc.compiler.execution.products import biased_products
+from splitc.compiler.execution.rounds import Round
 from splitc.compiler.execution.run import arena_bytes
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.registry import REGISTRY
 from tests.conftest import decoder_feeds
 from tests.helpers.profiles import named, profile, reads
@@ -62,7 +66,7 @@ def test_products_with_a_bias_are_one_node_where_sizes_are_fixed(tmp_path: Path,
         used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
         weights = 3 * (257 << 10)
         bytes_ = arena_bytes(
-            list(model.graph), reads, size, lambda node: (), frozenset(model.graph.outputs), on_host=False
+            EngineGraph(list(model.graph), reads, size, frozenset(model.graph.outputs)), lambda node: (), on_host=False
         )
         assert used - weights <= bytes_ <= 1.5 * (used - weights)
 
@@ -95,7 +99,9 @@ def test_bytes_are_those_in_use(tmp_path: Path, branches: int, alike: bool) -> N
         joined = maker is not None and maker.op_type == "Concat"
         return 0 if maker is None else (branches << 19 if value.is_graph_output() else 1 << 20) if joined else 1 << 19
 
-    ours = arena_bytes(list(model.graph), reads, size, lambda node: (), frozenset(model.graph.outputs), on_host=False)
+    ours = arena_bytes(
+        EngineGraph(list(model.graph), reads, size, frozenset(model.graph.outputs)), lambda node: (), on_host=False
+    )
     held = max(int(event["args"]["mem_arena_held"]) for event in events)
     assert used <= ours <= min(1.75 * held, 2.1 * used)
 
@@ -123,7 +129,9 @@ def test_written_gelus_are_one_node(tmp_path: Path, halved_first: bool) -> None:
         return 0 if value.producer() is None else 3 << 18
 
     outputs = frozenset(model.graph.outputs)
-    assert arena_bytes(list(model.graph), reads, size, lambda node: (), outputs, on_host=False) == 2 * (3 << 18)
+    assert arena_bytes(EngineGraph(list(model.graph), reads, size, outputs), lambda node: (), on_host=False) == 2 * (
+        3 << 18
+    )
 
 
 @pytest.mark.parametrize("has_shapes", [True, False])
@@ -142,14 +150,13 @@ def test_gelu_with_a_bias_before_it_takes_a_copy_of_its_input(tmp_path: Path, ho
     model = ShapeInferencePass()(ir.load(tmp_path / "model.onnx")).model
     for value in (value for node in model.graph for value in node.outputs if not has_shapes):
         value.shape = None
-    ours = arena_bytes(
+    graph = EngineGraph(
         list(model.graph),
         reads,
         lambda value: 0 if value.producer() is None else 3 << 18,
-        lambda node: (),
         frozenset(model.graph.outputs),
-        on_host=False,
     )
+    ours = arena_bytes(graph, lambda node: (), on_host=False)
     assert ours == 3 * (3 << 18)
     if "mem_in_use_peak" in events[0]["args"]:
         used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
@@ -166,17 +173,10 @@ def test_a_sum_over_ranks_is_made_when_what_the_part_follows_from_is_freed() -> 
         whole = part if summed else w.op("Elu", part)
         w.output(w.op("Softmax", whole), "y", ir.DataType.FLOAT, ["n", 64])
         graph = w.model().graph
-        adds = next(node for node in graph if node.op_type == "Add")
         sizes = {value: 3 << 18 for node in graph for value in node.outputs}
-        return arena_bytes(
-            list(graph),
-            reads,
-            lambda value: sizes.get(value, 0),
-            lambda node: (),
-            frozenset(graph.outputs),
-            lambda node: (3 << 18,) if summed and node is adds else (),
-            on_host=False,
-        )
+        sums = frozenset([part] if summed else [])
+        engine = EngineGraph(list(graph), reads, lambda v: sizes.get(v, 0), frozenset(graph.outputs), summed=sums)
+        return arena_bytes(engine, lambda node: (), on_host=False)
 
     assert bytes_of(summed=True) == bytes_of(summed=False) == 2 * (3 << 18)
 
@@ -208,7 +208,9 @@ def test_convolution_copies_into_blocks_of_channels(tmp_path: Path, channels: in
         maker = value.producer()
         return 0 if maker is None else image if maker.inputs[0] is model.graph.inputs[0] else result
 
-    ours = arena_bytes(list(model.graph), reads, size, scratch, frozenset(model.graph.outputs), on_host=False)
+    ours = arena_bytes(
+        EngineGraph(list(model.graph), reads, size, frozenset(model.graph.outputs)), scratch, on_host=False
+    )
     assert ours >= image + 2 * result
     if "mem_in_use_peak" in events[0]["args"]:
         used = max(int(event["args"]["mem_in_use_peak"]) for event in events)
@@ -234,7 +236,7 @@ def test_where_selects_before_it_takes_room_for_what_it_makes() -> None:
         def scratch(node: ir.Node) -> tuple[int, ...]:
             return (3 * quarter, 3 * quarter) if node.op_type == kind else ()
 
-        return arena_bytes(list(graph), reads, size, scratch, frozenset(graph.outputs), on_host=False)
+        return arena_bytes(EngineGraph(list(graph), reads, size, frozenset(graph.outputs)), scratch, on_host=False)
 
     assert bytes_of("Where") == bytes_of("Add") + 5 * quarter
 
@@ -249,16 +251,34 @@ def test_gelu_of_columns_that_ranks_join_takes_no_copy_where_sizes_are_unknown(a
     w.output(w.op("Softmax", gelu), "y", ir.DataType.FLOAT, ["n", "m", 64])
     graph, size = w.model().graph, 3 << 19
 
-    def bytes_of(parts: tuple[int, ...], are_alike: bool) -> int:
-        return arena_bytes(
+    def bytes_of(rounds: Sequence[Round], are_alike: bool) -> int:
+        engine = EngineGraph(
             list(graph),
             reads,
             lambda value: 0 if value.producer() is None else size,
-            lambda node: (),
             frozenset(graph.outputs),
-            lambda node: parts if node.op_type == "MatMul" else (),
             lambda one, other: are_alike,
+            rounds=rounds,
         )
+        return arena_bytes(engine, lambda node: ())
 
-    ours, copy = bytes_of((size // 2,), are_known), bytes_of((), False)
+    product = producer_of(joined)
+    ours, copy = bytes_of([Round({product: {0: 0.5, 1: 0.5}}, [[x]])], are_known), bytes_of([], False)
     assert (ours >= copy) == are_known
+
+
+def test_columns_of_a_round_are_there_before_they_are_joined() -> None:
+    """What ranks exchange is chained: the main rank multiplies all of a round, and receives all, before it goes on."""
+    w = Writer(opset=20)
+    x = w.op("Softmax", w.input("x", ir.DataType.FLOAT, ["n", 64]))
+    made = [w.op("MatMul", x, w.weight(f"w{n}", ir.tensor(np.ones((64, 64), np.float32)))) for n in range(4)]
+    w.output(w.op("Sum", *(w.op("ReduceMax", value) for value in made)), "y", ir.DataType.FLOAT, [1, 1])
+    graph, size = w.model().graph, 3 << 20
+    sizes = dict.fromkeys((x, *made), size)
+    rounds = [Round({producer_of(value): {0: 0.5, 1: 0.5} for value in made}, [[x]])]
+
+    def bytes_of(rounds: Sequence[Round]) -> int:
+        engine = EngineGraph(list(graph), reads, lambda v: sizes.get(v, 0), frozenset(graph.outputs), rounds=rounds)
+        return arena_bytes(engine, lambda node: (), on_host=False)
+
+    assert bytes_of([]) == 2 * size and bytes_of(rounds) >= 5 * size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from splitc.compiler.analysis import memory
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.analysis.stages import divide_blocks
 from splitc.compiler.errors import ModelError
+from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.run import arena_bytes
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.request.shapes import AskedShapes
@@ -44,9 +45,9 @@ def test_memory_of_a_stage_is_found_once(decoder: Path, monkeypatch: pytest.Monk
     """The search over cuts asks for it, and so does the plan. It takes a seventh of the planning."""
     found: list[tuple[ir.Node, ...]] = []
 
-    def note(nodes: Sequence[ir.Node], *others: Any) -> int:
-        found.append(tuple(nodes))
-        return arena_bytes(nodes, *others)
+    def note(graph: EngineGraph, *others: Any) -> int:
+        found.append(tuple(graph.nodes))
+        return arena_bytes(graph, *others)
 
     monkeypatch.setattr(memory, "arena_bytes", note)
     plan = plan_model(decoder, parse_devices(["4xcpu"]), LAYER)
