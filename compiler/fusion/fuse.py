@@ -191,7 +191,7 @@ class _Work:
         norm = find_norm(mean)
         if norm is None:
             return None
-        _check_type(norm.data, self.gains.parts)
+        _check_type(norm.source, self.gains.parts)
         write_norm(norm, self.editor, self._sizes)
         return NORM
 
