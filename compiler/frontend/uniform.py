@@ -19,9 +19,9 @@ MOST_BYTES = 1 << 20
 
 @remembered
 def is_uniform(weight: ir.Value) -> bool:
-    """Whether a weight has several axes, and equal elements only."""
+    """Whether a weight has several axes, and equal elements only, of which there are some."""
     tensor = weight.const_value
-    if tensor is None or tensor.nbytes > MOST_BYTES or tensor.dtype == ir.DataType.STRING:
+    if tensor is None or not 0 < tensor.nbytes <= MOST_BYTES or tensor.dtype == ir.DataType.STRING:
         return False
     if sum(size > 1 for size in tensor.shape.numpy()) < 2:
         return False

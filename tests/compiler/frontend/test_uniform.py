@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from splitc.compiler.frontend.uniform import is_uniform
 from tests.helpers.blocks import Block, check_split, sharded
 from tests.helpers.graphs import read_graph
 from tests.helpers.operators import softmax
@@ -75,3 +76,8 @@ def test_each_reader_has_a_node_of_its_own(write_model: WriteModel) -> None:
     }
     names = [value.name for node in graph.nodes for value in node.outputs]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(("array", "expected"), [(np.zeros((2, 0, 3)), False), (np.ones((2, 3)), True)])
+def test_what_is_uniform(array: np.ndarray, expected: bool) -> None:
+    assert is_uniform(ir.Value(name="w", const_value=ir.tensor(array))) == expected
