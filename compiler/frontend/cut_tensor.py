@@ -72,3 +72,9 @@ def as_slice(indices: npt.NDArray[np.int64]) -> Indices:
         return slice(0, 0)
     first, last = int(indices[0]), int(indices[-1])
     return slice(first, last + 1) if last - first + 1 == len(indices) else indices
+
+
+def runs_of(indices: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Ascending indices as runs from the first to before the last."""
+    runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]

@@ -10,6 +10,7 @@ import onnx_ir.passes.common as passes
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
+from splitc.compiler.frontend.uniform import part_picks
 from splitc.compiler.frontend.unused import remove_unused
 
 
@@ -27,6 +28,7 @@ def lift(model: ir.Model) -> None:
         passes.NameFixPass()(model)  # what was lifted may have the name of a value of another branch
     bypass_same(model.graph)
     replace_cast_like(model)
+    part_picks(model.graph)
 
 
 def replace_cast_like(model: ir.Model) -> None:

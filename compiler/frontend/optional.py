@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from splitc.compiler.frontend.cut_tensor import runs_of
 from splitc.compiler.frontend.reads import has_subgraphs
 from splitc.runtime.package.manifest import Override
 
@@ -114,12 +114,6 @@ def make_overridable(graph: ir.Graph) -> list[Override]:
         elif not source.places:
             value.shape = None
         graph.inputs.append(value)
-        places = {axis: _runs(indices) for axis, indices in source.places.items()}
+        places = {axis: runs_of(indices) for axis, indices in source.places.items()}
         overrides.append(Override(source.input, value.name or "", places))
     return overrides
-
-
-def _runs(indices: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Ascending indices as half-open ranges."""
-    runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
-    return [(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]

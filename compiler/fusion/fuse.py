@@ -29,6 +29,7 @@ from splitc.compiler.fusion.modulation import find_modulation, write_modulation
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import find_norm, write_norm
+from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
 from splitc.compiler.fusion.preamble import Preamble, cut_preamble
 from splitc.compiler.fusion.rotary import find_rotary, looks_rotary
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
@@ -170,68 +171,77 @@ class _Work:
     def part(self, node: ir.Node) -> Fate | None:
         """The fate of a norm around its mean, of a modulated norm, or of a rotary embedding that a node ends."""
         place = node.name or node.outputs[0].name or ""
-        for kind, operator, attempt in (
-            ("norm", NORM, self._norm),
-            ("modulation", MODULATED, self._modulation),
-            ("rotary", ROTARY, self._rotary),
-            ("product", PRODUCT, self._divided),
-            ("cache", SCATTERED, self._scattered),
+        for kind, attempt in (
+            ("norm", self._norm),
+            ("norm", self._parted_norms),
+            ("modulation", self._modulation),
+            ("rotary", self._rotary),
+            ("product", self._divided),
+            ("cache", self._scattered),
         ):
             try:
-                if attempt(node):
+                if (operator := attempt(node)) is not None:
                     return Fate(place, operator, None, kind)
             except NotFusedError as error:
                 return Fate(place, None, str(error), kind)
         return None
 
-    def _norm(self, mean: ir.Node) -> bool:
-        """Fuse the norm around a mean. Returns whether there is one."""
+    def _norm(self, mean: ir.Node) -> str | None:
+        """Fuse the norm around a mean. Returns its operator; None if there is no norm."""
         norm = find_norm(mean)
         if norm is None:
-            return False
-        _check_type(norm.data, self.gains.parts)
+            return None
+        _check_type(norm.source, self.gains.parts)
         write_norm(norm, self.editor, self._sizes)
-        return True
+        return NORM
 
-    def _modulation(self, node: ir.Node) -> bool:
-        """Fuse a norm and its modulation. Returns whether there are any."""
+    def _parted_norms(self, concat: ir.Node) -> str | None:
+        """Fuse the norms that a node joins. Returns their operator; None if it joins none."""
+        parted = find_parted_norms(concat)
+        if parted is None:
+            return None
+        write_parted_norms(parted, self.editor, self._sizes)
+        return parted.norms[0].op_type
+
+    def _modulation(self, node: ir.Node) -> str | None:
+        """Fuse a norm and its modulation. Returns their operator; None if there is no modulation."""
         modulation = find_modulation(node) if self.gains.modulations else None
         if modulation is None:
-            return False
+            return None
         _check_type(modulation.output, self.gains.modulations)
         write_modulation(modulation, self.editor, self._sizes)
-        return True
+        return MODULATED
 
-    def _rotary(self, last: ir.Node) -> bool:
-        """Fuse the rotary embedding that a node ends. Returns whether it ends one."""
+    def _rotary(self, last: ir.Node) -> str | None:
+        """Fuse the rotary embedding that a node ends. Returns its operator; None if it ends none."""
         rotary = find_rotary(last, self._sizes, self._tables) if looks_rotary(last) else None
         if rotary is None:
-            return False
+            return None
         _check_type(rotary.data, self.gains.parts)
         write_rotary(rotary, self.editor, self._sizes, self._tables)
-        return True
+        return ROTARY
 
-    def _divided(self, product: ir.Node) -> bool:
-        """Divide a product whose columns are taken apart. Returns whether it is one."""
+    def _divided(self, product: ir.Node) -> str | None:
+        """Divide a product whose columns are taken apart. Returns its operator; None if it is none of these."""
         divided = find_divided(product) if self.gains.divided else None
         if divided is None:
-            return False
+            return None
         _check_type(divided.whole, self.gains.divided)
         shape = self._shape_of(divided.whole)
         if shape is None or math.prod(shape[:-1]) < self.gains.least_rows:
             raise NotFusedError("it has too few rows to be faster as several")
         write_divided(divided, self.editor, self._sizes)
-        return True
+        return PRODUCT
 
-    def _scattered(self, node: ir.Node) -> bool:
-        """Have a cache written by index where it is. Returns whether the node writes one."""
+    def _scattered(self, node: ir.Node) -> str | None:
+        """Have a cache written by index where it is. Returns its operator; None if the node writes none."""
         states = {state.input for state in self.states} if self.gains.scattered else frozenset()
         scattered = find_scattered(node, states)
         if scattered is None:
-            return False
+            return None
         _check_type(scattered.past, self.gains.scattered)
         write_scattered(scattered, self.editor, self._sizes)
-        return True
+        return SCATTERED
 
     def attention(self, node: ir.Node) -> Iterator[Fate]:
         """The fates of attention around a Softmax, and of its caches: nothing if there is none.

@@ -26,7 +26,7 @@ from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import Again, Filled, Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
 from splitc.compiler.fusion.operand import seen_through, seen_through_merged, unmerged, whole
-from splitc.compiler.fusion.sizes import Sizes, fixed_axis, is_one
+from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "GroupQueryAttention"
@@ -168,7 +168,10 @@ def _merged(cache: Cache, work: Writer, role: str, again: Again | None) -> ir.Va
         none = [batch, heads, fixed_axis(0), size]
         before = work.add(f"{role}_before", "Slice", [cache.past, begin, again.count, axis], value, none)
         before = work.ordered(whole(before, 4).transposed(BY_ROWS), f"{role}_before_by_rows")
-        value = work.add(f"{role}_again", "Concat", [before, value], value, work.axes(value), axis=1)
+        # With the planned sizes there are none, with the others all. So the rows count as no fixed number, as those of
+        # a model of a fixed number of new tokens would.
+        rows = Axis((rows.size[0], rows.size[1] + work.axes(cache.past)[ROWS].size[1]))
+        value = work.add(f"{role}_again", "Concat", [before, value], value, [batch, rows, heads, size], axis=1)
     return work.viewed(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)
 
 

@@ -1,20 +1,23 @@
 """RMSNorm that was written out becomes one operator: x / sqrt(mean(x x) + epsilon) x weights, along the last axis.
 
 ONNX Runtime fuses by itself what divides by the root. What multiplies by its reciprocal, as torch's exporters write it,
-it leaves as six or more operators, in single precision between casts.
+it leaves as six or more operators, in single precision between casts. So it does without weights behind: some norms
+have none, or take them for all of several groups.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import constant
-from splitc.compiler.fusion.sizes import Sizes, is_one
+from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
 
@@ -23,13 +26,29 @@ OPERATOR = "SimplifiedLayerNormalization"
 
 @dataclass(frozen=True)
 class Norm:
-    """`data` divided by the root of the mean of its squares, or times its reciprocal, times `weights`."""
+    """`data` divided by the root of the mean of its squares, or times its reciprocal.
+
+    What is multiplied with that at once are the `weights`, if anything is, and `output` is the product.
+    """
 
     data: ir.Value
-    weights: ir.Value
+    normal: ir.Value
+    weights: ir.Value | None
     epsilon: float
     output: ir.Value
     by_reciprocal: bool
+
+    @property
+    def source(self) -> ir.Value:
+        """The data before it was cast to single precision, in which the operator computes anyway."""
+        node = self.data.producer()
+        value = node.inputs[0] if node is not None and node.op_type == "Cast" and not node.domain else None
+        return value if value is not None and value.dtype == self.output.dtype else self.data
+
+    @property
+    def without_weights(self) -> Norm:
+        """The norm alone."""
+        return replace(self, weights=None, output=self.normal)
 
 
 def find_norm(mean: ir.Node) -> Norm | None:
@@ -48,8 +67,10 @@ def find_norm(mean: ir.Node) -> Norm | None:
         return None
     if not mean.attributes.get_int("keepdims", 1):
         raise NotFusedError("its mean loses an axis")
-    output, weights = _weighted(normal)
-    return Norm(_narrow(data, output), weights, root[2], output, root[1])
+    cast = only_user(normal, "Cast")
+    value = normal if cast is None else cast.outputs[0]
+    output, weights = _weighted(value, cast is None)
+    return Norm(data, value, weights, root[2], output, root[1])
 
 
 def _squared(value: ir.Value | None) -> ir.Value | None:
@@ -89,28 +110,19 @@ def _divided(data: ir.Value, root: ir.Value, is_reciprocal: bool) -> ir.Value | 
     return node.outputs[0]
 
 
-def _weighted(normal: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """What has the data's norm times weights, and the weights; in the type that it is read in."""
-    cast = only_user(normal, "Cast")
-    value = normal if cast is None else cast.outputs[0]
-    product = only_user(value, "Mul")
-    if product is None or product.inputs[0] is product.inputs[1]:
-        readers = sorted({usage.node.op_type for usage in value.uses()})
-        raise NotFusedError(f"it is multiplied by no weights, but read by {' and '.join(readers) or 'no node'}")
-    one, other = product.inputs
-    weights = other if one is value else one
-    assert weights is not None
-    after = only_user(product.outputs[0], "Cast") if cast is None else None
+def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | None]:
+    """What has the data's norm times weights, and the weights, None without; in halves if it is cast to these behind.
+
+    It is not if it was cast before, which `may_narrow` says.
+    """
+    product = only_user(normal, "Mul")
+    weights = None if product is None else other_input(product, normal)
+    if product is None or weights is None:
+        return normal, None
+    after = only_user(product.outputs[0], "Cast") if may_narrow else None
     if after is not None and after.outputs[0].dtype == ir.DataType.FLOAT16:
         return after.outputs[0], weights
     return product.outputs[0], weights
-
-
-def _narrow(data: ir.Value, output: ir.Value) -> ir.Value:
-    """The data before it was cast to single precision, in which the operator computes anyway."""
-    node = data.producer()
-    source = node.inputs[0] if node is not None and node.op_type == "Cast" and not node.domain else None
-    return source if source is not None and source.dtype == output.dtype else data
 
 
 def only_user(value: ir.Value, operator: str) -> ir.Node | None:
@@ -128,27 +140,40 @@ def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
 
 
 def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
-    """Replace what was found by the operator, in place.
+    """Replace what was found by the operator, in place: with ones where it is multiplied by no row of weights.
 
     Raises NotFusedError if the operator can't say it; then nothing is changed.
     """
-    data, weights, output = sizes.axes(norm.data), sizes.axes(norm.weights), sizes.axes(norm.output)
-    if data is None or weights is None or output is None or norm.output.dtype is None:
+    axes = sizes.axes(norm.data)
+    if axes is None or norm.output.dtype is None or norm.normal.dtype is None:
         raise NotFusedError("it has no known sizes, or no known type")
-    one_row = bool(weights) and weights[-1].size == data[-1].size and is_one(weights[:-1])
-    if not one_row or [axis.size for axis in output] != [axis.size for axis in data]:
-        raise NotFusedError("it is multiplied by what is no weight for each place of the last axis")
-    if not norm.by_reciprocal:
+    if not _has_row(norm, axes, sizes):
+        norm = norm.without_weights
+    elif not norm.by_reciprocal:
         raise NotFusedError("ONNX Runtime fuses this form by itself")
-    at = norm.output.producer()
+    size = axes[-1].fixed
+    if size is None:
+        raise NotFusedError("the size that it is along may change from request to request")
+    at, data = norm.output.producer(), norm.source
     assert at is not None
     work = Writer(at, norm.output.name or "", (), editor, sizes)
-    scale = work.viewed(norm.weights, data[-1:], "norm_row")
-    if scale.dtype != norm.data.dtype:
-        scale = work.cast(scale, norm.data, "norm_weights")
-    made = work.add("norm", OPERATOR, [norm.data, scale], norm.data, data, axis=-1, epsilon=norm.epsilon, stash_type=1)
+    if norm.weights is None:
+        scale = editor.constant(np.ones(size, np.float16 if data.dtype == ir.DataType.FLOAT16 else np.float32))
+    else:
+        scale = work.viewed(norm.weights, axes[-1:], "norm_row")
+        scale = scale if scale.dtype == data.dtype else work.cast(scale, data, "norm_weights")
+    made = work.add("norm", OPERATOR, [data, scale], data, axes, axis=-1, epsilon=norm.epsilon, stash_type=1)
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")
     norm.output.replace_all_uses_with(made, replace_graph_outputs=True)
     hand_over(norm.output, made, "unfused")
-    sizes.put(made, data)
+    sizes.put(made, axes)
+
+
+def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
+    """Whether a norm is multiplied by a number for each place of the last axis."""
+    weights, output = None if norm.weights is None else sizes.axes(norm.weights), sizes.axes(norm.output)
+    if not weights or output is None:
+        return False
+    one_row = weights[-1].size == axes[-1].size and is_one(weights[:-1])
+    return one_row and [axis.size for axis in output] == [axis.size for axis in axes]

@@ -2,7 +2,8 @@
 
 It takes data [batch, heads, length, size] or [batch, length, heads x size]; tables of cosines and sines, here [length,
 pairs]; and the row in them of the first position. Where the tables change along the batch too, batch and length are
-one axis to it. See com.microsoft.RotaryEmbedding in ONNX Runtime's ContribOperators.md.
+one axis to it. Data of three axes, such as the patches of images that are packed [patches, heads, size], is a batch of
+one. See com.microsoft.RotaryEmbedding in ONNX Runtime's ContribOperators.md.
 """
 
 from __future__ import annotations
@@ -37,16 +38,23 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     sources = (rotary.data, rotary.cosines, *editor.graph.inputs)
     known = tuple(value for value in sources if sizes.of(value) is not None)
     work = Writer(at, rotary.output.name or "", known, editor, sizes)
-    frame = _find_frame(rotary, sizes)
+    own = sizes.axes(rotary.data)
+    if own is None or len(own) not in (3, 4) or own[-1].fixed is None:
+        raise NotFusedError("what is rotated has no three or four axes of known sizes")
+    frame = _find_frame(rotary, _four(own), sizes)
     if not all(map(work.has, frame.axes)):
         raise NotFusedError("no value is known to have one of its sizes")
     differ = any(_differ(work.axes(table), frame) for table in (rotary.cosines, rotary.sines))
     if differ and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
         raise NotFusedError("no input says how many rows of its tables there are")
-    made = _written(rotary, frame, work, tables)
+    if len(own) == 3:
+        batch = work.viewed(rotary.data, frame.axes, "batch_of_one")
+        made = work.viewed(_written(replace(rotary, data=batch), frame, work, tables), own, "rotated_data")
+    else:
+        made = _written(rotary, frame, work, tables)
     rotary.output.replace_all_uses_with(made, replace_graph_outputs=True)
     hand_over(rotary.output, made, "unfused")
-    sizes.put(made, frame.axes)
+    sizes.put(made, own)
 
 
 @dataclass(frozen=True)
@@ -65,15 +73,13 @@ class _Frame:
         return self.axes[3 - self.length]
 
 
-def _find_frame(rotary: Rotary, sizes: Sizes) -> _Frame:
-    """The axes of what is rotated. Raises NotFusedError if the operator can't say them."""
-    axes, tables = sizes.axes(rotary.data), [sizes.axes(table) for table in (rotary.cosines, rotary.sines)]
-    if axes is None or len(axes) != 4 or axes[-1].fixed is None:
-        raise NotFusedError("what is rotated has no four axes of known sizes")
+def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
+    """The four axes of what is rotated. Raises NotFusedError if the operator can't say them."""
+    tables = [sizes.axes(table) for table in (rotary.cosines, rotary.sines)]
     padded = [[ONE] * (4 - len(own)) + [axis.size for axis in own] for own in tables if own is not None]
     if len(padded) < 2 or padded[0] != padded[1]:
         raise NotFusedError("its tables have no known sizes, or differ in them")
-    table, count = padded[0], axes[-1].fixed // 2 if rotary.by_pairs else axes[-1].fixed
+    table, count = padded[0], (axes[-1].fixed or 0) // (2 if rotary.by_pairs else 1)
     if table[-1] != (count, count) or any(
         size not in (ONE, axis.size) for size, axis in zip(table[:-1], axes[:-1], strict=True)
     ):

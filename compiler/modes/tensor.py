@@ -5,7 +5,8 @@ This is Megatron's tensor parallelism: matrices are column-, then row-parallel, 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -33,13 +34,16 @@ from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.held import held_shards, made_in_parts, rank_nodes
-from splitc.compiler.sharding.report import WeightFate, sharded_weights
+from splitc.compiler.sharding.report import WeightFate, sharded_share, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
+# Minimum share of the weights' bytes that is sharded if ranks never meet. Where it is less, all islands are taken,
+# whatever time they need: to compute the columns of a detector's last convolutions alone is no tensor mode. A choice.
+LEAST_SHARE = 0.1
 # Where unsharded weights are held, for messages.
 WHOLE = "whole on each rank"
 
@@ -78,12 +82,23 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
     make = partial(_make_plan, analysis, resources, request, all_shares, chosen, seconds)
     fast = fast_axes(analysis, count, _rates(resources, count))
     try:
-        return make(fast)
+        plan = make(fast)
     except (CannotSplitError, DoesNotFitError) as error:
         small = small_axes(analysis, count)
         if small.islands == fast.islands or (isinstance(error, CannotSplitError) and request.fallback is not None):
             raise
         return make(small)
+    if fast.choice.sums.count or sharded_share(plan.weights) >= LEAST_SHARE:
+        return plan
+    return _with_islands(plan, make, small_axes(analysis, count))
+
+
+def _with_islands(plan: Plan, make: Callable[[TensorAxes], Plan], small: TensorAxes) -> Plan:
+    """The plan with all islands, if that fits and shards more; else the plan that shards next to nothing."""
+    with suppress(CannotSplitError, DoesNotFitError):
+        other = make(small)
+        return other if sharded_share(other.weights) > sharded_share(plan.weights) else plan
+    return plan
 
 
 def _rates(resources: Resources, count: int) -> Rates:

@@ -138,6 +138,6 @@ def _candidates(
     analysis: Analysis, opaque: frozenset[tuple[ir.Node, str]], islands: frozenset[Island]
 ) -> tuple[AxisMap, Candidates]:
     """The axes and the candidates among them, the same for any number of ranks, with these opaque nodes and islands."""
-    graph = analysis.graph
+    graph, costs = analysis.graph, analysis.costs
     axis_map = find_axes(graph, probe_sizes(analysis), dict(opaque), islands)
-    return axis_map, find_candidates(graph, axis_map, analysis.costs.value_bytes)
+    return axis_map, find_candidates(graph, axis_map, costs.value_bytes, costs.bound.shapes)

@@ -66,7 +66,7 @@ def where(op: Operation) -> None:
 
 NONLINEAR = """
     Acos Acosh Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Celu Cos Cosh Elu Erf Exp Gelu
-    HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mean Mish PRelu Pow Reciprocal Relu Round Selu Shrink Sigmoid Sign
+    HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mean Mish PRelu Pow Reciprocal Relu Round Selu Shrink Sigmoid
     Sin Sinh Softplus Softsign Swish Tan ThresholdedRelu
 """
 # Of these, those that overwrite, as Clip, Tanh, Dropout, Cast, Softmax, LogSoftmax and Trilu do: in profiles of ONNX
@@ -74,7 +74,7 @@ NONLINEAR = """
 OVERWRITING = "Celu Elu HardSigmoid LeakyRelu Relu Selu Sigmoid Softplus Softsign ThresholdedRelu"
 GELUS = "com.microsoft.BiasGelu com.microsoft.FastGelu com.microsoft.Gelu com.microsoft.QuickGelu"
 # Those that exporters also use in shape arithmetic.
-OF_SIZES = "Abs And Ceil Equal Floor Greater GreaterOrEqual Less LessOrEqual Mod Not Or Sqrt Xor"
+OF_SIZES = "Abs And Ceil Equal Floor Greater GreaterOrEqual Less LessOrEqual Mod Not Or Sign Sqrt Xor"
 
 OPERATORS = (
     *(Operator(name, elementwise, overwrites=name in OVERWRITING.split()) for name in NONLINEAR.split()),

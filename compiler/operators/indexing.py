@@ -95,6 +95,12 @@ def scatter_elements(op: Operation) -> None:
             op.whole(axes, "only a part of it is written")
 
 
+def scatter_places(op: Operation, number: int) -> int | None:
+    """The only place of an axis that has one."""
+    axis = op.number("axis", 0) % len(op.input(0))
+    return 0 if number == 1 and ax.size_of(op.input(0)[axis]) == 1 else None
+
+
 def tensor_scatter(op: Operation) -> None:
     """All axes of the cache and of its updates are the same, except the written one."""
     data, updates, output = op.input(0), op.input(1), op.output()
@@ -157,7 +163,7 @@ OPERATORS = (
     Operator("GatherND", gather_nd, reads_part=True),
     Operator("com.microsoft.GatherBlockQuantized", gather_blocks, shapes=block_rows_shape, lookups=((1, 0),)),
     Operator("OneHot", one_hot, shape_arithmetic=True),
-    Operator("ScatterElements", scatter_elements, positions=(1,), writes_in_place=True),
+    Operator("ScatterElements", scatter_elements, positions=(1,), writes_in_place=True, example_input=scatter_places),
     Operator("ScatterND", scatter_nd, positions=(1,), writes_in_place=True),
     Operator("TensorScatter", tensor_scatter, positions=(2,), writes_in_place=True, states={0: 0}),
     Operator("Trilu", triangle, overwrites=True),

@@ -179,6 +179,19 @@ def pad(op: Operation) -> None:
             op.relate(source, target)
 
 
+def pad_amounts(op: Operation, number: int) -> Any:
+    """As much behind each axis as its result has more, where that depends on sizes."""
+    pads, rank = op.entries(1, "pads"), len(op.input(0))
+    places = op.numbers(3) if op.has(3) else list(range(rank))
+    if number != 1 or pads is None or places is None:
+        return None
+    count = len(places)
+    before = [pads[n] or 0 for n in range(count)]
+    more = [ax.size_of(op.output()[place]) - ax.size_of(op.input(0)[place]) for place in places]
+    ends = [size - first if end is None else end for size, first, end in zip(more, before, pads[count:], strict=True)]
+    return [*before, *ends]
+
+
 def resize(op: Operation) -> None:
     """Batch and channels are the same. Axes that are resized are needed whole."""
     for source, target in zip(op.input(0)[:2], op.output()[:2], strict=True):
@@ -227,7 +240,7 @@ OPERATORS = (
         sizes_are_offsets=True,
         example_input=slice_bounds,
     ),
-    Operator("Pad", pad),
+    Operator("Pad", pad, example_input=pad_amounts),
     Operator("Resize", resize),
     Operator("Upsample", resize),
     Operator("Shape", shape, reads_part=True, shape_arithmetic=True, reads_shape=True),

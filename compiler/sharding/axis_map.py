@@ -17,6 +17,7 @@ from splitc.compiler.frontend.observation import MOST_SIZES, refusal
 from splitc.compiler.frontend.optional import OptionalOrigin, source_of
 from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
+from splitc.compiler.frontend.uniform import is_uniform
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
@@ -156,8 +157,8 @@ class _Relater:
         shape = shape_of(value)
         if (source := source_of(value)) is not None and not all(map(source.is_fixed, range(len(shape)))):
             return self.shared.setdefault(value, tuple(_optional(value, source, axis) for axis in range(len(shape))))
-        if sum(size != 1 for size in shape) < 2:
-            # Exporters merge equal vectors: biases of zeros, norms of ones. Each use may be cut differently.
+        if sum(size != 1 for size in shape) < 2 or is_uniform(value):
+            # Exporters merge equal ones: biases of zeros, norms of ones. Each use may be cut differently.
             return _fresh(shape)
         return self.shared.setdefault(value, _fresh(shape))
 

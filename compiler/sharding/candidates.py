@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import onnx_ir as ir
 
@@ -13,6 +14,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor, Pin
+from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.partial import find_sums
@@ -77,12 +79,19 @@ class Candidates:
         return [*self.contractions.get(atom, ()), *self.reduced.get(atom, ())]
 
 
-def find_candidates(graph: Graph, axis_map: AxisMap, size: Callable[[ir.Value], int]) -> Candidates:
+def find_candidates(
+    graph: Graph,
+    axis_map: AxisMap,
+    size: Callable[[ir.Value], int],
+    planned: Mapping[str, Shape] = MappingProxyType({}),
+) -> Candidates:
     """All atoms that divide weights and that no node needs whole. `size` gives the bytes of a value.
+
+    `planned` are the shapes that were planned for.
 
     Slots for adapters are cut with their layers, and not without them.
     """
-    _pin_ends(graph, axis_map)
+    _pin_ends(graph, axis_map, planned)
     _pin_borders(axis_map)
     _pin_tables(axis_map)
     weights, contractions, reduced = reached_weights(axis_map, size), _contractions(axis_map), _reductions(axis_map)
@@ -153,13 +162,17 @@ def reject_costly(graph: Graph, candidates: Sequence[Candidate], axis_map: AxisM
     return rejected
 
 
-def _pin_ends(graph: Graph, axis_map: AxisMap) -> None:
-    """Pin the sections of inputs and outputs: the runtime cuts and joins these by factors, not by sections."""
+def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> None:
+    """Pin the sections of inputs and outputs whose size may change: the runtime cuts and joins these by places."""
     for value in (*graph.graph.inputs, *graph.graph.outputs):
-        for axis in axis_map.axes.get(value) or ():
+        sizes = planned.get(value.name or "", ())
+        for number, axis in enumerate(axis_map.axes.get(value) or ()):
+            if number < len(sizes) and sizes[number] == ax.size_of(axis):
+                continue
             for leaf in ax.leaves(axis):
                 if not leaf.is_atom:
-                    ax.pin((leaf,), Pin(None, f"it is a part of an axis of '{value.name}'"))
+                    reason = f"it is a part of an axis of '{value.name}' whose size may change"
+                    ax.pin((leaf,), Pin(None, reason))
 
 
 def _pin_borders(axis_map: AxisMap) -> None:

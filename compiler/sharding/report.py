@@ -61,6 +61,11 @@ def warn_if_little_split(weights: Sequence[WeightFate], where: str) -> list[str]
     ]
 
 
+def sharded_share(weights: Sequence[WeightFate]) -> float:
+    """The share of the weights' bytes that is split."""
+    return sum(weight.split for weight in weights) / max(1, sum(weight.bytes for weight in weights))
+
+
 def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[WeightFate]:
     """All weights of the model, in the order in which they are read. A and B of slots are none of them."""
     inside, uses = block_weights(analysis), _uses(split.axis_map)

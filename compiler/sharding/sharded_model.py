@@ -54,8 +54,8 @@ class ShardedModel:
 
     def gives(self, rank: int, value: ir.Value) -> bool:
         """Whether a rank gives its shard of an output to the caller. The first rank gives replicated outputs."""
-        atoms = chosen_atoms(self.axes(value), self.ranges)
-        return all(self.ranges[atom][rank].owned for atom in atoms) if atoms else rank == 0
+        axes = self.axes(value)
+        return all(map(self.shards(rank).owns, axes or ())) if chosen_atoms(axes, self.ranges) else rank == 0
 
     def owns(self, rank: int, operation: Operation) -> bool:
         """Whether the rank contracts units that it owns at a node, rather than only replicas of another rank's."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.cut_tensor import CutTensor, as_slice, part_of_file
+from splitc.compiler.frontend.cut_tensor import CutTensor, as_slice, part_of_file, runs_of
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Axes
@@ -114,12 +114,17 @@ class Shards:
         return {number: self.indices(axis) for number, axis in enumerate(axes or ()) if self.is_split(axis)}
 
     def part(self, name: str, axes: Axes, shape: ir.Shape | None) -> Part | None:
-        """How the rank's shard of a model's input or output is cut out of the whole; None if it has all of it."""
+        """How the rank's shard of a model's input or output is cut out of the whole; None if it has all of it.
+
+        All ranks' shards are cut along the same axes, where one has several sections also those that are the whole.
+        """
+        cut = [number for number, axis in enumerate(axes or ()) if not self.ranges.keys().isdisjoint(ax.atoms(axis))]
         parts = []
-        for number, axis in enumerate(axes or ()):
-            if not self.is_split(axis):
-                continue
+        for number, axis in ((number, axes[number]) for number in cut if axes is not None):
             leaves = ax.leaves(axis)
+            if not all(leaf.is_atom for leaf in leaves):
+                parts.append(AxisPart(number, [ax.size_of(axis)], [None], runs_of(self.indices(axis))))
+                continue
             fixed = shape is None or isinstance(shape[number], int)
             # The factors before the first split one may be dynamic, such as the batch.
             first = next(n for n, leaf in enumerate(leaves) if leaf in self.ranges)
@@ -127,7 +132,8 @@ class Shards:
             sizes = [head if fixed else -1, *(leaf.size for leaf in leaves[first:])]
             ranges = [self.ranges.get(leaf) for leaf in leaves[first:]]
             parts.append(AxisPart(number, sizes, [None, *((r.start, r.stop) if r else None for r in ranges)]))
-        return Part(name, parts) if parts else None
+        is_cut = self.splits(axes) or any(part.places for part in parts)
+        return Part(name, parts) if is_cut else None
 
     def weight(self, tensor: ir.TensorProtocol, axes: Axes, name: str) -> ir.TensorProtocol:
         """The rank's shard of a weight. It is read lazily, when it is written, and takes no memory until then.

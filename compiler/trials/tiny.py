@@ -246,8 +246,18 @@ class _Maker:
         if content is not None and content.shape == shape:
             return np.asarray(content)
         if mixed := mixed_of(operation, number):
-            return np.array([1 if entry is None else entry for entry in mixed], dtype.numpy())
+            likely = made_up(self.made, number, shape, dtype, self._name) if _has_example(self.made, number) else None
+            others = np.ones(len(mixed), np.int64) if likely is None else likely
+            return np.array(
+                [n if entry is None else entry for entry, n in zip(mixed, others, strict=True)], dtype.numpy()
+            )
         return made_up(self.made, number, shape, dtype, self._name)
+
+
+def _has_example(operation: Operation, number: int) -> bool:
+    """Whether an input can't hold any number."""
+    example = operator_of(operation.node).example_input
+    return example is not None and example(operation, number) is not None
 
 
 def _few(sizes: Mapping[Factor, int]) -> dict[Factor, int]:

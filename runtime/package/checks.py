@@ -9,7 +9,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import PurePosixPath, PureWindowsPath
 
 import numpy as np
@@ -307,6 +307,11 @@ def _is_cut(axis: AxisPart, tensor: Tensor | None) -> bool:
         length = tensor.sample_shape[axis.axis]
         if known <= 0 or (length % known if -1 in axis.sizes else length != known):
             return False
+    if axis.places:
+        ends = [end for run in axis.places for end in run]
+        is_one = len(axis.sizes) == 1 and axis.ranges == [None] and axis.sizes != [-1]
+        is_in_order = ends == sorted(ends) and all(a < b for a, b in axis.places)
+        return is_one and is_in_order and ends[0] >= 0 and ends[-1] <= axis.sizes[0]
     return (
         len(axis.sizes) == len(axis.ranges)
         and axis.sizes.count(-1) <= 1
@@ -323,16 +328,18 @@ def _cover(parts: Sequence[Part]) -> bool:
     if len({tuple((axis.axis, *axis.sizes) for axis in part.axes) for part in parts}) != 1:
         return False
     sizes = [abs(size) for axis in parts[0].axes for size in axis.sizes]
-    ranges = [_ranges(part, sizes) for part in parts]
+    runs = [_runs(part, sizes) for part in parts]
     # Cells between the places where some shard begins or ends, along each factor of each axis.
-    ends = [sorted({0, size, *chain.from_iterable(own[n] for own in ranges)}) for n, size in enumerate(sizes)]
+    ends = [
+        sorted({0, size, *chain.from_iterable(run for own in runs for run in own[n])}) for n, size in enumerate(sizes)
+    ]
     covered = np.zeros([len(places) - 1 for places in ends], bool)
-    for own in ranges:
+    for own in (block for blocks in runs for block in product(*blocks)):
         covered[tuple(slice(ends[n].index(a), ends[n].index(b)) for n, (a, b) in enumerate(own))] = True
     return bool(covered.all())
 
 
-def _ranges(part: Part, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """A shard's first and last place along each factor of its axes, which have these sizes."""
-    given = chain.from_iterable(axis.ranges for axis in part.axes)
-    return [part or (0, size) for part, size in zip(given, sizes, strict=True)]
+def _runs(part: Part, sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """A shard's runs of places along each factor of its axes, which have these sizes."""
+    given: list[Sequence[tuple[int, int] | None]] = [axis.places or [own] for axis in part.axes for own in axis.ranges]
+    return [[run or (0, size) for run in own] for own, size in zip(given, sizes, strict=True)]

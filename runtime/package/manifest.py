@@ -99,12 +99,14 @@ class FixedInput(Struct, frozen=True):
 class AxisPart(Struct, frozen=True):
     """A shard of an axis. The axis is a product of factors of these `sizes`, major first (-1: whatever is left).
 
-    `ranges` are the shard's indices of each factor, from the first to before the last; None is all.
+    `ranges` are the shard's indices of each factor, from the first to before the last; None is all. An axis of several
+    sections is one factor, and `places` are the shard's elements of it, as runs from the first to before the last.
     """
 
     axis: int
     sizes: list[int]
     ranges: list[tuple[int, int] | None]
+    places: list[tuple[int, int]] = []
 
 
 class Part(Struct, frozen=True):

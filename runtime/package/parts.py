@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, product
 
 import numpy as np
 
@@ -15,13 +16,20 @@ from splitc.runtime.units import format_shape
 
 def cut_part(array: Array, part: Part) -> Array:
     """Cut a rank's shard out of a whole array. Raises PackageError for an array that has no such shard."""
+    shape = part_shape(array.shape, part)
     try:
-        cut = array.reshape(_factors(array.shape, part))[_places(array.ndim, part)]
+        view = array.reshape(_factors(array.shape, part))
+        blocks = list(_blocks(array.ndim, part))
+        if len(blocks) == 1:
+            return np.ascontiguousarray(view[blocks[0][0]]).reshape(shape)
+        cut = np.empty(shape, array.dtype)
+        for place, own in blocks:
+            cut[own] = view[place].reshape(cut[own].shape)
+        return cut
     except ValueError as error:
         raise PackageError(
             f"an array of shape {format_shape(array.shape)} can't be sharded as the package shards '{part.name}'"
         ) from error
-    return np.ascontiguousarray(cut).reshape(part_shape(array.shape, part))
 
 
 def cut_places(array: Array, places: Mapping[int, Sequence[tuple[int, int]]]) -> Array:
@@ -48,8 +56,9 @@ def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:
     whole = np.empty(shape, array.dtype)
     try:
         for part, own in parts:
-            view = whole.reshape(_factors(whole.shape, part))[_places(whole.ndim, part)]
-            view[...] = own.reshape(view.shape)
+            view = whole.reshape(_factors(whole.shape, part))
+            for place, inside in _blocks(whole.ndim, part):
+                view[place] = own[inside].reshape(view[place].shape)
     except ValueError as error:
         shapes = ", ".join(format_shape(own.shape) for _, own in parts)
         raise PackageError(f"the ranks' shards of '{first.name}' do not fit together: {shapes}") from error
@@ -58,6 +67,8 @@ def join_parts(parts: Sequence[tuple[Part, Array]]) -> Array:
 
 def _lengths(axis: AxisPart) -> list[int]:
     """The shard's length along each factor, without a factor of dynamic size."""
+    if axis.places:
+        return [sum(end - start for start, end in axis.places)]
     return [
         size if places is None else places[1] - places[0]
         for size, places in zip(axis.sizes, axis.ranges, strict=True)
@@ -82,10 +93,19 @@ def _factors(shape: Sequence[int], part: Part) -> list[int]:
     return factors
 
 
-def _places(rank: int, part: Part) -> tuple[slice, ...]:
+def _blocks(rank: int, part: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Where the blocks of a shard are, along the factors of the whole array's axes and along its own axes.
+
+    There is one, but for axes of several sections, of which each run of elements has its own.
+    """
     cut = {axis.axis: axis for axis in part.axes}
-    places: list[slice] = []
+    choices: list[list[tuple[list[slice], slice]]] = []
     for number in range(rank):
+        runs = cut[number].places if number in cut else []
+        ends = list(accumulate(end - start for start, end in runs))
         ranges = cut[number].ranges if number in cut else [None]
-        places += [slice(None) if part is None else slice(*part) for part in ranges]
-    return tuple(places)
+        all_of_it = ([slice(None) if part is None else slice(*part) for part in ranges], slice(None))
+        each_run = [([slice(*run)], slice(end - run[1] + run[0], end)) for run, end in zip(runs, ends, strict=True)]
+        choices.append(each_run or [all_of_it])
+    for chosen in product(*choices):
+        yield tuple(place for places, _ in chosen for place in places), tuple(own for _, own in chosen)

@@ -128,6 +128,23 @@ def test_shape_arithmetic_is_computed_where_inference_gives_up(write_model: Writ
     assert bound.shapes["y"] == (3, 4)
 
 
+def test_a_division_that_rounds_down_is_shape_arithmetic(write_model: WriteModel) -> None:
+    """As torch's exporter writes it: a chunk less where there is a rest and the signs differ."""
+    graph = read_graph(
+        write_model(
+            """<ir_version: 8, opset_import: ["" : 17]>
+            g (float[n] x) => (float[m] y) <int64 four = {4}, int64[1] one = {-1}, float z = {0.0}> {
+              s = Shape (x)  n = Squeeze (s)  d = Div (n, four)
+              a = Sign (n)  b = Sign (four)  e = Equal (a, b)  unlike = Not (e)
+              r = Mod (n, four)  rest = Cast <to = 9> (r)  both = And (unlike, rest)  less = Cast <to = 7> (both)
+              m = Sub (d, less)  count = Reshape (m, one)  y = Expand (z, count)
+            }"""
+        )
+    )
+    bound = bind_shapes(graph.model, {"x": (11,)})
+    assert bound.shapes["y"] == (2,) and not bound.uncertain
+
+
 def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> None:
     """Squeeze of an axis that has one element only when the other branch is taken."""
     path = write_model(

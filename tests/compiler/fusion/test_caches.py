@@ -364,3 +364,20 @@ def test_generate_uses_the_room(tmp_path: Path) -> None:
                 expected.append(int(outputs["logits"][0, -1].argmax()))
         with Session(path) as session:
             assert list(session.generate(prompt, max_new_tokens=12)) == expected
+
+
+def test_a_fixed_number_of_tokens_after_others(tmp_path: Path) -> None:
+    """In several rows of a batch, the rows before are given again: those and the new ones are no fixed number."""
+    style = STYLES["transformers, several tokens"]
+    model = write(style)
+    for value in model.graph.input:
+        if value.name in ("input_ids", "position_ids"):
+            value.type.tensor_type.shape.dim[1].dim_value = 3
+    onnx.save(model, tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor"))
+    assert [fate.operator for fate in plan.analysis.fates] == ["GroupQueryAttention"] * style.layers
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package") as session:
+        for batch, past in ((1, 0), (2, 0), (2, 5)):
+            request = feeds(style, batch, 3, past)
+            assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), 1e-5)

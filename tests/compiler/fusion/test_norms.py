@@ -71,11 +71,26 @@ def test_halves_in_single_precision_between_casts(tmp_path: Path) -> None:
     check(written(POWER + MEAN + RECIPROCAL + before, "float16"), tmp_path, 4e-3)
 
 
+@pytest.mark.parametrize("divided", [RECIPROCAL, DIVIDED])
+@pytest.mark.parametrize("body", ["y = Mul (normal, data)", "y = Neg (normal)", "y = Mul (normal, normal)"])
+def test_one_without_weights_has_ones(tmp_path: Path, divided: str, body: str) -> None:
+    check(written(POWER + MEAN + divided + body), tmp_path, 2e-6)
+
+
+def test_one_without_weights_in_halves(tmp_path: Path) -> None:
+    """As the norm of some groups of heads: its weights are for all of them."""
+    groups = "sizes = Constant <value_ints = [0, -1, 4, 2]> ()  x = Reshape (wide, sizes)"
+    behind = """narrow = Cast <to = 10> (normal)  all = Constant <value_ints = [0, -1, 8]> ()
+        row = Reshape (narrow, all)  y = Mul (weights, row)"""
+    body = POWER + MEAN + RECIPROCAL + behind
+    cast = "wide = Cast <to = 1> (data)"
+    signature = "norm (float16[batch, length, 8] data, float16[8] weights) => (float16[batch, length, 8] y)"
+    check(onnx.parser.parse_model(f"{HEAD} {signature} {{ {cast} {groups} {body} }}"), tmp_path, 4e-3)
+
+
 ODD = [
     (POWER + MEAN + DIVIDED + WEIGHTED, "ONNX Runtime fuses this form by itself"),
-    (POWER + MEAN + DIVIDED + "y = Mul (normal, data)", "it is multiplied by what is no weight for each place"),
-    (POWER + MEAN + RECIPROCAL + "y = Neg (normal)", "it is multiplied by no weights, but read by Neg"),
-    (POWER + MEAN + RECIPROCAL + "y = Mul (normal, data)", "it is multiplied by what is no weight for each place"),
+    (POWER + MEAN.replace("ReduceMean", "ReduceMean <keepdims = 0>") + RECIPROCAL + WEIGHTED, "its mean loses an axis"),
 ]
 
 

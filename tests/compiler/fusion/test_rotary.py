@@ -130,6 +130,23 @@ def test_halves_are_rotated(tmp_path: Path, angles: str, parts: str, heads_first
     check(model, tmp_path, 2e-6, heads_first=heads_first)
 
 
+@pytest.mark.parametrize("heads_first", [True, False], ids=["heads_first", "rows_first"])
+def test_packed_rows_are_a_batch_of_one(tmp_path: Path, heads_first: bool) -> None:
+    """As patches of images of several sizes: [patches, heads, size]."""
+    shape = f"float[{f'{HEADS}, length' if heads_first else f'length, {HEADS}'}, 8]"
+    signature = f"rotate ({shape} data, int64[length] positions) => ({shape} y)"
+    bounds = BOUNDS.format(heads=0 if heads_first else 1)
+    body = f"{bounds} x = Identity (data) {ANGLES['fed']} {whole(False, SLICED)}"
+    model = onnx.parser.parse_model(f"{HEAD} {signature} {{ {body} }}")
+    onnx.save(model, tmp_path / "model.onnx")
+    inputs = {name: array[0] for name, array in feeds(heads_first=heads_first).items()}
+    shapes = {"data": inputs["data"].shape, "positions": (LENGTH,)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [(fate.kind, fate.operator, fate.why) for fate in made.fates] == [("rotary", "RotaryEmbedding", None)]
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("parts", [NEIGHBOURS, STRIDED], ids=["pairs", "strided"])
 @pytest.mark.parametrize("heads_first", [True, False], ids=["heads_first", "rows_first"])
 def test_neighbours_are_rotated(tmp_path: Path, parts: str, heads_first: bool) -> None:

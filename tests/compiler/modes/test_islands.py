@@ -131,3 +131,15 @@ def test_plan_file_keeps_islands(tmp_path: Path, all_islands: None) -> None:
     path.write_text(json.dumps({**content, "islands": ["nothing"]}))
     with pytest.raises(MisuseError, match='the line "nothing" under "islands", and the model makes no such value'):
         plan_from_file(tmp_path / "model.onnx", path)
+
+
+def test_next_to_nothing_is_not_enough(tmp_path: Path) -> None:
+    """Where a small head alone is sharded without islands, they are taken whatever time they need, if they fit."""
+    b = Block()
+    x = softmax(b, b.data("x", (ROWS, 96), ["n", 96]))
+    x = softmax(b, b.op("MatMul", x, b.w("A", 96, 96)))
+    b.give(b.op("MatMul", x, b.w("head", 96, 4)), shape=["n", 4])
+    save(b.model(), tmp_path / "model.onnx")
+    request = Request(split_mode="tensor", shapes={"x": (ROWS, 96)})
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], request)
+    assert {weight.name for weight in plan.weights if weight.split} == {"A", "head"}

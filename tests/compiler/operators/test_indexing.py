@@ -58,6 +58,18 @@ def scattered_by_element(b: Block, v: ir.Value) -> ir.Value:
     return b.op("ScatterElements", v, spots, first, axis=1)
 
 
+def scattered_in_one(b: Block, v: ir.Value) -> ir.Value:
+    """Along an axis of one place, which a request names."""
+    one = b.op("Unsqueeze", v, b.ints(1))
+    spots = b.op("Sub", b.op("Shape", one, end=1), b.op("Shape", v, end=1))
+    return b.op(
+        "ReduceMax",
+        b.op("ScatterElements", one, b.op("Expand", spots, b.op("Shape", one)), b.op("Neg", one), axis=1),
+        axes=[1],
+        keepdims=0,
+    )
+
+
 def scattered_along(b: Block, v: ir.Value) -> ir.Value:
     return b.op("ScatterElements", v, b.constant([[[2]]], np.int64), b.constant([[[1]]], np.float32), axis=-1)
 
@@ -124,6 +136,7 @@ GRAPHS: dict[str, Tiny] = {
 }
 FORMS = {
     "scattered in part": sandwich(scattered_by_element, needs=scattered_in_part),
+    "scattered along one": sandwich(scattered_in_one, opset=15, shares=SHARES),
 }
 
 

@@ -41,14 +41,39 @@ def nodes_of(graph: ir.Graph, name: str) -> list[ir.Node]:
 # Folding
 
 OF_TWO = ["Add", "Sub", "Mul", "Mod", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"]
-OF_ONE = ["Abs", "Neg", "Identity", "Cast", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "Shape", "Size"]
+OF_ONE = [
+    "Abs",
+    "Neg",
+    "Identity",
+    "Cast",
+    "ReduceSum",
+    "ReduceMax",
+    "ReduceMin",
+    "ReduceProd",
+    "Shape",
+    "Sign",
+    "Size",
+]
 A, B, YES, NO, HALF = [7, -3, 4], [2, 4, -5], [True, False], [True, True], np.array([1.5, 4.0], np.float32)
 FOLDED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ["Add", "Sub", "Mul", "Mod", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"], (A, B)
     ),
     **dict.fromkeys(
-        ["Abs", "Neg", "Identity", "Cast", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "Shape", "Size"], (A,)
+        [
+            "Abs",
+            "Neg",
+            "Identity",
+            "Cast",
+            "ReduceSum",
+            "ReduceMax",
+            "ReduceMin",
+            "ReduceProd",
+            "Shape",
+            "Sign",
+            "Size",
+        ],
+        (A,),
     ),
     **dict.fromkeys(["Ceil", "Floor", "Sqrt"], (HALF,)),
     **dict.fromkeys(["And", "Or", "Xor"], (YES, NO)),

@@ -137,6 +137,14 @@ def padded_to_a_multiple(b: Block, v: ir.Value) -> ir.Value:
     return b.op("ReduceMax", windows, axes=[2], keepdims=0)
 
 
+def padded_to_rows(b: Block, v: ir.Value) -> ir.Value:
+    """To as many places as are then taken one by one: a chunk of linear attention."""
+    zero, count = b.ints(0), 9
+    lacking = b.op("Sub", b.ints(count), b.shape(v, 1))
+    padded = b.op("Pad", v, b.op("Concat", zero, zero, zero, zero, lacking, zero, axis=0))
+    return b.op("Sum", *b.ops("Split", padded, b.ints(*[1] * count), outputs=count, axis=1))
+
+
 def padded_along(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Slice", b.op("Pad", v, b.ints(0, 0, 1, 0, 0, 0)), b.ints(0), b.ints(INNER), b.ints(2))
 
@@ -202,6 +210,7 @@ FORMS: dict[str, Tiny] = {
     "expand to the sizes of another": sandwich(expanded_from_one, split={"row"}),
     "pad of one axis": sandwich(padded_by_axes, opset=18),
     "pad to a multiple": sandwich(padded_to_a_multiple),
+    "pad to rows": sandwich(padded_to_rows),
     "pad to the same size": sandwich(padded_elsewhere, needs=padded_and_cut),
     "expand by fewer sizes": sandwich(lambda b, v: b.op("Relu", b.op("Expand", v, b.ints(1)))),
     "expand of a column": sandwich(expanded_along_the_last),

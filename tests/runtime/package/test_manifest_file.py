@@ -20,6 +20,7 @@ from splitc.runtime.errors import PackageError, SplitcError
 from splitc.runtime.package.manifest_file import read_manifest, seal
 from splitc.runtime.package.parts import join_parts
 from tests.conftest import assert_close, decoder_feeds, run_whole
+from tests.helpers.feeds import VOCABULARY
 from tests.helpers.fuzz import damage_json, seeds
 from tests.helpers.packages import compile_mode
 
@@ -155,6 +156,11 @@ def shard(fields: Fields, rank: int, name: str) -> Fields:
     return next(part for part in fields["ranks"][rank]["parts"] if part["name"] == name)
 
 
+def in_runs(*places: tuple[int, int]) -> Fields:
+    """A shard of an axis by places, as of several sections."""
+    return {"sizes": [VOCABULARY], "ranges": [None], "places": [list(run) for run in places]}
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -169,6 +175,9 @@ def shard(fields: Fields, rank: int, name: str) -> Fields:
         (lambda m: shard(m, 0, "past_key_values.0.key")["axes"][0].update(sizes=[7]), "no possible shard of 'past"),
         (lambda m: shard(m, 0, "past_key_values.0.key")["axes"][0].update(axis=9), "no possible shard of 'past"),
         (lambda m: shard(m, 2, "logits")["axes"].append(shard(m, 2, "logits")["axes"][0]), "cut twice along an axis"),
+        (lambda m: shard(m, 2, "logits")["axes"][0].update(in_runs((0, 4), (2, 6))), "no possible shard of 'logits'"),
+        (lambda m: shard(m, 2, "logits")["axes"][0].update(in_runs((0, 4), (5, 9999))), "no possible shard"),
+        (lambda m: shard(m, 2, "logits")["axes"][0].update(in_runs((4, 4))), "no possible shard"),
         (lambda m: shard(m, 2, "logits").update(name="x"), "shard of 'x', which it neither takes nor gives"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from splitc.runtime.errors import PackageError
 from splitc.runtime.package.manifest import AxisPart, Part
 from splitc.runtime.package.parts import cut_part, join_parts
 
@@ -43,3 +45,18 @@ def test_parts_along_two_factors() -> None:
 def test_parts_along_two_axes() -> None:
     parts = [part(AxisPart(0, [1, 2], [None, (n, n + 1)]), AxisPart(2, [1, 5], [None, (0, 5)])) for n in (0, 1)]
     np.testing.assert_array_equal(join_parts([(each, cut_part(WHOLE, each)) for each in parts]), WHOLE)
+
+
+def test_parts_of_several_runs() -> None:
+    """Along two axes, one of them a product."""
+    middle, last = ([(0, 2), (10, 12)], [(1, 11)]), ([(0, 1), (4, 5)], [(1, 4)])
+    parts = [
+        part(AxisPart(1, [12], [None], a), AxisPart(2, [5], [None], b), AxisPart(0, [1, 2], [None, places]))
+        for a in middle
+        for b in last
+        for places in ((0, 1), (1, 2))
+    ]
+    assert cut_part(WHOLE, parts[0]).tolist() == WHOLE[:1, [0, 1, 10, 11]][:, :, [0, 4]].tolist()
+    np.testing.assert_array_equal(join_parts([(each, cut_part(WHOLE, each)) for each in parts]), WHOLE)
+    with pytest.raises(PackageError, match="can't be sharded as the package shards 'x'"):
+        cut_part(WHOLE[:, :11], parts[0])

@@ -1,0 +1,68 @@
+"""Weights whose elements are all equal. Exporters merge those of one shape, whatever they are for: biases of zeros.
+
+What reads one says nothing about what else reads it: each use may be cut differently.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.cut_tensor import read_alone
+from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.remembered import remembered
+
+# Larger weights are not read, to see whether they are so. A choice: exporters of today merge up to a thousand elements,
+# and zero points of a matrix with 4 bits take as much.
+MOST_BYTES = 1 << 20
+
+
+@remembered
+def is_uniform(weight: ir.Value) -> bool:
+    """Whether a weight has several axes, and equal elements only, of which there are some."""
+    tensor = weight.const_value
+    if tensor is None or not 0 < tensor.nbytes <= MOST_BYTES or tensor.dtype == ir.DataType.STRING:
+        return False
+    if sum(size > 1 for size in tensor.shape.numpy()) < 2:
+        return False
+    elements = np.ascontiguousarray(read_alone(tensor)).reshape(-1)
+    return bool((elements == elements[0]).all())
+
+
+def part_picks(graph: ir.Graph) -> None:
+    """Let each reader of what is picked out of a uniform weight have a node of its own, in place.
+
+    Exporters merge such nodes too. ONNX Runtime does again, where they stay alike.
+    """
+    picks: dict[ir.Value, ir.Node] = {}
+    for node in (node for node in graph if _picks(node)):
+        source = node.inputs[0]
+        if source is not None and (source in picks or (source.is_initializer() and is_uniform(source))):
+            picks[node.outputs[0]] = node
+    names = {value.name for node in graph for value in node.outputs} if picks else set()
+    for value, node in reversed(picks.items()):
+        for reader, number in list(value.uses())[not value.is_graph_output() :]:
+            reader.replace_input_with(number, _twin(graph, node, names))
+
+
+def _picks(node: ir.Node) -> bool:
+    """Whether a node has elements of its first input, and no others."""
+    operator = operator_of(node)
+    picks = (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
+    return picks and len(node.outputs) == 1
+
+
+def _twin(graph: ir.Graph, node: ir.Node, names: set[str | None]) -> ir.Value:
+    """The result of a copy of a node, behind it."""
+    attributes = node.attributes.values()
+    twin = ir.Node(
+        node.domain, node.op_type, node.inputs, attributes, version=node.version, metadata_props=node.metadata_props
+    )
+    graph.insert_after(node, twin)
+    (made,), (own,) = twin.outputs, node.outputs
+    made.type, made.shape, made.name = own.type, own.shape, own.name
+    while made.name in names:
+        made.name = f"{made.name}'"
+    twin.name = f"{node.name}/{made.name}"
+    names.add(made.name)
+    return made

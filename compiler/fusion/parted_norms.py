@@ -1,0 +1,111 @@
+"""Norms of the parts of a Split that are joined again become one norm, times a row of weights for each element there.
+
+So are the norms of queries and keys where each head has weights of its own: one small norm a head, in Stable LM 2. One
+element can't be divided among ranks, and all of them can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.sizes import Sizes
+from splitc.compiler.fusion.writing import Writer
+from splitc.runtime.arrays.array import Array
+
+OPERATORS = frozenset(["LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"])
+# Operators by which weights, and a bias, come to what is normed. On a core 32 norms of 64 numbers took 22 us for a
+# token, and this takes 5; for 512 tokens it takes 1.04 times as long, and a norm that has all weights itself 2.5 times.
+APPLIED = ("Mul", "Add")
+
+
+@dataclass(frozen=True)
+class PartedNorms:
+    """The `norms` of all parts of a Split, in their order, and what joins them again."""
+
+    split: ir.Node
+    norms: tuple[ir.Node, ...]
+    output: ir.Value
+
+    @property
+    def data(self) -> ir.Value:
+        """What is split."""
+        data = self.split.inputs[0]
+        assert data is not None, "a Split has data"
+        return data
+
+
+def find_parted_norms(concat: ir.Node) -> PartedNorms | None:
+    """The norms that a node joins; None if it joins something else."""
+    if concat.op_type != "Concat" or concat.domain or len(concat.inputs) < 2:
+        return None
+    norms = [None if value is None else value.producer() for value in concat.inputs]
+    first = norms[0]
+    if first is None or first.op_type not in OPERATORS or not first.inputs or first.inputs[0] is None:
+        return None
+    split = first.inputs[0].producer()
+    alike = [norm for norm in norms if norm is not None and _is_alike(norm, first)]
+    if split is None or split.op_type != "Split" or split.domain or len(alike) != len(norms):
+        return None
+    if [norm.inputs[0] for norm in alike] != list(split.outputs):
+        return None
+    return PartedNorms(split, tuple(alike), concat.outputs[0])
+
+
+def _is_alike(norm: ir.Node, first: ir.Node) -> bool:
+    """Whether a norm differs from the first one in its data and its weights alone, and is read once."""
+    own = {name: attribute.value for name, attribute in norm.attributes.items()}
+    others = {name: attribute.value for name, attribute in first.attributes.items()}
+    is_same = (norm.op_type, norm.domain, own) == (first.op_type, first.domain, others)
+    is_read_once = len(norm.outputs[0].uses()) == 1 and not norm.outputs[0].is_graph_output()
+    given = [value is not None for value in norm.inputs] == [value is not None for value in first.inputs]
+    return is_same and given and is_read_once and not any(value.uses() for value in norm.outputs[1:])
+
+
+def write_parted_norms(parted: PartedNorms, editor: Editor, sizes: Sizes) -> None:
+    """Replace what was found by one norm, in place.
+
+    Raises NotFusedError if one can't say it; then nothing is changed.
+    """
+    at, first = parted.output.producer(), parted.norms[0]
+    axes, columns = sizes.axes(parted.data), [sizes.axes(part) for part in parted.split.outputs]
+    if at is None or axes is None or any(own is None for own in columns):
+        raise NotFusedError("its parts have no known sizes")
+    rank = len(axes)
+    along = parted.split.attributes.get_int("axis", 0) % rank
+    if at.attributes.get_int("axis", 0) % rank != along or along == rank - 1:
+        raise NotFusedError("its parts are joined along another axis")
+    if first.attributes.get_int("axis", -1) not in (-1, rank - 1):
+        raise NotFusedError("it is along several axes")
+    counts = [count for own in columns if own is not None and (count := own[along].fixed) is not None]
+    if len(counts) < len(columns):
+        raise NotFusedError("its parts may change from request to request")
+    rows = [_rows(parted, number, counts, rank - along) for number in range(1, len(first.inputs))]
+    work = Writer(at, parted.output.name or "", (), editor, sizes)
+    attributes = {name: attribute.value for name, attribute in first.attributes.items()}
+    ones = editor.constant(np.ones(rows[0].shape[-1], rows[0].dtype))
+    made = work.add("norm", first.op_type, [parted.data, ones], parted.data, axes, first.domain, **attributes)
+    for operator, row in zip(APPLIED, rows, strict=False):
+        made = work.add(operator.lower(), operator, [made, editor.constant(row)], parted.data, axes)
+    parted.output.replace_all_uses_with(made, replace_graph_outputs=True)
+    hand_over(parted.output, made, "unfused")
+    sizes.put(made, axes)
+
+
+def _rows(parted: PartedNorms, number: int, counts: Sequence[int], axes: int) -> Array:
+    """The weights of all norms, a row for each element along the axis that is split, with so many axes."""
+    rows = []
+    for norm, count in zip(parted.norms, counts, strict=True):
+        value = norm.inputs[number]
+        if value is None or value.const_value is None or len(value.const_value.shape) != 1 or source_of(value):
+            raise NotFusedError("its weights are not a row that is the same in each request")
+        rows += [value.const_value.numpy()] * count
+    made: Array = np.stack(rows)
+    return made.reshape(len(rows), *[1] * (axes - 2), -1)

@@ -1,0 +1,83 @@
+"""What exporters merge since all its elements are equal says nothing about its uses: each is cut by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler.frontend.uniform import is_uniform
+from tests.helpers.blocks import Block, check_split, sharded
+from tests.helpers.graphs import read_graph
+from tests.helpers.operators import softmax
+
+WriteModel = Callable[[str], Path]
+
+
+def mixture(number: float, picked: bool) -> Block:
+    """A layer to 16 columns and back to 16, with one bias for both: for each row its own, or one that is picked."""
+    b = Block()
+    x = softmax(b, b.data("x", (5, 16)))
+    bias = np.zeros((5, 16), np.float32)
+    bias[0, 0] = number
+    zeros = b.weight("zeros", ir.tensor(bias))
+    if picked:
+        rows = b.op("Unsqueeze", b.indices("rows", [2, 0, 1, 4, 2], [5]), b.ints(-1))
+        zeros = b.op("GatherND", zeros, rows)
+    wide = b.op("Relu", b.op("Add", b.op("MatMul", x, b.w("A", 16, 16)), zeros))
+    narrow = b.op("Add", b.op("MatMul", wide, b.w("B", 16, 16)), zeros)
+    b.give(softmax(b, b.op("Add", narrow, x)), shape=[5, 16])
+    return b
+
+
+@pytest.mark.parametrize("picked", [False, True])
+def test_each_use_is_cut_by_itself(tmp_path: Path, picked: bool) -> None:
+    """So one sum does. Else the columns of A are those that Softmax needs whole, and have to be joined."""
+    for plan in check_split(mixture(0, picked), tmp_path, ["A", "B"]):
+        assert sharded(plan).sums.count == 1
+
+
+def test_one_that_is_not_uniform_is_one(tmp_path: Path) -> None:
+    for plan in check_split(mixture(1, True), tmp_path, []):
+        assert sharded(plan).sums.count > 1
+
+
+def test_each_reader_has_a_node_of_its_own(write_model: WriteModel) -> None:
+    """Also behind another node; an output keeps its node. Sizes, and vectors, are read as they are."""
+    graph = read_graph(
+        write_model(
+            """<ir_version: 8, opset_import: ["" : 17]>
+            g (int64[n] i, float[2, 2] x) => (float[2, 2] y, float[n, 2] z, int64[2] s)
+            <float[2, 2] w = {3, 3, 3, 3}, int64[2] v = {1, 1}> {
+              z = Gather (w, i)
+              t = Transpose (w)
+              u = Neg (t)
+              a = Mul (x, u)
+              y = Add (a, u)
+              e = Neg (z)
+              r = Concat <axis = 0> (v, v)
+              p = Shape (e)
+              q = Neg (r)
+              k = Slice (q, v, v)
+              m = Add (p, k)
+              s = Add (m, k)
+            }"""
+        )
+    )
+    kinds = [node.op_type for node in graph.nodes]
+    assert {kind: kinds.count(kind) for kind in ("Gather", "Transpose", "Concat", "Slice")} == {
+        "Gather": 2,
+        "Transpose": 2,
+        "Concat": 1,
+        "Slice": 1,
+    }
+    names = [value.name for node in graph.nodes for value in node.outputs]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(("array", "expected"), [(np.zeros((2, 0, 3)), False), (np.ones((2, 3)), True)])
+def test_what_is_uniform(array: np.ndarray, expected: bool) -> None:
+    assert is_uniform(ir.Value(name="w", const_value=ir.tensor(array))) == expected

@@ -1,0 +1,64 @@
+"""Inputs and outputs whose axes are made of sections are cut by places: the state of a convolution of several parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from splitc.compiler.operators.axes import Factor
+from splitc.compiler.sharding.shards import Shards
+from splitc.compiler.sharding.shares import Range
+from splitc.runtime.package.parts import cut_part, join_parts
+from tests.helpers.blocks import Block, check_split, sharded
+from tests.helpers.operators import softmax
+
+
+def convolved(values: int, keys: int) -> Block:
+    """Values and keys go through one convolution of each channel, whose last places are a state."""
+    b = Block()
+    channels = values + keys
+    x = b.data("x", (2, 5, 16), ["batch", "length", 16])
+    state = b.data("state", (2, channels, 3), ["batch", channels, 3])
+    wide = b.op("Transpose", b.op("MatMul", softmax(b, x), b.w("A", 16, channels)), perm=[0, 2, 1])
+    joined = b.op("Concat", state, wide, axis=-1)
+    b.give(b.op("Slice", joined, b.ints(-3), b.ints(2**31), b.ints(2)), "new", ["batch", channels, 3])
+    made = b.op("Relu", b.op("Conv", joined, b.w("kernel", channels, 1, 4), group=channels))
+    parts = b.ops("Split", b.op("Transpose", made, perm=[0, 2, 1]), b.ints(values, keys), outputs=2, axis=2)
+    sides = [
+        b.op("MatMul", part, b.w(name, size, 16)) for part, name, size in zip(parts, "BC", (values, keys), strict=True)
+    ]
+    b.give(softmax(b, b.op("Add", *sides)), shape=["batch", "length", 16])
+    return b
+
+
+@pytest.mark.parametrize(("values", "keys"), [(32, 16), (16, 3)])
+def test_state_of_several_parts(tmp_path: Path, values: int, keys: int) -> None:
+    check_split(convolved(values, keys), tmp_path, ["A", "B", "kernel"], shares=((1, 1), (1, 1, 1, 1), (1, 30, 1)))
+
+
+def test_sections_that_may_change_stay_whole(tmp_path: Path) -> None:
+    """As where there are as many rows as a request brings, and some of the model's own."""
+    b = Block()
+    x = b.data("x", (4, 8), ["n", 8])
+    own = softmax(b, b.op("Mul", b.w("rows", 24, 8), b.data("z", (1, 1))))
+    b.give(b.op("Concat", x, own, axis=0), shape=["m", 8])
+    for plan in check_split(b, tmp_path, [], shares=((1, 1),)):
+        (output,) = plan.analysis.graph.graph.outputs
+        assert sharded(plan).shards(0).part("y", sharded(plan).axes(output), output.shape) is None
+
+
+def test_shards_of_sections() -> None:
+    """One that has all elements is cut as the others are: else they would not be joined."""
+    heads, groups = Factor(4), Factor(2)
+    axis = (Factor(14, sections=((heads, Factor(3)), (groups,))),)
+    whole = np.arange(2 * 14).reshape(2, 14)
+    ranges = [(Range(0, 1), Range(0, 1)), (Range(1, 4), Range(0, 2)), (Range(0, 4), Range(0, 2))]
+    parts = [Shards({heads: a, groups: b}).part("x", ((Factor(2),), axis), ir.Shape([2, 14])) for a, b in ranges]
+    cut = [(part, cut_part(whole, part)) for part in parts if part is not None]
+    assert [part.axes[0].places for part, _ in cut] == [[(0, 3), (12, 13)], [(3, 14)], [(0, 14)]]
+    assert cut[0][1].tolist() == [[0, 1, 2, 12], [14, 15, 16, 26]]
+    np.testing.assert_array_equal(join_parts(cut[:2]), whole)
+    np.testing.assert_array_equal(join_parts(cut), whole)
