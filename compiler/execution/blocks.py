@@ -21,6 +21,7 @@ from splitc.compiler.execution.liveness import Reads
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.scratch import CHANNELS, in_blocks, reads_image, takes_blocks
 
+RANK = 4  # rows, channels, and two axes
 DOMAIN, INTO, OUT_OF = "com.microsoft.nchwc", "ReorderInput", "ReorderOutput"
 SINGLE = 4  # bytes: kernels for CPUs have images in single precision
 POOLS, GLOBAL_POOLS = ("AveragePool", "MaxPool"), ("GlobalAveragePool", "GlobalMaxPool")
@@ -154,10 +155,12 @@ class BlockWalk:
     def _pool(self, node: ir.Node) -> None:
         """Pools want to know the channels from the file."""
         image = node.inputs[0]
-        channels = image.shape[1] if image is not None and image.shape is not None and len(image.shape) == 4 else None
-        if _is_single(node) and isinstance(channels, int) and channels % CHANNELS == 0:
+        shape = image.shape if image is not None else None
+        channels = shape[1] if shape is not None and len(shape) == RANK else None
+        inputs, outputs = self._shapes(node)
+        is_known = len(inputs[0]) == len(outputs[0]) == RANK
+        if is_known and _is_single(node) and isinstance(channels, int) and channels % CHANNELS == 0:
             self._new.append(node)
-            inputs, outputs = self._shapes(node)
             self._taken[node] = {}
             origins = self._enter(node, inputs[0], node.attributes.get_ints("kernel_shape", ()))
             self._make(node, outputs[0], origins)
@@ -202,11 +205,13 @@ class BlockWalk:
         name, images = node.op_type, [self._images[value] for value in read]
         shape = self._shapes(node)[1][0]
         origins = images[0].origins
+        if len(shape) != RANK:
+            return
         if name in GOING_ON or node in self._fused.silus:
             self._activate(node, read[0])
         elif name in ("Add", "Sum", "Mul") and len(read) == len(node.inputs):
             self._combine(node, read)
-        elif name == "Concat" and node.attributes.get_int("axis", 0) == 1 and len(read) == len(node.inputs):
+        elif name == "Concat" and node.attributes.get_int("axis", 0) % RANK == 1 and len(read) == len(node.inputs):
             if all(image.channels % CHANNELS == 0 for image in images):
                 self._take(node, *read)
                 self._make(node, shape, origins)
