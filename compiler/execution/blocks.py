@@ -7,7 +7,7 @@ copied out of blocks before (core/optimizer/nchwc_transformer.cc).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -68,6 +68,11 @@ class _Image:
     is_alone: bool = False  # copied out of blocks at once
 
 
+def may_have_blocks(nodes: Iterable[ir.Node]) -> bool:
+    """Whether some of the nodes may make an image in blocks."""
+    return any(node.op_type in (*CONVOLUTIONS, *POOLS) for node in nodes)
+
+
 class BlockWalk:
     """Goes through nodes in the order of a graph, and has them read and make images in blocks where they may.
 
@@ -89,7 +94,7 @@ class BlockWalk:
         self._parts: dict[ir.Value, ir.Value] = {}
         self._added: dict[ir.Node, ir.Value] = {}
         self._sums: dict[ir.Node, ir.Value] = {}
-        self._active = {resolve(same, value) for value in same if _is_activation(producer_of(value))}
+        self._active = {resolve(same, value) for value in same if producer_of(value).op_type in ACTIVATIONS}
         self._new: list[ir.Node] = []  # in the order in which ONNX Runtime makes them
 
     def walk(self) -> Blocks:
@@ -270,10 +275,6 @@ class BlockWalk:
         self._parts[value] = image.value
         self._images[value] = image
         self._left[value] = self._uses[value]
-
-
-def _is_activation(node: ir.Node) -> bool:
-    return node.op_type in ACTIVATIONS
 
 
 def _is_single(node: ir.Node) -> bool:

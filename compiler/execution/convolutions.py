@@ -24,6 +24,8 @@ def find_parts(
     (conv_*_fusion.cc in core/optimizer). Zeros around an image are the node's own (pad_fusion.cc). Nothing else reads
     what is between, nor is it `kept`. A convolution that `stays_alone` is followed by nothing.
     """
+    if not any(node.op_type in PADDED for node in nodes):
+        return {}
     readers: dict[ir.Value, list[ir.Node]] = {}
     for node in nodes:
         for value in reads(node):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -27,10 +27,10 @@ from splitc.compiler.operators.registry import operator_of
 class Fused:
     """The nodes in the order in which they run, where each comes in ONNX Runtime's graph, and what each reads.
 
-    `same` are values that others take the place of. `gelus` are what nodes that end a Gelu are of, `silus` the same of
-    x sigmoid(x); `biased` are additions of a bias, with the product that they are part of; `scaled` the results of
-    scalings that are part of a product, with the value in whose place they are. `exchange` is the
-    graph with what row mode's main rank sends and receives.
+    `same` are values that others take the place of. `gelus` are what nodes that end a Gelu are of, `silus` the nodes
+    that end an x sigmoid(x). `biased` are additions of a bias, with the product that they are part of. `scaled` are the
+    results of scalings that are part of a product, with the value in whose place they are. `exchange` is the graph with
+    what row mode's main rank sends and receives.
     """
 
     order: Sequence[ir.Node]
@@ -38,7 +38,7 @@ class Fused:
     reads: Reads
     same: Mapping[ir.Value, ir.Value]
     gelus: Mapping[ir.Node, ir.Value]
-    silus: Mapping[ir.Node, ir.Value]
+    silus: Container[ir.Node]
     biased: Mapping[ir.Node, ir.Node]
     scaled: Mapping[ir.Value, ir.Value]
     exchange: Exchange

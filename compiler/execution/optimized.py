@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.execution.blocks import DOMAIN as BLOCKS
-from splitc.compiler.execution.blocks import Blocks, BlockWalk
+from splitc.compiler.execution.blocks import Blocks, BlockWalk, may_have_blocks
 from splitc.compiler.execution.convolutions import resolve
 from splitc.compiler.execution.engine_graph import Alike, EngineGraph
 from splitc.compiler.execution.fused import Fused, fuse
@@ -58,10 +58,10 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
     A view is in the place of its source. If the engine `overwrites`, so is the result of a node that may do so, if that
     is the last one to read what it overwrites, and both are alike.
     """
-    fused, is_summed, alike = fuse(graph), graph.stays_alone, graph.alike
+    fused, stays_alone, alike = fuse(graph), graph.stays_alone, graph.alike
     order, reads, ends, same, blocks = fused.order, fused.reads, fused.ends(graph.kept), fused.same, None
     over = dict[ir.Node, ir.Value]()
-    if graph.shapes is not None:
+    if graph.shapes is not None and may_have_blocks(order):
         blocks = BlockWalk(graph, fused, graph.shapes).walk()
         reads, ends, over = blocks.reads, {blocks.plain.get(value, value) for value in ends}, dict(blocks.sums)
         order = depth_first(blocks.nodes, reads, blocks.position)
@@ -76,27 +76,29 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
 
     made = {value for node in order for value in node.outputs}
     places = {node.outputs[0]: value for node in order if (value := _viewed(node, first(node), size, made)) is not None}
-    # What a product would make without its bias is never there. What is summed over ranks first gets no bias before.
-    alone = [product for product in fused.biased.values() if not is_summed(product)]
+    # What a product would make without its bias is never there. What ranks sum or join gets its bias only then.
+    alone = [product for product in fused.biased.values() if not stays_alone(product)]
     places.update((product.outputs[0], value) for product in alone if (value := first(product)) is not None)
     places.update((value, resolve(same, data)) for value, data in fused.scaled.items())
     places.update(fused.exchange.aliases)
-    copying = _copying(fused, reads, is_summed, alike)
+    copying = _copying(fused, reads, stays_alone, alike)
     places.update((fused.gelus[node], resolve(same, data)) for node, data in copying.items())
     if overwrites:
-        may = [node for node in order if not is_summed(node) and _may_overwrite(node, alike)]
+        may = [node for node in order if not stays_alone(node) and _may_overwrite(node, alike)]
         over.update((node, value) for node in may if (value := first(node)) is not None)
         _overwrite(order, reads, places, made - {resolve(places, value) for value in ends}, over)
     return Optimized(order, reads, size, places, copying, ends, blocks)
 
 
-def _copying(fused: Fused, reads: Reads, is_summed: Callable[[ir.Node], bool], alike: Alike) -> dict[ir.Node, ir.Value]:
-    """The Gelus that add a bias before, with what they add it to. If that is summed over ranks, its width is known."""
+def _copying(
+    fused: Fused, reads: Reads, stays_alone: Callable[[ir.Node], bool], alike: Alike
+) -> dict[ir.Node, ir.Value]:
+    """The Gelus that add a bias before, with what they add it to. If ranks sum or join that, its width is known."""
     biased = biased_gelus(fused.gelus, fused.order, reads, fused.biased)
     return {
         node: data
         for node, data in biased.items()
-        if (maker := data.producer()) is None or not is_summed(maker) or alike(data, data)
+        if (maker := data.producer()) is None or not stays_alone(maker) or alike(data, data)
     }
 
 

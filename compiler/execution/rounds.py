@@ -50,13 +50,12 @@ def with_rounds(nodes: Sequence[ir.Node], reads: Reads, size: Size, rounds: Sequ
     builder = _Builder(reads, size)
     for one in rounds:
         builder.add(one)
-    joins = {node: join for one in rounds for node, join in builder.joins.items()}
-    ordered = [joins.get(node, node) for node in nodes] + builder.added
+    ordered = [builder.joins.get(node, node) for node in nodes] + builder.added
     return Exchange(_sorted(ordered, builder.read), builder.read, builder.joined, builder.bytes, builder.aliases)
 
 
 class _Builder:
-    """Adds rounds. All reads of a node that is added are `own`."""
+    """Adds rounds. What a node reads that is added, or multiplies, is its `own`; others read what the file says."""
 
     def __init__(self, reads: Reads, size: Size) -> None:
         self._reads, self._size = reads, size
@@ -80,13 +79,13 @@ class _Builder:
             now = sent.get(value, self.joined.get(value, value))
             sent[value] = self._node("Send", [now], [0, TOKEN])[0]
             self.aliases[sent[value]] = now
-        own = [node for node, columns in one.products.items() if 0 in columns]
+        own = [node for node, shares in one.products.items() if 0 in shares]
         for node in own:
             self._own[node] = [sent.get(value, self.joined.get(value, value)) for value in self._reads(node)]
         self.added += own
         if own:
             self._node("After", [node.outputs[0] for node in own], [TOKEN])
-        parts = {node: [node.outputs[0]] if node in own else [] for node in one.products}
+        parts = {node: [node.outputs[0]] if 0 in shares else [] for node, shares in one.products.items()}
         for rank in sorted({rank for shares in one.products.values() for rank in shares} - {0}):
             for node, shares in one.products.items():
                 if rank in shares:
@@ -112,7 +111,7 @@ class _Builder:
 
 
 def _sorted(nodes: Sequence[ir.Node], read: Callable[[ir.Node], Sequence[ir.Value]]) -> list[ir.Node]:
-    """The nodes in topological order, those that may come late late, as onnx_ir sorts a graph."""
+    """The nodes in topological order, each as late as its readers allow, as `ir.Graph.sort` has them."""
     makers = {value: number for number, node in enumerate(nodes) for value in node.outputs}
     above = [[makers[value] for value in read(node) if value in makers] for node in nodes]
     readers = [0] * len(nodes)

@@ -13,21 +13,21 @@ from splitc.compiler.fusion.operand import factor_of
 
 def find_silus(
     nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value]
-) -> tuple[list[ir.Node], Reads, dict[ir.Node, ir.Value]]:
-    """The nodes with one for each x sigmoid(x) or x sigmoid(a x), what each reads then, and these with their x.
+) -> tuple[list[ir.Node], Reads, set[ir.Node]]:
+    """The nodes with one for each x sigmoid(x) or x sigmoid(a x), what each reads then, and these.
 
     Nothing else reads what is between, nor is it `kept` (QuickGeluFusion, core/optimizer/quick_gelu_fusion.cc). In half
     precision kernels for CPUs have casts between the nodes.
     """
     readers = Counter(value for node in nodes for value in reads(node))
-    silus: dict[ir.Node, ir.Value] = {}
+    silus = set[ir.Node]()
     between = set[ir.Value]()
     for node in nodes:
         if node.op_type == "Mul" and not node.domain and node.outputs[0].dtype == ir.DataType.FLOAT:
             for gate, data in (node.inputs, node.inputs[::-1]):
                 inner = _gates(gate, data)
                 if data is not None and inner and all(readers[v] == 1 and v not in kept for v in inner):
-                    silus[node] = data
+                    silus.add(node)
                     between.update(inner)
                     break
 

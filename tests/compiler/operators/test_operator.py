@@ -56,25 +56,8 @@ OF_ONE = [
 ]
 A, B, YES, NO, HALF = [7, -3, 4], [2, 4, -5], [True, False], [True, True], np.array([1.5, 4.0], np.float32)
 FOLDED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        ["Add", "Sub", "Mul", "Mod", "Max", "Min", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"], (A, B)
-    ),
-    **dict.fromkeys(
-        [
-            "Abs",
-            "Neg",
-            "Identity",
-            "Cast",
-            "ReduceSum",
-            "ReduceMax",
-            "ReduceMin",
-            "ReduceProd",
-            "Shape",
-            "Sign",
-            "Size",
-        ],
-        (A,),
-    ),
+    **dict.fromkeys(OF_TWO, (A, B)),
+    **dict.fromkeys(OF_ONE, (A,)),
     **dict.fromkeys(["Ceil", "Floor", "Sqrt"], (HALF,)),
     **dict.fromkeys(["And", "Or", "Xor"], (YES, NO)),
     "Not": (YES,),
