@@ -109,7 +109,7 @@ def _scaled_kernels(costs: Costs, nodes: Collection[ir.Node]) -> set[ir.Value | 
     running, inside = [node for node in nodes if node not in costs.graph.folded], set(nodes)
     made = [value for node in running for value in node.outputs]
     kept = {v for v in made if v.is_graph_output() or any(use.node not in inside for use in v.uses())}
-    parts = find_parts(running, costs.graph.reads.__getitem__, kept, lambda node: False)
+    parts = find_parts(running, costs.graph.reads.__getitem__, kept)
     scaled = [value for value in parts if producer_of(value).op_type in ("BatchNormalization", "Mul")]
     return {producer_of(resolve(parts, value)).inputs[1] for value in scaled}
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -25,14 +24,14 @@ from splitc.runtime.package.states import State
 class Held:
     """The bytes of a rank's shards: of its weights (see `Costs.held`), and by `size` of any computed value.
 
-    `shapes` gives those of a node's inputs and outputs. Of `summed` values the rank makes a part before the sum.
-    `rounds` are those of row mode's main rank.
+    `shapes` gives those of a node's inputs and outputs. `summed` values have the rank's part of them.
+    `rounds` are those of a rank of row mode.
     """
 
     weights: Mapping[ir.Value, int]
     size: Callable[[ir.Value], int]
     shapes: NodeShapes
-    summed: AbstractSet[ir.Value] = frozenset()
+    summed: Mapping[ir.Value, ir.Value] = field(default_factory=dict)
     rounds: Sequence[Round] = ()
 
 
@@ -101,7 +100,8 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
     size = costs.value_bytes if held is None else held.size
     weights = costs.held(stage.nodes) if held is None else held.weights
     running = [node for node in stage.nodes if node not in costs.graph.folded]
-    made = {value for node in running for value in node.outputs}
+    rounds = () if held is None else held.rounds
+    made = {value for node in running for value in node.outputs} | {value for one in rounds for value in one.takes}
     reads = costs.graph.reads.__getitem__
 
     def scratch(node: ir.Node) -> tuple[int, ...]:
@@ -117,8 +117,9 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
 
     states_made = sum(size(value) for value in ends if value in made and value.name in names)
     shapes = costs.shapes_of if held is None else held.shapes
-    summed, rounds = (held.summed, held.rounds) if held is not None else (frozenset(), ())
-    graph = EngineGraph(running, reads, computed, frozenset(stage.gives), costs.graph.are_alike, summed, rounds, shapes)
+    summed = {} if held is None else held.summed
+    kept, alike = frozenset(stage.gives), costs.graph.are_alike
+    graph = EngineGraph(running, reads, computed, kept, alike, summed, rounds, size, shapes)
     arena = arena_bytes(graph, scratch, costs.maps_weights)
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)

@@ -14,14 +14,18 @@ import onnx_ir as ir
 
 from splitc.compiler.execution.convolutions import ACTIVATIONS, CONVOLUTIONS, resolve
 from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
+from splitc.compiler.execution.exchange import DOMAIN as EXCHANGE
 from splitc.compiler.execution.fused import Fused
 from splitc.compiler.execution.gelus import GELUS
 from splitc.compiler.execution.image_axes import Origin, is_enlarged_in_blocks, new_origins, origins_after
 from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.steps import DOMAIN as STEP
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.scratch import CHANNELS, in_blocks, reads_image, takes_blocks
 
 RANK = 4  # rows, channels, and two axes
+# The domains of nodes that are in no file, and read images plain.
+_ADDED = (EXCHANGE, STEP)
 DOMAIN, INTO, OUT_OF = "com.microsoft.nchwc", "ReorderInput", "ReorderOutput"
 SINGLE = 4  # bytes: kernels for CPUs have images in single precision
 POOLS, GLOBAL_POOLS = ("AveragePool", "MaxPool"), ("GlobalAveragePool", "GlobalMaxPool")
@@ -65,7 +69,6 @@ class _Image:
     channels: int
     origins: tuple[Origin, ...]
     maker: ir.Node
-    is_alone: bool = False  # copied out of blocks at once
 
 
 def may_have_blocks(nodes: Iterable[ir.Node]) -> bool:
@@ -74,10 +77,7 @@ def may_have_blocks(nodes: Iterable[ir.Node]) -> bool:
 
 
 class BlockWalk:
-    """Goes through nodes in the order of a graph, and has them read and make images in blocks where they may.
-
-    A convolution that makes a part of what ranks sum is followed by nothing in blocks.
-    """
+    """Goes through nodes in the order of a graph, and has them read and make images in blocks where they may."""
 
     def __init__(self, graph: EngineGraph, fused: Fused, shapes: NodeShapes) -> None:
         self._graph, self._fused, self._shapes = graph, fused, shapes
@@ -141,7 +141,7 @@ class BlockWalk:
             self._convolve(node)
         elif node.op_type in POOLS and not node.domain and len(node.outputs) == 1:
             self._pool(node)
-        elif images := self._inputs(node):
+        elif node.domain not in _ADDED and (images := self._inputs(node)):
             self._go_on(node, images)
 
     def _convolve(self, node: ir.Node) -> None:
@@ -155,7 +155,7 @@ class BlockWalk:
         self._taken[node] = {}
         kernel = inputs[1]
         origins = new_origins(node) if reads_image(node, kernel) else self._enter(node, inputs[0], kernel[2:])
-        self._make(node, outputs[0], origins, self._graph.stays_alone(node))
+        self._make(node, outputs[0], origins)
 
     def _pool(self, node: ir.Node) -> None:
         """Pools want to know the channels from the file."""
@@ -174,7 +174,7 @@ class BlockWalk:
         """Have a node read its image in blocks; where the axes of its result come from."""
         image = next(value for value in self._fused.reads(node))
         there = self._images.get(image)
-        if there is not None and not there.is_alone:
+        if there is not None:
             self._take(node, image)
             return origins_after(node, there.origins, window)
         if image not in self._into:
@@ -183,8 +183,6 @@ class BlockWalk:
             self._taken[copy] = {image: image}
             self._bytes[copy.outputs[0]] = SINGLE * in_blocks(shape) if self._graph.size(node.outputs[0]) else 0
             self._new.append(copy)
-        elif there is not None:
-            self._left[image] -= 1
         self._taken[node][image] = self._into[image].outputs[0]
         return new_origins(node)
 
@@ -193,17 +191,17 @@ class BlockWalk:
             self._taken.setdefault(node, {})[value] = self._images[value].value
             self._left[value] -= 1
 
-    def _make(self, node: ir.Node, shape: Sequence[int], origins: tuple[Origin, ...], is_alone: bool = False) -> None:
+    def _make(self, node: ir.Node, shape: Sequence[int], origins: tuple[Origin, ...]) -> None:
         """Have a node make an image in blocks."""
         value = node.outputs[0]
-        self._images[value] = _Image(value, shape[1], origins, node, is_alone)
+        self._images[value] = _Image(value, shape[1], origins, node)
         self._left[value] = self._uses[value]
         self._bytes[value] = SINGLE * in_blocks(shape) if self._graph.size(value) else 0
 
     def _inputs(self, node: ir.Node) -> list[ir.Value]:
         """What a node reads that is computed, if all of it is in blocks."""
         read = [value for value in self._fused.reads(node) if value in self._made]
-        return read if all(v in self._images and not self._images[v].is_alone for v in read) else []
+        return read if all(value in self._images for value in read) else []
 
     def _go_on(self, node: ir.Node, read: list[ir.Value]) -> None:
         """Have a node whose images are all in blocks read and make such ones, if it can."""

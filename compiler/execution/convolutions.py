@@ -15,14 +15,12 @@ ACTIVATIONS = ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "HardSigmoid", "HardSwish
 PADDED = (*CONVOLUTIONS, "AveragePool", "MaxPool")
 
 
-def find_parts(
-    nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value], stays_alone: Callable[[ir.Node], bool]
-) -> dict[ir.Value, ir.Value]:
+def find_parts(nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value]) -> dict[ir.Value, ir.Value]:
     """The results of nodes that are part of a convolution or of a pool, each with the value that takes its place.
 
     Norms by batch, factors and terms by channel become part of the weights before them, and an activation comes last
     (conv_*_fusion.cc in core/optimizer). Zeros around an image are the node's own (pad_fusion.cc). Nothing else reads
-    what is between, nor is it `kept`. A convolution that `stays_alone` is followed by nothing.
+    what is between, nor is it `kept`.
     """
     if not any(node.op_type in PADDED for node in nodes):
         return {}
@@ -37,7 +35,7 @@ def find_parts(
     made = {value for node in nodes for value in node.outputs}
     parts: dict[ir.Value, ir.Value] = {}
     for node in nodes:
-        if node.op_type in CONVOLUTIONS and not stays_alone(node):
+        if node.op_type in CONVOLUTIONS:
             _follow(node, follower, parts)
         elif node.op_type == "Pad" and _adds_zeros(node, reads, made) and node.inputs[0] is not None:
             after = follower(node.outputs[0])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -23,8 +22,9 @@ NodeShapes = Callable[[ir.Node], tuple[Shapes, Shapes]]
 class EngineGraph:
     """The nodes of an engine, in a file's order, what each reads, and the bytes of what they make.
 
-    Values that leave the engine are `kept`. Of `summed` values the rank makes a part, and then the sum over ranks.
-    `rounds` are those of row mode's main rank. With `shapes` images may be in blocks of channels.
+    Values that leave the engine are `kept`. Ranks add `summed` values, each of which has this rank's part of it.
+    `rounds` are those of a rank of row mode, and values are `exchanged` with other bytes where engines hold halves as
+    singles. With `shapes` images may be in blocks of channels. Other values take the place of those in `same`.
     """
 
     nodes: Sequence[ir.Node]
@@ -32,18 +32,8 @@ class EngineGraph:
     size: Size
     kept: AbstractSet[ir.Value]
     alike: Alike = lambda one, other: False
-    summed: Container[ir.Value] = frozenset()
+    summed: Mapping[ir.Value, ir.Value] = field(default_factory=dict)
     rounds: Sequence[Round] = ()
+    exchanged: Size | None = None
     shapes: NodeShapes | None = None
-
-    @cached_property
-    def _sliced(self) -> frozenset[ir.Node]:
-        return frozenset(node for one in self.rounds for node in one.products)
-
-    def is_summed(self, node: ir.Node) -> bool:
-        """Whether a node's result is summed over ranks."""
-        return any(value in self.summed for value in node.outputs)
-
-    def stays_alone(self, node: ir.Node) -> bool:
-        """Whether a node makes a part of what all ranks make, and so becomes part of no other node."""
-        return node in self._sliced or self.is_summed(node)
+    same: Mapping[ir.Value, ir.Value] = field(default_factory=dict)

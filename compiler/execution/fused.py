@@ -10,14 +10,18 @@ import onnx_ir as ir
 
 from splitc.compiler.execution.convolutions import find_parts, resolve
 from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.exchange import Exchange
 from splitc.compiler.execution.gelus import find_gelus
 from splitc.compiler.execution.liveness import Reads
 from splitc.compiler.execution.normed_sums import find_normed_sums
 from splitc.compiler.execution.order import depth_first, ends_gelu, positions_after_passes
 from splitc.compiler.execution.products import biased_products, scaled_products
+from splitc.compiler.execution.quantized import find_quantized
 from splitc.compiler.execution.reshapes import without_own_sizes
-from splitc.compiler.execution.rounds import Exchange, with_rounds
+from splitc.compiler.execution.rounds import with_rounds
 from splitc.compiler.execution.silus import find_silus
+from splitc.compiler.execution.steps import inline
+from splitc.compiler.execution.sums import with_sums
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.registry import operator_of
@@ -30,7 +34,8 @@ class Fused:
     `same` are values that others take the place of. `gelus` are what nodes that end a Gelu are of, `silus` the nodes
     that end an x sigmoid(x). `biased` are additions of a bias, with the product that they are part of. `scaled` are the
     results of scalings that are part of a product, with the value in whose place they are. `exchange` is the graph with
-    what row mode's main rank sends and receives.
+    what its rank exchanges. `bytes` are those of values that are not in the file. `integers` are the
+    nodes that compute in integers, each with the one of the file that it stands for.
     """
 
     order: Sequence[ir.Node]
@@ -42,30 +47,44 @@ class Fused:
     biased: Mapping[ir.Node, ir.Node]
     scaled: Mapping[ir.Value, ir.Value]
     exchange: Exchange
+    bytes: Mapping[ir.Value, int]
+    integers: Mapping[ir.Node, ir.Node]
 
     def ends(self, kept: Collection[ir.Value]) -> AbstractSet[ir.Value]:
         """What leaves the engine, by the values that are in the place of what is `kept`."""
         return {resolve(self.same, value) for value in kept}
 
 
-def fuse(graph: EngineGraph) -> Fused:
-    """What ONNX Runtime makes of a graph's nodes."""
-    kept, alike, stays_alone = graph.kept, graph.alike, graph.stays_alone
-    exchange = with_rounds(graph.nodes, graph.reads, graph.size, graph.rounds)
-    nodes, same = _merged(exchange.nodes)
-    reads = exchange.reads
-    nodes, reads, gelus = find_gelus(*without_own_sizes(nodes, _replaced(_shapes_before(reads), same), kept))
+def fuse(graph: EngineGraph, on_host: bool = True) -> Fused:
+    """What ONNX Runtime makes of a graph's nodes. Only `on_host` it computes in integers."""
+    kept, alike, exchange = graph.kept, graph.alike, _exchange(graph)
+    inlined = inline(exchange.nodes, exchange.reads, graph.size)
+    nodes, same = _merged(inlined.nodes)
+    reads = inlined.reads
+    nodes, reads = without_own_sizes(nodes, _replaced(_shapes_before(reads), same), kept)
+    integers = dict[ir.Node, ir.Node]()
+    if on_host:
+        nodes, reads, integers = find_quantized(nodes, reads, kept)
+    nodes, reads, gelus = find_gelus(nodes, reads, exchange.came)
     nodes, reads, silus = find_silus(nodes, reads, kept)
-    parts = find_parts(nodes, reads, kept, stays_alone)
+    parts = find_parts(nodes, reads, kept)
     inner = {producer_of(value) for value in parts}
     nodes, reads = [node for node in nodes if node not in inner], _replaced(reads, parts)
     nodes, reads, norms = find_normed_sums(nodes, reads, kept, alike)
     biased = biased_products(nodes, reads)
-    scaled, products = scaled_products(nodes, reads, kept, lambda node: node in biased.values() or stays_alone(node))
+    scaled, products = scaled_products(nodes, reads, kept, set(biased.values()))
     by_tanh = {node for node in gelus if node.op_type == "Mul" and not ends_gelu(node, {})}
-    position = positions_after_passes(nodes, reads, biased, norms, by_tanh, silus, products)
+    position = positions_after_passes(nodes, reads, biased, integers, norms, by_tanh, silus, products)
     order = depth_first(nodes, reads, position)
-    return Fused(order, position, reads, {**same, **parts, **exchange.joined}, gelus, silus, biased, scaled, exchange)
+    same, own = {**graph.same, **same, **parts, **exchange.came}, {**exchange.bytes, **inlined.bytes}
+    return Fused(order, position, reads, same, gelus, silus, biased, scaled, exchange, own, integers)
+
+
+def _exchange(graph: EngineGraph) -> Exchange:
+    """The graph with what its rank exchanges."""
+    if graph.rounds:
+        return with_rounds(graph.nodes, graph.reads, graph.size, graph.rounds, graph.exchanged or graph.size)
+    return with_sums(graph.nodes, graph.reads, graph.size, graph.summed, graph.alike)
 
 
 def _replaced(reads: Reads, same: Mapping[ir.Value, ir.Value]) -> Reads:

@@ -59,13 +59,18 @@ def biased_gelus(
     return biased
 
 
-def find_gelus(nodes: Sequence[ir.Node], reads: Reads) -> tuple[list[ir.Node], Reads, dict[ir.Node, ir.Value]]:
-    """The nodes with one for each Gelu, what each reads then, and what Gelus are of."""
+def find_gelus(
+    nodes: Sequence[ir.Node], reads: Reads, came: Mapping[ir.Value, ir.Value]
+) -> tuple[list[ir.Node], Reads, dict[ir.Node, ir.Value]]:
+    """The nodes with one for each Gelu, what each reads then, and what Gelus are of.
+
+    In the place of some values others `came` from ranks.
+    """
     written = written_gelus(nodes)
-    gelus = {node: data for node, (data, _) in written.items()}
+    gelus = {node: came.get(data, data) for node, (data, _) in written.items()}
     inner = {node for _, before in written.values() for node in before}
     for node in nodes:
         if node.op_type in GELUS and len(node.inputs) == 1 and node.inputs[0] is not None:
-            gelus[node] = node.inputs[0]
+            gelus[node] = came.get(node.inputs[0], node.inputs[0])
     left = [node for node in nodes if node not in inner]
     return left, lambda node: [gelus[node]] if node in written else reads(node), gelus

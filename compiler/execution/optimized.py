@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -12,11 +12,11 @@ from splitc.compiler.execution.blocks import DOMAIN as BLOCKS
 from splitc.compiler.execution.blocks import Blocks, BlockWalk, may_have_blocks
 from splitc.compiler.execution.convolutions import resolve
 from splitc.compiler.execution.engine_graph import Alike, EngineGraph
+from splitc.compiler.execution.exchange import DOMAIN as EXCHANGE
 from splitc.compiler.execution.fused import Fused, fuse
 from splitc.compiler.execution.gelus import biased_gelus
 from splitc.compiler.execution.liveness import Reads, Size
 from splitc.compiler.execution.order import depth_first
-from splitc.compiler.execution.rounds import DOMAIN as ROUNDS
 from splitc.compiler.operators.registry import operator_of
 
 
@@ -26,7 +26,7 @@ class Optimized:
 
     `places` are the values that lie in the memory of another one, which may be such a value too. `copying` are Gelus
     that copy what they read. What leaves the engine is `kept`. `blocks` are images in blocks of channels, if there may
-    be some.
+    be some, and `integers` the nodes that compute in integers, with what they stand for.
     """
 
     order: Sequence[ir.Node]
@@ -36,6 +36,7 @@ class Optimized:
     copying: Container[ir.Node]
     kept: Collection[ir.Value]
     blocks: Blocks | None = None
+    integers: Mapping[ir.Node, ir.Node] = field(default_factory=dict)
 
     def root(self, value: ir.Value) -> ir.Value:
         """The value whose memory a value lies in: its own, if nothing else."""
@@ -43,13 +44,7 @@ class Optimized:
 
     def is_as_in_file(self, node: ir.Node) -> bool:
         """Whether a node's kernel allocates what its operator does: it is none that copies, sends or is in blocks."""
-        return node.domain not in (ROUNDS, BLOCKS) and not (self.blocks is not None and node in self.blocks.taken)
-
-    def made_of(self, node: ir.Node) -> ir.Node | None:
-        """The node of the file whose result a node makes; None for one whose result is copied out of blocks."""
-        if self.blocks is None or node not in self.blocks.taken:
-            return node
-        return self.blocks.copies.get(node)
+        return node.domain not in (EXCHANGE, BLOCKS) and not (self.blocks is not None and node in self.blocks.taken)
 
 
 def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
@@ -58,7 +53,8 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
     A view is in the place of its source. If the engine `overwrites`, so is the result of a node that may do so, if that
     is the last one to read what it overwrites, and both are alike.
     """
-    fused, stays_alone, alike = fuse(graph), graph.stays_alone, graph.alike
+    fused, alike = fuse(graph, overwrites), graph.alike
+    came = fused.exchange.came
     order, reads, ends, same, blocks = fused.order, fused.reads, fused.ends(graph.kept), fused.same, None
     over = dict[ir.Node, ir.Value]()
     if graph.shapes is not None and may_have_blocks(order):
@@ -66,7 +62,7 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
         reads, ends, over = blocks.reads, {blocks.plain.get(value, value) for value in ends}, dict(blocks.sums)
         order = depth_first(blocks.nodes, reads, blocks.position)
         same = {**same, **blocks.parts}
-    size = _sizes(graph.size, {**fused.exchange.bytes, **(blocks.bytes if blocks is not None else {})})
+    size = _sizes(graph.size, {**fused.bytes, **(blocks.bytes if blocks is not None else {})})
 
     def first(node: ir.Node) -> ir.Value | None:
         """What a node reads first."""
@@ -76,30 +72,24 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
 
     made = {value for node in order for value in node.outputs}
     places = {node.outputs[0]: value for node in order if (value := _viewed(node, first(node), size, made)) is not None}
-    # What a product would make without its bias is never there. What ranks sum or join gets its bias only then.
-    alone = [product for product in fused.biased.values() if not stays_alone(product)]
-    places.update((product.outputs[0], value) for product in alone if (value := first(product)) is not None)
+    # What a product would make without its bias is never there.
+    products = fused.biased.values()
+    places.update((product.outputs[0], value) for product in products if (value := first(product)) is not None)
     places.update((value, resolve(same, data)) for value, data in fused.scaled.items())
     places.update(fused.exchange.aliases)
-    copying = _copying(fused, reads, stays_alone, alike)
+    copying = _copying(fused, reads, alike)
     places.update((fused.gelus[node], resolve(same, data)) for node, data in copying.items())
     if overwrites:
-        may = [node for node in order if not stays_alone(node) and _may_overwrite(node, alike)]
+        may = [node for node in order if node.outputs[0] not in came and _may_overwrite(node, alike)]
         over.update((node, value) for node in may if (value := first(node)) is not None)
         _overwrite(order, reads, places, made - {resolve(places, value) for value in ends}, over)
-    return Optimized(order, reads, size, places, copying, ends, blocks)
+    return Optimized(order, reads, size, places, copying, ends, blocks, fused.integers)
 
 
-def _copying(
-    fused: Fused, reads: Reads, stays_alone: Callable[[ir.Node], bool], alike: Alike
-) -> dict[ir.Node, ir.Value]:
-    """The Gelus that add a bias before, with what they add it to. If ranks sum or join that, its width is known."""
+def _copying(fused: Fused, reads: Reads, alike: Alike) -> dict[ir.Node, ir.Value]:
+    """The Gelus that add a bias before, with what they add it to. If ranks exchange that, its width is known."""
     biased = biased_gelus(fused.gelus, fused.order, reads, fused.biased)
-    return {
-        node: data
-        for node, data in biased.items()
-        if (maker := data.producer()) is None or not stays_alone(maker) or alike(data, data)
-    }
+    return {node: data for node, data in biased.items() if data not in fused.exchange.came or alike(data, data)}
 
 
 def _sizes(size: Size, own: Mapping[ir.Value, int]) -> Size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 import onnx_ir as ir
 
@@ -27,7 +27,7 @@ def biased_products(nodes: Sequence[ir.Node], reads: Reads) -> dict[ir.Node, ir.
         if product is not None and product.producer() is None:
             product, bias = bias, product
         maker = product.producer() if product is not None else None
-        if product is None or bias is None or maker is None or maker.op_type != "MatMul":
+        if product is None or bias is None or maker is None or maker.op_type != "MatMul" or product not in reads(node):
             continue
         image, weight = (value.shape if value is not None else None for value in maker.inputs[:2])
         is_alone = readers[product] == 1 and not product.is_graph_output()
@@ -40,14 +40,13 @@ def biased_products(nodes: Sequence[ir.Node], reads: Reads) -> dict[ir.Node, ir.
 
 
 def scaled_products(
-    nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value], stays_alone: Callable[[ir.Node], bool]
+    nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value], biased: Container[ir.Node]
 ) -> tuple[dict[ir.Value, ir.Value], set[ir.Node]]:
     """The results of scalings by a number that are part of a product, each with the value in whose place it is.
 
     A scaling before a product is of one of its sides, which nothing else reads scaled; one after it of the result
-    (MatMulScaleFusion, core/optimizer/matmul_scale_fusion.cc). What is `kept` stays, and so
-    does a product that `stays_alone`. Second
-    come the last nodes of these products.
+    (MatMulScaleFusion, core/optimizer/matmul_scale_fusion.cc). What is `kept` stays, and so does
+    a product that a bias is part of (`biased`). Second come the last nodes of these products.
     """
     readers: dict[ir.Value, list[ir.Node]] = {}
     for node in nodes:
@@ -61,10 +60,14 @@ def scaled_products(
         if node.op_type != "MatMul" or node.domain or node.outputs[0].dtype not in SCALED:
             continue
         for side in node.inputs:
-            if side in alone and (data := _scaled_by_number(side.producer(), reads)) is not None:
+            if (
+                side in alone
+                and side in reads(node)
+                and (data := _scaled_by_number(side.producer(), reads)) is not None
+            ):
                 scaled[side] = data
                 last.add(node)
-        if node.outputs[0] in alone and not stays_alone(node):
+        if node.outputs[0] in alone and node not in biased:
             (after,) = readers[node.outputs[0]]
             if _scaled_by_number(after, reads) is node.outputs[0]:
                 scaled[after.outputs[0]] = node.outputs[0]

@@ -1,7 +1,8 @@
-"""Row mode's main rank as a graph: what it sends and receives is chained, and columns are joined.
+"""A rank of row mode as a graph: what it sends and receives is chained, and the main rank joins columns.
 
-It is the graph of row_graphs.py in compiler/lowering: in each round it sends what products take, multiplies, and
-receives other ranks' columns, in one order. So all columns of a round are there before a value is made of them.
+It is the graph of row_graphs.py in compiler/lowering. In each round the main rank sends what products take, multiplies,
+and receives other ranks' columns, in one order. So all columns of a round are there before a value is made of them.
+Any other rank receives, multiplies and sends.
 """
 
 from __future__ import annotations
@@ -13,89 +14,108 @@ from itertools import chain
 
 import onnx_ir as ir
 
+from splitc.compiler.execution.exchange import DOMAIN, TOKEN, Exchange
 from splitc.compiler.execution.liveness import Reads, Size
-
-DOMAIN = "splitc"
-# A token has one byte.
-TOKEN = 1
 
 
 @dataclass(frozen=True)
 class Round:
-    """The products of a round, each with the shares of its columns by rank, and what is sent to each other rank."""
+    """The products of a round, each with the shares of its columns by rank, as the rank of this `number` runs it.
 
-    products: Mapping[ir.Node, Mapping[int, float]]
-    sent: Sequence[Sequence[ir.Value]]
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Nodes with those that send, receive and join, in the order of a file, and what each reads.
-
-    `joined` are the values made of columns, by the product whose results they are. `bytes` are those of columns, tokens
-    and joined values. `aliases` are what was sent, by the name that products read it by.
+    The main rank, number 0, sends values to each other rank. Any other one takes some.
     """
 
-    nodes: Sequence[ir.Node]
-    reads: Reads
-    joined: Mapping[ir.Value, ir.Value]
-    bytes: Mapping[ir.Value, int]
-    aliases: Mapping[ir.Value, ir.Value]
+    products: Mapping[ir.Node, Mapping[int, float]]
+    sent: Sequence[Sequence[ir.Value]] = ()
+    takes: Sequence[ir.Value] = ()
+    number: int = 0
 
 
-def with_rounds(nodes: Sequence[ir.Node], reads: Reads, size: Size, rounds: Sequence[Round]) -> Exchange:
-    """The graph of a rank that sends and receives in these rounds; of one without any, what there was."""
-    if not rounds:
-        return Exchange(nodes, reads, {}, {}, {})
-    builder = _Builder(reads, size)
+def with_rounds(
+    nodes: Sequence[ir.Node], reads: Reads, size: Size, rounds: Sequence[Round], exchanged: Size
+) -> Exchange:
+    """The graph of a rank that sends and receives in these rounds.
+
+    Values have a `size` in an engine, and one when they are `exchanged`: on CPUs halves are singles in between.
+    """
+    builder = _Builder(reads, size, exchanged)
     for one in rounds:
-        builder.add(one)
-    ordered = [builder.joins.get(node, node) for node in nodes] + builder.added
-    return Exchange(_sorted(ordered, builder.read), builder.read, builder.joined, builder.bytes, builder.aliases)
+        (builder.help if one.number else builder.lead)(one)
+    products = {node for one in rounds for node in one.products}
+    others = [builder.joins.get(node, node) for node in nodes if node in builder.joins or node not in products]
+    return Exchange(
+        _sorted(others + builder.added, builder.read), builder.read, builder.came, builder.bytes, builder.aliases
+    )
 
 
 class _Builder:
     """Adds rounds. What a node reads that is added, or multiplies, is its `own`; others read what the file says."""
 
-    def __init__(self, reads: Reads, size: Size) -> None:
-        self._reads, self._size = reads, size
+    def __init__(self, reads: Reads, size: Size, exchanged: Size) -> None:
+        self._reads, self._size, self._exchanged = reads, size, exchanged
         self._own: dict[ir.Node, list[ir.Value]] = {}
         self._token: list[ir.Value] = []
         self.added: list[ir.Node] = []
         self.joins: dict[ir.Node, ir.Node] = {}
-        self.joined: dict[ir.Value, ir.Value] = {}
+        self.came: dict[ir.Value, ir.Value] = {}
         self.bytes: dict[ir.Value, int] = {}
         self.aliases: dict[ir.Value, ir.Value] = {}
 
     def read(self, node: ir.Node) -> list[ir.Value]:
         """What a node reads."""
         own = self._own.get(node)
-        return own if own is not None else [self.joined.get(value, value) for value in self._reads(node)]
+        return own if own is not None else [self.came.get(value, value) for value in self._reads(node)]
 
-    def add(self, one: Round) -> None:
-        """Add what sends, multiplies, receives and joins in a round."""
+    def lead(self, one: Round) -> None:
+        """Add what the main rank sends, multiplies, receives and joins in a round."""
         sent: dict[ir.Value, ir.Value] = {}
         for value in chain.from_iterable(one.sent):
-            now = sent.get(value, self.joined.get(value, value))
+            now = sent.get(value, self.came.get(value, value))
             sent[value] = self._node("Send", [now], [0, TOKEN])[0]
             self.aliases[sent[value]] = now
-        own = [node for node, shares in one.products.items() if 0 in shares]
-        for node in own:
-            self._own[node] = [sent.get(value, self.joined.get(value, value)) for value in self._reads(node)]
-        self.added += own
-        if own:
-            self._node("After", [node.outputs[0] for node in own], [TOKEN])
+        self._multiply(one, sent)
         parts = {node: [node.outputs[0]] if 0 in shares else [] for node, shares in one.products.items()}
         for rank in sorted({rank for shares in one.products.values() for rank in shares} - {0}):
             for node, shares in one.products.items():
                 if rank in shares:
-                    columns = int(self._size(node.outputs[0]) * shares[rank])
-                    parts[node].append(self._node("Receive", [], [columns, TOKEN])[0])
+                    parts[node].append(self._receive(node.outputs[0], shares[rank]))
+        for node, columns in parts.items():
+            join, whole = self._new("Concat", 1), node.outputs[0]
+            self._own[join], self.joins[node] = columns, join
+            self.came[whole], self.bytes[join.outputs[0]] = join.outputs[0], self._size(whole)
+
+    def help(self, one: Round) -> None:
+        """Add what any other rank receives, multiplies and sends in a round."""
+        self.came.update((value, self._receive(value, 1.0)) for value in one.takes)
+        for node in self._multiply(one, {}):
+            share, columns = one.products[node][one.number], node.outputs[0]
+            held, sent = (int(size(columns) * share) for size in (self._size, self._exchanged))
+            self._node("Send", [self._cast(columns, held, sent)], [TOKEN])
+
+    def _multiply(self, one: Round, sent: Mapping[ir.Value, ir.Value]) -> list[ir.Node]:
+        """Add the products that the rank has columns of; what comes later waits for all of them."""
+        own = [node for node, shares in one.products.items() if one.number in shares]
         for node, shares in one.products.items():
-            join, whole = self._new("Concat", 1), self._size(node.outputs[0])
-            self._own[join], self.joins[node] = parts[node], join
-            self.joined[node.outputs[0]] = join.outputs[0]
-            self.bytes[join.outputs[0]], self.bytes[node.outputs[0]] = whole, int(whole * shares.get(0, 0.0))
+            self._own[node] = [sent.get(value, self.came.get(value, value)) for value in self._reads(node)]
+            self.bytes[node.outputs[0]] = int(self._size(node.outputs[0]) * shares.get(one.number, 0.0))
+        self.added += own
+        if own:
+            self._node("After", [node.outputs[0] for node in own], [TOKEN])
+        return own
+
+    def _receive(self, value: ir.Value, share: float) -> ir.Value:
+        """Add what receives a share of a value. Returns it as the engine holds it."""
+        came, held = (int(size(value) * share) for size in (self._exchanged, self._size))
+        return self._cast(self._node("Receive", [], [came, TOKEN])[0], came, held)
+
+    def _cast(self, value: ir.Value, size: int, then: int) -> ir.Value:
+        """The value of so many bytes, cast if it has another size then."""
+        if size == then:
+            return value
+        cast = self._new("Cast", 1)
+        self._own[cast], self.bytes[cast.outputs[0]] = [value], then
+        self.added.append(cast)
+        return cast.outputs[0]
 
     def _node(self, name: str, reads: Sequence[ir.Value], sizes: Sequence[int]) -> Sequence[ir.Value]:
         """Add a chained node. Returns what it makes, of these sizes: last its token."""

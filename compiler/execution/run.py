@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from splitc.compiler.execution.arena import Arena, Place
 from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.noops import without_noops
 from splitc.compiler.execution.optimized import Optimized, optimize
 from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.operators.scratch import between_integers
 
 
 def arena_bytes(graph: EngineGraph, scratch: Callable[[ir.Node], tuple[int, ...]], on_host: bool = True) -> int:
@@ -20,6 +22,7 @@ def arena_bytes(graph: EngineGraph, scratch: Callable[[ir.Node], tuple[int, ...]
     is what a node's kernel allocates while it runs. Where the system places regions decides which of two free chunks of
     one size is used: on GPUs it is the more of two ways. `on_host` is as for `Arena`.
     """
+    graph = without_noops(graph)
     run = optimize(graph if on_host else replace(graph, shapes=None), on_host)
     held = {run.root(value) for value in run.kept}
     steps: list[Step] = []
@@ -28,30 +31,29 @@ def arena_bytes(graph: EngineGraph, scratch: Callable[[ir.Node], tuple[int, ...]
         copy = (run.size(node.outputs[0]),) if node in run.copying else ()
         freed = tuple(value for value in last if value not in held)
         own = scratch(node) if run.is_as_in_file(node) else ()
-        step, whole = _step(node, made, (*own, *copy), freed), run.made_of(node)
-        # A sum overwrites the rank's own part where the file says how large it is.
-        is_apart = whole is not None and graph.is_summed(whole) and not graph.alike(whole.outputs[0], whole.outputs[0])
-        steps += _summed(step) if is_apart else [step]
+        if (quantized := run.integers.get(node, node)) is not node and graph.shapes is not None:
+            own = between_integers(quantized, *graph.shapes(quantized))
+        steps.append(_step(node, made, (*own, *copy), freed))
     ways = (True,) if on_host else (True, False)
     return max(_touched(steps, Arena(on_host, downwards)) for downwards in ways)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A node's allocations: values, or parts of sums, with their bytes, and its scratch; and what is freed after it.
+    """A node's allocations: values with their bytes, and its scratch; and what is freed after it.
 
     Some kernels take their scratch `before` what they make. What is `reserved` is scratch that is taken past the arena.
     """
 
-    made: tuple[tuple[Hashable, int], ...]
-    freed: tuple[Hashable, ...]
+    made: tuple[tuple[ir.Value, int], ...]
+    freed: tuple[ir.Value, ...]
     before: tuple[int, ...] = ()
     scratch: tuple[int, ...] = ()
     reserved: tuple[int, ...] = ()
 
 
 def _step(
-    node: ir.Node, made: tuple[tuple[Hashable, int], ...], scratch: tuple[int, ...], freed: tuple[Hashable, ...]
+    node: ir.Node, made: tuple[tuple[ir.Value, int], ...], scratch: tuple[int, ...], freed: tuple[ir.Value, ...]
 ) -> Step:
     operator = operator_of(node)
     if operator.reserves:
@@ -59,20 +61,9 @@ def _step(
     return Step(made, freed, before=scratch) if operator.scratch_first else Step(made, freed, scratch=scratch)
 
 
-def _summed(step: Step) -> list[Step]:
-    """The step of a node that makes the rank's part of a sum, and one in which the sum is made of it."""
-    parts = [(("part", value), bytes_) for value, bytes_ in step.made]
-    own = {value for value, _ in step.made}
-    unread = [value for value in step.freed if value in own]
-    return [
-        replace(step, made=tuple(parts), freed=tuple(value for value in step.freed if value not in own)),
-        Step(step.made, (*dict(parts), *unread)),
-    ]
-
-
 def _touched(steps: Iterable[Step], arena: Arena) -> int:
     """The bytes of the arena that are used after these steps."""
-    places = dict[Hashable, Place]()
+    places = dict[ir.Value, Place]()
     for step in steps:
         before = [arena.allocate(size) for size in step.before if size]
         places.update((value, arena.allocate(size)) for value, size in step.made)

@@ -33,7 +33,7 @@ from splitc.compiler.planning.rank_plan import RankPlan, Rematerialized
 from splitc.compiler.planning.resources import Budget, Resources
 from splitc.compiler.planning.stage_search import Assignment, Target
 from splitc.compiler.request.request import Request
-from splitc.compiler.sharding.held import held_shards, made_in_parts, rank_nodes
+from splitc.compiler.sharding.held import held_shards, rank_nodes, summed_parts
 from splitc.compiler.sharding.report import WeightFate, sharded_share, sharded_weights
 from splitc.compiler.sharding.sharded_model import ShardedModel, shard_model
 from splitc.compiler.trials.trial import broken_rules
@@ -140,7 +140,7 @@ def _make_plan(
         for part in range(count):
             place = run.target * count + part
             shard = rank_nodes(analysis.costs, sharded, analysis.states, stage, part)
-            own = sharded.sizes(part), shard.nodes, made_in_parts(sharded, part)
+            own = sharded.sizes(part), shard.nodes, tuple(summed_parts(sharded, part).values())
             if own not in memories:
                 held = held_shards(analysis.costs, sharded, shard.nodes, part)
                 memories[own] = rank_memory(analysis, shard, number, transfers, held)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators import scratch
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
@@ -225,7 +224,7 @@ OPERATORS = (
     Operator("BatchNormalization", batch_norm, is_norm=True),
     Operator("InstanceNormalization", instance_norm, is_norm=True),
     # ONNX defines it as a function of so many nodes.
-    Operator("GroupNormalization", group_norm, is_norm=True, nodes=29, scratch=scratch.steps),
+    Operator("GroupNormalization", group_norm, is_norm=True, nodes=29),
     Operator("MeanVarianceNormalization", mean_variance_norm, is_norm=True),
     Operator("LRN", local_norm, is_norm=True),
     Operator("AveragePool", pool, crashes_emptied=True),

@@ -41,11 +41,6 @@ def quantized_product(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[i
     return (asked.get_int("K", 0) * outputs[0][-1],) if asked.get_int("bits", 4) == 8 and outputs[0] else ()
 
 
-def steps(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """What a function's step makes of its input, for the next one."""
-    return (math.prod(inputs[0]),)
-
-
 def selected(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """What Where selects of either one, each in the shape of it and of the condition (cpu/tensor/where_op.cc)."""
     condition, *both = inputs
@@ -141,14 +136,48 @@ def quantized_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tup
     (cpu/quantization/qlinearconv.cc, optimizer/nhwc_transformer.cc).
     """
     image, kernel, result = inputs[0], inputs[3], outputs[0]
+    source = node.inputs[0]
+    if _has_integer_kernel(node, kernel) and source is not None and source.dtype == ir.DataType.UINT8:
+        return image[0] * _addresses(node, kernel, result), max(math.prod(image), math.prod(result))
+    return _sums_and_columns(node, kernel, result)
+
+
+def between_integers(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """What a product of dequantized values takes whose result is quantized, in bytes: it is one in integers.
+
+    Sums have 32 bits each (cpu/quantization/quantize_linear_matmul.cc). Images stay with the channels last between such
+    nodes.
+    """
+    if node.op_type in ("MatMul", "Gemm"):
+        return (4 * math.prod(outputs[0]),)
+    if node.op_type != "Conv":
+        return ()
+    kernel, result, maker = inputs[1], outputs[0], node.inputs[0] and node.inputs[0].producer()
+    source = maker.inputs[0] if maker else None
+    if _has_integer_kernel(node, kernel) and source is not None and source.dtype == ir.DataType.UINT8:
+        return (_addresses(node, kernel, result),)
+    return _sums_and_columns(node, kernel, result)
+
+
+def _has_integer_kernel(node: ir.Node, kernel: tuple[int, ...]) -> bool:
+    """Whether processors have a kernel that quantizes as it goes (MlasConvSymPackWSize, core/mlas/lib/convsym.cpp)."""
     groups = node.attributes.get_int("group", 1)
-    is_depthwise = kernel[1] == 1 and kernel[0] == groups > 1
-    pointwise = _is_pointwise(node, kernel)
-    addresses = 0 if pointwise else ADDRESS * math.prod(kernel[2:]) * math.prod(result[2:])
-    whole = kernel[0] % CHANNELS == 0 and (is_depthwise or (groups == 1 and kernel[1] % 4 == 0))
-    if whole and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.UINT8:
-        return image[0] * addresses, max(math.prod(image), math.prod(result))
-    return 4 * math.prod(result[1:]), addresses if is_depthwise else _columns(node, kernel, result)
+    return kernel[0] % CHANNELS == 0 and (_is_depthwise(node, kernel) or (groups == 1 and kernel[1] % 4 == 0))
+
+
+def _is_depthwise(node: ir.Node, kernel: tuple[int, ...]) -> bool:
+    return kernel[1] == 1 and kernel[0] == node.attributes.get_int("group", 1) > 1
+
+
+def _addresses(node: ir.Node, kernel: tuple[int, ...], result: tuple[int, ...]) -> int:
+    """The bytes of addresses of what each result of an image is made of."""
+    return 0 if _is_pointwise(node, kernel) else ADDRESS * math.prod(kernel[2:]) * math.prod(result[2:])
+
+
+def _sums_and_columns(node: ir.Node, kernel: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
+    """The bytes of one image's sums, and of what they are made of."""
+    depthwise = _is_depthwise(node, kernel)
+    return 4 * math.prod(result[1:]), (_addresses if depthwise else _columns)(node, kernel, result)
 
 
 def _columns(node: ir.Node, kernel: tuple[int, ...], result: tuple[int, ...]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -61,23 +61,21 @@ def held_shards(costs: Costs, sharded: ShardedModel, nodes: Collection[ir.Node],
         )
         return inputs, outputs
 
-    return Held(weights, own, shapes, frozenset(made_in_parts(sharded, part)))
+    return Held(weights, own, shapes, summed_parts(sharded, part))
 
 
-def made_in_parts(sharded: ShardedModel, part: int) -> tuple[ir.Value, ...]:
-    """The values of which a rank makes a part, and then the sum.
-
-    Where all that is left of an addition is one value, this is the part.
-    """
-    return tuple(value for value in sharded.sums.summed if not _passes_on(sharded, part, value))
+def summed_parts(sharded: ShardedModel, part: int) -> Mapping[ir.Value, ir.Value]:
+    """The values that ranks add, each with a rank's part: the value as the rank makes it, or what is passed on."""
+    return {value: _passed_on(sharded, part, value) or value for value in sharded.sums.summed}
 
 
-def _passes_on(sharded: ShardedModel, part: int, value: ir.Value) -> bool:
-    """Whether a rank leaves the other inputs of the addition that makes a value to another one (rank_graph.py)."""
+def _passed_on(sharded: ShardedModel, part: int, value: ir.Value) -> ir.Value | None:
+    """The one value of an addition that is left where a rank leaves all others to another one (rank_graph.py)."""
     node = producer_of(value)
     operation, added = sharded.axis_map.operations[node], sharded.sums.added_on_one_rank.get(node, frozenset())
     contracts = bool(chosen_atoms([operation.contracted], sharded.ranges))
-    return len(node.inputs) - len(added) == 1 and not contracts and not sharded.adds(part, operation)
+    left = [value for number, value in enumerate(node.inputs) if number not in added]
+    return left[0] if len(left) == 1 and added and not contracts and not sharded.adds(part, operation) else None
 
 
 def _own(shards: Shards, axes: Axes, shape: Shape) -> Shape:

@@ -125,8 +125,28 @@ def test_sums_over_ranks_overwrite_parts_of_known_sizes() -> None:
     graph = w.model().graph
 
     def bytes_of(are_known: bool) -> int:
-        size, ends = {graph.outputs[0]: BYTES}, frozenset(graph.outputs)
-        engine = EngineGraph(list(graph), reads, lambda v: size.get(v, 0), ends, lambda *_: are_known, summed=ends)
+        size, ends, sums = {graph.outputs[0]: BYTES}, frozenset(graph.outputs), {graph.outputs[0]: graph.outputs[0]}
+        engine = EngineGraph(list(graph), reads, lambda v: size.get(v, 0), ends, lambda *_: are_known, summed=sums)
         return arena_bytes(engine, lambda node: ())
 
     assert [round(bytes_of(known) / BYTES) for known in (True, False)] == [1, 2]
+
+
+def test_what_changes_nothing_is_no_node(tmp_path: Path) -> None:
+    w = Writer(opset=17)
+    x = w.op("CumSum", w.input("x", ir.DataType.FLOAT, ["n", 64]), w.constant(0, np.int64))
+    for kind, number in {"Mul": 1.0, "Div": 1.0, "Add": 0.0, "Sub": 0.0}.items():
+        x = w.op("CumSum", w.op(kind, x, w.constant(number, np.float32)), w.constant(0, np.int64))
+    # This one gets another axis.
+    w.output(w.op("Mul", x, w.constant([[[1.0]]], np.float32)), "y", ir.DataType.FLOAT, [1, "n", 64])
+    assert_bytes_are_those_in_use(w, ROWS, tmp_path, [*["CumSum"] * 5, "Mul"])
+
+
+def test_steps_of_a_norm_by_groups(tmp_path: Path) -> None:
+    """ONNX Runtime has no kernel for it: the image, cast, is there with what is centered and the squares."""
+    w = Writer(opset=21)
+    x = w.op("CumSum", w.input("x", ir.DataType.FLOAT, ["n", 64, 6144]), w.constant(2, np.int64))
+    scale, bias = (w.weight(name, ir.tensor(np.ones(64, np.float32))) for name in ("scale", "bias"))
+    norm = w.op("GroupNormalization", x, scale, bias, num_groups=4)
+    w.output(w.op("CumSum", norm, w.constant(2, np.int64)), "y", ir.DataType.FLOAT, ["n", 64, 6144])
+    assert_bytes_are_those_in_use(w, {"x": ROWS["x"].reshape(1, 64, -1)}, tmp_path, None)

@@ -324,7 +324,7 @@ def test_columns_of_what_is_there_early_wait_for_their_round(tmp_path: Path) -> 
 def test_halves_are_cast_on_helpers(tmp_path: Path) -> None:
     """Inputs of 32 KiB to singles of 64, which are there together. Columns of 32 KiB take the place of the first.
 
-    A token lies between the two, and 32 KiB are noted of the region.
+    As halves they are in the place of the second. Two tokens lie beside, and 32 KiB are noted of the region.
     """
     w = Writer(17)
     weights = [w.weight(f"w{number}", ir.tensor(np.ones((256, 256), np.float16))) for number in range(4)]
@@ -334,7 +334,7 @@ def test_halves_are_cast_on_helpers(tmp_path: Path) -> None:
     w.output(hidden, "y", ir.DataType.FLOAT16, [64, 256])
     save(w.model(), tmp_path / "model.onnx")
     _, helper = plan_model(tmp_path / "model.onnx", ["2xcpu"], replace(ROW, tensor_split=[1, 1])).ranks
-    assert helper.memory.activations == UNIT + ((32 + 64 + 16 + 32) << 10)
+    assert helper.memory.activations == 2 * UNIT + ((32 + 64 + 32) << 10)
 
 
 def test_commands_know_row_mode(decoder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""Additions of 0 and products with 1, which ONNX Runtime takes out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from splitc.compiler.execution.convolutions import resolve
+from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.fusion.operand import constant
+
+# The number that changes nothing, on either side where the order does not matter.
+_NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
+_COMMUTATIVE = ("Add", "Mul")
+
+
+def without_noops(graph: EngineGraph) -> EngineGraph:
+    """The graph without nodes that give what they read (core/optimizer/noop_elimination.cc).
+
+    Exporters write them where a model's factor is 1. What leaves the engine stays. Where ranks add parts, they add what
+    such a node reads.
+    """
+    readers = Counter(value for node in graph.nodes for value in graph.reads(node))
+    exchanged = {value for one in graph.rounds for value in (*one.takes, *(v for sent in one.sent for v in sent))}
+    same = dict[ir.Value, ir.Value]()
+    computed = set[ir.Value]()
+    for node in graph.nodes:
+        source, made = _unchanged(node), node.outputs[0]
+        is_part = source is not None and made in graph.summed
+        if source is None or made in graph.kept or made in exchanged or (is_part and readers[source] > 1):
+            computed.update(node.outputs)
+        elif not is_part or resolve(same, source) in computed:
+            same[made] = source
+    if not same:
+        return graph
+    return replace(
+        graph,
+        nodes=[node for node in graph.nodes if node.outputs[0] not in same],
+        reads=lambda node: [resolve(same, value) for value in graph.reads(node)],
+        summed={resolve(same, value): resolve(same, part) for value, part in graph.summed.items()},
+        same=same,
+    )
+
+
+def _unchanged(node: ir.Node) -> ir.Value | None:
+    """What a node gives as it is; None if it changes it, or its shape."""
+    neutral = _NEUTRAL.get(node.op_type) if not node.domain else None
+    if neutral is None:
+        return None
+    one, other = node.inputs
+    if node.op_type in _COMMUTATIVE and constant(one) is not None:
+        one, other = other, one
+    if one is None or other is None or constant(one) is not None or constant(other) != neutral:
+        return None
+    axes = len(other.shape) if other.shape is not None else 0
+    return one if axes <= (len(one.shape) if one.shape is not None else 0) else None

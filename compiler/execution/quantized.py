@@ -1,0 +1,111 @@
+"""The nodes between dequantized and quantized values that ONNX Runtime makes one node, which computes in integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+
+import onnx_ir as ir
+
+from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.fusion.operand import constant
+
+# How many inputs of an operator are data, which are dequantized where it computes in integers. What moves elements
+# needs no arithmetic (qdq_selector_action_transformer.cc in core/optimizer/qdq_transformer/selectors_actions).
+_DATA = {
+    **dict.fromkeys(("Conv", "Gemm"), 3),
+    **dict.fromkeys(("MatMul", "Add", "Mul"), 2),
+    **dict.fromkeys(("AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid", "Softmax"), 1),
+    **dict.fromkeys(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Gather", "MaxPool", "Resize"), 1),
+}
+_ALL_DATA = ("Concat",)
+# Products that give singles where nothing quantizes their result.
+_PRODUCTS = ("MatMul", "Gemm")
+_RANGES = {
+    ir.DataType.UINT8: (0, 255),
+    ir.DataType.INT8: (-128, 127),
+    ir.DataType.UINT16: (0, 65535),
+    ir.DataType.INT16: (-32768, 32767),
+}
+
+
+def find_quantized(
+    nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value]
+) -> tuple[list[ir.Node], Reads, dict[ir.Node, ir.Node]]:
+    """The nodes that run on CPUs, what each reads then, and those that compute in integers, with what they stand for.
+
+    A node whose data are all dequantized reads what they are made of. If its result is only quantized, the quantization
+    stands for both.
+    """
+    sources = {node.outputs[0]: node.inputs[0] for node in nodes if node.op_type == "DequantizeLinear"}
+    if not sources:
+        return list(nodes), reads, {}
+    readers: dict[ir.Value, list[ir.Node]] = {}
+    for node in nodes:
+        for value in reads(node):
+            readers.setdefault(value, []).append(node)
+    own: dict[ir.Node, list[ir.Value]] = {}
+    stands_for: dict[ir.Node, ir.Node] = {}
+    inner = set[ir.Node]()
+    for node in nodes:
+        if not _reads_only(node, sources):
+            continue
+        end, between = _quantized_by(node, readers, kept)
+        if end is not node or node.op_type in _PRODUCTS:
+            own[end] = [sources.get(value) or value for value in reads(node)]
+            stands_for[end] = node
+            inner.update(between)
+    left = {value for node in nodes if node not in inner for value in own.get(node) or reads(node)}
+    inner |= {maker for value in sources if value not in left and value not in kept and (maker := value.producer())}
+    return [node for node in nodes if node not in inner], lambda node: own.get(node) or reads(node), stands_for
+
+
+def _reads_only(node: ir.Node, dequantized: Container[ir.Value]) -> bool:
+    """Whether all of a node's data are dequantized."""
+    count = len(node.inputs) if node.op_type in _ALL_DATA else _DATA.get(node.op_type, 0)
+    data = [value for value in node.inputs[:count] if value is not None]
+    return not node.domain and bool(data) and all(value in dequantized for value in data)
+
+
+def _quantized_by(
+    node: ir.Node, readers: Mapping[ir.Value, Sequence[ir.Node]], kept: Container[ir.Value]
+) -> tuple[ir.Node, list[ir.Node]]:
+    """The quantization that alone reads a node's result, and the nodes before it, or the node itself, and none."""
+    between = [node]
+    while len(readers.get(value := between[-1].outputs[0], ())) == 1 and value not in kept:
+        (after,) = readers[value]
+        if after.op_type == "QuantizeLinear" and after.inputs[0] is value:
+            return after, between
+        if len(between) > 1 or not _only_bounds(after, readers.get(after.outputs[0], ())):
+            break
+        between.append(after)
+    return node, []
+
+
+def _only_bounds(node: ir.Node, readers: Sequence[ir.Node]) -> bool:
+    """Whether a node keeps numbers in bounds that the quantization behind it keeps them in too.
+
+    See clip_quantizelinear.cc and relu_quantizelinear.cc in core/optimizer/qdq_transformer.
+    """
+    if (
+        node.domain
+        or node.op_type not in ("Relu", "Clip")
+        or [reader.op_type for reader in readers] != ["QuantizeLinear"]
+    ):
+        return False
+    scale, zero = (constant(value) for value in (*readers[0].inputs[1:3], None, None)[:2])
+    dtype = readers[0].outputs[0].dtype
+    if scale is None or zero is None or dtype not in _RANGES:
+        return False
+    least, most = (0.0, math.inf) if node.op_type == "Relu" else _bounds(node)
+    low, high = (scale * (number - zero) for number in _RANGES[dtype])
+    return least <= low and most >= high
+
+
+def _bounds(clip: ir.Node) -> tuple[float, float]:
+    """Between which numbers a Clip keeps what it reads; none that could be told of where they are computed."""
+    least, most = (*clip.inputs[1:3], None, None)[:2]
+    numbers = constant(least), constant(most)
+    if any(value is not None and number is None for value, number in zip((least, most), numbers, strict=True)):
+        return math.inf, -math.inf
+    return -math.inf if numbers[0] is None else numbers[0], math.inf if numbers[1] is None else numbers[1]

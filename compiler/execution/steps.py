@@ -1,0 +1,47 @@
+"""Operators without a kernel, as the steps that ONNX Runtime inlines for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from splitc.compiler.execution.liveness import Reads, Size
+
+DOMAIN = "splitc.step"
+
+
+@dataclass(frozen=True)
+class Inlined:
+    """The nodes with their steps, what each reads, and the bytes of what steps make."""
+
+    nodes: Sequence[ir.Node]
+    reads: Reads
+    bytes: Mapping[ir.Value, int]
+
+
+def inline(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Inlined:
+    """Put the steps of GroupNormalization before it, which is the last of them itself.
+
+    They cast, center and square the image, divide what is centered, cast that back, and scale it (the function of the
+    operator in onnx/defs/nn/defs.cc). The cast image stays until the quotient has its shape again.
+    """
+    inlined, own, bytes_ = list[ir.Node](), dict[ir.Node, list[ir.Value]](), dict[ir.Value, int]()
+
+    def step(name: str, size: int, *read: ir.Value) -> ir.Value:
+        node = ir.Node(DOMAIN, name, (), [ir.AttrInt64("number", len(own))], num_outputs=1)
+        own[node], bytes_[node.outputs[0]] = list(read), size
+        inlined.append(node)
+        return node.outputs[0]
+
+    for node in nodes:
+        if node.op_type == "GroupNormalization" and not node.domain and (given := list(reads(node))):
+            image = size(node.outputs[0])
+            cast = step("Cast", image, given[0])
+            centered = step("Sub", image, cast)
+            deviation = step("ReduceMean", 1, step("Mul", image, cast))
+            quotient = step("Div", image, centered, deviation, cast)
+            own[node] = [step("Mul", image, step("Cast", image, quotient)), *given[1:]]
+        inlined.append(node)
+    return Inlined(inlined, lambda node: own[node] if node in own else reads(node), bytes_)

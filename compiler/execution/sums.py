@@ -1,0 +1,45 @@
+"""A rank of tensor mode as a graph: what ranks add are nodes, which tokens chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+
+from splitc.compiler.execution.engine_graph import Alike
+from splitc.compiler.execution.exchange import DOMAIN, TOKEN, Exchange
+from splitc.compiler.execution.liveness import Reads, Size
+
+
+def with_sums(
+    nodes: Sequence[ir.Node], reads: Reads, size: Size, summed: Mapping[ir.Value, ir.Value], alike: Alike
+) -> Exchange:
+    """The graph of a rank that adds to the `summed` values, each with the rank's part of it.
+
+    The part is the value itself, as the rank's node makes it, or what that node would only pass on, and so is not
+    there. A sum overwrites a part that is made for it if the file says how large that is.
+    """
+    if not summed:
+        return Exchange(nodes, reads, {}, {}, {})
+    ordered, own = list[ir.Node](), dict[ir.Node, list[ir.Value]]()
+    came, bytes_, aliases = dict[ir.Value, ir.Value](), dict[ir.Value, int](), dict[ir.Value, ir.Value]()
+    token: list[ir.Value] = []
+    for node in nodes:
+        sums = [value for value in node.outputs if value in summed]
+        if all(summed[value] is value for value in sums):
+            ordered.append(node)
+        for value in sums:
+            part = summed[value]
+            reduction = ir.Node(DOMAIN, "AllReduce", (), [ir.AttrInt64("number", len(own))], num_outputs=2)
+            whole = reduction.outputs[0]
+            ordered.append(reduction)
+            own[reduction] = [came.get(part, part), *token]
+            token = [reduction.outputs[1]]
+            came[value], bytes_[whole], bytes_[token[0]] = whole, size(value), TOKEN
+            if part is value and alike(value, value):
+                aliases[whole] = value
+
+    def read(node: ir.Node) -> list[ir.Value]:
+        return own[node] if node in own else [came.get(value, value) for value in reads(node)]
+
+    return Exchange(ordered, read, came, bytes_, aliases)
