@@ -22,19 +22,18 @@ def without_noops(graph: EngineGraph) -> EngineGraph:
     Exporters write them where a model's factor is 1. What leaves the engine stays. Where ranks add parts, they add what
     such a node reads.
     """
+    unchanged = {node: source for node in graph.nodes if (source := _unchanged(node)) is not None}
+    if not unchanged:
+        return graph
     readers = Counter(value for node in graph.nodes for value in graph.reads(node))
+    computed = {value for node in graph.nodes for value in node.outputs}
     exchanged = {value for one in graph.rounds for value in (*one.takes, *(v for sent in one.sent for v in sent))}
     same = dict[ir.Value, ir.Value]()
-    computed = set[ir.Value]()
-    for node in graph.nodes:
-        source, made = _unchanged(node), node.outputs[0]
-        is_part = source is not None and made in graph.summed
-        if source is None or made in graph.kept or made in exchanged or (is_part and readers[source] > 1):
-            computed.update(node.outputs)
-        elif not is_part or resolve(same, source) in computed:
+    for node, source in unchanged.items():
+        made = node.outputs[0]
+        is_own_part = readers[source] == 1 and source in computed
+        if made not in graph.kept and made not in exchanged and (made not in graph.summed or is_own_part):
             same[made] = source
-    if not same:
-        return graph
     return replace(
         graph,
         nodes=[node for node in graph.nodes if node.outputs[0] not in same],
