@@ -34,8 +34,8 @@ class Fused:
     `same` are values that others take the place of. `gelus` are what nodes that end a Gelu are of, `silus` the nodes
     that end an x sigmoid(x). `biased` are additions of a bias, with the product that they are part of. `scaled` are the
     results of scalings that are part of a product, with the value in whose place they are. `exchange` is the graph with
-    what its rank exchanges. `bytes` are those of values that are not in the file. `integers` are the
-    nodes that compute in integers, each with the one of the file that it stands for.
+    what its rank exchanges. `bytes` are those of values that are not in the file. `integers` are the nodes that compute
+    in integers, each with the one of the file that it stands for.
     """
 
     order: Sequence[ir.Node]

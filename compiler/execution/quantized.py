@@ -10,14 +10,14 @@ import onnx_ir as ir
 from splitc.compiler.execution.liveness import Reads
 from splitc.compiler.fusion.operand import constant
 
-# How many inputs of an operator are data, which are dequantized where it computes in integers. What moves elements
-# needs no arithmetic (qdq_selector_action_transformer.cc in core/optimizer/qdq_transformer/selectors_actions).
+# How many inputs of an operator are data, which are dequantized where it computes in integers of 8 bits. What moves
+# elements takes any (qdq_selector_action_transformer.cc in core/optimizer/qdq_transformer/selectors_actions).
 _DATA = {
     **dict.fromkeys(("Conv", "Gemm"), 3),
     **dict.fromkeys(("MatMul", "Add", "Mul"), 2),
     **dict.fromkeys(("AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid", "Softmax"), 1),
-    **dict.fromkeys(("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Gather", "MaxPool", "Resize"), 1),
 }
+_MOVING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Gather", "MaxPool", "Resize")
 _ALL_DATA = ("Concat",)
 # Products that give singles where nothing quantizes their result.
 _PRODUCTS = ("MatMul", "Gemm")
@@ -60,11 +60,18 @@ def find_quantized(
     return [node for node in nodes if node not in inner], lambda node: own.get(node) or reads(node), stands_for
 
 
-def _reads_only(node: ir.Node, dequantized: Container[ir.Value]) -> bool:
-    """Whether all of a node's data are dequantized."""
-    count = len(node.inputs) if node.op_type in _ALL_DATA else _DATA.get(node.op_type, 0)
+def _reads_only(node: ir.Node, sources: Mapping[ir.Value, ir.Value | None]) -> bool:
+    """Whether all of a node's data are dequantized, of a type that it computes in. `sources` are what they are made of.
+
+    A bias of 32 bits comes last.
+    """
+    moves = node.op_type in _MOVING
+    count = len(node.inputs) if node.op_type in _ALL_DATA else 1 if moves else _DATA.get(node.op_type, 0)
     data = [value for value in node.inputs[:count] if value is not None]
-    return not node.domain and bool(data) and all(value in dequantized for value in data)
+    if node.domain or not data or any(value not in sources for value in data):
+        return False
+    types = {source.dtype for value in data[:2] if (source := sources[value]) is not None}
+    return moves or types <= {ir.DataType.UINT8, ir.DataType.INT8}
 
 
 def _quantized_by(
