@@ -30,7 +30,8 @@ class CpuEngine:
     `few_bits`, or what casts them, are read beside those for 32. A `sum` inside an engine takes as much as eight nodes,
     with those that cut and pad for it. `met` is the most for each rank of those that sum, or send to each other, inside
     engines, itself included: the memory that processes share for it (STAGING in runtime/collectives/meeting.py, and the
-    queues of native/transfers.c), of which they touch what they exchange.
+    queues of native/transfers.c), of which they touch what they exchange. Weights and values are predicted with an
+    `error` of this share.
     """
 
     library: int = 9 << 20
@@ -40,6 +41,7 @@ class CpuEngine:
     few_bits: int = 1 << 20
     sum: int = 40 << 10
     met: int = 1 << 20
+    error: float = 0.01
 
 
 CPU_ENGINE = CpuEngine()
@@ -85,7 +87,10 @@ def assemble(
 def _with_sessions(
     ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], engine: str, split: Split
 ) -> tuple[RankPlan, ...]:
-    """The ranks with what their engines' libraries take, those with slots for adapters included."""
+    """The ranks with what their engines' libraries take, those with slots for adapters included.
+
+    On CPUs what predictions may be off is counted there too.
+    """
     inside = has_collectives(engine, [rank.device for rank in ranks])
     crossing = [*split.exchanged(cuts), *(cut.bytes for cut in cuts if cut.detour)] if split.collectives else []
     made = []
@@ -97,7 +102,8 @@ def _with_sessions(
         # Several engines of a rank have a session each, and share no weights.
         adapters = adapter_bytes(memory, packs=rank.device.kind == "cpu" or bool(more))
         slotted = slotted_bytes(rank.device, engine, more, memory.nodes) if memory.sums else 0
-        made.append(replace(rank, memory=replace(memory, engines=own, adapters=adapters + slotted)))
+        margin = int(memory.values * CPU_ENGINE.error) if rank.device.kind == "cpu" else 0
+        made.append(replace(rank, memory=replace(memory, engines=own + margin, adapters=adapters + slotted)))
     return tuple(made)
 
 
@@ -112,8 +118,13 @@ def _with_mapped(rank: RankPlan) -> RankPlan:
 
 
 def search_budget(request: Request, device: Device, budget: Budget) -> Budget:
-    """The budget of a device while cuts are searched: none where weights, which fill it otherwise, take no memory."""
-    return None if request.weights_at == DISK and device.kind == "cpu" else budget
+    """The budget of a device while cuts are searched: none where weights, which fill it otherwise, take no memory.
+
+    On CPUs it is less what predictions may be off.
+    """
+    if device.kind != "cpu" or budget is None:
+        return budget
+    return None if request.weights_at == DISK else int(budget / (1 + CPU_ENGINE.error))
 
 
 def engine_bytes(
