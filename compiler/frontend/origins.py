@@ -43,3 +43,10 @@ def hand_over(old: ir.Value, new: ir.Value, suffix: str) -> None:
     new.name, new.type = old.name, old.type
     old.name = f"{old.name}/{suffix}"
     stand_for(new, old.meta.pop(_ORIGIN, None))
+
+
+def take_place(new: ir.Value, old: ir.Value) -> None:
+    """Let all that reads an old value read a new one, which gets its name, type, shape and origin."""
+    hand_over(old, new, "replaced")
+    new.shape = old.shape
+    old.replace_all_uses_with(new, replace_graph_outputs=True)

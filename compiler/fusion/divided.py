@@ -14,7 +14,6 @@ import onnx_ir as ir
 from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
@@ -88,9 +87,7 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
         assert count is not None
         work = Writer(split, part.name or f"{divided.whole.name}/{number}", (), editor, sizes)
         made = _write_part(divided, slice(start, start + count), [*axes[:-1], fixed_axis(count)], work)
-        part.replace_all_uses_with(made)
-        hand_over(part, made, "undivided")
-        sizes.put(made, [*axes[:-1], fixed_axis(count)])
+        work.take_place(made, part)
         start += count
 
 

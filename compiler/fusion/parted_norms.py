@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.writing import Writer
@@ -94,9 +93,7 @@ def write_parted_norms(parted: PartedNorms, editor: Editor, sizes: Sizes) -> Non
     made = work.add("norm", first.op_type, [parted.data, ones], parted.data, axes, first.domain, **attributes)
     for operator, row in zip(APPLIED, rows, strict=False):
         made = work.add(operator.lower(), operator, [made, editor.constant(row)], parted.data, axes)
-    parted.output.replace_all_uses_with(made, replace_graph_outputs=True)
-    hand_over(parted.output, made, "unfused")
-    sizes.put(made, axes)
+    work.take_place(made, parted.output)
 
 
 def _rows(parted: PartedNorms, number: int, counts: Sequence[int], axes: int) -> Array:

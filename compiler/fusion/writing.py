@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import Operand
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis
@@ -69,6 +70,12 @@ class Writer:
         while value.name in self.sizes.shapes:
             value.name += "'"
         self.sizes.put(value, axes)
+
+    def take_place(self, new: ir.Value, old: ir.Value) -> None:
+        """Let all that reads an old value read a new one, which keeps its axes."""
+        axes = self.axes(new)
+        take_place(new, old)
+        self.sizes.put(new, axes)
 
     def undo(self) -> None:
         """Remove what was added, which nothing else reads."""

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.joined_tensor import JoinedTensor
-from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.fusion.divided import is_own
 from splitc.compiler.fusion.masks import PAST
@@ -99,10 +99,7 @@ def _join(products: list[ir.Node], editor: Editor) -> None:
     split = _split(made, [tensor.shape.numpy()[axis] for _, tensor in weights], editor)
     editor.graph.insert_before(first, split)
     for product, (weight, _), new in zip(products, weights, split.outputs, strict=True):
-        old = product.outputs[0]
-        hand_over(old, new, "apart")
-        new.shape = old.shape
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        take_place(new, product.outputs[0])
         editor.graph.remove(product, safe=True)
         del editor.graph.initializers[weight.name or ""]
 

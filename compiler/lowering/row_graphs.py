@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.origins import origin_of, stand_for
+from splitc.compiler.frontend.origins import origin_of, take_place
 from splitc.compiler.lowering.chained import ChainedGraph, unused_name
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.row_slices import slice_graph
@@ -56,10 +56,9 @@ def _join_columns(graph: ir.Graph, node: ir.Node, columns: Sequence[ir.Value], p
     joined = ir.node("Concat", columns, {"axis": product.axis}, name=f"{old.name}/columns")
     whole = joined.outputs[0]
     graph.insert_before(node, joined)
-    old.replace_all_uses_with(whole, replace_graph_outputs=True)
+    take_place(whole, old)
+    whole.shape = whole.shape or open_shape(whole)
     graph.remove(node, safe=True)
-    whole.name, whole.type, whole.shape = old.name, old.type, old.shape or open_shape(old)
-    stand_for(whole, product.result)
     return whole
 
 
