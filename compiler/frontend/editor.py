@@ -10,6 +10,15 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import hand_over, origin_of, stand_for
+from splitc.compiler.nodes import unused_name
+
+
+def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    """A new initializer of a graph, with the name, type and shape of a tensor."""
+    shape = ir.Shape(tensor.shape.numpy())
+    value = ir.Value(name=tensor.name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
 
 
 class Editor:
@@ -25,8 +34,8 @@ class Editor:
         key = (f"{array.dtype}{array.shape}", array.tobytes())
         known = self._added.get(key)
         if known is None or self.graph.initializers.get(known.name or "") is not known:  # or it was removed as unused
-            name = self.unused_name(f"splitc_constant_{len(self._added)}")
-            self._added[key] = self._register(ir.Tensor(array, name=name))
+            name = unused_name(f"splitc_constant_{len(self._added)}", self.graph.initializers)
+            self._added[key] = add_initializer(self.graph, ir.Tensor(array, name=name))
         return self._added[key]
 
     def scalar(self, number: float, like: ir.Value) -> ir.Value:
@@ -39,20 +48,8 @@ class Editor:
 
     def add(self, key: tuple[str, bytes], tensor: ir.TensorProtocol) -> ir.Value:
         """A new initializer, which `find` returns for this key."""
-        self._added[key] = self._register(tensor)
+        self._added[key] = add_initializer(self.graph, tensor)
         return self._added[key]
-
-    def unused_name(self, name: str) -> str:
-        """The name, with as many primes (') as it takes for no initializer to have it."""
-        while name in self.graph.initializers:
-            name += "'"
-        return name
-
-    def _register(self, tensor: ir.TensorProtocol) -> ir.Value:
-        shape = ir.Shape(tensor.shape.numpy())
-        value = ir.Value(name=tensor.name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        self.graph.register_initializer(value)
-        return value
 
     def before(
         self, node: ir.Node, operator: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any

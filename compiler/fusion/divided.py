@@ -18,6 +18,7 @@ from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import unused_name
 
 OPERATOR = "MatMul"
 
@@ -106,6 +107,6 @@ def _columns(weight: ir.Value, columns: slice, editor: Editor) -> ir.Value:
     tensor = weight.const_value
     assert tensor is not None
     shape = ir.Shape([*tensor.shape.numpy()[:-1], columns.stop - columns.start])
-    name = editor.unused_name(f"{weight.name}[{columns.start}:{columns.stop}]")
+    name = unused_name(f"{weight.name}[{columns.start}:{columns.stop}]", editor.graph.initializers)
     cut = CutTensor(tensor, {len(shape) - 1: columns}, shape, name)
     return editor.add((name, b""), cut)

@@ -23,6 +23,7 @@ from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS, Cache
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis, size_readers
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import unused_name
 from splitc.runtime.package.states import Length
 
 # What the input is called. A model's own names that begin so get another end.
@@ -147,9 +148,7 @@ class Lengths:
             raise NotFusedError(f"its model is of an opset before {OPSET}, whose Max takes no sizes")
         if step is None:
             raise NotFusedError("no input says how many tokens a request adds to its cache")
-        name = NAME
-        while name in self._sizes.shapes:
-            name += "'"
+        name = unused_name(NAME, self._sizes.shapes)
         value = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         graph.inputs.append(value)
         is_to_say_a_size(value)
@@ -176,9 +175,7 @@ class Lengths:
 
     def _add_room(self, total: Axis) -> ir.Value:
         """The input for the room, which is as large as what is filled where sizes are planned."""
-        name = ROOM
-        while name in self._sizes.shapes:
-            name += "'"
+        name = unused_name(ROOM, self._sizes.shapes)
         room = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         self._editor.graph.inputs.append(room)
         is_to_say_a_size(room)

@@ -17,6 +17,7 @@ from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.fusion.divided import is_own
 from splitc.compiler.fusion.masks import PAST
+from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators.registry import operator_of
 
 PRODUCTS = {("", "MatMul"), ("com.microsoft", "FusedMatMul")}
@@ -91,7 +92,7 @@ def _join(products: list[ir.Node], editor: Editor) -> None:
     """Put one product, and a Split, where the first of these is."""
     first, axis = products[0], _columns(products[0])
     weights = [_weight(product) for product in products]
-    name = editor.unused_name("+".join(weight.name or "" for weight, _ in weights))
+    name = unused_name("+".join(weight.name or "" for weight, _ in weights), editor.graph.initializers)
     joined = editor.add((name, b""), JoinedTensor([tensor for _, tensor in weights], axis, name))
     attributes = {key: attribute.value for key, attribute in first.attributes.items()}
     made = editor.before(first, first.op_type, first.inputs[0], joined, domain=first.domain, **attributes)

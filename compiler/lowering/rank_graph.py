@@ -19,6 +19,7 @@ from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.joined_sums import join_sums
 from splitc.compiler.lowering.size_rewriter import SizeRewriter
 from splitc.compiler.lowering.stage_graph import stage_graph
+from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation
@@ -138,7 +139,7 @@ class _RankGraph:
             key = (value.name or "", self._shards.key(axes))
             shard = self._editor.find(key)
             if shard is None:
-                name = self._editor.unused_name(f"{value.name}/rank{self._rank}")
+                name = unused_name(f"{value.name}/rank{self._rank}", self._graph.initializers)
                 shard = self._editor.add(key, self._shards.weight(value.const_value, axes, name))
                 mark_part(shard, value, self._shards.places(axes))
             node.replace_input_with(number, shard)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.origins import origin_of, take_place
-from splitc.compiler.lowering.chained import ChainedGraph, unused_name
+from splitc.compiler.lowering.chained import ChainedGraph, take_name
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.row_slices import slice_graph
 from splitc.compiler.lowering.stage_graph import stage_graph
@@ -120,7 +120,7 @@ class _Builder(ChainedGraph):
                 for number in range(len(node.inputs)):
                     node.replace_input_with(number, None)
                 continue
-            node.name = unused_name(node.name or "", self._node_names)
+            node.name = take_name(node.name, self._node_names)
             for value in node.outputs:
                 value.name = self._unused(value.name or "")
             self._graph.append(node)
