@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.reads import read_sizes
 from splitc.compiler.frontend.unused import disconnect_subgraphs
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
@@ -85,10 +86,7 @@ def _evaluate(node: ir.Node) -> list[Array] | None:
         source = node.inputs[0]
         if source is None or source.shape is None or not source.shape.is_static():
             return None
-        shape = np.array(source.shape.numpy(), np.int64)
-        if node.op_type == "Size":
-            return [np.array(math.prod(shape), np.int64)]
-        return [shape[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]]
+        return [read_sizes(node, source.shape.numpy())]
     inputs = [value for value in node.inputs if value is not None]
     tensors = [tensor for value in inputs if (tensor := value.const_value) is not None]
     arrays = [tensor.numpy() for tensor in tensors if tensor.size <= LONGEST and tensor.dtype != ir.DataType.STRING]

@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.frontend.room import give_room, is_to_say_a_size
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.attention import NotFusedError
@@ -265,10 +266,7 @@ def _add_again(work: Writer, value: ir.Value, before: ir.Value, new: Axis) -> Ag
     return Again(count, queries, own)
 
 
-def sizes_read(node: ir.Node, sizes: Sizes) -> tuple[Axis, ...] | None:
+def sizes_read(node: ir.Node, sizes: Sizes) -> list[Axis] | None:
     """The axes whose sizes a Shape gives; None if they are not known."""
-    value = node.inputs[0]
-    axes = None if value is None else sizes.axes(value)
-    if axes is None:
-        return None
-    return axes[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(axes))]
+    axes = None if node.inputs[0] is None else sizes.axes(node.inputs[0])
+    return None if axes is None else given_sizes(node, axes)
