@@ -18,7 +18,7 @@ from splitc.compiler.execution.products import biased_products, scaled_products
 from splitc.compiler.execution.reshapes import without_own_sizes
 from splitc.compiler.execution.rounds import Exchange, with_rounds
 from splitc.compiler.execution.silus import find_silus
-from splitc.compiler.frontend.reads import holds_graphs
+from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.registry import operator_of
 
@@ -98,9 +98,9 @@ def _merged(nodes: Sequence[ir.Node]) -> tuple[list[ir.Node], dict[ir.Value, ir.
     kept = []
     for node in nodes:
         inputs = tuple(value and same.get(value, value) for value in node.inputs)
-        how = frozenset((name, str(attribute.value)) for name, attribute in node.attributes.items())
-        other = first.setdefault((node.domain, node.op_type, inputs, how), node)
-        if other is node or operator_of(node).random or holds_graphs(node):
+        key = node_key(node)
+        other = node if key is None else first.setdefault((key, inputs), node)
+        if other is node or operator_of(node).random:
             kept.append(node)
         else:
             same.update(zip(node.outputs, other.outputs, strict=False))

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.sizes import Sizes
@@ -60,9 +61,7 @@ def find_parted_norms(concat: ir.Node) -> PartedNorms | None:
 
 def _is_alike(norm: ir.Node, first: ir.Node) -> bool:
     """Whether a norm differs from the first one in its data and its weights alone, and is read once."""
-    own = {name: attribute.value for name, attribute in norm.attributes.items()}
-    others = {name: attribute.value for name, attribute in first.attributes.items()}
-    is_same = (norm.op_type, norm.domain, own) == (first.op_type, first.domain, others)
+    is_same = node_key(norm) == node_key(first)
     is_read_once = len(norm.outputs[0].uses()) == 1 and not norm.outputs[0].is_graph_output()
     given = [value is not None for value in norm.inputs] == [value is not None for value in first.inputs]
     return is_same and given and is_read_once and not any(value.uses() for value in norm.outputs[1:])

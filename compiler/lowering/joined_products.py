@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.joined_tensor import JoinedTensor
+from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.fusion.divided import is_own
@@ -84,8 +85,7 @@ def _columns(product: ir.Node) -> int:
 def _kind(product: ir.Node) -> Any:
     """What products that can be joined have in common."""
     _, tensor = _weight(product)
-    attributes = sorted((name, str(attribute.value)) for name, attribute in product.attributes.items())
-    return product.inputs[0], product.op_type, *attributes, tensor.dtype, tensor.shape.numpy()[1 - _columns(product)]
+    return product.inputs[0], node_key(product), tensor.dtype, tensor.shape.numpy()[1 - _columns(product)]
 
 
 def _join(products: list[ir.Node], editor: Editor) -> None:
