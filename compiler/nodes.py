@@ -13,8 +13,10 @@ def operator_name(node: ir.Node) -> str:
 
 
 def describe_node(node: ir.Node) -> str:
-    """A node for messages: its name, or that of its output if it has none."""
-    return f"node '{node.name}'" if node.name else f"the {node.op_type} node that makes '{node.outputs[0].name}'"
+    """A node for messages: its name and operator, or its operator and what it makes if it has no name."""
+    if not node.name:
+        return f"the {node.op_type} node that makes '{node.outputs[0].name}'"
+    return f"node '{node.name}' ({node.op_type})"
 
 
 def unused_name(name: str | None, used: Container[str | None]) -> str:

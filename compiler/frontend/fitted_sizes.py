@@ -141,7 +141,7 @@ class _Search:
             problem = self._trial.refusal(shapes, {}) if whole else None
             refused = None if whole and problem is None else first_refused(bound_copy, bound, self._accepted)
             if refused is not None:
-                problem = f"{describe_node(refused[0])} ({refused[0].op_type}): {refused[1]}"
+                problem = f"{describe_node(refused[0])}: {refused[1]}"
             wrong = refused or (self._odd(bound_copy, bound) if problem is None else None)
             names = frozenset(value.name for value in wrong[0].outputs) if wrong is not None else frozenset()
             numbers = _numbers(wrong[0], bound.shapes) if wrong is not None else []

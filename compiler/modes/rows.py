@@ -62,7 +62,7 @@ def _rows_or_why(analysis: Analysis) -> Rows | str:
     graph, bound, given = analysis.graph, probe_sizes(analysis), (analysis.shapes, analysis.costs.certain)
     if drawn := next((node for node in graph.nodes if is_random(node)), None):
         return (
-            f"{describe_node(drawn)} ({drawn.op_type}) draws random numbers, and all groups of devices would draw the "
+            f"{describe_node(drawn)} draws random numbers, and all groups of devices would draw the "
             "same. Use another --split-mode, without --batch-groups."
         )
     rows, opaque = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))

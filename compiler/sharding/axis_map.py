@@ -19,6 +19,7 @@ from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.frontend.uniform import is_uniform
 from splitc.compiler.frontend.walks import ancestors
+from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
 from splitc.compiler.operators.operation import Axes, Operation
@@ -207,9 +208,8 @@ def relate_node(operation: Operation) -> None:
         shapes = [None if axes is None else tuple(map(ax.size_of, axes)) for axes in operation.inputs]
         if (reason := refusal(node, shapes)) is None:
             raise
-        where = f"node '{node.name}'" if node.name else f"the node that makes '{node.outputs[0].name}'"
         raise ModelError(
-            f"{where} ({node.op_type}): its attributes and the shapes of its values contradict: {reason}"
+            f"{describe_node(node)}: its attributes and the shapes of its values contradict: {reason}"
         ) from error
 
 
