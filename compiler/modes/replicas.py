@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -86,14 +86,8 @@ def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request
     asked = None if request.tensor_split is None else [request.tensor_split[place] for place in order]
     shares = _speeds(analysis, resources, tightest.devices) if asked is None else _sums(asked, size)
     inside = None if asked is None or size == 1 else _inside(asked, size)
-    counts = share_rows(planned_rows(analysis, rows), shares)
-    analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
-    most = analyses[counts.index(max(counts))]
     alone = replace(request, batch_groups=1, tensor_split=inside)
-    plans = {own: mode.plan(own, tightest, alone) for own in dict.fromkeys((most, *analyses))}
-    plan = _joined(analysis, resources, plans[most], [plans[own] for own in analyses], shares, counts, rows)
-    check_memory(plan)
-    return plan
+    return _divided(analysis, resources, shares, rows, lambda own: mode.plan(own, tightest, alone))
 
 
 def replan_in_groups(
@@ -113,14 +107,28 @@ def replan_in_groups(
     shares, inside = _sums(asked, size), _inside(asked, size)
     tightest = _tightest(resources, size)
     analysis = on_devices(analysis, _same_places(resources.devices, tightest.devices))
-    counts = share_rows(planned_rows(analysis, rows), shares)
-    analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
-    most = analyses[counts.index(max(counts))]
     entries = [
         msgspec.structs.replace(rank, share=share) for rank, share in zip(file.ranks[:size], inside, strict=True)
     ]
     alone = msgspec.structs.replace(file, ranks=entries, batch_groups=1)
-    plans = {own: mode.replan(own, tightest, request, alone, chosen) for own in dict.fromkeys((most, *analyses))}
+    return _divided(analysis, resources, shares, rows, lambda own: mode.replan(own, tightest, request, alone, chosen))
+
+
+def _divided(
+    analysis: Analysis,
+    resources: Resources,
+    shares: Sequence[float],
+    rows: Mapping[str, int],
+    plan_one: Callable[[Analysis], Plan],
+) -> Plan:
+    """The plan of all groups, which have these shares of the rows. `plan_one` plans a group, for the rows that it has.
+
+    Raises DoesNotFitError if a rank needs more than its budget.
+    """
+    counts = share_rows(planned_rows(analysis, rows), shares)
+    analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
+    most = analyses[counts.index(max(counts))]
+    plans = {own: plan_one(own) for own in dict.fromkeys((most, *analyses))}
     plan = _joined(analysis, resources, plans[most], [plans[own] for own in analyses], shares, counts, rows)
     check_memory(plan)
     return plan

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from splitc.compiler.frontend.cut_tensor import take
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.rank_graph import rank_graph
@@ -184,9 +185,7 @@ def _feed(tiny: TinyModel, value: ir.Value, rank: int) -> Array:
 
 
 def _shard(sharded: ShardedModel, axes: Axes, rank: int, array: Array) -> Array:
-    for number, places in sharded.shards(rank).places(axes).items():
-        array = np.take(array, places, number)
-    return array
+    return take(array, sharded.shards(rank).places(axes))
 
 
 def _misfit(sharded: ShardedModel, node: ir.Node, made: Mapping[str, Array]) -> str:
