@@ -101,20 +101,11 @@ def _readers(graph: Graph) -> Readers:
 
     A folded node whose result is an output counts as a reader too.
     """
-    uses: dict[ir.Value, list[ir.Node]] = {}
-    for node in graph.nodes:
-        for value in graph.reads[node]:
-            uses.setdefault(value, []).append(node)
-    below: dict[ir.Node, dict[ir.Node, None]] = {}
 
-    def ends(value: ir.Value) -> dict[ir.Node, None]:
-        return {end: None for node in uses.get(value, ()) for end in below.get(node, {node: None})}
+    def is_read(node: ir.Node) -> bool:
+        return node not in graph.constant or any(value.is_graph_output() for value in node.outputs)
 
-    for node in reversed(graph.nodes):
-        if node in graph.constant:
-            own = {node: None} if any(value.is_graph_output() for value in node.outputs) else {}
-            below[node] = {**own, **{end: None for value in node.outputs for end in ends(value)}}
-    return {value: tuple(ends(value)) for value in uses if value.is_initializer()}
+    return {weight: tuple(filter(is_read, nodes)) for weight, nodes in graph.uses.items()}
 
 
 def _inside_blocks(partition: Partition) -> frozenset[ir.Node]:
