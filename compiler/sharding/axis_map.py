@@ -15,7 +15,7 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.observation import MOST_SIZES, refusal
 from splitc.compiler.frontend.optional import OptionalOrigin, source_of
-from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
+from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.frontend.uniform import is_uniform
 from splitc.compiler.frontend.walks import ancestors
@@ -87,7 +87,7 @@ def find_axes(
 @remembered
 def probe_sizes(analysis: Analysis) -> BoundShapes:
     """The shapes with probe sizes."""
-    return bind_probe_sizes(analysis.graph, analysis.shapes, analysis.costs.certain)
+    return Probes(analysis.graph, analysis.shapes, analysis.costs.certain).distinct()
 
 
 def find_axes_separately(
