@@ -12,6 +12,9 @@ import onnx_ir as ir
 from splitc.compiler.frontend.origins import hand_over, origin_of, stand_for
 from splitc.compiler.nodes import unused_name
 
+# The opsets from which on operators take their lists as inputs. Before, these are attributes.
+LISTS_AS_INPUTS = {"Slice": 10, "Pad": 11, "Split": 13, "ReduceSumSquare": 18}
+
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
     """A new initializer of a graph, with the name, type and shape of a tensor."""
@@ -41,6 +44,12 @@ class Editor:
     def scalar(self, number: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the same type as `like`, or float32 if that is not known."""
         return self.constant(np.array(number, like.dtype.numpy() if like.dtype is not None else np.float32))
+
+    def lists(self, operator: str, **lists: Sequence[int]) -> tuple[list[ir.Value], dict[str, Any]]:
+        """Lists of numbers as an operator takes them in the graph's opset: as inputs behind its data, or attributes."""
+        if self.graph.opset_imports.get("", 17) < LISTS_AS_INPUTS[operator]:
+            return [], lists
+        return [self.constant(np.array(numbers, np.int64)) for numbers in lists.values()], {}
 
     def find(self, key: tuple[str, bytes]) -> ir.Value | None:
         """An initializer that was added under this key."""

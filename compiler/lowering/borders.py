@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
@@ -12,9 +11,6 @@ from splitc.compiler.operators.axes import Axis
 from splitc.compiler.sharding.crossings import Crossing
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range
-
-# The first opset that has Slice and Pad with bounds as inputs.
-_SLICE_INPUTS, _PAD_INPUTS = 10, 11
 
 
 def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: Crossing) -> None:
@@ -86,12 +82,8 @@ def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str)
     if not runs:
         return value
     starts, ends = [run.start for run in runs.values()], [run.stop for run in runs.values()]
-    axes = list(runs)
-    if editor.graph.opset_imports.get("", 17) < _SLICE_INPUTS:
-        cut = editor.wrap(value, "Slice", [value], suffix, starts=starts, ends=ends, axes=axes)
-    else:
-        bounds = [editor.constant(np.array(numbers, np.int64)) for numbers in (starts, ends, axes)]
-        cut = editor.wrap(value, "Slice", [value, *bounds], suffix)
+    bounds, attributes = editor.lists("Slice", starts=starts, ends=ends, axes=list(runs))
+    cut = editor.wrap(value, "Slice", [value, *bounds], suffix, **attributes)
     _resize(cut, {number: run.size for number, run in runs.items()})
     return cut
 
@@ -100,9 +92,8 @@ def _pad(editor: Editor, value: ir.Value, pads: dict[int, tuple[int, int]], axes
     """A value padded with zeros: so many before and after it along each axis."""
     pairs = [pads.get(number, (0, 0)) for number in range(axes)]
     flat = [first for first, _ in pairs] + [last for _, last in pairs]
-    if editor.graph.opset_imports.get("", 17) < _PAD_INPUTS:
-        return editor.wrap(value, "Pad", [value], "shard", pads=flat)
-    return editor.wrap(value, "Pad", [value, editor.constant(np.array(flat, np.int64))], "shard")
+    sizes, attributes = editor.lists("Pad", pads=flat)
+    return editor.wrap(value, "Pad", [value, *sizes], "shard", **attributes)
 
 
 def _resize(value: ir.Value, sizes: dict[int, int]) -> None:

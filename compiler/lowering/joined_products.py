@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
@@ -28,8 +27,6 @@ PARTS = slice(3)
 # A Split into three parts of any sizes is a kernel of its own in ONNX Runtime (Split3Inner); one into two copies their
 # sizes to the GPU.
 COUNT = 3
-# The opset from which on a Split takes its sizes as an input.
-SIZES_INPUT = 13
 
 
 def join_products(graph: ir.Graph) -> None:
@@ -97,16 +94,10 @@ def _join(products: list[ir.Node], editor: Editor) -> None:
     attributes = {key: attribute.value for key, attribute in first.attributes.items()}
     made = editor.before(first, first.op_type, first.inputs[0], joined, domain=first.domain, **attributes)
     made.name, made.type = f"{first.outputs[0].name}/joined", first.outputs[0].type
-    split = _split(made, [tensor.shape.numpy()[axis] for _, tensor in weights], editor)
+    sizes, how = editor.lists("Split", split=[tensor.shape.numpy()[axis] for _, tensor in weights])
+    split = ir.node("Split", [made, *sizes], {"axis": -1, **how}, num_outputs=COUNT)
     editor.graph.insert_before(first, split)
     for product, (weight, _), new in zip(products, weights, split.outputs, strict=True):
         take_place(new, product.outputs[0])
         editor.graph.remove(product, safe=True)
         del editor.graph.initializers[weight.name or ""]
-
-
-def _split(data: ir.Value, sizes: list[int], editor: Editor) -> ir.Node:
-    """What takes a value's last axis apart."""
-    if editor.graph.opset_imports.get("", SIZES_INPUT) < SIZES_INPUT:
-        return ir.node("Split", [data], {"axis": -1, "split": sizes}, num_outputs=len(sizes))
-    return ir.node("Split", [data, editor.constant(np.array(sizes, np.int64))], {"axis": -1}, num_outputs=len(sizes))

@@ -73,11 +73,12 @@ def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: 
     if len(set(sizes)) == 1 or not any(map(shards.is_split, sections)):
         return
     node.attributes.pop("num_outputs", None)
-    if editor.graph.opset_imports.get("", 17) < 13:
-        node.attributes["split"] = ir.AttrInt64s("split", sizes)
-    else:
-        node.resize_inputs(2)
-        node.replace_input_with(1, editor.constant(np.array(sizes, np.int64)))
+    inputs, attributes = editor.lists("Split", split=sizes)
+    for name, numbers in attributes.items():
+        node.attributes[name] = ir.AttrInt64s(name, numbers)
+    for number, value in enumerate(inputs, 1):
+        node.resize_inputs(1 + number)
+        node.replace_input_with(number, value)
 
 
 def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
@@ -129,10 +130,8 @@ def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node
     counted = wide
     if shards.owns(axis) and not shards.owns(axis, all):
         counted = op("Where", editor.constant(shards.owned_mask(axis)), wide, number(0))
-    if editor.graph.opset_imports.get("", 17) < 18:
-        partial = op("ReduceSumSquare", counted, axes=[-1])
-    else:
-        partial = op("ReduceSumSquare", counted, editor.constant(np.array([-1], np.int64)))
+    inputs, attributes = editor.lists("ReduceSumSquare", axes=[-1])
+    partial = op("ReduceSumSquare", counted, *inputs, **attributes)
     if not shards.owns(axis):
         partial = op("Mul", partial, number(0))
     whole = op(COLLECTIVE, partial, **all_reduce("sum", ranks))
