@@ -32,6 +32,12 @@ def described(clone: ir.Value) -> ir.Value:
     return origin_of(clone) or clone
 
 
+def restore_types(graph: ir.Graph) -> None:
+    """Give what nodes make the types of the model, in place: values between engines need them."""
+    for value in (value for node in graph for value in node.outputs):
+        value.type = value.type or described(value).type
+
+
 def stand_for(value: ir.Value, origin: ir.Value | None) -> None:
     """Make a value a copy of one of the model."""
     if origin is not None:

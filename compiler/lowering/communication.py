@@ -66,10 +66,7 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
 
 def first_token(graph: ir.Graph) -> ir.Value:
     """A constant of the graph that the first of its exchanges takes for a token."""
-    name = "splitc_first"
-    if name in graph.initializers:
-        return graph.initializers[name]
-    return add_initializer(graph, ir.tensor(np.zeros(FIRST, np.uint8), name=name))
+    return add_initializer(graph, ir.tensor(np.zeros(FIRST, np.uint8), name="splitc_first"))
 
 
 def _replace(graph: ir.Graph, node: ir.Node, token: ir.Value) -> ir.Node:

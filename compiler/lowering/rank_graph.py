@@ -9,7 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import mark_part
-from splitc.compiler.frontend.origins import origin_of
+from splitc.compiler.frontend.origins import origin_of, restore_types
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors, producers
@@ -64,9 +64,7 @@ class _RankGraph:
         self._crossings: dict[ir.Node, list[Crossing]] = defaultdict(list)
         for crossing in crossings(split.axis_map):
             self._crossings[crossing.node].append(crossing)
-        for value in (value for node in self._graph for value in node.outputs):
-            origin = origin_of(value)
-            value.type = value.type or (origin.type if origin is not None else None)
+        restore_types(self._graph)
 
     def build(self) -> ir.Graph:
         """The graph, with what nothing reads any more."""
@@ -79,7 +77,6 @@ class _RankGraph:
         self._globalize_outputs()
         for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
             self._fit_shape(value)
-        self._name_new()
         return self._graph
 
     def _rewrite(self, node: ir.Node, origin: ir.Node) -> None:
@@ -178,13 +175,6 @@ class _RankGraph:
         if not self._shards.is_split(axis):
             return size
         return self._shards.size(axis) if size == ax.size_of(axis) else None
-
-    def _name_new(self) -> None:
-        for number, node in enumerate(self._graph):
-            for place, value in enumerate(node.outputs):
-                if value.name is None:
-                    node.name = f"splitc_{node.op_type}_{number}"
-                    value.name = f"{node.name}_{place}"
 
 
 def _collectives(graph: ir.Graph) -> int:

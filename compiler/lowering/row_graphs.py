@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.origins import origin_of, take_place
+from splitc.compiler.frontend.origins import origin_of, restore_types, take_place
 from splitc.compiler.lowering.chained import ChainedGraph, take_name
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.row_slices import slice_graph
@@ -28,10 +28,8 @@ def row_graph(sliced: SlicedProducts, stage: Stage, number: int) -> ir.Graph:
 def _main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
     """The main rank's graph: the model, with sends, its own columns and receives in the place of each round."""
     graph = stage_graph(sliced.graph, stage)
+    restore_types(graph)
     outputs = [value for node in graph for value in node.outputs]
-    for value in outputs:  # values between engines need types
-        origin = origin_of(value)
-        value.type = value.type or (origin.type if origin is not None else None)
     nodes = {origin_of(node): node for node in graph}
     copies = {origin_of(value): value for value in (*graph.inputs, *outputs)}
     builder = _Builder(graph)
