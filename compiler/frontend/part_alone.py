@@ -9,6 +9,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.node_alone import run_alone, serialized
+from splitc.compiler.frontend.reads import view_of
 from splitc.compiler.frontend.walks import ancestors, producers
 
 Array = npt.NDArray[Any]
@@ -34,11 +35,7 @@ def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[
         nodes = [node for node in graph if node in needed]
         read = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
         inputs = [value for value in read if value in known]
-        weights = tuple(value for value in read if value.is_initializer() and value not in known)
-        view = ir.GraphView(
-            inputs, asked, nodes=nodes, initializers=weights, opset_imports=graph.opset_imports, name="part"
-        )
-        part = with_own_tensors(view)
+        part = with_own_tensors(view_of(graph, inputs, asked, nodes))
         for copy, value in zip(part.inputs, inputs, strict=True):
             copy.shape = ir.Shape(known[value].shape)
         for value in (value for node in part for value in node.outputs):

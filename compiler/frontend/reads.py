@@ -72,3 +72,20 @@ def read_sizes(node: ir.Node, shape: Sequence[int]) -> npt.NDArray[Any]:
     if node.op_type == "Size":
         return np.array(np.prod(shape, dtype=np.int64))
     return np.array(given_sizes(node, shape), np.int64)
+
+
+def view_of(
+    graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], nodes: Sequence[ir.Node]
+) -> ir.GraphView:
+    """Some of a graph's nodes, in its order, as a graph between these values, with the weights that they read."""
+    read = dict.fromkeys(value for node in nodes for value in node_reads(node))
+    return ir.GraphView(
+        inputs,
+        outputs,
+        nodes=nodes,
+        initializers=tuple(value for value in read if value.is_initializer()),
+        opset_imports=graph.opset_imports,
+        name=graph.name,
+        doc_string=graph.doc_string,
+        metadata_props=graph.metadata_props,
+    )

@@ -100,10 +100,7 @@ def _in_one_line(error: Exception) -> str:
 def _run(tiny: TinyModel, ranks: int) -> dict[str, Array]:
     """The outputs of the whole nodes by name, and of each rank's by `rank/name`."""
     graph = tiny.sharded.graph.graph
-    proto = onnx.ModelProto(ir_version=10)
-    for domain, version in graph.opset_imports.items():
-        proto.opset_import.add(domain=domain, version=version)
-    proto.graph.CopyFrom(ir.serde.serialize_graph(graph))
+    proto = ir.to_proto(ir.Model(graph, ir_version=10))
     feeds = dict(tiny.feeds)
     for rank in range(ranks):
         part = rank_graph(tiny.sharded, tiny.stage, rank)
