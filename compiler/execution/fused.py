@@ -11,7 +11,7 @@ import onnx_ir as ir
 from splitc.compiler.execution.convolutions import find_parts, resolve
 from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.gelus import find_gelus
-from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.liveness import Nodes, Reads
 from splitc.compiler.execution.normed_sums import find_normed_sums
 from splitc.compiler.execution.order import depth_first, ends_gelu, positions_after_passes
 from splitc.compiler.execution.products import biased_products, scaled_products
@@ -25,7 +25,7 @@ from splitc.compiler.operators.registry import operator_of
 
 @dataclass(frozen=True)
 class Fused:
-    """The nodes in the order in which they run, where each comes in ONNX Runtime's graph, and what each reads.
+    """The nodes in the order in which they run, and where each comes in ONNX Runtime's graph.
 
     `same` are values that others take the place of. `gelus` are what nodes that end a Gelu are of, `silus` the nodes
     that end an x sigmoid(x). `biased` are additions of a bias, with the product that they are part of. `scaled` are the
@@ -33,9 +33,8 @@ class Fused:
     what row mode's main rank sends and receives.
     """
 
-    order: Sequence[ir.Node]
+    nodes: Nodes
     position: Mapping[ir.Node, int]
-    reads: Reads
     same: Mapping[ir.Value, ir.Value]
     gelus: Mapping[ir.Node, ir.Value]
     silus: Container[ir.Node]
@@ -52,20 +51,19 @@ def fuse(graph: EngineGraph) -> Fused:
     """What ONNX Runtime makes of a graph's nodes."""
     kept, alike, stays_alone = graph.kept, graph.alike, graph.stays_alone
     exchange = with_rounds(graph.nodes, graph.reads, graph.size, graph.rounds)
-    nodes, same = _merged(exchange.nodes)
-    reads = exchange.reads
-    nodes, reads, gelus = find_gelus(*without_own_sizes(nodes, _replaced(_shapes_before(reads), same), kept))
-    nodes, reads, silus = find_silus(nodes, reads, kept)
-    parts = find_parts(nodes, reads, kept, stays_alone)
-    inner = {producer_of(value) for value in parts}
-    nodes, reads = [node for node in nodes if node not in inner], _replaced(reads, parts)
-    nodes, reads, norms = find_normed_sums(nodes, reads, kept, alike)
-    biased = biased_products(nodes, reads)
-    scaled, products = scaled_products(nodes, reads, kept, lambda node: node in biased.values() or stays_alone(node))
+    merged, same = _merged(exchange.nodes)
+    nodes = Nodes(merged, _replaced(_shapes_before(exchange.reads), same), kept)
+    nodes, gelus = find_gelus(without_own_sizes(nodes))
+    nodes, silus = find_silus(nodes)
+    parts = find_parts(nodes, stays_alone)
+    nodes = nodes.without({producer_of(value) for value in parts}, _replaced(nodes.reads, parts))
+    nodes, norms = find_normed_sums(nodes, alike)
+    biased = biased_products(nodes)
+    scaled, products = scaled_products(nodes, lambda node: node in biased.values() or stays_alone(node))
     by_tanh = {node for node in gelus if node.op_type == "Mul" and not ends_gelu(node, {})}
-    position = positions_after_passes(nodes, reads, biased, norms, by_tanh, silus, products)
-    order = depth_first(nodes, reads, position)
-    return Fused(order, position, reads, {**same, **parts, **exchange.joined}, gelus, silus, biased, scaled, exchange)
+    position = positions_after_passes(nodes, biased, norms, by_tanh, silus, products)
+    nodes = Nodes(depth_first(nodes.order, nodes.reads, position), nodes.reads, kept)
+    return Fused(nodes, position, {**same, **parts, **exchange.joined}, gelus, silus, biased, scaled, exchange)
 
 
 def _replaced(reads: Reads, same: Mapping[ir.Value, ir.Value]) -> Reads:

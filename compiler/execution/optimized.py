@@ -14,7 +14,7 @@ from splitc.compiler.execution.convolutions import resolve
 from splitc.compiler.execution.engine_graph import Alike, EngineGraph
 from splitc.compiler.execution.fused import Fused, fuse
 from splitc.compiler.execution.gelus import biased_gelus
-from splitc.compiler.execution.liveness import Reads, Size
+from splitc.compiler.execution.liveness import Nodes, Reads, Size
 from splitc.compiler.execution.order import depth_first
 from splitc.compiler.execution.rounds import DOMAIN as ROUNDS
 from splitc.compiler.operators.registry import operator_of
@@ -59,7 +59,7 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
     is the last one to read what it overwrites, and both are alike.
     """
     fused, stays_alone, alike = fuse(graph), graph.stays_alone, graph.alike
-    order, reads, ends, same, blocks = fused.order, fused.reads, fused.ends(graph.kept), fused.same, None
+    order, reads, ends, same, blocks = fused.nodes.order, fused.nodes.reads, fused.ends(graph.kept), fused.same, None
     over = dict[ir.Node, ir.Value]()
     if graph.shapes is not None and may_have_blocks(order):
         blocks = BlockWalk(graph, fused, graph.shapes).walk()
@@ -94,7 +94,7 @@ def _copying(
     fused: Fused, reads: Reads, stays_alone: Callable[[ir.Node], bool], alike: Alike
 ) -> dict[ir.Node, ir.Value]:
     """The Gelus that add a bias before, with what they add it to. If ranks sum or join that, its width is known."""
-    biased = biased_gelus(fused.gelus, fused.order, reads, fused.biased)
+    biased = biased_gelus(fused.gelus, Nodes(fused.nodes.order, reads), fused.biased)
     return {
         node: data
         for node, data in biased.items()
