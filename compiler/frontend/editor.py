@@ -61,19 +61,32 @@ class Editor:
         return self._added[key]
 
     def before(
-        self, node: ir.Node, operator: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any
+        self,
+        node: ir.Node,
+        operator: str,
+        *inputs: ir.Value | None,
+        domain: str = "",
+        dtype: ir.DataType | None = None,
+        **attributes: Any,
     ) -> ir.Value:
-        """Insert a new node right before `node`. Returns its result."""
+        """Insert a new node right before `node`. Returns its result, of this type if one is given."""
         new = ir.node(operator, inputs, attributes, domain=domain)
         self.graph.insert_before(node, new)
+        new.outputs[0].type = None if dtype is None else ir.TensorType(dtype)
         return new.outputs[0]
 
     def wrap(
-        self, old: ir.Value, operator: str, inputs: Sequence[ir.Value | None], suffix: str, **attributes: Any
+        self,
+        old: ir.Value,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        suffix: str,
+        dtype: ir.DataType | None = None,
+        **attributes: Any,
     ) -> ir.Value:
         """Insert a node after the one that makes a value. Its result replaces the value and takes over its name.
 
-        The old value's name gets the `suffix`.
+        The old value's name gets the `suffix`. The result is of its type, unless another one is given.
         """
         uses = list(old.uses())
         node = ir.node(operator, inputs, attributes)
@@ -82,7 +95,7 @@ class Editor:
         self.graph.insert_after(producer, node)
         new = node.outputs[0]
         hand_over(old, new, suffix)
-        new.shape = old.shape
+        new.shape, new.type = old.shape, new.type if dtype is None else ir.TensorType(dtype)
         for user, number in uses:
             user.replace_input_with(number, new)
         for number, value in enumerate(self.graph.outputs):

@@ -44,14 +44,14 @@ def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing:
     _resize(value, {number: run.size for number, run in runs.items()})
     kind = value.dtype or ir.DataType.FLOAT
     if (summed := summed_type(kind)) != kind:
-        value = _cast(editor, value, summed, "narrow")
+        value = editor.wrap(value, "Cast", [value], "narrow", summed, to=summed)
     if replicas := [number for number, run in runs.items() if not run.owned]:
         value = _slice(editor, value, {replicas[0]: Range(0, 0)}, "replica")
         runs[replicas[0]] = Range(0, 0)
     pads = {number: (run.start, sizes[number] - run.stop) for number, run in runs.items()}
     value = sum_over_ranks(editor, ranks, _pad(editor, value, pads, crossing.axes))
     _resize(value, sizes)
-    return value if summed == kind else _cast(editor, value, kind, "wide")
+    return value if summed == kind else editor.wrap(value, "Cast", [value], "wide", kind, to=kind)
 
 
 def _cut(editor: Editor, shards: Shards, value: ir.Value, crossing: Crossing) -> ir.Value:
@@ -69,12 +69,6 @@ def _run(shards: Shards, axis: Axis) -> Range:
     rest = ax.size_of(tuple(leaves[1:]))
     own = shards.ranges.get(leaves[0], Range(0, leaves[0].size))
     return Range(own.start * rest, own.stop * rest, own.owned)
-
-
-def _cast(editor: Editor, value: ir.Value, dtype: ir.DataType, suffix: str) -> ir.Value:
-    cast = editor.wrap(value, "Cast", [value], suffix, to=dtype)
-    cast.type = ir.TensorType(dtype)
-    return cast
 
 
 def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str) -> ir.Value:
