@@ -1,6 +1,8 @@
-"""Names of nodes and operators."""
+"""Names of nodes, operators and values."""
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 import onnx_ir as ir
 
@@ -11,5 +13,15 @@ def operator_name(node: ir.Node) -> str:
 
 
 def describe_node(node: ir.Node) -> str:
-    """A node for messages: its name, or that of its output if it has none."""
-    return f"node '{node.name}'" if node.name else f"the {node.op_type} node that makes '{node.outputs[0].name}'"
+    """A node for messages: its name and operator, or its operator and what it makes if it has no name."""
+    if not node.name:
+        return f"the {node.op_type} node that makes '{node.outputs[0].name}'"
+    return f"node '{node.name}' ({node.op_type})"
+
+
+def unused_name(name: str | None, used: Container[str | None]) -> str:
+    """The name, with as many primes (') as it takes to be none of those that are used."""
+    name = name or ""
+    while name in used:
+        name += "'"
+    return name

@@ -30,7 +30,7 @@ def check_divisible(analysis: Analysis) -> None:
         inside = costs.weight_bytes([node, *partition.upstream[node]])
         if inside > INDIVISIBLE * whole:
             raise ModelError(
-                f"{describe_node(node)}, of kind {node.op_type}, holds {inside / whole:.0%} of the model's weights, "
+                f"{describe_node(node)} holds {inside / whole:.0%} of the model's weights, "
                 f"and splitc does not cut inside control flow{_way_out(analysis.graph, node)}, or name one device"
             )
 

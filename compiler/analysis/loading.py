@@ -10,6 +10,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.execution.convolutions import find_parts, resolve
 from splitc.compiler.execution.engine_graph import NodeShapes
+from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.frontend.walks import producer_of
@@ -109,7 +110,7 @@ def _scaled_kernels(costs: Costs, nodes: Collection[ir.Node]) -> set[ir.Value | 
     running, inside = [node for node in nodes if node not in costs.graph.folded], set(nodes)
     made = [value for node in running for value in node.outputs]
     kept = {v for v in made if v.is_graph_output() or any(use.node not in inside for use in v.uses())}
-    parts = find_parts(running, costs.graph.reads.__getitem__, kept)
+    parts = find_parts(Nodes(running, costs.graph.reads.__getitem__, kept))
     scaled = [value for value in parts if producer_of(value).op_type in ("BatchNormalization", "Mul")]
     return {producer_of(resolve(parts, value)).inputs[1] for value in scaled}
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block, Partition
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.frontend.room import says_a_size, says_nothing
 from splitc.compiler.frontend.walks import producer_of, producers, reached
 
@@ -139,7 +140,7 @@ def borrowed_sizes(value: ir.Value) -> list[int | ir.SymbolicDim]:
     node = producer_of(value)
     source = node.inputs[0]
     assert source is not None and source.shape is not None
-    return list(source.shape)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
+    return given_sizes(node, source.shape)
 
 
 def find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Place | None:

@@ -82,7 +82,7 @@ class BlockWalk:
     def __init__(self, graph: EngineGraph, fused: Fused, shapes: NodeShapes) -> None:
         self._graph, self._fused, self._shapes = graph, fused, shapes
         kept = fused.ends(graph.kept)
-        order, reads, same = fused.order, fused.reads, fused.same
+        order, reads, same = fused.nodes.order, fused.nodes.reads, fused.same
         self._uses = Counter(value for node in order for value in reads(node))
         self._uses.update(value for node in order for value in node.outputs if value in kept)
         self._made = {value for node in order for value in node.outputs}
@@ -99,7 +99,7 @@ class BlockWalk:
 
     def walk(self) -> Blocks:
         """What is run."""
-        for node in self._fused.order:
+        for node in self._fused.nodes.order:
             self._visit(node)
         plain, copies = {}, {}
         for value, image in self._images.items():
@@ -113,7 +113,7 @@ class BlockWalk:
         position = self._fused.position
         there = max(position.values(), default=0) + 1
         return Blocks(
-            [*(node for node in self._fused.order if node not in gone), *self._into.values(), *copies],
+            [*(node for node in self._fused.nodes.order if node not in gone), *self._into.values(), *copies],
             {**position, **{node: there + number for number, node in enumerate(self._new)}},
             self._read_after(plain),
             self._parts,
@@ -131,7 +131,7 @@ class BlockWalk:
                 return [plain.get(value, value) for value in taken]
             if node.op_type == OUT_OF and node.domain == DOMAIN:
                 return list(taken.values())
-            own = [taken.get(value) or plain.get(value, value) for value in self._fused.reads(node)]
+            own = [taken.get(value) or plain.get(value, value) for value in self._fused.nodes.reads(node)]
             return [*own, self._added[node]] if node in self._added else own
 
         return read
@@ -172,7 +172,7 @@ class BlockWalk:
 
     def _enter(self, node: ir.Node, shape: Sequence[int], window: Sequence[int]) -> tuple[Origin, ...]:
         """Have a node read its image in blocks; where the axes of its result come from."""
-        image = next(value for value in self._fused.reads(node))
+        image = next(value for value in self._fused.nodes.reads(node))
         there = self._images.get(image)
         if there is not None:
             self._take(node, image)
@@ -200,7 +200,7 @@ class BlockWalk:
 
     def _inputs(self, node: ir.Node) -> list[ir.Value]:
         """What a node reads that is computed, if all of it is in blocks."""
-        read = [value for value in self._fused.reads(node) if value in self._made]
+        read = [value for value in self._fused.nodes.reads(node) if value in self._made]
         return read if all(value in self._images for value in read) else []
 
     def _go_on(self, node: ir.Node, read: list[ir.Value]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.liveness import Nodes, Reads
 
 CONVOLUTIONS = ("Conv", "FusedConv")
 # What a convolution's kernel can apply to its results (core/optimizer/conv_activation_fusion.cc).
@@ -15,40 +15,30 @@ ACTIVATIONS = ("Relu", "Sigmoid", "Tanh", "LeakyRelu", "HardSigmoid", "HardSwish
 PADDED = (*CONVOLUTIONS, "AveragePool", "MaxPool")
 
 
-def find_parts(nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value]) -> dict[ir.Value, ir.Value]:
+def find_parts(nodes: Nodes) -> dict[ir.Value, ir.Value]:
     """The results of nodes that are part of a convolution or of a pool, each with the value that takes its place.
 
     Norms by batch, factors and terms by channel become part of the weights before them, and an activation comes last
     (conv_*_fusion.cc in core/optimizer). Zeros around an image are the node's own (pad_fusion.cc). Nothing else reads
-    what is between, nor is it `kept`.
+    what is between.
     """
-    if not any(node.op_type in PADDED for node in nodes):
+    if not any(node.op_type in PADDED for node in nodes.order):
         return {}
-    readers: dict[ir.Value, list[ir.Node]] = {}
-    for node in nodes:
-        for value in reads(node):
-            readers.setdefault(value, []).append(node)
-
-    def follower(value: ir.Value) -> ir.Node | None:
-        return readers[value][0] if len(readers.get(value, ())) == 1 and value not in kept else None
-
-    made = {value for node in nodes for value in node.outputs}
+    made = {value for node in nodes.order for value in node.outputs}
     parts: dict[ir.Value, ir.Value] = {}
-    for node in nodes:
+    for node in nodes.order:
         if node.op_type in CONVOLUTIONS:
-            _follow(node, follower, parts)
-        elif node.op_type == "Pad" and _adds_zeros(node, reads, made) and node.inputs[0] is not None:
-            after = follower(node.outputs[0])
+            _follow(node, nodes, parts)
+        elif node.op_type == "Pad" and _adds_zeros(node, nodes.reads, made) and node.inputs[0] is not None:
+            after = nodes.only_reader(node.outputs[0])
             if after is not None and after.op_type in PADDED:
                 parts[node.outputs[0]] = node.inputs[0]
     return parts
 
 
-def _follow(
-    convolution: ir.Node, follower: Callable[[ir.Value], ir.Node | None], parts: dict[ir.Value, ir.Value]
-) -> None:
+def _follow(convolution: ir.Node, nodes: Nodes, parts: dict[ir.Value, ir.Value]) -> None:
     value = convolution.outputs[0]
-    while (after := follower(value)) is not None and not after.domain:
+    while (after := nodes.only_reader(value)) is not None and not after.domain:
         ends = after.op_type in ACTIVATIONS and after.inputs[0] is value
         if not ends and not _is_by_channel(after, value, convolution):
             return

@@ -12,7 +12,7 @@ from splitc.compiler.execution.convolutions import find_parts, resolve
 from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.exchange import Exchange
 from splitc.compiler.execution.gelus import find_gelus
-from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.liveness import Nodes, Reads
 from splitc.compiler.execution.normed_sums import find_normed_sums
 from splitc.compiler.execution.order import depth_first, ends_gelu, positions_after_passes
 from splitc.compiler.execution.products import biased_products, scaled_products
@@ -22,14 +22,14 @@ from splitc.compiler.execution.rounds import with_rounds
 from splitc.compiler.execution.silus import find_silus
 from splitc.compiler.execution.steps import inline
 from splitc.compiler.execution.sums import with_sums
-from splitc.compiler.frontend.reads import holds_graphs
+from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.registry import operator_of
 
 
 @dataclass(frozen=True)
 class Fused:
-    """The nodes in the order in which they run, where each comes in ONNX Runtime's graph, and what each reads.
+    """The nodes in the order in which they run, and where each comes in ONNX Runtime's graph.
 
     `same` are values that others take the place of. `gelus` are what nodes that end a Gelu are of, `silus` the nodes
     that end an x sigmoid(x). `biased` are additions of a bias, with the product that they are part of. `scaled` are the
@@ -38,9 +38,8 @@ class Fused:
     in integers, each with the one of the file that it stands for.
     """
 
-    order: Sequence[ir.Node]
+    nodes: Nodes
     position: Mapping[ir.Node, int]
-    reads: Reads
     same: Mapping[ir.Value, ir.Value]
     gelus: Mapping[ir.Node, ir.Value]
     silus: Container[ir.Node]
@@ -59,25 +58,21 @@ def fuse(graph: EngineGraph, on_host: bool = True) -> Fused:
     """What ONNX Runtime makes of a graph's nodes. Only `on_host` it computes in integers."""
     kept, alike, exchange = graph.kept, graph.alike, _exchange(graph)
     inlined = inline(exchange.nodes, exchange.reads, graph.size)
-    nodes, same = _merged(inlined.nodes)
-    reads = inlined.reads
-    nodes, reads = without_own_sizes(nodes, _replaced(_shapes_before(reads), same), kept)
-    integers = dict[ir.Node, ir.Node]()
-    if on_host:
-        nodes, reads, integers = find_quantized(nodes, reads, kept)
-    nodes, reads, gelus = find_gelus(nodes, reads, exchange.came)
-    nodes, reads, silus = find_silus(nodes, reads, kept)
-    parts = find_parts(nodes, reads, kept)
-    inner = {producer_of(value) for value in parts}
-    nodes, reads = [node for node in nodes if node not in inner], _replaced(reads, parts)
-    nodes, reads, norms = find_normed_sums(nodes, reads, kept, alike)
-    biased = biased_products(nodes, reads)
-    scaled, products = scaled_products(nodes, reads, kept, set(biased.values()))
+    merged, same = _merged(inlined.nodes)
+    nodes = without_own_sizes(Nodes(merged, _replaced(_shapes_before(inlined.reads), same), kept))
+    nodes, integers = find_quantized(nodes) if on_host else (nodes, {})
+    nodes, gelus = find_gelus(nodes, exchange.came)
+    nodes, silus = find_silus(nodes)
+    parts = find_parts(nodes)
+    nodes = nodes.without({producer_of(value) for value in parts}, _replaced(nodes.reads, parts))
+    nodes, norms = find_normed_sums(nodes, alike)
+    biased = biased_products(nodes)
+    scaled, products = scaled_products(nodes, set(biased.values()))
     by_tanh = {node for node in gelus if node.op_type == "Mul" and not ends_gelu(node, {})}
-    position = positions_after_passes(nodes, reads, biased, integers, norms, by_tanh, silus, products)
-    order = depth_first(nodes, reads, position)
+    position = positions_after_passes(nodes, biased, integers, norms, by_tanh, silus, products)
+    nodes = Nodes(depth_first(nodes.order, nodes.reads, position), nodes.reads, kept)
     same, own = {**graph.same, **same, **parts, **exchange.came}, {**exchange.bytes, **inlined.bytes}
-    return Fused(order, position, reads, same, gelus, silus, biased, scaled, exchange, own, integers)
+    return Fused(nodes, position, same, gelus, silus, biased, scaled, exchange, own, integers)
 
 
 def _exchange(graph: EngineGraph) -> Exchange:
@@ -117,9 +112,9 @@ def _merged(nodes: Sequence[ir.Node]) -> tuple[list[ir.Node], dict[ir.Value, ir.
     kept = []
     for node in nodes:
         inputs = tuple(value and same.get(value, value) for value in node.inputs)
-        how = frozenset((name, str(attribute.value)) for name, attribute in node.attributes.items())
-        other = first.setdefault((node.domain, node.op_type, inputs, how), node)
-        if other is node or operator_of(node).random or holds_graphs(node):
+        key = node_key(node)
+        other = node if key is None else first.setdefault((key, inputs), node)
+        if other is node or operator_of(node).random:
             kept.append(node)
         else:
             same.update(zip(node.outputs, other.outputs, strict=False))

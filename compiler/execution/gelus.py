@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 
 import onnx_ir as ir
 
-from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.frontend.walks import ancestors, producer_of
 from splitc.compiler.fusion.gelu import find_by_tanh, find_written
 
@@ -37,15 +36,14 @@ def _other_inputs(data: ir.Value, node: ir.Node) -> list[ir.Value]:
 
 
 def biased_gelus(
-    gelus: Mapping[ir.Node, ir.Value], nodes: Collection[ir.Node], reads: Reads, products: Container[ir.Node]
+    gelus: Mapping[ir.Node, ir.Value], nodes: Nodes, products: Container[ir.Node]
 ) -> dict[ir.Node, ir.Value]:
     """The `gelus`, by what they are of, that are one node with the bias added before, each with what that is added to.
 
     It allocates a copy of its input, with the bias (BiasGelu<T>::Compute, contrib_ops/cpu/bert/bias_gelu.cc).
     Biases that are part of `products` are none of these.
     """
-    readers = Counter(value for node in nodes for value in reads(node))
-    made = set(nodes)
+    made = set(nodes.order)
     biased = {}
     for node, added in gelus.items():
         maker = added.producer()
@@ -54,23 +52,18 @@ def biased_gelus(
         # Exporters leave out shapes that ONNX Runtime infers: only the bias, which is stored, has to have one.
         ends = [value for value in maker.inputs if value is not None]
         biases = [value for value in ends if value.producer() is None and len(value.shape or ()) == 1]
-        if readers[added] == 1 and not added.is_graph_output() and len(ends) == 2 and len(biases) == 1:
+        is_alone = nodes.only_reader(added) is not None and not added.is_graph_output()
+        if is_alone and len(ends) == 2 and len(biases) == 1:
             biased[node] = next(value for value in ends if value is not biases[0])
     return biased
 
 
-def find_gelus(
-    nodes: Sequence[ir.Node], reads: Reads, came: Mapping[ir.Value, ir.Value]
-) -> tuple[list[ir.Node], Reads, dict[ir.Node, ir.Value]]:
-    """The nodes with one for each Gelu, what each reads then, and what Gelus are of.
-
-    In the place of some values others `came` from ranks.
-    """
-    written = written_gelus(nodes)
+def find_gelus(nodes: Nodes, came: Mapping[ir.Value, ir.Value]) -> tuple[Nodes, dict[ir.Node, ir.Value]]:
+    """The nodes with one for each Gelu, and what Gelus are of. In the place of some values others `came` from ranks."""
+    written = written_gelus(nodes.order)
     gelus = {node: came.get(data, data) for node, (data, _) in written.items()}
     inner = {node for _, before in written.values() for node in before}
-    for node in nodes:
+    for node in nodes.order:
         if node.op_type in GELUS and len(node.inputs) == 1 and node.inputs[0] is not None:
             gelus[node] = came.get(node.inputs[0], node.inputs[0])
-    left = [node for node in nodes if node not in inner]
-    return left, lambda node: [gelus[node]] if node in written else reads(node), gelus
+    return nodes.without(inner, lambda node: [gelus[node]] if node in written else nodes.reads(node)), gelus

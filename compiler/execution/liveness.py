@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import onnx_ir as ir
 
@@ -12,6 +14,33 @@ from splitc.compiler.operators.registry import operator_of
 
 Reads = Callable[[ir.Node], Iterable[ir.Value]]
 Size = Callable[[ir.Value], int]
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Nodes in their order, and what each reads. Values that leave the engine are `kept`."""
+
+    order: Sequence[ir.Node]
+    reads: Reads
+    kept: Container[ir.Value] = frozenset()
+
+    @cached_property
+    def readers(self) -> Mapping[ir.Value, Sequence[ir.Node]]:
+        """The nodes that read each value, as often as they do."""
+        readers: dict[ir.Value, list[ir.Node]] = {}
+        for node in self.order:
+            for value in self.reads(node):
+                readers.setdefault(value, []).append(node)
+        return readers
+
+    def only_reader(self, value: ir.Value) -> ir.Node | None:
+        """The node that reads a value, if nothing else does."""
+        own = self.readers.get(value, ())
+        return own[0] if len(own) == 1 and value not in self.kept else None
+
+    def without(self, gone: Container[ir.Node], reads: Reads) -> Nodes:
+        """The others, which read this."""
+        return Nodes([node for node in self.order if node not in gone], reads, self.kept)
 
 
 def crossing_values(nodes: Sequence[ir.Node], reads: Reads) -> list[list[ir.Value]]:

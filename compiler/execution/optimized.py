@@ -15,7 +15,7 @@ from splitc.compiler.execution.engine_graph import Alike, EngineGraph
 from splitc.compiler.execution.exchange import DOMAIN as EXCHANGE
 from splitc.compiler.execution.fused import Fused, fuse
 from splitc.compiler.execution.gelus import biased_gelus
-from splitc.compiler.execution.liveness import Reads, Size
+from splitc.compiler.execution.liveness import Nodes, Reads, Size
 from splitc.compiler.execution.order import depth_first
 from splitc.compiler.operators.registry import operator_of
 
@@ -55,7 +55,7 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
     """
     fused, alike = fuse(graph, overwrites), graph.alike
     came = fused.exchange.came
-    order, reads, ends, same, blocks = fused.order, fused.reads, fused.ends(graph.kept), fused.same, None
+    order, reads, ends, same, blocks = fused.nodes.order, fused.nodes.reads, fused.ends(graph.kept), fused.same, None
     over = dict[ir.Node, ir.Value]()
     if graph.shapes is not None and may_have_blocks(order):
         blocks = BlockWalk(graph, fused, graph.shapes).walk()
@@ -88,7 +88,7 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
 
 def _copying(fused: Fused, reads: Reads, alike: Alike) -> dict[ir.Node, ir.Value]:
     """The Gelus that add a bias before, with what they add it to. If ranks exchange that, its width is known."""
-    biased = biased_gelus(fused.gelus, fused.order, reads, fused.biased)
+    biased = biased_gelus(fused.gelus, Nodes(fused.nodes.order, reads), fused.biased)
     return {node: data for node, data in biased.items() if data not in fused.exchange.came or alike(data, data)}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 import onnx_ir as ir
 
 from splitc.compiler.execution.gelus import GELUS
-from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.liveness import Nodes, Reads
 from splitc.compiler.execution.products import biased_products
 
 _ENDS_GELU = (*GELUS, "Mul")
@@ -19,22 +19,24 @@ def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
     Nodes that its optimizer has made count as the last in the file, in the order in which it found them, pass by pass.
     That decides which branch comes first where two read one value: a block's MLP or its attention, queries or values.
     """
-    return depth_first(nodes, reads, positions_after_passes(nodes, reads, biased_products(nodes, reads)))
+    both = Nodes(nodes, reads)
+    return depth_first(nodes, reads, positions_after_passes(both, biased_products(both)))
 
 
 def positions_after_passes(
-    nodes: Sequence[ir.Node], reads: Reads, biased: Mapping[ir.Node, ir.Node], *later: Container[ir.Node]
+    nodes: Nodes, biased: Mapping[ir.Node, ir.Node], *later: Container[ir.Node]
 ) -> dict[ir.Node, int]:
     """Where the nodes come in ONNX Runtime's graph; see `execution_order`.
 
     After those that become a Gemm or a Gelu, further passes make the `later` ones.
     """
-    position = {node: number for number, node in enumerate(nodes)}
+    order = nodes.order
+    position = {node: number for number, node in enumerate(order)}
     passes = (biased.__contains__, _follows_view, lambda node: ends_gelu(node, biased))
     for is_made in (*passes, *(made.__contains__ for made in later)):
-        if any(map(is_made, nodes)):
-            made = [node for node in depth_first(nodes, reads, position) if is_made(node)]
-            position.update((node, len(nodes) + number) for number, node in enumerate(made, max(position.values())))
+        if any(map(is_made, order)):
+            made = [node for node in depth_first(order, nodes.reads, position) if is_made(node)]
+            position.update((node, len(order) + number) for number, node in enumerate(made, max(position.values())))
     return position
 
 

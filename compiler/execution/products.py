@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 import onnx_ir as ir
 
-from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.liveness import Nodes, Reads
 from splitc.compiler.fusion.operand import factor_of
 
 # The types of products that are scaled in one node; in half precision only on GPUs.
 SCALED = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
-def biased_products(nodes: Sequence[ir.Node], reads: Reads) -> dict[ir.Node, ir.Node]:
+def biased_products(nodes: Nodes) -> dict[ir.Node, ir.Node]:
     """The additions of a bias that ONNX Runtime makes one Gemm with the product before them, each with that product.
 
     Their weights are matrices. If the product has a batch, it does so only where sizes are fixed in the file
     (MatMulAddFusion, core/optimizer/matmul_add_fusion.cc).
     """
-    readers = Counter(value for node in nodes for value in reads(node))
     biased = {}
-    for node in nodes:
+    for node in nodes.order:
         product, bias = (*node.inputs, None, None)[:2] if node.op_type == "Add" else (None, None)
         if product is not None and product.producer() is None:
             product, bias = bias, product
         maker = product.producer() if product is not None else None
-        if product is None or bias is None or maker is None or maker.op_type != "MatMul" or product not in reads(node):
+        if (
+            product is None
+            or bias is None
+            or maker is None
+            or maker.op_type != "MatMul"
+            or product not in nodes.reads(node)
+        ):
             continue
         image, weight = (value.shape if value is not None else None for value in maker.inputs[:2])
-        is_alone = readers[product] == 1 and not product.is_graph_output()
+        is_alone = nodes.only_reader(product) is node and not product.is_graph_output()
         is_small = bias.shape is not None and bias.producer() is None and len(bias.shape) == 1
         if not is_alone or not is_small or image is None or weight is None or len(weight) != 2:
             continue
@@ -39,39 +43,29 @@ def biased_products(nodes: Sequence[ir.Node], reads: Reads) -> dict[ir.Node, ir.
     return biased
 
 
-def scaled_products(
-    nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value], biased: Container[ir.Node]
-) -> tuple[dict[ir.Value, ir.Value], set[ir.Node]]:
+def scaled_products(nodes: Nodes, biased: Container[ir.Node]) -> tuple[dict[ir.Value, ir.Value], set[ir.Node]]:
     """The results of scalings by a number that are part of a product, each with the value in whose place it is.
 
     A scaling before a product is of one of its sides, which nothing else reads scaled; one after it of the result
-    (MatMulScaleFusion, core/optimizer/matmul_scale_fusion.cc). What is `kept` stays, and so does
-    a product that a bias is part of (`biased`). Second come the last nodes of these products.
+    (MatMulScaleFusion, core/optimizer/matmul_scale_fusion.cc). A product that a bias is part of (`biased`) is followed
+    by nothing. Second come the last nodes of these products.
     """
-    readers: dict[ir.Value, list[ir.Node]] = {}
-    for node in nodes:
-        for value in reads(node):
-            readers.setdefault(value, []).append(node)
-    made = (value for node in nodes for value in node.outputs if len(readers.get(value, ())) == 1)
-    alone = {value for value in made if value not in kept}
+    made = {value for node in nodes.order for value in node.outputs}
     scaled: dict[ir.Value, ir.Value] = {}
     last = set[ir.Node]()
-    for node in nodes:
+    for node in nodes.order:
         if node.op_type != "MatMul" or node.domain or node.outputs[0].dtype not in SCALED:
             continue
         for side in node.inputs:
-            if (
-                side in alone
-                and side in reads(node)
-                and (data := _scaled_by_number(side.producer(), reads)) is not None
-            ):
+            if side is None or side not in made or nodes.only_reader(side) is not node:
+                continue
+            if (data := _scaled_by_number(side.producer(), nodes.reads)) is not None:
                 scaled[side] = data
                 last.add(node)
-        if node.outputs[0] in alone and node not in biased:
-            (after,) = readers[node.outputs[0]]
-            if _scaled_by_number(after, reads) is node.outputs[0]:
-                scaled[after.outputs[0]] = node.outputs[0]
-                last.add(after)
+        after = None if node in biased else nodes.only_reader(node.outputs[0])
+        if after is not None and _scaled_by_number(after, nodes.reads) is node.outputs[0]:
+            scaled[after.outputs[0]] = node.outputs[0]
+            last.add(after)
     return scaled, last
 
 

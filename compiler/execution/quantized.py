@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
-from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.liveness import Nodes
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.operand import constant
 
 # How many inputs of an operator are data, which are dequantized where it computes in integers of 8 bits. What moves
@@ -29,35 +30,33 @@ _RANGES = {
 }
 
 
-def find_quantized(
-    nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value]
-) -> tuple[list[ir.Node], Reads, dict[ir.Node, ir.Node]]:
-    """The nodes that run on CPUs, what each reads then, and those that compute in integers, with what they stand for.
+def find_quantized(nodes: Nodes) -> tuple[Nodes, dict[ir.Node, ir.Node]]:
+    """The nodes that run on CPUs, and those that compute in integers, with what they stand for.
 
     A node whose data are all dequantized reads what they are made of. If its result is only quantized, the quantization
     stands for both.
     """
-    sources = {node.outputs[0]: node.inputs[0] for node in nodes if node.op_type == "DequantizeLinear"}
+    sources = {node.outputs[0]: node.inputs[0] for node in nodes.order if node.op_type == "DequantizeLinear"}
     if not sources:
-        return list(nodes), reads, {}
-    readers: dict[ir.Value, list[ir.Node]] = {}
-    for node in nodes:
-        for value in reads(node):
-            readers.setdefault(value, []).append(node)
+        return nodes, {}
     own: dict[ir.Node, list[ir.Value]] = {}
     stands_for: dict[ir.Node, ir.Node] = {}
     inner = set[ir.Node]()
-    for node in nodes:
+    for node in nodes.order:
         if not _reads_only(node, sources):
             continue
-        end, between = _quantized_by(node, readers, kept)
+        end, between = _quantized_by(node, nodes)
         if end is not node or node.op_type in _PRODUCTS:
-            own[end] = [sources.get(value) or value for value in reads(node)]
+            own[end] = [sources.get(value) or value for value in nodes.reads(node)]
             stands_for[end] = node
             inner.update(between)
-    left = {value for node in nodes if node not in inner for value in own.get(node) or reads(node)}
-    inner |= {maker for value in sources if value not in left and value not in kept and (maker := value.producer())}
-    return [node for node in nodes if node not in inner], lambda node: own.get(node) or reads(node), stands_for
+
+    def read(node: ir.Node) -> Iterable[ir.Value]:
+        return own.get(node) or nodes.reads(node)
+
+    left = {value for node in nodes.order if node not in inner for value in read(node)}
+    gone = [value for value in sources if value not in left and value not in nodes.kept]
+    return nodes.without(inner.union(map(producer_of, gone)), read), stands_for
 
 
 def _reads_only(node: ir.Node, sources: Mapping[ir.Value, ir.Value | None]) -> bool:
@@ -74,34 +73,27 @@ def _reads_only(node: ir.Node, sources: Mapping[ir.Value, ir.Value | None]) -> b
     return moves or types <= {ir.DataType.UINT8, ir.DataType.INT8}
 
 
-def _quantized_by(
-    node: ir.Node, readers: Mapping[ir.Value, Sequence[ir.Node]], kept: Container[ir.Value]
-) -> tuple[ir.Node, list[ir.Node]]:
+def _quantized_by(node: ir.Node, nodes: Nodes) -> tuple[ir.Node, list[ir.Node]]:
     """The quantization that alone reads a node's result, and the nodes before it, or the node itself, and none."""
     between = [node]
-    while len(readers.get(value := between[-1].outputs[0], ())) == 1 and value not in kept:
-        (after,) = readers[value]
+    while (after := nodes.only_reader(value := between[-1].outputs[0])) is not None:
         if after.op_type == "QuantizeLinear" and after.inputs[0] is value:
             return after, between
-        if len(between) > 1 or not _only_bounds(after, readers.get(after.outputs[0], ())):
+        if len(between) > 1 or not _only_bounds(after, nodes.only_reader(after.outputs[0])):
             break
         between.append(after)
     return node, []
 
 
-def _only_bounds(node: ir.Node, readers: Sequence[ir.Node]) -> bool:
-    """Whether a node keeps numbers in bounds that the quantization behind it keeps them in too.
+def _only_bounds(node: ir.Node, after: ir.Node | None) -> bool:
+    """Whether a node keeps numbers in bounds that a quantization `after` it keeps them in too.
 
     See clip_quantizelinear.cc and relu_quantizelinear.cc in core/optimizer/qdq_transformer.
     """
-    if (
-        node.domain
-        or node.op_type not in ("Relu", "Clip")
-        or [reader.op_type for reader in readers] != ["QuantizeLinear"]
-    ):
+    if node.domain or node.op_type not in ("Relu", "Clip") or after is None or after.op_type != "QuantizeLinear":
         return False
-    scale, zero = (constant(value) for value in (*readers[0].inputs[1:3], None, None)[:2])
-    dtype = readers[0].outputs[0].dtype
+    scale, zero = (constant(value) for value in (*after.inputs[1:3], None, None)[:2])
+    dtype = after.outputs[0].dtype
     if scale is None or zero is None or dtype not in _RANGES:
         return False
     least, most = (0.0, math.inf) if node.op_type == "Relu" else _bounds(node)

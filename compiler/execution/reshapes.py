@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
 
 import onnx_ir as ir
 
-from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.liveness import Nodes
 
 
-def without_own_sizes(nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value]) -> tuple[list[ir.Node], Reads]:
-    """The nodes without those that only give a Reshape its source's own sizes, and what each reads then.
-
-    What is `kept` leaves the engine.
+def without_own_sizes(nodes: Nodes) -> Nodes:
+    """The nodes without those that only give a Reshape its source's own sizes.
 
     These sizes are joined with numbers, one by one, each where it is in the source, so that they are 0 for a Reshape
     (ReshapeFusion, core/optimizer/reshape_fusion.cc).
     """
-    given = {node: node.inputs[1] for node in nodes if node.op_type == "Reshape" and _has_own_sizes(node)}
+    given = {node: node.inputs[1] for node in nodes.order if node.op_type == "Reshape" and _has_own_sizes(node)}
 
     def read(node: ir.Node) -> list[ir.Value]:
-        return [value for value in reads(node) if value is not given.get(node)]
+        return [value for value in nodes.reads(node) if value is not given.get(node)]
 
-    readers = Counter(value for node in nodes for value in read(node))
-    left: list[ir.Node] = []
-    for node in reversed(nodes):
+    readers = Counter(value for node in nodes.order for value in read(node))
+    gone = set[ir.Node]()
+    for node in reversed(nodes.order):
         sizes = any(value.dtype == ir.DataType.INT64 for value in node.outputs)
-        if sizes and not any(readers[value] or value in kept for value in node.outputs):
+        if sizes and not any(readers[value] or value in nodes.kept for value in node.outputs):
             readers.subtract(read(node))
-        else:
-            left.append(node)
-    return left[::-1], read
+            gone.add(node)
+    return nodes.without(gone, read)
 
 
 def _has_own_sizes(reshape: ir.Node) -> bool:

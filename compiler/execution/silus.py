@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Sequence
-
 import onnx_ir as ir
 
-from splitc.compiler.execution.liveness import Reads
+from splitc.compiler.execution.liveness import Nodes
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.operand import factor_of
 
 
-def find_silus(
-    nodes: Sequence[ir.Node], reads: Reads, kept: Container[ir.Value]
-) -> tuple[list[ir.Node], Reads, set[ir.Node]]:
-    """The nodes with one for each x sigmoid(x) or x sigmoid(a x), what each reads then, and these.
+def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
+    """The nodes with one for each x sigmoid(x) or x sigmoid(a x), and these.
 
-    Nothing else reads what is between, nor is it `kept` (QuickGeluFusion, core/optimizer/quick_gelu_fusion.cc). In half
+    Nothing else reads what is between (QuickGeluFusion, core/optimizer/quick_gelu_fusion.cc). In half
     precision kernels for CPUs have casts between the nodes.
     """
-    readers = Counter(value for node in nodes for value in reads(node))
     silus = set[ir.Node]()
     between = set[ir.Value]()
-    for node in nodes:
+    for node in nodes.order:
         if node.op_type == "Mul" and not node.domain and node.outputs[0].dtype == ir.DataType.FLOAT:
             for gate, data in (node.inputs, node.inputs[::-1]):
                 inner = _gates(gate, data)
-                if data is not None and inner and all(readers[v] == 1 and v not in kept for v in inner):
+                if data is not None and inner and all(map(nodes.only_reader, inner)):
                     silus.add(node)
                     between.update(inner)
                     break
 
     def read(node: ir.Node) -> list[ir.Value]:
-        return [value for value in reads(node) if value not in between]
+        return [value for value in nodes.reads(node) if value not in between]
 
-    return [node for node in nodes if node.outputs[0] not in between], read, silus
+    return nodes.without({producer_of(value) for value in between}, read), silus
 
 
 def _gates(gate: ir.Value | None, data: ir.Value | None) -> list[ir.Value]:

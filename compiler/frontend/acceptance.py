@@ -57,9 +57,9 @@ def _check_crashes(graph: Graph) -> None:
         number = operator_of(node).crashes_without
         if number is not None and (number >= len(node.inputs) or node.inputs[number] is None):
             raise RefusedError(
-                f"ONNX Runtime {onnxruntime.__version__} crashes on {describe_node(node)} of {graph.path} "
-                f"({node.domain}.{node.op_type}): it has no input {number}, the bias. Version 1.32 runs it: the "
-                "package onnxruntime, for CPUs and Python 3.11 or later, in place of onnxruntime-gpu ('splitc help "
+                f"ONNX Runtime {onnxruntime.__version__} crashes on {describe_node(node)} of {graph.path}: "
+                f"it has no input {number}, the bias. Version 1.32 runs it: the package onnxruntime, for CPUs and "
+                "Python 3.11 or later, in place of onnxruntime-gpu ('splitc help "
                 "installing'). Or export the model with a bias (onnxruntime-genai's builder omits one that is all "
                 "zeros, as of a model that was not trained)"
             )

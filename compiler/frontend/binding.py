@@ -13,6 +13,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.frontend.folding import fold_from, known_array, stand_in, take_branches
 from splitc.compiler.frontend.optional import defaults_hidden, optional_inputs, unmark
 from splitc.compiler.frontend.shapes import infer_shapes
@@ -63,16 +64,9 @@ def _make_constant(graph: ir.Graph, value: ir.Value, array: Array) -> ir.Value:
         del graph.initializers[value.name or ""]
     else:
         graph.inputs.remove(value)
-    constant = ir.Value(name=value.name)
-    _make_initializer(graph, constant, array)
+    constant = add_initializer(graph, ir.tensor(array, name=value.name))
     value.replace_all_uses_with(constant, replace_graph_outputs=True)
     return constant
-
-
-def _make_initializer(graph: ir.Graph, value: ir.Value, array: Array) -> None:
-    value.const_value = ir.tensor(array, name=value.name)
-    value.shape, value.type = ir.Shape(array.shape), ir.TensorType(value.const_value.dtype)
-    graph.register_initializer(value)
 
 
 def _keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
@@ -81,9 +75,8 @@ def _keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
         for old in node.outputs:
             array = known_array(old)
             assert array is not None
-            new = ir.Value(name=old.name)
-            old.name = None
-            _make_initializer(graph, new, array)
+            name, old.name = old.name, None
+            new = add_initializer(graph, ir.tensor(array, name=name))
             old.replace_all_uses_with(new, replace_graph_outputs=True)
         graph.remove(node, safe=True)
 

@@ -10,6 +10,18 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import hand_over, origin_of, stand_for
+from splitc.compiler.nodes import unused_name
+
+# The opsets from which on operators take their lists as inputs. Before, these are attributes.
+LISTS_AS_INPUTS = {"Slice": 10, "Pad": 11, "Split": 13, "ReduceSumSquare": 18}
+
+
+def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:
+    """A new initializer of a graph, with the name, type and shape of a tensor."""
+    shape = ir.Shape(tensor.shape.numpy())
+    value = ir.Value(name=tensor.name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
+    return value
 
 
 class Editor:
@@ -25,13 +37,19 @@ class Editor:
         key = (f"{array.dtype}{array.shape}", array.tobytes())
         known = self._added.get(key)
         if known is None or self.graph.initializers.get(known.name or "") is not known:  # or it was removed as unused
-            name = self.unused_name(f"splitc_constant_{len(self._added)}")
-            self._added[key] = self._register(ir.Tensor(array, name=name))
+            name = unused_name(f"splitc_constant_{len(self._added)}", self.graph.initializers)
+            self._added[key] = add_initializer(self.graph, ir.Tensor(array, name=name))
         return self._added[key]
 
     def scalar(self, number: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the same type as `like`, or float32 if that is not known."""
         return self.constant(np.array(number, like.dtype.numpy() if like.dtype is not None else np.float32))
+
+    def lists(self, operator: str, **lists: Sequence[int]) -> tuple[list[ir.Value], dict[str, Any]]:
+        """Lists of numbers as an operator takes them in the graph's opset: as inputs behind its data, or attributes."""
+        if self.graph.opset_imports.get("", 17) < LISTS_AS_INPUTS[operator]:
+            return [], lists
+        return [self.constant(np.array(numbers, np.int64)) for numbers in lists.values()], {}
 
     def find(self, key: tuple[str, bytes]) -> ir.Value | None:
         """An initializer that was added under this key."""
@@ -39,35 +57,36 @@ class Editor:
 
     def add(self, key: tuple[str, bytes], tensor: ir.TensorProtocol) -> ir.Value:
         """A new initializer, which `find` returns for this key."""
-        self._added[key] = self._register(tensor)
+        self._added[key] = add_initializer(self.graph, tensor)
         return self._added[key]
 
-    def unused_name(self, name: str) -> str:
-        """The name, with as many primes (') as it takes for no initializer to have it."""
-        while name in self.graph.initializers:
-            name += "'"
-        return name
-
-    def _register(self, tensor: ir.TensorProtocol) -> ir.Value:
-        shape = ir.Shape(tensor.shape.numpy())
-        value = ir.Value(name=tensor.name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        self.graph.register_initializer(value)
-        return value
-
     def before(
-        self, node: ir.Node, operator: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any
+        self,
+        node: ir.Node,
+        operator: str,
+        *inputs: ir.Value | None,
+        domain: str = "",
+        dtype: ir.DataType | None = None,
+        **attributes: Any,
     ) -> ir.Value:
-        """Insert a new node right before `node`. Returns its result."""
+        """Insert a new node right before `node`. Returns its result, of this type if one is given."""
         new = ir.node(operator, inputs, attributes, domain=domain)
         self.graph.insert_before(node, new)
+        new.outputs[0].type = None if dtype is None else ir.TensorType(dtype)
         return new.outputs[0]
 
     def wrap(
-        self, old: ir.Value, operator: str, inputs: Sequence[ir.Value | None], suffix: str, **attributes: Any
+        self,
+        old: ir.Value,
+        operator: str,
+        inputs: Sequence[ir.Value | None],
+        suffix: str,
+        dtype: ir.DataType | None = None,
+        **attributes: Any,
     ) -> ir.Value:
         """Insert a node after the one that makes a value. Its result replaces the value and takes over its name.
 
-        The old value's name gets the `suffix`.
+        The old value's name gets the `suffix`. The result is of its type, unless another one is given.
         """
         uses = list(old.uses())
         node = ir.node(operator, inputs, attributes)
@@ -76,7 +95,7 @@ class Editor:
         self.graph.insert_after(producer, node)
         new = node.outputs[0]
         hand_over(old, new, suffix)
-        new.shape = old.shape
+        new.shape, new.type = old.shape, new.type if dtype is None else ir.TensorType(dtype)
         for user, number in uses:
             user.replace_input_with(number, new)
         for number, value in enumerate(self.graph.outputs):

@@ -8,7 +8,7 @@ wrong. Sizes of these are tried until the node runs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from typing import Any
@@ -113,7 +113,7 @@ class _Search:
         self._trial = trial
         self._is_small = is_small
         self._declared = {v.name or "": v.shape for node in graph.nodes for v in node.outputs if v.shape is not None}
-        self._accepted: set[str] = set()
+        self._accepted: set[Hashable] = set()
         self._changed: list[ir.Model] = []
         self._new_sizes: list[int] = []  # the sizes that were changed to, which other layers may need too
         self._may_be_odd = False
@@ -141,7 +141,7 @@ class _Search:
             problem = self._trial.refusal(shapes, {}) if whole else None
             refused = None if whole and problem is None else first_refused(bound_copy, bound, self._accepted)
             if refused is not None:
-                problem = f"{describe_node(refused[0])} ({refused[0].op_type}): {refused[1]}"
+                problem = f"{describe_node(refused[0])}: {refused[1]}"
             wrong = refused or (self._odd(bound_copy, bound) if problem is None else None)
             names = frozenset(value.name for value in wrong[0].outputs) if wrong is not None else frozenset()
             numbers = _numbers(wrong[0], bound.shapes) if wrong is not None else []

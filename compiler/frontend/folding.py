@@ -15,6 +15,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.node_key import node_key, tensor_key
+from splitc.compiler.frontend.reads import read_sizes
 from splitc.compiler.frontend.unused import disconnect_subgraphs
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
@@ -27,15 +29,6 @@ LONGEST = 1024
 # The most results that are kept for other nodes that compute the same, in this model or the next. A choice: a
 # result is a short array, and what is dropped is computed again.
 MOST_RESULTS = 4096
-# The attributes that are compared by their values. A node with any other has a form of its own.
-COMPARED = (
-    ir.AttributeType.INT,
-    ir.AttributeType.INTS,
-    ir.AttributeType.FLOAT,
-    ir.AttributeType.FLOATS,
-    ir.AttributeType.STRING,
-    ir.AttributeType.STRINGS,
-)
 
 
 def fold_shapes(graph: ir.Graph) -> int:
@@ -85,10 +78,7 @@ def _evaluate(node: ir.Node) -> list[Array] | None:
         source = node.inputs[0]
         if source is None or source.shape is None or not source.shape.is_static():
             return None
-        shape = np.array(source.shape.numpy(), np.int64)
-        if node.op_type == "Size":
-            return [np.array(math.prod(shape), np.int64)]
-        return [shape[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]]
+        return [read_sizes(node, source.shape.numpy())]
     inputs = [value for value in node.inputs if value is not None]
     tensors = [tensor for value in inputs if (tensor := value.const_value) is not None]
     arrays = [tensor.numpy() for tensor in tensors if tensor.size <= LONGEST and tensor.dtype != ir.DataType.STRING]
@@ -109,26 +99,14 @@ def _results(content: Hashable) -> list[list[Array] | None]:
 
 def _content(node: ir.Node) -> Hashable:
     """A key that is equal for nodes that compute the same; None for a node that is compared with no other."""
-    attributes = list(node.attributes.data.values())
-    compared = (*COMPARED, ir.AttributeType.TENSOR)
-    if any(attribute.type not in compared or attribute.is_ref() for attribute in attributes):
+    if (key := node_key(node)) is None:
         return None
     return (
-        node.op_identifier(),
+        key,
         node.graph.opset_imports.get(node.domain) if node.graph is not None else None,
-        tuple([(attribute.name, attribute.type, _value(attribute)) for attribute in attributes]),
-        tuple([None if value is None else _elements(value.const_value) for value in node.inputs]),
+        tuple([None if value is None else tensor_key(value.const_value) for value in node.inputs]),
         tuple([bool(value.name) for value in node.outputs]),
     )
-
-
-def _value(attribute: ir.Attr) -> Hashable:
-    value: Hashable = attribute.value
-    return _elements(attribute.as_tensor()) if attribute.type == ir.AttributeType.TENSOR else value
-
-
-def _elements(tensor: ir.TensorProtocol | None) -> Hashable:
-    return None if tensor is None else (tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
 
 
 def _run(node: ir.Node) -> list[Array] | None:

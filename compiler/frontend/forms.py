@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 import onnx_ir as ir
 from onnx_shape_inference import ShapeInferenceContext
 
-from splitc.compiler.frontend.folding import COMPARED, LONGEST
+from splitc.compiler.frontend.folding import LONGEST
+from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.observation import MOST_SIZES
 
 # The library trusts the shapes of these nodes' outputs less.
@@ -114,17 +115,15 @@ def _symbols(context: ShapeInferenceContext) -> tuple[int, int, int]:
 
 def _form(run: _Run, context: ShapeInferenceContext, node: ir.Node) -> Hashable:
     """A key that is equal for nodes of one form; None for a node that is compared with no other."""
-    attributes = node.attributes.data.values()
-    if any(attribute.type not in COMPARED or attribute.is_ref() for attribute in attributes):
+    if (key := node_key(node)) is None:
         return None
     for value in node.outputs:
         if value.shape is not None or value.const_value is not None:
             return None
     return (
-        node.op_identifier(),
+        key,
         node.version,
         len(context.symbolic_equalities),
-        tuple([(attribute.name, attribute.type, attribute.value) for attribute in attributes]),
         tuple([None if value is None else _number(run, context, value) for value in node.inputs]),
         tuple([(_type(value), bool(value.name)) for value in node.outputs]),
     )

@@ -21,7 +21,7 @@ from splitc.compiler.frontend.optional import mark_optional, source_of
 from splitc.compiler.frontend.origins import mark_origins
 from splitc.compiler.frontend.protos import lift_constants
 from splitc.compiler.frontend.reads import is_random, node_reads
-from splitc.compiler.frontend.walks import computed_from_weights
+from splitc.compiler.frontend.walks import computed_from_weights, producers
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.package.files import hash_file
 from splitc.runtime.package.manifest import Source
@@ -111,6 +111,21 @@ class Graph:
     def is_constant(self, value: ir.Value) -> bool:
         """Whether a value is a weight, or computed from weights alone."""
         return value.is_initializer() or value.producer() in self.constant
+
+    @cached_property
+    def uses(self) -> Mapping[ir.Value, tuple[ir.Node, ...]]:
+        """For each weight the nodes that read it, or what constant nodes compute from it, these included."""
+        behind: dict[ir.Node, dict[ir.Value, None]] = {}  # the weights that constant nodes compute from
+        uses: dict[ir.Value, list[ir.Node]] = {}
+        for node, reads in self.reads.items():
+            weights = dict.fromkeys(self.weights(node))
+            for maker in producers(reads):
+                weights.update(behind.get(maker, {}))
+            for weight in weights:
+                uses.setdefault(weight, []).append(node)
+            if node in self.constant:
+                behind[node] = weights
+        return {weight: tuple(nodes) for weight, nodes in uses.items()}
 
     def weights(self, node: ir.Node) -> tuple[ir.Value, ...]:
         """The initializers that a node reads."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -14,7 +14,7 @@ import sympy
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
 from splitc.compiler.frontend.node_alone import node_alone, open_alone, serialized
-from splitc.compiler.frontend.reads import holds_graphs
+from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
@@ -58,7 +58,7 @@ class Origins:
 
 # The most signatures. A choice: an observation is a few numbers, and what is dropped is observed again.
 @lru_cache(maxsize=1024)
-def _observed(signature: str) -> list[Origins]:
+def _observed(signature: Hashable) -> list[Origins]:
     """The observations of nodes with this `signature` so far, to be appended to."""
     return []
 
@@ -70,10 +70,10 @@ def observe(node: ir.Node) -> Observed | None:
     result is reused for similar nodes, so that those with large sizes need not run.
     """
     inputs = [value for value in node.inputs if value is not None and not _is_kept(value)]
-    if any(value.shape is None or value.dtype is None for value in inputs) or holds_graphs(node):
+    if any(value.shape is None or value.dtype is None for value in inputs) or (key := signature(node)) is None:
         return None
     shapes = [tuple(value.shape or ()) for value in inputs]
-    observed = _observed(signature(node))
+    observed = _observed(key)
     origins = next((origins for origins in observed if origins.hold(shapes)), None) or _find_origins(node, shapes)
     if origins is None:
         return None
@@ -99,22 +99,17 @@ def _is_kept(value: ir.Value) -> bool:
     return value.const_value is not None and value.const_value.size <= MOST_SIZES
 
 
-def signature(node: ir.Node) -> str:
-    """A key that is equal for nodes that differ only in the sizes of their inputs."""
-    lines = [f"{node.domain}.{node.op_type} {len(node.outputs)}"]
-    lines += sorted(f"{name} {attribute.value}" for name, attribute in node.attributes.items())
-    for value in node.inputs:
-        if value is None:
-            lines.append("-")
-        elif value.const_value is not None:
-            lines.append(f"{value.dtype} {value.const_value.shape} {_numbers(value)!r}")
-        else:
-            lines.append(f"{value.dtype} {len(value.shape or ())}")
-    return "\n".join(lines)
+def signature(node: ir.Node) -> Hashable:
+    """A key that is equal for nodes that differ only in the sizes of their inputs; None if none can be compared."""
+    key = node_key(node)
+    return None if key is None else (key, tuple([None if value is None else _known(value) for value in node.inputs]))
 
 
-def _numbers(value: ir.Value) -> bytes:
-    return value.const_value.tobytes() if value.const_value is not None and _is_kept(value) else b""
+def _known(value: ir.Value) -> Hashable:
+    """What is known of an input beside the sizes that requests have."""
+    if value.const_value is None:
+        return value.dtype, len(value.shape or ())
+    return tensor_key(value.const_value) if _is_kept(value) else (value.dtype, tuple(value.const_value.shape.numpy()))
 
 
 def _tries(shapes: Sequence[Sequence[Size]]) -> Iterator[list[Shape]]:

@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.frontend.cut_tensor import runs_of
+from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.frontend.reads import has_subgraphs
 from splitc.runtime.package.manifest import Override
 
@@ -73,9 +74,7 @@ def optional_inputs(graph: ir.Graph) -> list[ir.Value]:
 
 def add_optional(graph: ir.Graph, tensor: ir.TensorProtocol, declared: ir.Shape) -> ir.Value:
     """A new optional input of a graph, with this default and shape."""
-    shape = ir.Shape(tensor.shape.numpy())
-    value = ir.Value(name=tensor.name, shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.register_initializer(value)
+    value = add_initializer(graph, tensor)
     value.meta[_MARK] = OptionalOrigin(value.name or "", declared)
     return value
 

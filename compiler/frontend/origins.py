@@ -32,6 +32,12 @@ def described(clone: ir.Value) -> ir.Value:
     return origin_of(clone) or clone
 
 
+def restore_types(graph: ir.Graph) -> None:
+    """Give what nodes make the types of the model, in place: values between engines need them."""
+    for value in (value for node in graph for value in node.outputs):
+        value.type = value.type or described(value).type
+
+
 def stand_for(value: ir.Value, origin: ir.Value | None) -> None:
     """Make a value a copy of one of the model."""
     if origin is not None:
@@ -43,3 +49,10 @@ def hand_over(old: ir.Value, new: ir.Value, suffix: str) -> None:
     new.name, new.type = old.name, old.type
     old.name = f"{old.name}/{suffix}"
     stand_for(new, old.meta.pop(_ORIGIN, None))
+
+
+def take_place(new: ir.Value, old: ir.Value) -> None:
+    """Let all that reads an old value read a new one, which gets its name, type, shape and origin."""
+    hand_over(old, new, "replaced")
+    new.shape = old.shape
+    old.replace_all_uses_with(new, replace_graph_outputs=True)

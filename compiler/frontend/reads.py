@@ -1,13 +1,18 @@
-"""What nodes read: their inputs, and the values that their subgraphs capture. Which nodes draw random numbers."""
+"""What nodes read: inputs, values that subgraphs capture, sizes of values. Which nodes draw random numbers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.operators.registry import draws
+
+T = TypeVar("T")
 
 
 def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
@@ -55,3 +60,32 @@ def node_reads(node: ir.Node) -> Iterator[ir.Value]:
     named = (value for graph in graphs for value in graph.outputs)
     read = itertools.chain(node.inputs, *(n.inputs for n in inner), named)
     return iter(dict.fromkeys(value for value in read if value is not None and value.graph is node.graph))
+
+
+def given_sizes(node: ir.Node, sizes: Iterable[T]) -> list[T]:
+    """Those of a value's sizes that a Shape gives, which may have a first and a last one."""
+    return list(sizes)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
+
+
+def read_sizes(node: ir.Node, shape: Sequence[int]) -> npt.NDArray[Any]:
+    """What a node that reads sizes gives for a value of this shape."""
+    if node.op_type == "Size":
+        return np.array(np.prod(shape, dtype=np.int64))
+    return np.array(given_sizes(node, shape), np.int64)
+
+
+def view_of(
+    graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], nodes: Sequence[ir.Node]
+) -> ir.GraphView:
+    """Some of a graph's nodes, in its order, as a graph between these values, with the weights that they read."""
+    read = dict.fromkeys(value for node in nodes for value in node_reads(node))
+    return ir.GraphView(
+        inputs,
+        outputs,
+        nodes=nodes,
+        initializers=tuple(value for value in read if value.is_initializer()),
+        opset_imports=graph.opset_imports,
+        name=graph.name,
+        doc_string=graph.doc_string,
+        metadata_props=graph.metadata_props,
+    )

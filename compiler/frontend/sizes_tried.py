@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache, cached_property
 from threading import Timer
 
@@ -100,7 +100,7 @@ def _has_arrays(dtype: ir.DataType) -> bool:
 
 
 def first_refused(
-    model: ir.Model, bound: BoundShapes, accepted: set[str], leave_large: bool = True
+    model: ir.Model, bound: BoundShapes, accepted: set[Hashable], leave_large: bool = True
 ) -> tuple[ir.Node, str] | None:
     """The first node that ONNX Runtime does not run alone, on inputs of the bound shapes, and why. None if it runs all.
 
@@ -119,7 +119,7 @@ def first_refused(
             return node, "it is too large to be tried"
         if (why := crashes(node, bound.shapes)) is not None:
             return node, f"ONNX Runtime ends the process where {why}"
-        form = f"{signature(node)}\n{shapes}"
+        form = signature(node), tuple(shapes)
         if form in accepted:
             continue
         if (error := _refuses(node, bound.shapes)) is not None:

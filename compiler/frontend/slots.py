@@ -17,7 +17,7 @@ from splitc.compiler.frontend.graph import Graph, complete
 from splitc.compiler.frontend.layer_places import Place, place_of
 from splitc.compiler.frontend.linear_layers import LinearLayer, find_linear_layers
 from splitc.compiler.frontend.optional import add_optional, optional_inputs, source_of
-from splitc.compiler.frontend.origins import origin_of
+from splitc.compiler.frontend.origins import origin_of, take_place
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.frontend.walks import only_reader
@@ -201,14 +201,12 @@ def without_slots(graph: ir.Graph) -> ir.Graph | None:
     for node, number in [(node, number) for node in plain if (number := _kept(node)) is not None]:
         kept, total = node.inputs[number], node.outputs[0]
         assert kept is not None
-        name, kind, shape = total.name, total.type, total.shape
         if kept.producer() is None or len(kept.uses()) > 1:
             same = ir.node("Identity", [kept], name=node.name)
             plain.insert_before(node, same)
             kept = same.outputs[0]
-        total.replace_all_uses_with(kept, replace_graph_outputs=True)
+        take_place(kept, total)
         plain.remove(node, safe=True)
-        kept.name, kept.type, kept.shape = name, kind, shape
     remove_unused(plain)
     return plain
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.cut_tensor import read_alone
+from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
 
@@ -60,9 +61,7 @@ def _twin(graph: ir.Graph, node: ir.Node, names: set[str | None]) -> ir.Value:
     )
     graph.insert_after(node, twin)
     (made,), (own,) = twin.outputs, node.outputs
-    made.type, made.shape, made.name = own.type, own.shape, own.name
-    while made.name in names:
-        made.name = f"{made.name}'"
+    made.type, made.shape, made.name = own.type, own.shape, unused_name(own.name, names)
     twin.name = f"{node.name}/{made.name}"
     names.add(made.name)
     return made

@@ -14,11 +14,11 @@ import onnx_ir as ir
 from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import unused_name
 
 OPERATOR = "MatMul"
 
@@ -88,9 +88,7 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
         assert count is not None
         work = Writer(split, part.name or f"{divided.whole.name}/{number}", (), editor, sizes)
         made = _write_part(divided, slice(start, start + count), [*axes[:-1], fixed_axis(count)], work)
-        part.replace_all_uses_with(made)
-        hand_over(part, made, "undivided")
-        sizes.put(made, [*axes[:-1], fixed_axis(count)])
+        work.take_place(made, part)
         start += count
 
 
@@ -109,6 +107,6 @@ def _columns(weight: ir.Value, columns: slice, editor: Editor) -> ir.Value:
     tensor = weight.const_value
     assert tensor is not None
     shape = ir.Shape([*tensor.shape.numpy()[:-1], columns.stop - columns.start])
-    name = editor.unused_name(f"{weight.name}[{columns.start}:{columns.stop}]")
+    name = unused_name(f"{weight.name}[{columns.start}:{columns.stop}]", editor.graph.initializers)
     cut = CutTensor(tensor, {len(shape) - 1: columns}, shape, name)
     return editor.add((name, b""), cut)

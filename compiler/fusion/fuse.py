@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.graph import Graph, complete
-from splitc.compiler.frontend.probe_sizes import bind_other_sizes
+from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes
@@ -132,7 +132,7 @@ class _Work:
     @cached_property
     def _other_sizes(self) -> BoundShapes:
         """They take inference of all shapes, so they are bound only where something may be fused."""
-        return bind_other_sizes(self.graph, self.shapes, self.bound)
+        return Probes(self.graph, self.shapes, self.bound).different()
 
     @cached_property
     def _sizes(self) -> Sizes:

@@ -18,7 +18,6 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_layout
@@ -64,10 +63,7 @@ def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: 
     for old, natural, order in views:
         writing.replace(old, natural, order)
     for one, new in ((cached.keys, keys), (cached.values, values)):
-        axes = work.axes(one.present)
-        one.present.replace_all_uses_with(new, replace_graph_outputs=True)
-        hand_over(one.present, new, "unfused")
-        sizes.put(new, axes)
+        work.take_place(new, one.present)
     lengths.are_in_place((cached.keys, cached.values), filled)
 
 

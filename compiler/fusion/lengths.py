@@ -17,12 +17,14 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.frontend.room import give_room, is_to_say_a_size
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS, Cache
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis, size_readers
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import unused_name
 from splitc.runtime.package.states import Length
 
 # What the input is called. A model's own names that begin so get another end.
@@ -147,9 +149,7 @@ class Lengths:
             raise NotFusedError(f"its model is of an opset before {OPSET}, whose Max takes no sizes")
         if step is None:
             raise NotFusedError("no input says how many tokens a request adds to its cache")
-        name = NAME
-        while name in self._sizes.shapes:
-            name += "'"
+        name = unused_name(NAME, self._sizes.shapes)
         value = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         graph.inputs.append(value)
         is_to_say_a_size(value)
@@ -176,9 +176,7 @@ class Lengths:
 
     def _add_room(self, total: Axis) -> ir.Value:
         """The input for the room, which is as large as what is filled where sizes are planned."""
-        name = ROOM
-        while name in self._sizes.shapes:
-            name += "'"
+        name = unused_name(ROOM, self._sizes.shapes)
         room = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         self._editor.graph.inputs.append(room)
         is_to_say_a_size(room)
@@ -268,10 +266,7 @@ def _add_again(work: Writer, value: ir.Value, before: ir.Value, new: Axis) -> Ag
     return Again(count, queries, own)
 
 
-def sizes_read(node: ir.Node, sizes: Sizes) -> tuple[Axis, ...] | None:
+def sizes_read(node: ir.Node, sizes: Sizes) -> list[Axis] | None:
     """The axes whose sizes a Shape gives; None if they are not known."""
-    value = node.inputs[0]
-    axes = None if value is None else sizes.axes(value)
-    if axes is None:
-        return None
-    return axes[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(axes))]
+    axes = None if node.inputs[0] is None else sizes.axes(node.inputs[0])
+    return None if axes is None else given_sizes(node, axes)

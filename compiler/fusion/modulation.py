@@ -13,7 +13,6 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
@@ -79,9 +78,7 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
     )
     epsilon = norm.attributes.get_float("epsilon", 1e-5)
     made = work.add("norm", OPERATOR, [data, scale, shift], data, axes, axis=-1, epsilon=epsilon)
-    output.replace_all_uses_with(made, replace_graph_outputs=True)
-    hand_over(output, made, "unfused")
-    sizes.put(made, axes)
+    work.take_place(made, output)
 
 
 def _row(modulation: Modulation, axes: tuple[Axis, ...], sizes: Sizes) -> tuple[Axis, ...]:

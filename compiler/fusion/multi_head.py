@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
@@ -230,8 +229,7 @@ class Writing:
             if fits and not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(natural)
         back = self.work.ordered(Operand(natural, order), "output")
-        axes = self.work.axes(back)
-        old.replace_all_uses_with(back, replace_graph_outputs=True)
-        if old is self.attention.output or old.is_graph_output():
-            hand_over(old, back, "unfused")  # it may be an output of the model
-            self.work.sizes.put(back, axes)
+        if old is self.attention.output or old.is_graph_output():  # it may be an output of the model
+            self.work.take_place(back, old)
+        else:
+            old.replace_all_uses_with(back)

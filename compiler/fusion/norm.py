@@ -14,7 +14,6 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import constant
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
@@ -165,9 +164,7 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     made = work.add("norm", OPERATOR, [data, scale], data, axes, axis=-1, epsilon=norm.epsilon, stash_type=1)
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")
-    norm.output.replace_all_uses_with(made, replace_graph_outputs=True)
-    hand_over(norm.output, made, "unfused")
-    sizes.put(made, axes)
+    work.take_place(made, norm.output)
 
 
 def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:

@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.writing import Writer
@@ -61,9 +61,7 @@ def find_parted_norms(concat: ir.Node) -> PartedNorms | None:
 
 def _is_alike(norm: ir.Node, first: ir.Node) -> bool:
     """Whether a norm differs from the first one in its data and its weights alone, and is read once."""
-    own = {name: attribute.value for name, attribute in norm.attributes.items()}
-    others = {name: attribute.value for name, attribute in first.attributes.items()}
-    is_same = (norm.op_type, norm.domain, own) == (first.op_type, first.domain, others)
+    is_same = node_key(norm) == node_key(first)
     is_read_once = len(norm.outputs[0].uses()) == 1 and not norm.outputs[0].is_graph_output()
     given = [value is not None for value in norm.inputs] == [value is not None for value in first.inputs]
     return is_same and given and is_read_once and not any(value.uses() for value in norm.outputs[1:])
@@ -94,9 +92,7 @@ def write_parted_norms(parted: PartedNorms, editor: Editor, sizes: Sizes) -> Non
     made = work.add("norm", first.op_type, [parted.data, ones], parted.data, axes, first.domain, **attributes)
     for operator, row in zip(APPLIED, rows, strict=False):
         made = work.add(operator.lower(), operator, [made, editor.constant(row)], parted.data, axes)
-    parted.output.replace_all_uses_with(made, replace_graph_outputs=True)
-    hand_over(parted.output, made, "unfused")
-    sizes.put(made, axes)
+    work.take_place(made, parted.output)
 
 
 def _rows(parted: PartedNorms, number: int, counts: Sequence[int], axes: int) -> Array:

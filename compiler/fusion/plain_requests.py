@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import fold_shapes
 from splitc.compiler.frontend.node_alone import open_alone, serialized
+from splitc.compiler.frontend.part_alone import with_own_tensors
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.lengths import Filled
 from splitc.compiler.fusion.sizes import Size, Sizes
@@ -93,7 +94,7 @@ def _contents_read(values: Sequence[ir.Value]) -> list[ir.Value]:
 
 def _numbers(graph: ir.Graph) -> Iterator[int]:
     """The numbers in a graph that may be numbers of tokens, those that it computes of others, and constants' sizes."""
-    copy = _with_own_tensors(graph)
+    copy = with_own_tensors(graph)
     fold_shapes(copy)
     for value in (*copy.initializers.values(), *(value for node in copy for value in node.outputs)):
         if value.const_value is not None:
@@ -130,7 +131,7 @@ class _Tried:
         """
         windows = None
         try:
-            session = open_alone(serialized(_with_own_tensors(self.graph)))
+            session = open_alone(serialized(with_own_tensors(self.graph)))
             for numbers in self._requests(most):
                 feeds = self._feeds(numbers)
                 if feeds is None:
@@ -190,12 +191,3 @@ def _windows(masks: Mapping[str, np.ndarray], numbers: _Numbers) -> dict[str, in
 def _is_causal(mask: np.ndarray, numbers: _Numbers, window: int | None) -> bool:
     is_whole = mask.shape[-2] == numbers.new and mask.shape[-1] >= numbers.before + numbers.new
     return is_whole and is_causal(mask, numbers.before, window)
-
-
-def _with_own_tensors(graph: ir.Graph) -> ir.Graph:
-    """A copy of a graph that holds its constants: those of the model may lie in a file."""
-    copy = graph.clone()
-    for value in copy.initializers.values():
-        if (tensor := value.const_value) is not None:
-            value.const_value = ir.Tensor(tensor.numpy(), tensor.dtype, name=value.name)
-    return copy

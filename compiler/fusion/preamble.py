@@ -6,13 +6,13 @@ grow with each token. In a graph without them a request has the same sizes as th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.room import may_be_left_out
@@ -133,27 +133,22 @@ def _merge_equal(graph: ir.Graph, among: Collection[ir.Value], early: Collection
 
     What they read may be computed by several nodes too. Those that are not `among` them stay.
     """
-    kept: dict[Any, ir.Node] = {}
+    kept: dict[Hashable, ir.Node] = {}
     same: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         if not all(value in early for value in node.outputs):
             continue
-        attributes = sorted((name, _content(attribute.value)) for name, attribute in node.attributes.items())
         inputs = [value if value is None else same.get(value, value) for value in node.inputs]
-        key = (node.domain, node.op_type, *attributes, *map(_content, inputs), len(node.outputs))
-        one = kept.setdefault(key, node)
+        one = kept.setdefault((node_key(node), *map(_content, inputs)), node)
         same.update(zip(node.outputs, one.outputs, strict=True))
         if one is not node and all(value in among for value in node.outputs):
             for old, new in zip(node.outputs, one.outputs, strict=True):
                 old.replace_all_uses_with(new)
 
 
-def _content(value: Any) -> Any:
-    """What tells an attribute or an input from others: numbers by themselves, and computed values by what they are."""
-    tensor = value.const_value if isinstance(value, ir.Value) else value
-    if isinstance(tensor, ir.TensorProtocol):
-        return str(tensor.dtype), tuple(tensor.shape.numpy()), tensor.tobytes()
-    return ("value", id(value)) if isinstance(value, ir.Value) else str(value)
+def _content(value: ir.Value | None) -> Hashable:
+    """What tells an input from others: numbers by themselves, and computed values by what they are."""
+    return value if value is None or value.const_value is None else tensor_key(value.const_value)
 
 
 def _is_small(value: ir.Value) -> bool:

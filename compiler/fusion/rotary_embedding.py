@@ -15,7 +15,6 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
@@ -52,9 +51,7 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
         made = work.viewed(_written(replace(rotary, data=batch), frame, work, tables), own, "rotated_data")
     else:
         made = _written(rotary, frame, work, tables)
-    rotary.output.replace_all_uses_with(made, replace_graph_outputs=True)
-    hand_over(rotary.output, made, "unfused")
-    sizes.put(made, own)
+    work.take_place(made, rotary.output)
 
 
 @dataclass(frozen=True)

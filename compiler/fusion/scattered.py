@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.norm import only_user
 from splitc.compiler.fusion.operand import Operand, seen_through
@@ -76,6 +75,4 @@ def write_scattered(scattered: Scattered, editor: Editor, sizes: Sizes) -> None:
         work.undo()
         raise
     made = work.add("written", OPERATOR, [past, indices, rows], past, axes, axis=scattered.axis)
-    present.replace_all_uses_with(made, replace_graph_outputs=True)
-    hand_over(present, made, "unfused")
-    sizes.put(made, axes)
+    work.take_place(made, present)

@@ -10,9 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import Operand
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes, fixed_axis
+from splitc.compiler.nodes import unused_name
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,14 @@ class Writer:
 
     def name_value(self, value: ir.Value, role: str, like: ir.Value, axes: Iterable[Axis]) -> None:
         """Name a new node's result, which is of the type of `like`."""
-        value.name, value.type = f"{self.name}/{role}", like.type
-        while value.name in self.sizes.shapes:
-            value.name += "'"
+        value.name, value.type = unused_name(f"{self.name}/{role}", self.sizes.shapes), like.type
         self.sizes.put(value, axes)
+
+    def take_place(self, new: ir.Value, old: ir.Value) -> None:
+        """Let all that reads an old value read a new one, which keeps its axes."""
+        axes = self.axes(new)
+        take_place(new, old)
+        self.sizes.put(new, axes)
 
     def undo(self) -> None:
         """Remove what was added, which nothing else reads."""

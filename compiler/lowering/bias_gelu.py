@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import described, hand_over
+from splitc.compiler.frontend.origins import described, take_place
 from splitc.compiler.fusion.gelu import find_written
 
 DOMAIN, OPERATOR = "com.microsoft", "BiasGelu"
@@ -30,9 +30,7 @@ def fuse_bias_gelus(graph: ir.Graph) -> None:
         data, bias = biased
         made = editor.before(node, OPERATOR, data, bias, domain=DOMAIN)
         graph.opset_imports.setdefault(DOMAIN, 1)
-        hand_over(gelu[1], made, "unbiased")
-        made.shape = gelu[1].shape
-        gelu[1].replace_all_uses_with(made, replace_graph_outputs=True)
+        take_place(made, gelu[1])
 
 
 def _find_operator(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:

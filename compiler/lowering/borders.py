@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
@@ -12,9 +11,6 @@ from splitc.compiler.operators.axes import Axis
 from splitc.compiler.sharding.crossings import Crossing
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range
-
-# The first opset that has Slice and Pad with bounds as inputs.
-_SLICE_INPUTS, _PAD_INPUTS = 10, 11
 
 
 def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: Crossing) -> None:
@@ -48,14 +44,14 @@ def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing:
     _resize(value, {number: run.size for number, run in runs.items()})
     kind = value.dtype or ir.DataType.FLOAT
     if (summed := summed_type(kind)) != kind:
-        value = _cast(editor, value, summed, "narrow")
+        value = editor.wrap(value, "Cast", [value], "narrow", summed, to=summed)
     if replicas := [number for number, run in runs.items() if not run.owned]:
         value = _slice(editor, value, {replicas[0]: Range(0, 0)}, "replica")
         runs[replicas[0]] = Range(0, 0)
     pads = {number: (run.start, sizes[number] - run.stop) for number, run in runs.items()}
     value = sum_over_ranks(editor, ranks, _pad(editor, value, pads, crossing.axes))
     _resize(value, sizes)
-    return value if summed == kind else _cast(editor, value, kind, "wide")
+    return value if summed == kind else editor.wrap(value, "Cast", [value], "wide", kind, to=kind)
 
 
 def _cut(editor: Editor, shards: Shards, value: ir.Value, crossing: Crossing) -> ir.Value:
@@ -75,23 +71,13 @@ def _run(shards: Shards, axis: Axis) -> Range:
     return Range(own.start * rest, own.stop * rest, own.owned)
 
 
-def _cast(editor: Editor, value: ir.Value, dtype: ir.DataType, suffix: str) -> ir.Value:
-    cast = editor.wrap(value, "Cast", [value], suffix, to=dtype)
-    cast.type = ir.TensorType(dtype)
-    return cast
-
-
 def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str) -> ir.Value:
     """A value's elements in these runs of its axes."""
     if not runs:
         return value
     starts, ends = [run.start for run in runs.values()], [run.stop for run in runs.values()]
-    axes = list(runs)
-    if editor.graph.opset_imports.get("", 17) < _SLICE_INPUTS:
-        cut = editor.wrap(value, "Slice", [value], suffix, starts=starts, ends=ends, axes=axes)
-    else:
-        bounds = [editor.constant(np.array(numbers, np.int64)) for numbers in (starts, ends, axes)]
-        cut = editor.wrap(value, "Slice", [value, *bounds], suffix)
+    bounds, attributes = editor.lists("Slice", starts=starts, ends=ends, axes=list(runs))
+    cut = editor.wrap(value, "Slice", [value, *bounds], suffix, **attributes)
     _resize(cut, {number: run.size for number, run in runs.items()})
     return cut
 
@@ -100,9 +86,8 @@ def _pad(editor: Editor, value: ir.Value, pads: dict[int, tuple[int, int]], axes
     """A value padded with zeros: so many before and after it along each axis."""
     pairs = [pads.get(number, (0, 0)) for number in range(axes)]
     flat = [first for first, _ in pairs] + [last for _, last in pairs]
-    if editor.graph.opset_imports.get("", 17) < _PAD_INPUTS:
-        return editor.wrap(value, "Pad", [value], "shard", pads=flat)
-    return editor.wrap(value, "Pad", [value, editor.constant(np.array(flat, np.int64))], "shard")
+    sizes, attributes = editor.lists("Pad", pads=flat)
+    return editor.wrap(value, "Pad", [value, *sizes], "shard", **attributes)
 
 
 def _resize(value: ir.Value, sizes: dict[int, int]) -> None:

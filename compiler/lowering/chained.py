@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.lowering.communication import AFTER, DOMAIN, HALF, RECEIVE, SEND, first_token
 from splitc.compiler.lowering.open_shapes import open_shape
+from splitc.compiler.nodes import unused_name
 
 
 class ChainedGraph:
@@ -69,19 +71,15 @@ class ChainedGraph:
         """A constant of this type, from which ONNX Runtime infers the type of a received value."""
         if dtype not in self._likes:
             tensor = ir.tensor(np.zeros(1, dtype.numpy()), dtype, name=self._unused(f"splitc_{dtype.name}"))
-            value = ir.Value(name=tensor.name, shape=ir.Shape([1]), type=ir.TensorType(dtype), const_value=tensor)
-            self._graph.register_initializer(value)
-            self._likes[dtype] = value
+            self._likes[dtype] = add_initializer(self._graph, tensor)
         return self._likes[dtype]
 
     def _unused(self, name: str) -> str:
-        """The name, with as many primes (') as make it unique among the graph's values."""
-        return unused_name(name, self._names)
+        """The name, or one with primes that is unique among the graph's values."""
+        return take_name(name, self._names)
 
 
-def unused_name(name: str, used: set[str | None]) -> str:
-    """The name, with as many primes (') as make it unique among the used ones. It is added to these."""
-    while name in used:
-        name += "'"
-    used.add(name)
+def take_name(name: str | None, used: set[str | None]) -> str:
+    """The name, or one with primes that is not used yet. It is added to the used ones."""
+    used.add(name := unused_name(name, used))
     return name

@@ -11,6 +11,7 @@ from collections.abc import Collection
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.frontend.origins import origin_of, stand_for
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
@@ -65,13 +66,7 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
 
 def first_token(graph: ir.Graph) -> ir.Value:
     """A constant of the graph that the first of its exchanges takes for a token."""
-    name = "splitc_first"
-    if name in graph.initializers:
-        return graph.initializers[name]
-    tensor = ir.tensor(np.zeros(FIRST, np.uint8), name=name)
-    token = ir.Value(name=name, shape=ir.Shape([FIRST]), type=ir.TensorType(ir.DataType.UINT8), const_value=tensor)
-    graph.register_initializer(token)
-    return token
+    return add_initializer(graph, ir.tensor(np.zeros(FIRST, np.uint8), name="splitc_first"))
 
 
 def _replace(graph: ir.Graph, node: ir.Node, token: ir.Value) -> ir.Node:

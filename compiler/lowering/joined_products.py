@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.joined_tensor import JoinedTensor
-from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.frontend.node_key import node_key
+from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.fusion.divided import is_own
 from splitc.compiler.fusion.masks import PAST
+from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators.registry import operator_of
 
 PRODUCTS = {("", "MatMul"), ("com.microsoft", "FusedMatMul")}
@@ -26,8 +27,6 @@ PARTS = slice(3)
 # A Split into three parts of any sizes is a kernel of its own in ONNX Runtime (Split3Inner); one into two copies their
 # sizes to the GPU.
 COUNT = 3
-# The opset from which on a Split takes its sizes as an input.
-SIZES_INPUT = 13
 
 
 def join_products(graph: ir.Graph) -> None:
@@ -83,32 +82,22 @@ def _columns(product: ir.Node) -> int:
 def _kind(product: ir.Node) -> Any:
     """What products that can be joined have in common."""
     _, tensor = _weight(product)
-    attributes = sorted((name, str(attribute.value)) for name, attribute in product.attributes.items())
-    return product.inputs[0], product.op_type, *attributes, tensor.dtype, tensor.shape.numpy()[1 - _columns(product)]
+    return product.inputs[0], node_key(product), tensor.dtype, tensor.shape.numpy()[1 - _columns(product)]
 
 
 def _join(products: list[ir.Node], editor: Editor) -> None:
     """Put one product, and a Split, where the first of these is."""
     first, axis = products[0], _columns(products[0])
     weights = [_weight(product) for product in products]
-    name = editor.unused_name("+".join(weight.name or "" for weight, _ in weights))
+    name = unused_name("+".join(weight.name or "" for weight, _ in weights), editor.graph.initializers)
     joined = editor.add((name, b""), JoinedTensor([tensor for _, tensor in weights], axis, name))
     attributes = {key: attribute.value for key, attribute in first.attributes.items()}
     made = editor.before(first, first.op_type, first.inputs[0], joined, domain=first.domain, **attributes)
     made.name, made.type = f"{first.outputs[0].name}/joined", first.outputs[0].type
-    split = _split(made, [tensor.shape.numpy()[axis] for _, tensor in weights], editor)
+    sizes, how = editor.lists("Split", split=[tensor.shape.numpy()[axis] for _, tensor in weights])
+    split = ir.node("Split", [made, *sizes], {"axis": -1, **how}, num_outputs=COUNT)
     editor.graph.insert_before(first, split)
     for product, (weight, _), new in zip(products, weights, split.outputs, strict=True):
-        old = product.outputs[0]
-        hand_over(old, new, "apart")
-        new.shape = old.shape
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        take_place(new, product.outputs[0])
         editor.graph.remove(product, safe=True)
         del editor.graph.initializers[weight.name or ""]
-
-
-def _split(data: ir.Value, sizes: list[int], editor: Editor) -> ir.Node:
-    """What takes a value's last axis apart."""
-    if editor.graph.opset_imports.get("", SIZES_INPUT) < SIZES_INPUT:
-        return ir.node("Split", [data], {"axis": -1, "split": sizes}, num_outputs=len(sizes))
-    return ir.node("Split", [data, editor.constant(np.array(sizes, np.int64))], {"axis": -1}, num_outputs=len(sizes))

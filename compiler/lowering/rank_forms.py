@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,8 @@ def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Opera
         kept = editor.constant(shards.owned_mask(axes[place]).reshape(shape))
         zero = operation.zero_point
         zero_point = node.inputs[zero] if zero is not None and operation.has(zero) else None
-        masked = editor.before(node, "Where", kept, data, zero_point or editor.scalar(0, data))
-        masked.type = data.type
-        node.replace_input_with(number, masked)
+        filler = zero_point or editor.scalar(0, data)
+        node.replace_input_with(number, editor.before(node, "Where", kept, data, filler, dtype=data.dtype))
 
 
 def _find_leaf(operation: Operation, leaf: Factor) -> tuple[int, int]:
@@ -73,11 +73,12 @@ def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: 
     if len(set(sizes)) == 1 or not any(map(shards.is_split, sections)):
         return
     node.attributes.pop("num_outputs", None)
-    if editor.graph.opset_imports.get("", 17) < 13:
-        node.attributes["split"] = ir.AttrInt64s("split", sizes)
-    else:
-        node.resize_inputs(2)
-        node.replace_input_with(1, editor.constant(np.array(sizes, np.int64)))
+    inputs, attributes = editor.lists("Split", split=sizes)
+    for name, numbers in attributes.items():
+        node.attributes[name] = ir.AttrInt64s(name, numbers)
+    for number, value in enumerate(inputs, 1):
+        node.resize_inputs(1 + number)
+        node.replace_input_with(number, value)
 
 
 def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
@@ -115,11 +116,7 @@ def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node
     """
     data, scale, made = node.inputs[0], node.inputs[1], node.outputs[0]
     assert data is not None and scale is not None and data.dtype is not None
-
-    def op(kind: str, *inputs: ir.Value, like: ir.DataType = ir.DataType.FLOAT, **attributes: Any) -> ir.Value:
-        result = editor.before(node, kind, *inputs, **attributes)
-        result.type = ir.TensorType(like)
-        return result
+    op = functools.partial(editor.before, node, dtype=ir.DataType.FLOAT)
 
     def number(value: float) -> ir.Value:
         return editor.constant(np.array(value, np.float32))
@@ -129,10 +126,8 @@ def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node
     counted = wide
     if shards.owns(axis) and not shards.owns(axis, all):
         counted = op("Where", editor.constant(shards.owned_mask(axis)), wide, number(0))
-    if editor.graph.opset_imports.get("", 17) < 18:
-        partial = op("ReduceSumSquare", counted, axes=[-1])
-    else:
-        partial = op("ReduceSumSquare", counted, editor.constant(np.array([-1], np.int64)))
+    inputs, attributes = editor.lists("ReduceSumSquare", axes=[-1])
+    partial = op("ReduceSumSquare", counted, *inputs, **attributes)
     if not shards.owns(axis):
         partial = op("Mul", partial, number(0))
     whole = op(COLLECTIVE, partial, **all_reduce("sum", ranks))
@@ -141,8 +136,8 @@ def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node
     mean = op("Mul", whole, number(1 / ax.size_of(axis)))
     root = op("Sqrt", op("Add", mean, number(node.attributes.get_float("epsilon", 1e-5))))
     normal = op("Div", wide, root)
-    normal = normal if is_single else op("Cast", normal, like=data.dtype, to=data.dtype)
-    scaled = op("Mul", normal, scale, like=data.dtype)
+    normal = normal if is_single else op("Cast", normal, dtype=data.dtype, to=data.dtype)
+    scaled = op("Mul", normal, scale, dtype=data.dtype)
     hand_over(made, scaled, "unused")
     made.replace_all_uses_with(scaled, replace_graph_outputs=True)
     whole.shape = None if data.shape is None else ir.Shape([*data.shape[:-1], 1])
@@ -156,13 +151,7 @@ def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
     """
     data, outputs = node.inputs[0], node.outputs
     assert data is not None
-    number = np.float32
-
-    def op(kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        result = editor.before(node, kind, *inputs, **attributes)
-        result.type = ir.TensorType(ir.DataType.BOOL if kind == "Equal" else ir.DataType.FLOAT)
-        return result
-
+    number, op = np.float32, functools.partial(editor.before, node, dtype=ir.DataType.FLOAT)
     zero, last = editor.constant(np.array(0, number)), editor.constant(np.array(255, number))
     one, shape = editor.constant(np.array(1, number)), editor.constant(np.array([1], np.int64))
     ends = [op("ReduceMax", signed, keepdims=0) for signed in (data, op("Neg", data))]
@@ -174,7 +163,7 @@ def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
     top = op("Max", op("Gather", whole, first, axis=0), zero)
     bottom = op("Max", op("Gather", whole, second, axis=0), zero)
     extent = op("Add", top, bottom)
-    scale = op("Where", op("Equal", extent, zero), one, op("Div", extent, last))
+    scale = op("Where", op("Equal", extent, zero, dtype=ir.DataType.BOOL), one, op("Div", extent, last))
     places = op("Round", op("Min", op("Div", bottom, scale), last))
     point = op("Cast", places, to=ir.DataType.UINT8)
     quantized = op("QuantizeLinear", data, scale, point)
@@ -192,20 +181,14 @@ def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
     """Replace random numbers by a sum over the ranks. Only the rank that `draws` adds its numbers, the others zeros."""
     kind = value.dtype or ir.DataType.FLOAT
     summed = summed_type(kind)
-
-    def wrap(old: ir.Value, dtype: ir.DataType, operator: str, *before: ir.Value, suffix: str, **how: Any) -> ir.Value:
-        new = editor.wrap(old, operator, [*before, old], suffix, **how)
-        new.type = ir.TensorType(dtype)
-        return new
-
     if summed != kind:
-        value = wrap(value, summed, "Cast", suffix="drawn", to=summed)
+        value = editor.wrap(value, "Cast", [value], "drawn", summed, to=summed)
     if not draws:
         yes, zero = editor.constant(np.array(True)), editor.scalar(0, value)
-        value = wrap(value, summed, "Where", yes, zero, suffix="uncounted")
+        value = editor.wrap(value, "Where", [yes, zero, value], "uncounted", summed)
     value = sum_over_ranks(editor, ranks, value)
     if summed != kind:
-        wrap(value, kind, "Cast", suffix="sum", to=kind)
+        editor.wrap(value, "Cast", [value], "sum", kind, to=kind)
 
 
 def zero_added(editor: Editor, node: ir.Node, number: int) -> None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import mark_part
-from splitc.compiler.frontend.origins import origin_of
+from splitc.compiler.frontend.origins import origin_of, restore_types
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors, producers
@@ -19,6 +19,7 @@ from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.joined_sums import join_sums
 from splitc.compiler.lowering.size_rewriter import SizeRewriter
 from splitc.compiler.lowering.stage_graph import stage_graph
+from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation
@@ -63,9 +64,7 @@ class _RankGraph:
         self._crossings: dict[ir.Node, list[Crossing]] = defaultdict(list)
         for crossing in crossings(split.axis_map):
             self._crossings[crossing.node].append(crossing)
-        for value in (value for node in self._graph for value in node.outputs):
-            origin = origin_of(value)
-            value.type = value.type or (origin.type if origin is not None else None)
+        restore_types(self._graph)
 
     def build(self) -> ir.Graph:
         """The graph, with what nothing reads any more."""
@@ -78,7 +77,6 @@ class _RankGraph:
         self._globalize_outputs()
         for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
             self._fit_shape(value)
-        self._name_new()
         return self._graph
 
     def _rewrite(self, node: ir.Node, origin: ir.Node) -> None:
@@ -138,7 +136,7 @@ class _RankGraph:
             key = (value.name or "", self._shards.key(axes))
             shard = self._editor.find(key)
             if shard is None:
-                name = self._editor.unused_name(f"{value.name}/rank{self._rank}")
+                name = unused_name(f"{value.name}/rank{self._rank}", self._graph.initializers)
                 shard = self._editor.add(key, self._shards.weight(value.const_value, axes, name))
                 mark_part(shard, value, self._shards.places(axes))
             node.replace_input_with(number, shard)
@@ -177,13 +175,6 @@ class _RankGraph:
         if not self._shards.is_split(axis):
             return size
         return self._shards.size(axis) if size == ax.size_of(axis) else None
-
-    def _name_new(self) -> None:
-        for number, node in enumerate(self._graph):
-            for place, value in enumerate(node.outputs):
-                if value.name is None:
-                    node.name = f"splitc_{node.op_type}_{number}"
-                    value.name = f"{node.name}_{place}"
 
 
 def _collectives(graph: ir.Graph) -> int:

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.origins import origin_of, stand_for
-from splitc.compiler.lowering.chained import ChainedGraph, unused_name
+from splitc.compiler.frontend.origins import origin_of, restore_types, take_place
+from splitc.compiler.lowering.chained import ChainedGraph, take_name
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.lowering.row_slices import slice_graph
 from splitc.compiler.lowering.stage_graph import stage_graph
@@ -28,10 +28,8 @@ def row_graph(sliced: SlicedProducts, stage: Stage, number: int) -> ir.Graph:
 def _main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
     """The main rank's graph: the model, with sends, its own columns and receives in the place of each round."""
     graph = stage_graph(sliced.graph, stage)
+    restore_types(graph)
     outputs = [value for node in graph for value in node.outputs]
-    for value in outputs:  # values between engines need types
-        origin = origin_of(value)
-        value.type = value.type or (origin.type if origin is not None else None)
     nodes = {origin_of(node): node for node in graph}
     copies = {origin_of(value): value for value in (*graph.inputs, *outputs)}
     builder = _Builder(graph)
@@ -56,10 +54,9 @@ def _join_columns(graph: ir.Graph, node: ir.Node, columns: Sequence[ir.Value], p
     joined = ir.node("Concat", columns, {"axis": product.axis}, name=f"{old.name}/columns")
     whole = joined.outputs[0]
     graph.insert_before(node, joined)
-    old.replace_all_uses_with(whole, replace_graph_outputs=True)
+    take_place(whole, old)
+    whole.shape = whole.shape or open_shape(whole)
     graph.remove(node, safe=True)
-    whole.name, whole.type, whole.shape = old.name, old.type, old.shape or open_shape(old)
-    stand_for(whole, product.result)
     return whole
 
 
@@ -121,7 +118,7 @@ class _Builder(ChainedGraph):
                 for number in range(len(node.inputs)):
                     node.replace_input_with(number, None)
                 continue
-            node.name = unused_name(node.name or "", self._node_names)
+            node.name = take_name(node.name, self._node_names)
             for value in node.outputs:
                 value.name = self._unused(value.name or "")
             self._graph.append(node)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import onnx_ir as ir
 
 from splitc.compiler.frontend.folding import LONGEST
-from splitc.compiler.frontend.reads import is_random, node_reads
+from splitc.compiler.frontend.reads import is_random, node_reads, view_of
 from splitc.compiler.frontend.walks import ancestors, computed_from_weights, producers, reached
 from splitc.compiler.lowering.communication import SEND, kind_of
 from splitc.compiler.lowering.open_shapes import open_shape
@@ -169,17 +169,8 @@ def _extract(
     own = set(reached(nodes, lambda node: [maker for maker in producers(node_reads(node)) if maker in repeated]))
     ordered = sorted(own, key=position.__getitem__)
     reads = dict.fromkeys(value for node in ordered for value in node_reads(node))
-    weights = [value for value in reads if value.is_initializer()]
     takes = [value for value in reads if not value.is_initializer() and value.producer() not in own]
-    view = ir.GraphView(
-        takes,
-        gives,
-        nodes=ordered,
-        initializers=tuple(weights),
-        opset_imports=graph.opset_imports,
-        name=graph.name,
-    )
-    segment = view.clone()
+    segment = view_of(graph, takes, gives, ordered).clone()
     for value in segment.inputs:
         value.shape = value.shape or open_shape(value)
     for value in (value for node in segment for value in node.outputs):

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.frontend.reads import given_sizes
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation, Sizes
@@ -81,7 +82,7 @@ class SizeRewriter:
         if node.op_type == "Size":
             self.read[node.outputs[0]] = [tuple(factor for axis in axes for factor in axis)]
             return
-        sizes = list(axes)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
+        sizes = given_sizes(node, axes)
         if any(map(self.shards.is_split, sizes)):
             self.read[node.outputs[0]] = sizes
 

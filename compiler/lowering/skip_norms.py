@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import described, hand_over
+from splitc.compiler.frontend.origins import described, take_place
 
 DOMAIN = "com.microsoft"
 OPERATORS = {
@@ -112,9 +112,7 @@ def _write(norm: ir.Node, addition: _Addition, editor: Editor) -> None:
     editor.graph.opset_imports.setdefault(DOMAIN, 1)
     editor.graph.insert_before(addition.node, made)
     for old, new in ((norm.outputs[0], made.outputs[0]), (total, made.outputs[SUM])):
-        hand_over(old, new, "unskipped")
-        new.shape = old.shape
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        take_place(new, old)
     for value in made.outputs[1:SUM]:
         value.name = ""
     # At once: another addition may look whether what both read has other readers.

@@ -8,24 +8,14 @@ import onnx_ir as ir
 from splitc.compiler.analysis.stages import Stage, borrowed_sizes, find_size
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import stand_for
+from splitc.compiler.frontend.reads import view_of
 from splitc.compiler.lowering.open_shapes import note_axes, open_shape
 
 
 def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
     """The stage as a new graph: from what it is fed and receives, to the model's outputs and what it sends."""
-    weights = dict.fromkeys(value for node in stage.nodes for value in graph.weights(node))
-    view = ir.GraphView(
-        [*stage.takes, *stage.borrowed],
-        stage.gives,
-        nodes=stage.nodes,
-        initializers=tuple(weights),
-        opset_imports=graph.graph.opset_imports,
-        name=graph.graph.name,
-        doc_string=graph.graph.doc_string,
-        metadata_props=graph.graph.metadata_props,
-    )
     note_axes(graph.axis_counts)
-    result = view.clone()
+    result = view_of(graph.graph, [*stage.takes, *stage.borrowed], stage.gives, stage.nodes).clone()
     _compute_borrowed(result, stage)
     _restore_shapes(graph, result)
     return result

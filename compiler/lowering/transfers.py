@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
-from splitc.compiler.frontend.origins import described, origin_of
+from splitc.compiler.frontend.origins import origin_of, restore_types
 from splitc.compiler.frontend.walks import producer_of, reached
 from splitc.compiler.lowering.chained import ChainedGraph
 from splitc.compiler.lowering.communication import DOMAIN, RECEIVE, SEND
@@ -81,8 +81,7 @@ def with_transfers(graph: ir.Graph, rank: int, transfers: Sequence[Transfer], pe
 
     What the rank receives is no input any more.
     """
-    for value in (value for node in graph for value in node.outputs):  # values between engines need types
-        value.type = value.type or described(value).type
+    restore_types(graph)
     own = [transfer for transfer in transfers if transfer.has(rank)]
     values = {origin_of(value): value for node in graph for value in node.outputs}
     coming = {transfer.value for transfer in own if transfer.target == rank}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import hand_over
+from splitc.compiler.frontend.origins import take_place
 
 DOMAIN, OPERATOR = "com.microsoft", "FusedMatMul"
 # The types that the operator's kernels on GPUs take.
@@ -31,12 +31,9 @@ def multiply_as_stored(graph: ir.Graph) -> None:
         if not all(_is_product(node) and place == 1 for node, place in products):
             continue
         for node, _ in products:
-            old, data = node.outputs[0], node.inputs[0]
-            made = editor.before(node, OPERATOR, data, weight, domain=DOMAIN, transB=1)
+            made = editor.before(node, OPERATOR, node.inputs[0], weight, domain=DOMAIN, transB=1)
             graph.opset_imports.setdefault(DOMAIN, 1)
-            hand_over(old, made, "transposed")
-            made.shape = old.shape
-            old.replace_all_uses_with(made, replace_graph_outputs=True)
+            take_place(made, node.outputs[0])
 
 
 def _is_transpose(node: ir.Node) -> bool:

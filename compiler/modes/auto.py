@@ -13,7 +13,7 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.lowering.engine_segments import has_operators
 from splitc.compiler.modes.asked import analyze_for
 from splitc.compiler.modes.mode import Mode, Way
-from splitc.compiler.modes.replicas import plan_in_groups
+from splitc.compiler.modes.replicas import plan_in_groups, predict_in_groups
 from splitc.compiler.modes.table import BATCH, MODES, find_mode
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, estimate_blocks
 from splitc.compiler.planning.host_groups import count_hosts, describe_hosts, group_devices, host_sizes, numbers_to_try
@@ -195,7 +195,11 @@ def predict(plan: Plan, machine: Machine, threads: int | None, measured: float =
     operators = has_operators(plan.engine, devices)
     threads_each = threads_for(devices, threads)
     clock = Clock(plan.analysis, plan.ranks, machine, threads_each, measured, plan.profiled, operators)
-    prediction = plan.split.predict(plan.ranks, plan.cuts, clock)
+    prediction = (
+        plan.split.predict(plan.ranks, plan.cuts, clock)
+        if plan.replicas is None
+        else predict_in_groups(plan, plan.replicas, clock)
+    )
     return replace(prediction, interval=prediction.interval * (1 + clock.held_up))
 
 

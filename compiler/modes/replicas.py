@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.modes.detours import block_places, take_placed
 from splitc.compiler.modes.mode import Mode
 from splitc.compiler.modes.rows import planned_rows, tried_rows, with_rows
@@ -24,13 +20,9 @@ from splitc.compiler.planning.clock import Clock, Prediction, block_seconds
 from splitc.compiler.planning.host_groups import group_devices
 from splitc.compiler.planning.plan import Plan, Replicas
 from splitc.compiler.planning.plan_file import PlanFile
-from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Budget, Resources
-from splitc.compiler.planning.split import RankProgram, Split
 from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.request.request import Request
-from splitc.compiler.sharding.axis_map import AxisMap
-from splitc.compiler.sharding.report import AxisFate
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.rows import share_rows
@@ -38,91 +30,38 @@ from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.profiles import HOST
 
 
-@dataclass(frozen=True)
-class ReplicaSplit:
-    """Copies of the model that are each split like the first one (`inner`), with the rows that each has.
+def predict_in_groups(plan: Plan, replicas: Replicas, clock: Clock) -> Prediction:
+    """The slowest replica's times for its rows. Requests of fewer rows than replicas leave some for others.
 
-    `analyses` are the model's with these rows, `ends` the inputs and outputs that are cut or joined.
+    A request of no rows, as one of an empty list of pictures, takes no time.
     """
+    at_work = sum(count > 0 for count in replicas.counts)
+    if at_work == 0:
+        return Prediction(0.0, 0.0)
+    alone = _slowest(plan, replicas, clock, at_work)
+    if at_work == len(replicas.counts):
+        joining = _joining(plan.analysis, replicas, clock)
+        return Prediction(alone.latency + joining, max(alone.interval, joining))
+    together = _slowest(plan, replicas, clock, len(replicas.counts))
+    return Prediction(alone.latency, together.interval * at_work / len(replicas.counts))
 
-    inner: Split
-    analyses: Sequence[Analysis]
-    rows: Sequence[int]
-    ends: Sequence[ir.Value]
-    rewrites = True  # the rows are cut and joined, so that a package is compared with the model
 
-    @property
-    def axis_map(self) -> AxisMap:
-        return self.inner.axis_map
+def _slowest(plan: Plan, replicas: Replicas, clock: Clock, at_work: int) -> Prediction:
+    """The times of the slowest replica, while so many work."""
+    predicted = []
+    for number, (analysis, rows) in enumerate(zip(replicas.analyses, replicas.counts, strict=True)):
+        if rows:
+            own = [rank for rank in plan.ranks if rank.replica == number]
+            busy = replace(clock, analysis=analysis, ranks=own, replicas=at_work)
+            predicted.append(plan.split.predict(own, plan.cuts, busy))
+    return Prediction(max(one.latency for one in predicted), max(one.interval for one in predicted))
 
-    @property
-    def probe_shapes(self) -> BoundShapes:
-        return self.inner.probe_shapes
 
-    @property
-    def fixes_ranks(self) -> bool:
-        return self.inner.fixes_ranks
-
-    @property
-    def is_radial(self) -> bool:
-        return self.inner.is_radial
-
-    @property
-    def collectives(self) -> int:
-        return self.inner.collectives
-
-    def exchanged(self, cuts: Sequence[CutPlan]) -> list[int]:
-        return self.inner.exchanged(cuts)
-
-    def more_sessions(self, rank: RankPlan, inside: bool) -> int:
-        return self.inner.more_sessions(rank, inside)
-
-    def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
-        """The slowest replica's times for its rows. Requests of fewer rows than replicas leave some for others.
-
-        A request of no rows, as one of an empty list of pictures, takes no time.
-        """
-        at_work = sum(count > 0 for count in self.rows)
-        if at_work == 0:
-            return Prediction(0.0, 0.0)
-        alone = self._slowest(ranks, cuts, clock, at_work)
-        if at_work == len(self.rows):
-            joining = self._joining(clock)
-            return Prediction(alone.latency + joining, max(alone.interval, joining))
-        together = self._slowest(ranks, cuts, clock, len(self.rows))
-        return Prediction(alone.latency, together.interval * at_work / len(self.rows))
-
-    def _slowest(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock, at_work: int) -> Prediction:
-        """The times of the slowest replica, while so many work."""
-        predicted = []
-        for number, (analysis, rows) in enumerate(zip(self.analyses, self.rows, strict=True)):
-            if rows:
-                own = [rank for rank in ranks if rank.replica == number]
-                busy = replace(clock, analysis=analysis, ranks=own, replicas=at_work)
-                predicted.append(self.inner.predict(own, cuts, busy))
-        return Prediction(max(one.latency for one in predicted), max(one.interval for one in predicted))
-
-    def _joining(self, clock: Clock) -> float:
-        """The seconds to cut inputs and to join outputs."""
-        ends = [value for value in self.ends if value.name not in clock.states]
-        costs = clock.analysis.costs
-        return len(ends) * HOST.part + clock.copying(clock.ranks[0], sum(map(costs.value_bytes, ends)))
-
-    def program(self, ranks: Sequence[RankPlan], number: int, engine: str) -> RankProgram:
-        size = len(ranks) // len(self.rows)
-        return self.inner.program(ranks[:size], number % size, engine)
-
-    def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
-        return self.inner.places(value, part)
-
-    def is_partial(self, value: ir.Value) -> bool:
-        return self.inner.is_partial(value)
-
-    def axis_fates(self) -> Sequence[AxisFate] | None:
-        return self.inner.axis_fates()
-
-    def file_fields(self) -> Mapping[str, Any]:
-        return self.inner.file_fields()
+def _joining(analysis: Analysis, replicas: Replicas, clock: Clock) -> float:
+    """The seconds to cut inputs and to join outputs."""
+    ends = (*analysis.graph.graph.inputs, *analysis.graph.outputs)
+    cut = [value for value in ends if value.name in replicas.rows and value.name not in clock.states]
+    return len(cut) * HOST.part + clock.copying(clock.ranks[0], sum(map(analysis.costs.value_bytes, cut)))
 
 
 def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request: Request) -> Plan:
@@ -147,14 +86,8 @@ def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request
     asked = None if request.tensor_split is None else [request.tensor_split[place] for place in order]
     shares = _speeds(analysis, resources, tightest.devices) if asked is None else _sums(asked, size)
     inside = None if asked is None or size == 1 else _inside(asked, size)
-    counts = share_rows(planned_rows(analysis, rows), shares)
-    analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
-    most = analyses[counts.index(max(counts))]
     alone = replace(request, batch_groups=1, tensor_split=inside)
-    plans = {own: mode.plan(own, tightest, alone) for own in dict.fromkeys((most, *analyses))}
-    plan = _joined(analysis, resources, plans[most], [plans[own] for own in analyses], shares, counts, rows)
-    check_memory(plan)
-    return plan
+    return _divided(analysis, resources, shares, rows, lambda own: mode.plan(own, tightest, alone))
 
 
 def replan_in_groups(
@@ -174,14 +107,28 @@ def replan_in_groups(
     shares, inside = _sums(asked, size), _inside(asked, size)
     tightest = _tightest(resources, size)
     analysis = on_devices(analysis, _same_places(resources.devices, tightest.devices))
-    counts = share_rows(planned_rows(analysis, rows), shares)
-    analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
-    most = analyses[counts.index(max(counts))]
     entries = [
         msgspec.structs.replace(rank, share=share) for rank, share in zip(file.ranks[:size], inside, strict=True)
     ]
     alone = msgspec.structs.replace(file, ranks=entries, batch_groups=1)
-    plans = {own: mode.replan(own, tightest, request, alone, chosen) for own in dict.fromkeys((most, *analyses))}
+    return _divided(analysis, resources, shares, rows, lambda own: mode.replan(own, tightest, request, alone, chosen))
+
+
+def _divided(
+    analysis: Analysis,
+    resources: Resources,
+    shares: Sequence[float],
+    rows: Mapping[str, int],
+    plan_one: Callable[[Analysis], Plan],
+) -> Plan:
+    """The plan of all groups, which have these shares of the rows. `plan_one` plans a group, for the rows that it has.
+
+    Raises DoesNotFitError if a rank needs more than its budget.
+    """
+    counts = share_rows(planned_rows(analysis, rows), shares)
+    analyses = [with_rows(analysis, rows, max(1, own)) for own in counts]
+    most = analyses[counts.index(max(counts))]
+    plans = {own: plan_one(own) for own in dict.fromkeys((most, *analyses))}
     plan = _joined(analysis, resources, plans[most], [plans[own] for own in analyses], shares, counts, rows)
     check_memory(plan)
     return plan
@@ -256,8 +203,6 @@ def _joined(
     devices = [rank.device for rank in ranks]
     if choose_engine(None, devices) != choose_engine(None, devices[: len(first.ranks)]):
         raise MisuseError(f"all groups run the same engines, and {', '.join(map(str, devices))} need different ones")
-    ends = [value for value in (*analysis.graph.graph.inputs, *analysis.graph.outputs) if value.name in rows]
-    split = ReplicaSplit(first.split, [plan.analysis for plan in plans], counts, ends)
     count = len(first.ranks)
     warnings = dict.fromkeys((*plan_warnings(analysis, ranks), *first.warnings))
     names = _same_places([rank.device for rank in first.ranks], [rank.device for rank in ranks[: len(first.ranks)]])
@@ -270,10 +215,9 @@ def _joined(
     return replace(
         first,
         analysis=replace(analysis, partition=partition) if partition.placed else analysis,
-        split=split,
         ranks=tuple(ranks),
         warnings=tuple(warnings),
-        replicas=Replicas(first, tuple(shares), rows),
+        replicas=Replicas(first, tuple(shares), rows, tuple(counts), tuple(plan.analysis for plan in plans)),
     )
 
 

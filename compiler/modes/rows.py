@@ -12,7 +12,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.probe_sizes import bind_multiples, bind_same_axes
+from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
 from splitc.compiler.nodes import describe_node
@@ -59,18 +59,19 @@ def tried_rows(analysis: Analysis) -> Mapping[str, int]:
 @remembered
 def _rows_or_why(analysis: Analysis) -> Rows | str:
     """The rows, or why there are none, and what to do: auto mode asks again for each way to use devices."""
-    graph, bound, given = analysis.graph, probe_sizes(analysis), (analysis.shapes, analysis.costs.certain)
+    graph, bound = analysis.graph, probe_sizes(analysis)
+    probes = Probes(graph, analysis.shapes, analysis.costs.certain)
     if drawn := next((node for node in graph.nodes if is_random(node)), None):
         return (
-            f"{describe_node(drawn)} ({drawn.op_type}) draws random numbers, and all groups of devices would draw the "
+            f"{describe_node(drawn)} draws random numbers, and all groups of devices would draw the "
             "same. Use another --split-mode, without --batch-groups."
         )
     rows, opaque = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
     if rows is None:
         rows, _ = _search(analysis, partial(_numbered, graph, bound))
-    if rows is None and (same := bind_same_axes(graph, *given)) is not None:
+    if rows is None and (same := probes.with_same_axes()) is not None:
         rows, _ = _search(analysis, partial(_numbered, graph, same))
-    if rows is None and (others := bind_multiples(graph, *given, bound)) is not None:
+    if rows is None and (others := probes.multiples(bound)) is not None:
         rows, _ = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
     if rows is not None:
         return rows

@@ -217,7 +217,7 @@ def _check_drawn(sharded: ShardedModel) -> None:
         if not isinstance(value.type, ir.TensorType | None) or value.dtype == ir.DataType.STRING:
             assert node is not None
             raise CannotSplitError(
-                f"{describe_node(node)} ({node.op_type}) draws random numbers, and gives '{value.name}', which is no "
+                f"{describe_node(node)} draws random numbers, and gives '{value.name}', which is no "
                 "tensor of numbers: the ranks can't hand it over to each other. Use --split-mode layer."
             )
 

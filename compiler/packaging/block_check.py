@@ -20,6 +20,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.blocks import Block
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.errors import ModelError
+from splitc.compiler.frontend.cut_tensor import take
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.frontend.walks import ancestors
@@ -177,9 +178,7 @@ def _share(plan: Plan, value: ir.Value, rank: int, array: Array) -> Array:
 
 
 def _held(plan: Plan, value: ir.Value, rank: int, array: Array) -> Array:
-    for axis, places in plan.split.places(value, plan.ranks[rank].part).items():
-        array = np.take(array, places, axis)
-    return array
+    return take(array, plan.split.places(value, plan.ranks[rank].part))
 
 
 def _differences(

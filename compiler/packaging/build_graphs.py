@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.packaging.build_messages import BLOCK
 from splitc.compiler.packaging.engine_sizes import engine_sizes
 from splitc.compiler.planning.split import RankProgram
@@ -68,7 +69,5 @@ def _slice_shape(graph: ir.Graph, node: ir.Node) -> None:
         new.outputs[0].name = f"{result.name}/whole" if place == 0 else f"{result.name}/bound{place}"
         new.outputs[0].type = ir.TensorType(ir.DataType.INT64)
     graph.insert_before(node, [whole, *bounds, part])
-    name, result.name = result.name, f"{result.name}/unused"
-    part.outputs[0].name, part.outputs[0].type, part.outputs[0].shape = name, result.type, result.shape
-    result.replace_all_uses_with(part.outputs[0], replace_graph_outputs=True)
+    take_place(part.outputs[0], result)
     graph.remove(node, safe=True)

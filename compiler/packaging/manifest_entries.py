@@ -27,8 +27,6 @@ from splitc.runtime.package import manifest as m
 from splitc.runtime.package.states import Preamble
 from splitc.runtime.version import VERSION
 
-# The file of what is run before the ranks.
-
 
 def make_manifest(
     plan: Plan,

@@ -98,7 +98,7 @@ def compile_model(
         _write_weights(written, writer, target, jobs, progress, warn)
         manifest = make_manifest(plan, ranks, writer.files, threads, build.options, fills)
         (folder / FILE_NAME).write_bytes(encode(manifest))
-        compares = plan.split.rewrites and verify
+        compares = plan.rewrites and verify
         if not compares or manifest.slots or manifest.masks or find_kind(plan.engine).is_built:
             check_loads(folder, manifest)  # not all of these files are loaded where the package is compared
         if compares:

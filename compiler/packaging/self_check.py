@@ -100,7 +100,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     limit = min(LARGEST, host_memory()[1] // 3)  # the model, the package, and as much for what they compute
     if weights > limit:
         check_loads(package, read_manifest(package))
-        if not plan.written.split.rewrites:
+        if not plan.written.rewrites:
             return Verdict(True, "the model is too large to be compared whole: its nodes were tried with rows apart")
         return _check_blocks(plan.written, package, limit)
     with (

@@ -91,7 +91,7 @@ def _fixed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> dict[ir.Node,
             first = because.setdefault(node, weight)
             if devices[first] != device:
                 raise MisuseError(
-                    f"{describe_node(node)} ({node.op_type}) reads '{first.name}', which is placed on "
+                    f"{describe_node(node)} reads '{first.name}', which is placed on "
                     f"{devices[first]}, and '{weight.name}', which is placed on {device}: place both on one device"
                 )
     return {node: devices[weight] for node, weight in because.items()}
@@ -163,7 +163,7 @@ def _going(
     for one, other in tied:
         if (number[one] in cut) != (number[other] in cut):
             raise MisuseError(
-                f"{describe_node(one)} ({one.op_type}) and {describe_node(other)} ({other.op_type}) keep a state on "
+                f"{describe_node(one)} and {describe_node(other)} keep a state on "
                 "one device, and the weights of one of them are placed on another: place those of both, or of neither"
             )
     return {node for node in nodes if number[node] in cut}

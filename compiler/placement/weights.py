@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -12,7 +12,6 @@ from splitc.compiler.analysis.rematerialization import NEGLIGIBLE_WEIGHT_BYTES
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.scopes import modules_of
 from splitc.compiler.frontend.slots import is_slot_input
-from splitc.compiler.frontend.walks import producers
 
 
 @dataclass(frozen=True)
@@ -25,23 +24,14 @@ class WeightUse:
 
 def weight_uses(graph: Graph) -> Mapping[ir.Value, WeightUse]:
     """How each weight is used, in the order in which they are read."""
-    behind: dict[ir.Node, tuple[ir.Value, ...]] = {}  # the weights that constant nodes compute from
-    readers: dict[ir.Value, list[ir.Node]] = {}
-    on_the_way: dict[ir.Value, list[ir.Node]] = {}
-    for node, reads in graph.reads.items():
-        above = (behind[maker] for maker in producers(reads) if maker in behind)
-        weights = tuple(dict.fromkeys([*graph.weights(node), *(weight for own in above for weight in own)]))
-        for weight in weights:
-            on_the_way.setdefault(weight, []).append(node)
-        if node in graph.constant:
-            behind[node] = weights
-            continue
-        for weight in weights:
-            readers.setdefault(weight, []).append(node)
-    return {weight: WeightUse(tuple(own), _names(weight, on_the_way[weight])) for weight, own in readers.items()}
+    made: dict[ir.Value, WeightUse] = {}
+    for weight, nodes in graph.uses.items():
+        if readers := tuple(node for node in nodes if node not in graph.constant):
+            made[weight] = WeightUse(readers, _names(weight, nodes))
+    return made
 
 
-def _names(weight: ir.Value, nodes: list[ir.Node]) -> tuple[str, ...]:
+def _names(weight: ir.Value, nodes: Sequence[ir.Node]) -> tuple[str, ...]:
     modules = (module for node in nodes for module in reversed(modules_of(node)))
     names = (weight.name or "", *modules, *(node.name or "" for node in nodes))
     return tuple(dict.fromkeys(filter(None, names)))

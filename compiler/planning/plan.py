@@ -44,12 +44,15 @@ class Replicas:
     """Several copies of the model, each on a group of devices, which divide the rows of a request by their `shares`.
 
     `first` is the plan of the first one; the others hold and run the same. `rows` has the number of the row axis of
-    each input and output that has one, by name.
+    each input and output that has one, by name. Each has so many of the rows that are planned (`counts`), and
+    `analyses` are the model's with these.
     """
 
     first: Plan
     shares: tuple[float, ...]
     rows: Mapping[str, int]
+    counts: tuple[int, ...]
+    analyses: tuple[Analysis, ...]
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,6 +88,11 @@ class Plan(Listed):
     def written(self) -> Plan:
         """The plan that the package's files are written by: of one replica, where there are several."""
         return self if self.replicas is None else self.replicas.first
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether ranks compute differently from the model, or cut and join rows: the package is compared with it."""
+        return self.replicas is not None or self.split.rewrites
 
     @property
     def groups(self) -> int:
@@ -123,5 +131,6 @@ class Plan(Listed):
         return Listing(title, columns, rows)
 
     def program(self, number: int) -> RankProgram:
-        """The graphs and steps of a rank."""
-        return self.split.program(self.ranks, number, self.engine)
+        """The graphs and steps of a rank: the same in each replica."""
+        ranks = self.written.ranks
+        return self.split.program(ranks, number % len(ranks), self.engine)

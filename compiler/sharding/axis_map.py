@@ -15,10 +15,11 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.observation import MOST_SIZES, refusal
 from splitc.compiler.frontend.optional import OptionalOrigin, source_of
-from splitc.compiler.frontend.probe_sizes import bind_probe_sizes
+from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.frontend.uniform import is_uniform
 from splitc.compiler.frontend.walks import ancestors
+from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
 from splitc.compiler.operators.operation import Axes, Operation
@@ -86,7 +87,7 @@ def find_axes(
 @remembered
 def probe_sizes(analysis: Analysis) -> BoundShapes:
     """The shapes with probe sizes."""
-    return bind_probe_sizes(analysis.graph, analysis.shapes, analysis.costs.certain)
+    return Probes(analysis.graph, analysis.shapes, analysis.costs.certain).distinct()
 
 
 def find_axes_separately(
@@ -207,9 +208,8 @@ def relate_node(operation: Operation) -> None:
         shapes = [None if axes is None else tuple(map(ax.size_of, axes)) for axes in operation.inputs]
         if (reason := refusal(node, shapes)) is None:
             raise
-        where = f"node '{node.name}'" if node.name else f"the node that makes '{node.outputs[0].name}'"
         raise ModelError(
-            f"{where} ({node.op_type}): its attributes and the shapes of its values contradict: {reason}"
+            f"{describe_node(node)}: its attributes and the shapes of its values contradict: {reason}"
         ) from error
 
 

@@ -140,18 +140,18 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
     """The first node that mixes what differs along a factor, and how; None if none does."""
     pinned = atom.pinned
     if pinned is not None and pinned.node is not None:
-        return f"{_named(pinned.node)}: {pinned.reason or 'it needs all of them at once'}"
+        return f"{describe_node(pinned.node)}: {pinned.reason or 'it needs all of them at once'}"
     for node, operation in axis_map.operations.items():
         if not any(_has(axes, atom) for axes in operation.inputs):
             continue
         if atom in _reduced(operation):
             how = "it sums over them" if atom in ax.atoms(operation.contracted) else "it takes the range of all of them"
-            return f"{_named(node)}: {how}"
+            return f"{describe_node(node)}: {how}"
         for value, axes in zip(node.inputs, operation.inputs, strict=True):
             if value is not None and value.is_initializer() and _has(axes, atom):
-                return f"{_named(node)}: its weight '{value.name}' has an entry for each of them"
+                return f"{describe_node(node)}: its weight '{value.name}' has an entry for each of them"
         if pinned is not None and not operator_of(node).reads_shape and _loses(operation, atom):
-            return f"{_named(node)}: {pinned.reason}"
+            return f"{describe_node(node)}: {pinned.reason}"
     return None
 
 
@@ -164,12 +164,8 @@ def _told_apart(axis_map: AxisMap, atom: Factor, made: Collection[ir.Node]) -> s
             if value and value.producer() in made
         )
         if node not in made and any(_has(axes, atom) for axes in numbers):
-            return f"{_named(node)}: it tells them apart by numbers that are computed from sizes"
+            return f"{describe_node(node)}: it tells them apart by numbers that are computed from sizes"
     return "nodes that compute from sizes"
-
-
-def _named(node: ir.Node) -> str:
-    return f"{describe_node(node)} ({node.op_type})" if node.name else describe_node(node)
 
 
 def _has(axes: Axes, atom: Factor) -> bool:

@@ -94,7 +94,7 @@ def find_candidates(
     _pin_ends(graph, axis_map, planned)
     _pin_borders(axis_map)
     _pin_tables(axis_map)
-    weights, contractions, reduced = reached_weights(axis_map, size), _contractions(axis_map), _reductions(axis_map)
+    weights, contractions, reduced = reached_weights(axis_map, size), *_collecting(axis_map)
     outputs_with: dict[Factor, list[ir.Value]] = defaultdict(list)  # the outputs that have each atom
     for value in graph.graph.outputs:
         for atom in dict.fromkeys(atom for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)):
@@ -213,22 +213,15 @@ def _add_shares(axis: Axis, share: float, shares: dict[Factor, float]) -> None:
                 _add_shares(section, share * ax.size_of(section) / max(1, leaf.size), shares)
 
 
-def _contractions(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
-    """For each atom the nodes that sum over it."""
-    contracting: dict[Factor, list[ir.Node]] = defaultdict(list)
-    for node, operation in axis_map.operations.items():
-        for atom in dict.fromkeys(ax.atoms(operation.contracted)):
-            contracting[atom].append(node)
-    return contracting
-
-
-def _reductions(axis_map: AxisMap) -> dict[Factor, list[ir.Node]]:
-    """For each atom the nodes that need a number of all its elements."""
+def _collecting(axis_map: AxisMap) -> tuple[dict[Factor, list[ir.Node]], dict[Factor, list[ir.Node]]]:
+    """For each atom the nodes that sum over it, and those that need a number of all its elements."""
+    summing: dict[Factor, list[ir.Node]] = defaultdict(list)
     reducing: dict[Factor, list[ir.Node]] = defaultdict(list)
     for node, operation in axis_map.operations.items():
-        for atom in dict.fromkeys(ax.atoms(operation.reduced)):
-            reducing[atom].append(node)
-    return reducing
+        for collecting, axis in ((summing, operation.contracted), (reducing, operation.reduced)):
+            for atom in dict.fromkeys(ax.atoms(axis)):
+                collecting[atom].append(node)
+    return summing, reducing
 
 
 def _looked_up(axis_map: AxisMap) -> set[Factor]:

@@ -74,50 +74,38 @@ def find_products(analysis: Analysis, least: int, opaque: Mapping[ir.Node, str] 
     The axes of `opaque` nodes are whole, each for its reason.
     """
     graph = analysis.graph
-    constant = graph.constant
-    readers = _readers(graph, constant)
+    readers = _readers(graph)
     inside = _inside_blocks(analysis.partition)
     nodes = sorted({node for nodes in readers.values() for node in nodes}, key=graph.position.__getitem__)
-    reasons = {node: _why_not(analysis, node, constant, node in inside, least) for node in nodes}
+    reasons = {node: _why_not(analysis, node, node in inside, least) for node in nodes}
     declined = {node: reason for node, reason in reasons.items() if reason is not None}
     _decline_shared(readers, declined)
     candidates = [node for node in nodes if node not in declined]
-    unpacking = _unpacking(graph, candidates, constant)
+    unpacking = _unpacking(graph, candidates)
     axis_map = find_axes_separately(graph, analysis.costs.certain, [*candidates, *unpacking], opaque)
-    at_run_time = {atom for node in candidates for atom in _run_time_atoms(axis_map, node, constant)}
+    at_run_time = {atom for node in candidates for atom in _run_time_atoms(graph, axis_map, node)}
     stored = {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
     columns = {node: _columns(axis_map, node, at_run_time, stored) for node in candidates}
     declined.update({node: factor for node, factor in columns.items() if isinstance(factor, Declined)})
     _decline_shared(readers, declined)
     products = [
-        Product(
-            node, tuple(_taken(graph, node, constant, unpacking)), factor, len(axis_map.operations[node].output()) - 1
-        )
+        Product(node, tuple(_taken(graph, node, unpacking)), factor, len(axis_map.operations[node].output()) - 1)
         for node, factor in columns.items()
         if isinstance(factor, Factor) and node not in declined
     ]
     return Products(tuple(products), axis_map, readers, declined)
 
 
-def _readers(graph: Graph, constant: Collection[ir.Node]) -> Readers:
+def _readers(graph: Graph) -> Readers:
     """For each weight the nodes that read it, or what is folded from it, at run time.
 
     A folded node whose result is an output counts as a reader too.
     """
-    uses: dict[ir.Value, list[ir.Node]] = {}
-    for node in graph.nodes:
-        for value in graph.reads[node]:
-            uses.setdefault(value, []).append(node)
-    below: dict[ir.Node, dict[ir.Node, None]] = {}
 
-    def ends(value: ir.Value) -> dict[ir.Node, None]:
-        return {end: None for node in uses.get(value, ()) for end in below.get(node, {node: None})}
+    def is_read(node: ir.Node) -> bool:
+        return node not in graph.constant or any(value.is_graph_output() for value in node.outputs)
 
-    for node in reversed(graph.nodes):
-        if node in constant:
-            own = {node: None} if any(value.is_graph_output() for value in node.outputs) else {}
-            below[node] = {**own, **{end: None for value in node.outputs for end in ends(value)}}
-    return {value: tuple(ends(value)) for value in uses if value.is_initializer()}
+    return {weight: tuple(filter(is_read, nodes)) for weight, nodes in graph.uses.items()}
 
 
 def _inside_blocks(partition: Partition) -> frozenset[ir.Node]:
@@ -129,63 +117,50 @@ def _inside_blocks(partition: Partition) -> frozenset[ir.Node]:
     return frozenset(inside - outside)
 
 
-def _is_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
-    return value.is_initializer() or value.producer() in constant
-
-
-def _unpacking(graph: Graph, nodes: Iterable[ir.Node], constant: Collection[ir.Node]) -> frozenset[ir.Node]:
+def _unpacking(graph: Graph, nodes: Iterable[ir.Node]) -> frozenset[ir.Node]:
     """The nodes that dequantize inputs of `nodes` with constant scales."""
     above = (value.producer() for node in nodes for value in graph.reads[node])
     return frozenset(
         node
         for node in above
         if node is not None
-        and node not in constant
+        and node not in graph.constant
         and operator_of(node).dequantizes
-        and all(value is None or _is_constant(value, constant) for value in node.inputs[1:])
+        and all(value is None or graph.is_constant(value) for value in node.inputs[1:])
     )
 
 
-def _taken(
-    graph: Graph, node: ir.Node, constant: Collection[ir.Node], unpacking: Collection[ir.Node]
-) -> dict[ir.Value, None]:
+def _taken(graph: Graph, node: ir.Node, unpacking: Collection[ir.Node]) -> dict[ir.Value, None]:
     """What a product takes at run time: its non-constant inputs, quantized where they are unpacked for it."""
     taken: dict[ir.Value, None] = {}
     for value in graph.reads[node]:
         producer = value.producer()
         if producer is not None and producer in unpacking:
-            taken.update(_taken(graph, producer, constant, ()))
-        elif not _is_constant(value, constant):
+            taken.update(_taken(graph, producer, ()))
+        elif not graph.is_constant(value):
             taken[value] = None
     return taken
 
 
-def _name(node: ir.Node) -> str:
-    """A node's name and operator, for messages."""
-    return f"{describe_node(node)} ({node.op_type})"
-
-
-def _why_not(
-    analysis: Analysis, node: ir.Node, constant: Collection[ir.Node], inside: bool, least: int
-) -> Declined | None:
+def _why_not(analysis: Analysis, node: ir.Node, inside: bool, least: int) -> Declined | None:
     """Why a node that reads weights can't be sliced, or None if it can."""
     number = operator_of(node).matrix_input
     weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
-    if node in constant or weight is None:
-        return Declined(f"read by {node.op_type}", f"{_name(node)} reads it, and is no matmul")
-    if not _is_constant(weight, constant):
-        reason = f"{_name(node)} reads it, but not as what it multiplies with"
+    if node in analysis.graph.constant or weight is None:
+        return Declined(f"read by {node.op_type}", f"{describe_node(node)} reads it, and is no matmul")
+    if not analysis.graph.is_constant(weight):
+        reason = f"{describe_node(node)} reads it, but not as what it multiplies with"
         return Declined("not what a matmul multiplies with", reason)
     if is_inside_slot(node):
-        return Declined("of adapters", f"{_name(node)} is an adapter's product")
+        return Declined("of adapters", f"{describe_node(node)} is an adapter's product")
     if not inside:
-        return Declined("outside the blocks", f"{_name(node)} is outside the blocks")
+        return Declined("outside the blocks", f"{describe_node(node)} is outside the blocks")
     sides = _sides(analysis, node, weight)
     shape = format_shape(sides)
     if len(sides) > 2:
-        return Declined("stacks of matrices", f"{_name(node)} multiplies with {shape}, which is no matrix")
+        return Declined("stacks of matrices", f"{describe_node(node)} multiplies with {shape}, which is no matrix")
     if len(sides) < 2 or min(sides) < least:
-        reason = f"{_name(node)} multiplies with {shape}, and --row-min is {least}"
+        reason = f"{describe_node(node)} multiplies with {shape}, and --row-min is {least}"
         return Declined(f"smaller than {least} x {least}", reason)
     return None
 
@@ -209,7 +184,7 @@ def _decline_shared(readers: Readers, declined: dict[ir.Node, Declined]) -> None
             other = next((declined[node] for node in nodes if node in declined), None)
             if other is not None and _is_matrix(weight):
                 for node in (node for node in nodes if node not in declined):
-                    reason = f"{other.reason} ('{weight.name}', which {_name(node)} multiplies with)"
+                    reason = f"{other.reason} ('{weight.name}', which {describe_node(node)} multiplies with)"
                     declined[node] = Declined(other.kind, reason)
                     again = True
 
@@ -219,13 +194,13 @@ def _is_matrix(weight: ir.Value) -> bool:
     return sum(size != 1 for size in shape_of(weight)) > 1
 
 
-def _run_time_atoms(axis_map: AxisMap, node: ir.Node, constant: Collection[ir.Node]) -> set[Factor]:
+def _run_time_atoms(graph: Graph, axis_map: AxisMap, node: ir.Node) -> set[Factor]:
     """The atoms of a product's non-constant inputs. If one were cut, these inputs would have to be cut too."""
     pairs = zip(node.inputs, axis_map.operations[node].inputs, strict=True)
     return {
         atom
         for value, axes in pairs
-        if value is not None and not _is_constant(value, constant)
+        if value is not None and not graph.is_constant(value)
         for axis in axes or ()
         for atom in ax.atoms(axis)
     }
@@ -242,14 +217,14 @@ def _columns(
     leaves = ax.leaves(output[-1]) if output else []
     reason = ""
     if not leaves:
-        reason = f"{_name(node)} computes what has no known columns"
+        reason = f"{describe_node(node)} computes what has no known columns"
     elif not leaves[0].is_atom:
-        reason = f"{_name(node)} multiplies with several matrices put together"
+        reason = f"{describe_node(node)} multiplies with several matrices put together"
     elif (pin := leaves[0].pinned) is not None:
-        by = _name(pin.node) if pin.node is not None else _name(node)
+        by = describe_node(pin.node) if pin.node is not None else describe_node(node)
         reason = f"{by} needs {leaves[0].size} columns whole" + (f" ({pin.reason})" if pin.reason else "")
     elif leaves[0] in at_run_time:
-        reason = f"{_name(node)} has columns that are read at run time too"
+        reason = f"{describe_node(node)} has columns that are read at run time too"
     elif leaves[0] not in stored:
-        reason = f"{_name(node)} multiplies with what is computed, not stored"
+        reason = f"{describe_node(node)} multiplies with what is computed, not stored"
     return Declined("needed whole", reason) if reason else leaves[0]

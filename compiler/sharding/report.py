@@ -148,7 +148,7 @@ def _needs(pin: Pin, sizes: str) -> str:
     why = f" ({pin.reason})" if pin.reason else ""
     if pin.node is None:
         return f"{sizes}: {pin.reason}"
-    return f"{describe_node(pin.node)} ({pin.node.op_type}) needs {sizes} whole{why}"
+    return f"{describe_node(pin.node)} needs {sizes} whole{why}"
 
 
 def _split_share(split: ShardedModel, axes: Axes) -> float:

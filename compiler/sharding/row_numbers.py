@@ -21,8 +21,8 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.part_alone import nodes_between, read_sizes, run_part
-from splitc.compiler.frontend.reads import holds_graphs, is_random
+from splitc.compiler.frontend.part_alone import nodes_between, run_part
+from splitc.compiler.frontend.reads import holds_graphs, is_random, read_sizes
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Factor

@@ -13,6 +13,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.sharding.candidates import reached_weights
 from splitc.compiler.sharding.products import Product, Products
@@ -66,10 +67,7 @@ class SlicedProducts:
 
     def column_name(self, rank: int, product: Product) -> str:
         """The name of a rank's columns of a product's result, on all ranks. No value of the model has it."""
-        name = f"{product.result.name}/rank{rank}"
-        while name in self._names:
-            name += "'"
-        return name
+        return unused_name(f"{product.result.name}/rank{rank}", self._names)
 
     @cached_property
     def _names(self) -> frozenset[str | None]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from splitc.compiler.frontend.cut_tensor import take
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.rank_graph import rank_graph
@@ -99,10 +100,7 @@ def _in_one_line(error: Exception) -> str:
 def _run(tiny: TinyModel, ranks: int) -> dict[str, Array]:
     """The outputs of the whole nodes by name, and of each rank's by `rank/name`."""
     graph = tiny.sharded.graph.graph
-    proto = onnx.ModelProto(ir_version=10)
-    for domain, version in graph.opset_imports.items():
-        proto.opset_import.add(domain=domain, version=version)
-    proto.graph.CopyFrom(ir.serde.serialize_graph(graph))
+    proto = ir.to_proto(ir.Model(graph, ir_version=10))
     feeds = dict(tiny.feeds)
     for rank in range(ranks):
         part = rank_graph(tiny.sharded, tiny.stage, rank)
@@ -184,9 +182,7 @@ def _feed(tiny: TinyModel, value: ir.Value, rank: int) -> Array:
 
 
 def _shard(sharded: ShardedModel, axes: Axes, rank: int, array: Array) -> Array:
-    for number, places in sharded.shards(rank).places(axes).items():
-        array = np.take(array, places, number)
-    return array
+    return take(array, sharded.shards(rank).places(axes))
 
 
 def _misfit(sharded: ShardedModel, node: ir.Node, made: Mapping[str, Array]) -> str:

@@ -46,7 +46,7 @@ def kernels_of(folder: Path, w: Writer, feeds: dict[str, np.ndarray]) -> tuple[l
     names = [event["name"].removesuffix("_kernel_time").split("_token")[0] for event in events]
     graph = read_graph(folder / "model.onnx")
     fused = fuse(EngineGraph(graph.nodes, reads, lambda value: 1, frozenset(graph.graph.outputs), graph.are_alike))
-    ours = [fused.integers.get(node, node).name or "" for node in fused.order]
+    ours = [fused.integers.get(node, node).name or "" for node in fused.nodes.order]
     return [name for name in names if name.startswith("node")], ours
 
 

@@ -13,6 +13,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 from models.writer import Writer, save
 from splitc.compiler.execution.arena import FIRST_REGION, UNIT
 from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.execution.order import execution_order
 from splitc.compiler.execution.products import biased_products
 from splitc.compiler.execution.rounds import Round
@@ -51,7 +52,7 @@ def test_products_with_a_bias_are_one_node_where_sizes_are_fixed(tmp_path: Path,
     events = profile(tmp_path / "model.onnx", {"x": np.ones((1, 512, 256), np.float32)}, tmp_path, optimized=True)
     ran = [event["name"].removesuffix("_kernel_time").split("/")[0] for event in events]
     model = ShapeInferencePass()(ir.load(tmp_path / "model.onnx")).model
-    products = biased_products(list(model.graph), reads)
+    products = biased_products(Nodes(list(model.graph), reads))
     assert len(products) == (3 if fixed else 0)
     after = {product.name: node.name for node, product in products.items()}
     ours = [node.name for node in execution_order(list(model.graph), reads)]

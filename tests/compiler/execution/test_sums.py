@@ -25,7 +25,7 @@ def test_sums_are_made_in_the_order_of_the_file() -> None:
     def order_of(*summed: ir.Value) -> list[str]:
         sums = {value: value for value in summed}
         engine = EngineGraph(list(graph), reads, lambda v: BYTES, frozenset(graph.outputs), summed=sums)
-        return [node.op_type if node.domain else node.name or "" for node in fuse(engine).order]
+        return [node.op_type if node.domain else node.name or "" for node in fuse(engine).nodes.order]
 
     assert order_of() == ["node0", "node3", "node1", "node2", "node4"]
     assert order_of(one, other) == ["node0", "AllReduce", "node3", "node1", "AllReduce", "node2", "node4"]
@@ -43,7 +43,7 @@ def test_what_a_rank_only_passes_on_is_no_node() -> None:
     def order_of(part: ir.Value) -> list[str]:
         ends = frozenset(graph.outputs)
         engine = EngineGraph(list(graph), reads, lambda v: BYTES, ends, summed={total: part})
-        return [node.op_type for node in fuse(engine).order]
+        return [node.op_type for node in fuse(engine).nodes.order]
 
     assert order_of(total) == ["MatMul", "Add", "AllReduce", "Softmax"]
     assert order_of(product) == ["MatMul", "AllReduce", "Softmax"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from models.writer import save
-from splitc.compiler.frontend.probe_sizes import bind_other_sizes, bind_probe_sizes
+from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes
 from tests.helpers.blocks import Block
 from tests.helpers.graphs import read_graph
@@ -21,7 +21,7 @@ def test_only_what_is_made_small_has_many_elements(tmp_path: Path) -> None:
     graph = read_graph(tmp_path / "model.onnx")
     infer_shapes(graph.model)
     planned = {name: feed.shape for name, feed in b.feeds.items()}
-    shapes = bind_probe_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes
+    shapes = Probes(graph, planned, bind_shapes(graph.model, planned)).distinct().shapes
     batch, count, left = shapes["y"]
     assert shapes["sound"][2] > 1000 > 20 > max(batch, count)
     assert min(batch, count) > 1 < left
@@ -41,7 +41,7 @@ def test_sizes_that_are_few_are_not_the_same_by_chance(tmp_path: Path) -> None:
     planned = {name: feed.shape for name, feed in b.feeds.items()}
     bound = bind_shapes(graph.model, planned)
     assert bound.shapes["y"] == (1, 1)
-    assert 1 not in bind_other_sizes(graph, planned, bound).shapes["y"]
+    assert 1 not in Probes(graph, planned, bound).different().shapes["y"]
 
 
 def test_what_is_reshaped_keeps_its_elements(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_what_is_reshaped_keeps_its_elements(tmp_path: Path) -> None:
     graph = read_graph(tmp_path / "model.onnx")
     infer_shapes(graph.model)
     planned = {name: feed.shape for name, feed in b.feeds.items()}
-    _, height, width = bind_other_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes["x"]
+    _, height, width = Probes(graph, planned, bind_shapes(graph.model, planned)).different().shapes["x"]
     assert height % 2 == width % 2 == 0 and height not in (4, width) and width != 6
 
 
@@ -69,7 +69,7 @@ def test_length_that_the_model_has_as_a_number_is_kept(tmp_path: Path) -> None:
     graph = read_graph(tmp_path / "model.onnx")
     infer_shapes(graph.model)
     planned = {name: feed.shape for name, feed in b.feeds.items()}
-    batch, tokens, *_ = bind_probe_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes["x"]
+    batch, tokens, *_ = Probes(graph, planned, bind_shapes(graph.model, planned)).distinct().shapes["x"]
     assert batch > 2 and tokens == 6
 
 
@@ -84,7 +84,7 @@ def test_attention_has_as_many_keys_as_values(tmp_path: Path) -> None:
     graph = read_graph(tmp_path / "model.onnx")
     infer_shapes(graph.model)
     planned = {name: feed.shape for name, feed in b.feeds.items()}
-    shapes = bind_probe_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes
+    shapes = Probes(graph, planned, bind_shapes(graph.model, planned)).distinct().shapes
     assert shapes["k"] == shapes["v"] and shapes["k"][2] != shapes["q"][2]
 
 
@@ -96,7 +96,7 @@ def test_symbol_that_is_another_number_may_be_any(tmp_path: Path) -> None:
     graph = read_graph(tmp_path / "model.onnx")
     infer_shapes(graph.model)
     planned = {name: feed.shape for name, feed in b.feeds.items()}
-    batch, length, width = bind_other_sizes(graph, planned, bind_shapes(graph.model, planned)).shapes["y"]
+    batch, length, width = Probes(graph, planned, bind_shapes(graph.model, planned)).different().shapes["y"]
     assert batch != 2 and length != 7 and width == 4
 
 
@@ -114,5 +114,5 @@ def test_output_that_is_named_by_a_symbol_that_it_is_not(tmp_path: Path) -> None
     infer_shapes(graph.model)
     planned = {name: feed.shape for name, feed in b.feeds.items()}
     bound = bind_shapes(graph.model, planned)
-    kinds_of, batch, tokens = bind_other_sizes(graph, planned, bound).shapes["y"]
+    kinds_of, batch, tokens = Probes(graph, planned, bound).different().shapes["y"]
     assert kinds_of == 2 and batch != 1 and tokens != 5

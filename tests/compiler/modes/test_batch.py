@@ -85,7 +85,10 @@ def test_random_blocks_are_right_with_any_rows(seed: int, tmp_path: Path) -> Non
         ("q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)", "it takes the range of all of them"),
         ("end = Constant <value_ints = [3]> () y = Slice(x, axis, end)", "meet in the Slice node that makes 'y'"),
         ("end = Constant <value_ints = [900]> () y = Slice(x, axis, end)", "meet in the Slice node that makes 'y'"),
-        ("n = RandomNormalLike(x) y = Add(x, n)", r"\(RandomNormalLike\) draws random numbers, and all groups"),
+        (
+            "n = RandomNormalLike(x) y = Add(x, n)",
+            "the RandomNormalLike node that makes 'n' draws random numbers, and all",
+        ),
     ],
 )
 def test_where_rows_meet_is_named(write_model: Callable[[str], Path], body: str, why: str) -> None:
