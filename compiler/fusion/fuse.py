@@ -15,6 +15,9 @@ from splitc.compiler.frontend.probe_sizes import bind_other_sizes
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
+from splitc.compiler.fusion.assembled import find_assembled, write_assembled
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.attention_operator import is_operator, read_operator
 from splitc.compiler.fusion.cache import Held, concatenated, find_caches, left_out
@@ -22,7 +25,9 @@ from splitc.compiler.fusion.divided import OPERATOR as PRODUCT
 from splitc.compiler.fusion.divided import find_divided, write_divided
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
-from splitc.compiler.fusion.kernels import ON_GPUS, Gains, Types
+from splitc.compiler.fusion.kernels import HALVES, ON_GPUS, SINGLES, Gains, Types
+from splitc.compiler.fusion.latent import OPERATOR as LATENT
+from splitc.compiler.fusion.latent import find_latent, write_latent
 from splitc.compiler.fusion.lengths import Lengths
 from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
 from splitc.compiler.fusion.modulation import find_modulation, write_modulation
@@ -93,13 +98,16 @@ def fuse(
     work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
     # Attention comes last: its queries and keys may be what became one operator.
     parts = {node: fate for node in graph.nodes if gains.parts and (fate := work.part(node)) is not None}
-    fates = [fate for node in graph.nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
+    if any(fate.operator == ASSEMBLED for fate in parts.values()):
+        remove_unused(graph.graph)  # what wrote slices is no reader of them any more
+    nodes = [node for node in graph.nodes if node in parts or node.graph is not None]
+    fates = [fate for node in nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
     fates += [*work.left_out(any(fate.kind == "cache" for fate in fates)), *_looks_inside(graph, work)]
     lengths = work.lengths.entries() if work.held else ()
     if not any(fate.operator for fate in fates):
         return Fused(graph, bound, tuple(fates))
     work.join_views()
-    if any(fate.operator in (OPERATOR, GROUPED, ROTARY) for fate in fates):
+    if any(fate.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for fate in fates):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
     reads, preamble = complete(graph.model), None
     if lengths and gains.has_room:
@@ -178,6 +186,7 @@ class _Work:
             ("rotary", self._rotary),
             ("product", self._divided),
             ("cache", self._scattered),
+            ("slices", self._assembled),
         ):
             try:
                 if (operator := attempt(node)) is not None:
@@ -243,6 +252,14 @@ class _Work:
         write_scattered(scattered, self.editor, self._sizes)
         return SCATTERED
 
+    def _assembled(self, node: ir.Node) -> str | None:
+        """Join the slices that a node writes the last of. Returns their operator; None if it writes none."""
+        assembled = find_assembled(node, self._sizes, self._tables) if node.op_type == "ScatterND" else None
+        if assembled is None:
+            return None
+        write_assembled(assembled, self.editor, self._sizes)
+        return ASSEMBLED
+
     def attention(self, node: ir.Node) -> Iterator[Fate]:
         """The fates of attention around a Softmax, and of its caches: nothing if there is none.
 
@@ -278,12 +295,32 @@ class _Work:
         return [fate for fate in fates if fate.operator or fate.kind == "cache"]
 
     def _replaced(self, place: str, attention: Attention) -> Iterator[Fate]:
-        """The fates of attention, and of the caches that it reads."""
+        """The fates of attention, and of the caches or the latent that it reads."""
+        latent = self._on_latent(place, attention)
+        if latent is not None:
+            yield latent
+            if latent.operator is not None:
+                return
         cached = self._with_caches(place, attention) if self.held else None
         if cached is not None:
             yield cached
         if self.gains.attention and (cached is None or cached.operator is None):
             yield self._alone(place, attention)
+
+    def _on_latent(self, place: str, attention: Attention) -> Fate | None:
+        """The fate of the latent that keys and values are made of; None if they are made otherwise."""
+        latent = find_latent(attention, self.held, self._sizes) if self.held else None
+        query = self._shape_of(attention.query.value)
+        if latent is None or query is None:
+            return None
+        try:
+            _check_type(latent.latent, HALVES | SINGLES)
+            if not latent.gains(query[attention.query.axes[-2]]):
+                raise NotFusedError("for so many tokens at once it takes less to project its latent")
+            write_latent(latent, self.editor, self._sizes)
+        except NotFusedError as error:
+            return Fate(place, None, str(error), "latent")
+        return Fate(place, LATENT, None, "latent")
 
     def _with_caches(self, place: str, attention: Attention) -> Fate | None:
         """The fate of the caches that an attention reads; None if it reads none."""

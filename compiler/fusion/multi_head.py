@@ -142,12 +142,18 @@ class Writing:
 
     def finished(self, made: ir.Value) -> ir.Value:
         """What the operator made, with zeros for NaN if that is asked for, in the type that is read."""
-        attention, work, axes = self.attention, self.work, self.work.axes(made)
-        if attention.guarded:
-            nan = work.add("is_nan", "IsNaN", [made], made, axes)
-            nan.type = ir.TensorType(ir.DataType.BOOL)
-            made = work.add("guarded", "Where", [nan, work.editor.scalar(0.0, made), made], made, axes)
-        return made if made.dtype == attention.output.dtype else work.cast(made, attention.output, "as_written")
+        made = self.guarded(made)
+        output = self.attention.output
+        return made if made.dtype == output.dtype else self.work.cast(made, output, "as_written")
+
+    def guarded(self, made: ir.Value) -> ir.Value:
+        """A value with zeros for NaN, if that is asked for."""
+        work, axes = self.work, self.work.axes(made)
+        if not self.attention.guarded:
+            return made
+        nan = work.add("is_nan", "IsNaN", [made], made, axes)
+        nan.type = ir.TensorType(ir.DataType.BOOL)
+        return work.add("guarded", "Where", [nan, work.editor.scalar(0.0, made), made], made, axes)
 
     def _scaled(self, query: Operand) -> Operand:
         """Queries, times what is computed to scale their scores."""

@@ -28,7 +28,8 @@ from splitc.compiler.fusion.tables import Tables
 class Rotary:
     """`data`, whose pairs are rotated. These are `interleaved`, or an element of each half.
 
-    The tables have a number for each element, or, with `by_pairs`, for each pair.
+    The tables have a number for each element, or, with `by_pairs`, for each pair. With `places`, the elements of the
+    last axis are first put in the order that they say. `thin` tables have an axis of one behind the pairs.
     """
 
     data: ir.Value
@@ -37,6 +38,8 @@ class Rotary:
     interleaved: bool
     output: ir.Value
     by_pairs: bool = False
+    places: tuple[int, ...] | None = None
+    thin: bool = False
 
 
 # A value times another one.
@@ -117,16 +120,19 @@ def _from_pairs(
     node: ir.Node, a: ir.Value, b: ir.Value, numbers: Factors, sizes: Sizes, tables: Tables
 ) -> Rotary | None:
     """Both elements of each pair by themselves."""
-    for data in map(_uncast, _above(a)):
+    # An operator takes four axes at most: where pairs have one of their own, what it is a view of is rotated.
+    for data in (data for data in map(_uncast, _above(a)) if len(sizes.of(data) or ()) <= 4):
         rotation, joined = Rotation(data, sizes, tables.known), _flat(node, data, sizes)
-        first, second = rotation.of(a), rotation.of(b)
+        first, second = rotation.along_pairs(a), rotation.along_pairs(b)
         if joined is None or first is None or second is None:
             continue
+        thin = len(sizes.of(a) or ()) > len(sizes.of(data) or ())
         output, interleaved = joined
-        order = np.stack([-second, first], -1).reshape(-1) if interleaved else np.concatenate([-second, first])
-        if _is_interleaved(order) is not interleaved:
-            raise NotFusedError("its pairs are in other places after it than before")
-        return Rotary(data, *numbers, interleaved, _narrow(output), by_pairs=True)
+        order = np.stack([first, second], -1).reshape(-1) if interleaved else np.concatenate([first, second])
+        if not np.array_equal(np.sort(order), np.arange(1, len(order) + 1)):
+            raise NotFusedError("it leaves out some elements, or rotates them the other way")
+        places = None if np.array_equal(order, np.sort(order)) else tuple((order - 1).tolist())
+        return Rotary(data, *numbers, interleaved, _narrow(output), by_pairs=True, places=places, thin=thin)
     return None
 
 

@@ -44,9 +44,12 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     frame = _find_frame(rotary, _four(own), sizes)
     if not all(map(work.has, frame.axes)):
         raise NotFusedError("no value is known to have one of its sizes")
-    differ = any(_differ(work.axes(table), frame) for table in (rotary.cosines, rotary.sines))
+    differ = any(_differ(_table_axes(table, rotary, sizes) or (), frame) for table in (rotary.cosines, rotary.sines))
     if differ and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
         raise NotFusedError("no input says how many rows of its tables there are")
+    if rotary.places is not None:
+        places = editor.constant(np.array(rotary.places, np.int64))
+        rotary = replace(rotary, data=work.add("pairs", "Gather", [rotary.data, places], rotary.data, own, axis=-1))
     if len(own) == 3:
         batch = work.viewed(rotary.data, frame.axes, "batch_of_one")
         made = work.viewed(_written(replace(rotary, data=batch), frame, work, tables), own, "rotated_data")
@@ -75,7 +78,7 @@ class _Frame:
 
 def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
     """The four axes of what is rotated. Raises NotFusedError if the operator can't say them."""
-    tables = [sizes.axes(table) for table in (rotary.cosines, rotary.sines)]
+    tables = [_table_axes(table, rotary, sizes) for table in (rotary.cosines, rotary.sines)]
     padded = [[ONE] * (4 - len(own)) + [axis.size for axis in own] for own in tables if own is not None]
     if len(padded) < 2 or padded[0] != padded[1]:
         raise NotFusedError("its tables have no known sizes, or differ in them")
@@ -126,6 +129,12 @@ def _inputs(work: Writer) -> tuple[ir.Value, ...]:
     return tuple(value for value in work.editor.graph.inputs if work.sizes.of(value) is not None)
 
 
+def _table_axes(table: ir.Value, rotary: Rotary, sizes: Sizes) -> Axes | None:
+    """A table's axes, up to that of its numbers."""
+    axes = sizes.axes(table)
+    return axes[:-1] if axes is not None and rotary.thin else axes
+
+
 def _four(table: Axes) -> Axes:
     """A table's axes with the missing first ones, as it is broadcast."""
     return (*[fixed_axis(1)] * (4 - len(table)), *table)
@@ -159,18 +168,19 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
 
 def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
     """One number for each pair: [positions, pairs], of the data's type. All layers read the same."""
-    if not _differ(work.axes(table), frame):
+    own = _table_axes(table, rotary, work.sizes) or ()
+    if not _differ(own, frame):
         tables.uncompared.update(axis.name for axis in frame.rows if axis.fixed is None and axis.name is not None)
     key = (table, rotary.interleaved, rotary.data.dtype)
     if key in tables.rows:
         return tables.rows[key]
     work = replace(work, at=tables.node_after(table), name=table.name or role, sources=_inputs(work))
-    own, made = work.axes(table), table
+    made = work.viewed(table, own, f"{role}_flat")
     pairs = fixed_axis(frame.axes[-1].size[0] // 2)
     if not rotary.by_pairs:
         indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
         chosen = work.editor.constant(indices)
-        made = work.add(f"{role}_of_pairs", "Gather", [table, chosen], table, (*own[:-1], pairs), axis=-1)
+        made = work.add(f"{role}_of_pairs", "Gather", [made, chosen], table, (*own[:-1], pairs), axis=-1)
     made = _by_rows(made, pairs, role, frame, work)
     if made.dtype != rotary.data.dtype:
         made = work.cast(made, rotary.data, f"{role}_cast")
