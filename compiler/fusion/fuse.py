@@ -36,9 +36,9 @@ from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import find_norm, write_norm
 from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
 from splitc.compiler.fusion.preamble import Preamble, cut_preamble
-from splitc.compiler.fusion.rotary import find_rotary, looks_rotary
+from splitc.compiler.fusion.rotary import find_rotary, looks_rotary, pairs_among
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
-from splitc.compiler.fusion.rotary_embedding import write_rotary
+from splitc.compiler.fusion.rotary_embedding import write_rotary, write_rotary_among
 from splitc.compiler.fusion.scattered import OPERATOR as SCATTERED
 from splitc.compiler.fusion.scattered import find_scattered, write_scattered
 from splitc.compiler.fusion.sizes import Sizes, known_shapes
@@ -223,6 +223,10 @@ class _Work:
 
     def _rotary(self, last: ir.Node) -> str | None:
         """Fuse the rotary embedding that a node ends. Returns its operator; None if it ends none."""
+        if (place := pairs_among(last)) is not None:
+            _check_type(last.outputs[0], self.gains.parts)
+            is_rotary = write_rotary_among(last, place, self.editor, self._sizes, self._tables)
+            return ROTARY if is_rotary else None
         rotary = find_rotary(last, self._sizes, self._tables) if looks_rotary(last) else None
         if rotary is None:
             return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
@@ -100,9 +101,24 @@ def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, 
 
 def _joined_sums(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
     """The first and the second elements of pairs, and their cosines and sines, where a node joins both rotated."""
-    if node.op_type != "Concat" or len(node.inputs) != 2:
-        return
-    first, second = (_unstacked(value) for value in node.inputs)
+    if node.op_type == "Concat" and len(node.inputs) == 2:
+        yield from _rotated_pairs(*node.inputs)
+
+
+def pairs_among(node: ir.Node) -> int | None:
+    """Where both elements of rotated pairs are among more than two values that a node joins; None if they are not.
+
+    TorchScript's exporter joins all at once if what is rotated is then joined with what is not.
+    """
+    if node.op_type != "Concat" or node.domain or len(node.inputs) < 3:
+        return None
+    pairs = enumerate(pairwise(node.inputs))
+    return next((place for place, (a, b) in pairs if any(_rotated_pairs(a, b))), None)
+
+
+def _rotated_pairs(one: ir.Value | None, other: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
+    """The first and the second elements of pairs, and their cosines and sines, where two values are these rotated."""
+    first, second = _unstacked(one), _unstacked(other)
     if first is None or second is None or (first.op_type, second.op_type) != ("Sub", "Add"):
         return
     products = [product for value in (*first.inputs, *second.inputs) if (product := _factors(value)) is not None]

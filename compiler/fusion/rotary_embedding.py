@@ -20,7 +20,7 @@ from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
 from splitc.compiler.fusion.operand import Operand, seen_through, whole
-from splitc.compiler.fusion.rotary import Rotary
+from splitc.compiler.fusion.rotary import Rotary, find_rotary
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.writing import Writer
@@ -28,8 +28,42 @@ from splitc.compiler.fusion.writing import Writer
 DOMAIN, OPERATOR = "com.microsoft", "RotaryEmbedding"
 
 
-def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -> None:
-    """Replace what was found by the operator, in place.
+def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes, tables: Tables) -> bool:
+    """Replace the pairs that a node joins with others, from this place on, by the operator, in place.
+
+    Returns whether they are rotated. Raises NotFusedError as `write_rotary`.
+    """
+    output, parts = concat.outputs[0], list(concat.inputs)
+    axes, axis = sizes.axes(output), concat.attributes.get_int("axis", 0)
+    pair = [sizes.axes(value) for value in parts[place : place + 2] if value is not None]
+    if axes is None or any(own is None or own[axis].fixed is None for own in pair):
+        raise NotFusedError("what it is joined with has no known sizes")
+    count = sum(own[axis].fixed or 0 for own in pair if own is not None)
+    joined_axes = list(axes)
+    joined_axes[axis] = fixed_axis(count)
+    work = Writer(concat, output.name or "", (), editor, sizes)
+    made = work.add("pairs", "Concat", parts[place : place + 2], output, joined_axes, axis=axis)
+    node = made.producer()
+    assert node is not None
+    try:
+        rotary = find_rotary(node, sizes, tables)
+        if rotary is None or rotary.output is not made:
+            work.undo()
+            return False
+        rotated = write_rotary(rotary, editor, sizes, tables)
+    except NotFusedError:
+        work.undo()
+        raise
+    parts[place : place + 2] = [rotated]
+    whole_again = work.add("joined", "Concat", parts, output, axes, axis=axis)
+    output.replace_all_uses_with(whole_again, replace_graph_outputs=True)
+    hand_over(output, whole_again, "unfused")
+    sizes.put(whole_again, axes)
+    return True
+
+
+def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -> ir.Value:
+    """Replace what was found by the operator, in place. Returns its result.
 
     Raises NotFusedError if the operator can't say it; then nothing is changed.
     """
@@ -58,6 +92,7 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     rotary.output.replace_all_uses_with(made, replace_graph_outputs=True)
     hand_over(rotary.output, made, "unfused")
     sizes.put(made, own)
+    return made
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,14 @@ def test_pairs_in_other_places_after_than_before(tmp_path: Path, parts: str) -> 
     check(written(by_pairs(parts == SLICED, parts)), tmp_path, 2e-6)
 
 
+def test_pairs_joined_with_what_is_not_rotated(tmp_path: Path) -> None:
+    """As TorchScript's exporter joins DeepSeek's queries: three at once."""
+    body = by_pairs(False, STRIDED).replace("y = Concat <axis = -1> (low", "y = Concat <axis = -1> (data, low")
+    model = written(body)
+    model.graph.output[0].type.tensor_type.shape.dim[3].dim_value = 2 * SIZE
+    check(model, tmp_path, 2e-6)
+
+
 def test_parts_of_complex_numbers(tmp_path: Path) -> None:
     """As DeepSeek-V2's: pairs have an axis of their own, and so have the tables."""
     parts = """pairs = Constant <value_ints = [0, 0, 0, 4, 2]> ()  by_pairs = Reshape (x, pairs)
