@@ -336,6 +336,8 @@ class _Work:
             at = attention.output.producer()
             if attention.softcap and not self.gains.capped and at is not None and not is_operator(at):
                 raise NotFusedError("no kernel is faster for scores that a Tanh caps")
+            if attention.sinks is not None and not self.gains.sinks:
+                raise NotFusedError("no kernel takes both a mask and sinks that are joined to the scores")
             if not is_known():
                 raise NotFusedError("the ONNX Runtime that is installed does not have its operator: take a newer one")
             write_group_query_attention(cached, self.editor, self._sizes, self.lengths)

@@ -154,7 +154,8 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     attention = latent.attention
     at = attention.output.producer()
     assert at is not None
-    if attention.softcap or attention.is_causal or attention.row_scales or attention.groups != 1 or attention.is_flat:
+    is_more = attention.softcap or attention.is_causal or attention.row_scales or attention.sinks is not None
+    if is_more or attention.groups != 1 or attention.is_flat:
         raise NotFusedError("it does more to its latent's scores than to scale and mask them")
     sources = [latent.latent, latent.query.value, *editor.graph.inputs]
     known = tuple(value for value in sources if sizes.of(value) is not None)

@@ -36,6 +36,8 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     assert at is not None
     if attention.softcap:
         raise NotFusedError("its scores are capped by a Tanh, which the operator can't do")
+    if attention.sinks is not None:
+        raise NotFusedError("its scores are joined with sinks, which the operator can't do")
     if attention.groups != 1:
         raise NotFusedError("its heads share keys, which the operator can't do")
     if attention.keys.value.producer() is at:
