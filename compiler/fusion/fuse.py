@@ -33,7 +33,7 @@ from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
 from splitc.compiler.fusion.modulation import find_modulation, write_modulation
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
 from splitc.compiler.fusion.norm import OPERATOR as NORM
-from splitc.compiler.fusion.norm import find_norm, write_norm
+from splitc.compiler.fusion.norm import find_norm, find_turned, write_norm, write_turned
 from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
 from splitc.compiler.fusion.preamble import Preamble, cut_preamble
 from splitc.compiler.fusion.rotary import find_rotary, looks_rotary, pairs_among
@@ -182,6 +182,7 @@ class _Work:
         for kind, attempt in (
             ("norm", self._norm),
             ("norm", self._parted_norms),
+            ("norm", self._turned_norm),
             ("modulation", self._modulation),
             ("rotary", self._rotary),
             ("product", self._divided),
@@ -203,6 +204,15 @@ class _Work:
         _check_type(norm.source, self.gains.parts)
         write_norm(norm, self.editor, self._sizes)
         return NORM
+
+    def _turned_norm(self, norm: ir.Node) -> str | None:
+        """Have a norm read what is turned before it. Returns its operator; None if nothing is."""
+        seen = find_turned(norm)
+        if seen is None:
+            return None
+        _check_type(norm.outputs[0], self.gains.parts)
+        write_turned(norm, seen, self.editor, self._sizes)
+        return norm.op_type
 
     def _parted_norms(self, concat: ir.Node) -> str | None:
         """Fuse the norms that a node joins. Returns their operator; None if it joins none."""
