@@ -50,6 +50,14 @@ class RowScale:
 
 
 @dataclass(frozen=True)
+class Blanks:
+    """Rows of an attention that become zeros in `result`: where `rows` [batch or 1, 1, length, 1] is."""
+
+    rows: ir.Value
+    result: ir.Value
+
+
+@dataclass(frozen=True)
 class Attention:
     """softmax(scale x query x keys + biases) x values.
 
@@ -78,6 +86,12 @@ class Attention:
     softcap: float = 0.0
     is_flat: bool = False
     sinks: ir.Value | None = None
+    blanks: Blanks | None = None
+
+    @property
+    def result(self) -> ir.Value:
+        """The output, or what has its blank rows."""
+        return self.output if self.blanks is None else self.blanks.result
 
 
 @dataclass(frozen=True)

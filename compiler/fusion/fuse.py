@@ -17,30 +17,20 @@ from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
-from splitc.compiler.fusion.assembled import find_assembled, write_assembled
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.attention_operator import is_operator, read_operator
+from splitc.compiler.fusion.blanks import with_blanks
 from splitc.compiler.fusion.cache import Held, concatenated, find_caches, left_out
-from splitc.compiler.fusion.divided import OPERATOR as PRODUCT
-from splitc.compiler.fusion.divided import find_divided, write_divided
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
-from splitc.compiler.fusion.kernels import HALVES, ON_GPUS, SINGLES, Gains, Types
+from splitc.compiler.fusion.kernels import HALVES, ON_GPUS, SINGLES, Gains
 from splitc.compiler.fusion.latent import OPERATOR as LATENT
 from splitc.compiler.fusion.latent import find_latent, write_latent
 from splitc.compiler.fusion.lengths import Lengths
-from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
-from splitc.compiler.fusion.modulation import find_modulation, write_modulation
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
-from splitc.compiler.fusion.norm import OPERATOR as NORM
-from splitc.compiler.fusion.norm import find_norm, find_turned, write_norm, write_turned
-from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
+from splitc.compiler.fusion.parts import Parts, check_type
 from splitc.compiler.fusion.preamble import Preamble, cut_preamble
-from splitc.compiler.fusion.rotary import find_rotary, looks_rotary, pairs_among
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
-from splitc.compiler.fusion.rotary_embedding import write_rotary, write_rotary_among
-from splitc.compiler.fusion.scattered import OPERATOR as SCATTERED
-from splitc.compiler.fusion.scattered import find_scattered, write_scattered
 from splitc.compiler.fusion.sizes import Sizes, known_shapes
 from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.fusion.tables import Tables
@@ -152,6 +142,11 @@ class _Work:
         return Tables(self.graph, known_shapes(other), {} if other is self.bound else other.constants)
 
     @cached_property
+    def _parts(self) -> Parts:
+        states = frozenset(state.input for state in self.states)
+        return Parts(self.gains, states, self.editor, self._shape_of, lambda: self._sizes, lambda: self._tables)
+
+    @cached_property
     def held(self) -> Held:
         """The caches: what is added to them may be what became one operator."""
         return concatenated(self.graph.graph, self.states) if self.gains.caches else {}
@@ -177,102 +172,15 @@ class _Work:
         return cut_preamble(self.graph.model, self.lengths, states, self._sizes, roles)
 
     def part(self, node: ir.Node) -> Fate | None:
-        """The fate of a norm around its mean, of a modulated norm, or of a rotary embedding that a node ends."""
+        """The fate of what is no attention and ends, or begins, with a node."""
         place = node.name or node.outputs[0].name or ""
-        for kind, attempt in (
-            ("norm", self._norm),
-            ("norm", self._parted_norms),
-            ("norm", self._turned_norm),
-            ("modulation", self._modulation),
-            ("rotary", self._rotary),
-            ("product", self._divided),
-            ("cache", self._scattered),
-            ("slices", self._assembled),
-        ):
+        for kind, attempt in self._parts.attempts:
             try:
                 if (operator := attempt(node)) is not None:
                     return Fate(place, operator, None, kind)
             except NotFusedError as error:
                 return Fate(place, None, str(error), kind)
         return None
-
-    def _norm(self, mean: ir.Node) -> str | None:
-        """Fuse the norm around a mean. Returns its operator; None if there is no norm."""
-        norm = find_norm(mean)
-        if norm is None:
-            return None
-        _check_type(norm.source, self.gains.parts)
-        write_norm(norm, self.editor, self._sizes)
-        return NORM
-
-    def _turned_norm(self, norm: ir.Node) -> str | None:
-        """Have a norm read what is turned before it. Returns its operator; None if nothing is."""
-        seen = find_turned(norm)
-        if seen is None:
-            return None
-        _check_type(norm.outputs[0], self.gains.parts)
-        write_turned(norm, seen, self.editor, self._sizes)
-        return norm.op_type
-
-    def _parted_norms(self, concat: ir.Node) -> str | None:
-        """Fuse the norms that a node joins. Returns their operator; None if it joins none."""
-        parted = find_parted_norms(concat)
-        if parted is None:
-            return None
-        write_parted_norms(parted, self.editor, self._sizes)
-        return parted.norms[0].op_type
-
-    def _modulation(self, node: ir.Node) -> str | None:
-        """Fuse a norm and its modulation. Returns their operator; None if there is no modulation."""
-        modulation = find_modulation(node) if self.gains.modulations else None
-        if modulation is None:
-            return None
-        _check_type(modulation.output, self.gains.modulations)
-        write_modulation(modulation, self.editor, self._sizes)
-        return MODULATED
-
-    def _rotary(self, last: ir.Node) -> str | None:
-        """Fuse the rotary embedding that a node ends. Returns its operator; None if it ends none."""
-        if (place := pairs_among(last)) is not None:
-            _check_type(last.outputs[0], self.gains.parts)
-            is_rotary = write_rotary_among(last, place, self.editor, self._sizes, self._tables)
-            return ROTARY if is_rotary else None
-        rotary = find_rotary(last, self._sizes, self._tables) if looks_rotary(last) else None
-        if rotary is None:
-            return None
-        _check_type(rotary.data, self.gains.parts)
-        write_rotary(rotary, self.editor, self._sizes, self._tables)
-        return ROTARY
-
-    def _divided(self, product: ir.Node) -> str | None:
-        """Divide a product whose columns are taken apart. Returns its operator; None if it is none of these."""
-        divided = find_divided(product) if self.gains.divided else None
-        if divided is None:
-            return None
-        _check_type(divided.whole, self.gains.divided)
-        shape = self._shape_of(divided.whole)
-        if shape is None or math.prod(shape[:-1]) < self.gains.least_rows:
-            raise NotFusedError("it has too few rows to be faster as several")
-        write_divided(divided, self.editor, self._sizes)
-        return PRODUCT
-
-    def _scattered(self, node: ir.Node) -> str | None:
-        """Have a cache written by index where it is. Returns its operator; None if the node writes none."""
-        states = {state.input for state in self.states} if self.gains.scattered else frozenset()
-        scattered = find_scattered(node, states)
-        if scattered is None:
-            return None
-        _check_type(scattered.past, self.gains.scattered)
-        write_scattered(scattered, self.editor, self._sizes)
-        return SCATTERED
-
-    def _assembled(self, node: ir.Node) -> str | None:
-        """Join the slices that a node writes the last of. Returns their operator; None if it writes none."""
-        assembled = find_assembled(node, self._sizes, self._tables) if node.op_type == "ScatterND" else None
-        if assembled is None:
-            return None
-        write_assembled(assembled, self.editor, self._sizes)
-        return ASSEMBLED
 
     def attention(self, node: ir.Node) -> Iterator[Fate]:
         """The fates of attention around a Softmax, and of its caches: nothing if there is none.
@@ -310,6 +218,7 @@ class _Work:
 
     def _replaced(self, place: str, attention: Attention) -> Iterator[Fate]:
         """The fates of attention, and of the caches or the latent that it reads."""
+        attention = with_blanks(attention, self._sizes)
         latent = self._on_latent(place, attention)
         if latent is not None:
             yield latent
@@ -328,7 +237,7 @@ class _Work:
         if latent is None or query is None:
             return None
         try:
-            _check_type(latent.latent, HALVES | SINGLES)
+            check_type(latent.latent, HALVES | SINGLES)
             if not latent.gains(query[attention.query.axes[-2]]):
                 raise NotFusedError("for so many tokens at once it takes less to project its latent")
             write_latent(latent, self.editor, self._sizes)
@@ -342,7 +251,7 @@ class _Work:
             cached = find_caches(attention, self.held, self._shape_of)
             if cached is None:
                 return None
-            _check_type(attention.query.value, self.gains.caches)
+            check_type(attention.query.value, self.gains.caches)
             at = attention.output.producer()
             if attention.softcap and not self.gains.capped and at is not None and not is_operator(at):
                 raise NotFusedError("no kernel is faster for scores that a Tanh caps")
@@ -359,7 +268,7 @@ class _Work:
         """The fate of attention without its caches."""
         gains, shape = self.gains, self._shape_of(attention.layouts[0])
         try:
-            _check_type(attention.query.value, gains.attention)
+            check_type(attention.query.value, gains.attention)
             if shape is None or math.prod(shape[-2:]) < gains.least_scores or shape[-1] < gains.least_keys:
                 raise NotFusedError("it is too small to be faster as one operator")
             if (attention.biases or attention.is_causal) and not gains.biased:
@@ -384,11 +293,6 @@ class _Work:
     def _rank_of(self, value: ir.Value) -> int | None:
         shape = self._shape_of(value)
         return None if shape is None else len(shape)
-
-
-def _check_type(value: ir.Value, types: Types) -> None:
-    if (dtype := value.dtype) not in types:
-        raise NotFusedError(f"no kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")
 
 
 def _looks_inside(graph: Graph, work: _Work) -> list[Fate]:

@@ -42,7 +42,7 @@ def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: 
     Raises NotFusedError if the operator can't say it; then nothing is changed.
     """
     attention = cached.attention
-    at = attention.output.producer()
+    at = attention.result.producer()
     assert at is not None
     filled = lengths.of(cached.keys)
     query = seen_through_merged(attention.query, sizes, scaled=True)

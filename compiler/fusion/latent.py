@@ -152,7 +152,7 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     Raises NotFusedError if it is not as these products say; then nothing is changed.
     """
     attention = latent.attention
-    at = attention.output.producer()
+    at = attention.result.producer()
     assert at is not None
     is_more = attention.softcap or attention.is_causal or attention.row_scales or attention.sinks is not None
     if is_more or attention.groups != 1 or attention.is_flat:
@@ -166,7 +166,7 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
         raise NotFusedError("its latent's batch and heads are not an axis each")
     if heads is None or sum(latent.sizes) != frame.size or latent.values.size != frame.value_size:
         raise NotFusedError("its latent's heads are not those of its queries")
-    stale = list(_between(latent, {at, *(value.producer() for value in attention.passed)}))
+    stale = list(_between(latent, {attention.output.producer(), *(value.producer() for value in attention.passed)}))
     readers = {node: sizes_read(node, sizes) for value in stale for node in size_readers(value)}
     if not all(axes and all(map(work.has, axes)) for axes in readers.values()):
         raise NotFusedError("the sizes of its keys or values are read elsewhere")
@@ -179,7 +179,7 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     for node, axes in readers.items():
         listed = replace(work, at=node, name=node.outputs[0].name or "").list_of(axes or (), "sizes")
         node.outputs[0].replace_all_uses_with(listed)
-    writing.replace(attention.output, made, attention.order)
+    writing.replace(attention.result, made, attention.order)
 
 
 def _between(latent: LatentAttention, ends: Collection[ir.Node | None]) -> Iterator[ir.Value]:
@@ -226,6 +226,7 @@ def _attended(latent: LatentAttention, heads: int, writing: Writing) -> ir.Value
     weighed = work.viewed(weighed, [*query, rank], "weighed_by_heads")
     weight = _by_heads(latent.values, heads, False, work.editor)
     made = work.add("values", "MatMul", [weighed, weight], like, [*query, fixed_axis(frame.value_size)])
+    made = writing.blanked(made)
     return made if made.dtype == attention.output.dtype else work.cast(made, attention.output, "as_written")
 
 

@@ -196,8 +196,8 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     # Before a transpose of the other axes, which may be one with what follows.
     seen = seen_through(whole(data, len(axes)), scaled=False)
     before = seen if seen.axes[-1] == len(axes) - 1 and sizes.axes(seen.value) is not None else whole(data, len(axes))
-    how = {"axis": -1, "epsilon": norm.epsilon, "stash_type": 1}
-    made = work.add("norm", OPERATOR, [before.value, scale], data, work.axes(before.value), **how)
+    own, small = work.axes(before.value), norm.epsilon
+    made = work.add("norm", OPERATOR, [before.value, scale], data, own, axis=-1, epsilon=small, stash_type=1)
     made = work.ordered(Operand(made, before.axes), "norm_turned")
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")

@@ -45,6 +45,7 @@ STYLES = {
     "a low number": replace(OPTIMUM, mask="low", turned=True),
     "lengths of the mask": replace(OPTIMUM, reads="mask", scale="after", mask="low"),
     "opset 13": replace(OPTIMUM, opset=13),
+    "blank rows": replace(TRANSFORMERS, masked=True, one=False, blanks=True),
     "sinks": replace(TRANSFORMERS, one=False, scale="after", sinks=True),
     "operator": OPERATOR,
     "operator, as many heads": replace(OPERATOR, groups=1, attributes=(("scale", 0.2), ("softcap", 2.0))),
