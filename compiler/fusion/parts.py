@@ -10,6 +10,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.fusion import rotary_embedding
 from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.assembled import find_assembled, write_assembled
 from splitc.compiler.fusion.attention import NotFusedError
@@ -67,6 +68,7 @@ class Parts:
             ("norm", self._turned_norm),
             ("modulation", self._modulation),
             ("rotary", self._rotary),
+            ("rotary", self._turned_rotary),
             ("product", self._divided),
             ("cache", self._scattered),
             ("slices", self._assembled),
@@ -118,6 +120,15 @@ class Parts:
             return None
         check_type(rotary.data, self.gains.parts)
         write_rotary(rotary, self.editor, self.sizes, self.tables)
+        return ROTARY
+
+    def _turned_rotary(self, node: ir.Node) -> str | None:
+        """Have a rotary embedding come before heads do. Returns its operator; None if they do not."""
+        data = rotary_embedding.find_turned(node)
+        if data is None:
+            return None
+        check_type(data, self.gains.parts)
+        rotary_embedding.write_turned(node, data, self.editor, self.sizes)
         return ROTARY
 
     def _divided(self, product: ir.Node) -> str | None:

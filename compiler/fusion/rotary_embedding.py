@@ -221,3 +221,36 @@ def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Write
         made = work.cast(made, rotary.data, f"{role}_cast")
     tables.rows[key] = made
     return made
+
+
+def find_turned(node: ir.Node) -> ir.Value | None:
+    """What ONNX's own operator rotates, [batch, length, heads, size], before heads came first; None otherwise.
+
+    The operator takes either. If it comes before the transpose, this may be one with what follows.
+    """
+    data = node.inputs[0] if node.op_type == OPERATOR and not node.domain else None
+    turn = None if data is None else data.producer()
+    if data is None or turn is None or turn.op_type != "Transpose" or turn.domain or len(data.uses()) > 1:
+        return None
+    is_turned = tuple(turn.attributes.get_ints("perm", ())) == SWAP_HEADS and not data.is_graph_output()
+    return turn.inputs[0] if is_turned else None
+
+
+def write_turned(node: ir.Node, data: ir.Value, editor: Editor, sizes: Sizes) -> None:
+    """Have the operator rotate rows of all heads, and turn its result, in place.
+
+    Raises NotFusedError if their sizes are not known.
+    """
+    output, axes, own = node.outputs[0], sizes.axes(node.outputs[0]), sizes.axes(data)
+    if axes is None or own is None or len(own) != 4 or own[2].fixed is None or own[3].fixed is None:
+        raise NotFusedError("its number of heads may change from request to request")
+    work = Writer(node, output.name or "", (data,), editor, sizes)
+    rows = work.viewed(data, [*own[:2], fixed_axis(own[2].fixed * own[3].fixed)], "rows")
+    how = {name: attribute.value for name, attribute in node.attributes.items()}
+    made = work.add(
+        "rotary", OPERATOR, [rows, *node.inputs[1:]], data, work.axes(rows), **{**how, "num_heads": own[2].fixed}
+    )
+    made = work.ordered(Operand(work.viewed(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
+    output.replace_all_uses_with(made, replace_graph_outputs=True)
+    hand_over(output, made, "unfused")
+    sizes.put(made, axes)

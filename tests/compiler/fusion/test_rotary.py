@@ -173,6 +173,27 @@ def test_pairs_joined_with_what_is_not_rotated(tmp_path: Path) -> None:
     check(model, tmp_path, 2e-6)
 
 
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_an_operator_comes_before_heads_do(tmp_path: Path, interleaved: int) -> None:
+    """Newer exporters have it on [batch, heads, length, size], between two transposes that are then one with others."""
+    signature = f"""rotate (float[batch, length, {HEADS * SIZE}] data, float[batch, length, {SIZE // 2}] cos,
+        float[batch, length, {SIZE // 2}] sin) => (float[batch, {HEADS}, length, {SIZE}] y)"""
+    body = f"""apart = Constant <value_ints = [0, 0, {HEADS}, {SIZE}]> ()  rows = Reshape (data, apart)
+        heads = Transpose <perm = [0, 2, 1, 3]> (rows)
+        rotated = RotaryEmbedding <interleaved = {interleaved}> (heads, cos, sin)  y = Neg (rotated)"""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]> {signature} {{ {body} }}')
+    onnx.save(model, tmp_path / "model.onnx")
+    random = np.random.default_rng(0)
+    shapes = {"data": (2, 3, HEADS * SIZE), "cos": (2, 3, SIZE // 2), "sin": (2, 3, SIZE // 2)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [(fate.kind, fate.operator) for fate in made.fates] == [("rotary", "RotaryEmbedding")]
+    names = operators(made.graph.graph)
+    assert names.index("RotaryEmbedding") < names.index("Transpose")
+    inputs = {name: random.random((BATCH, *shape[1:]), np.float32) for name, shape in shapes.items()}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
 def test_parts_of_complex_numbers(tmp_path: Path) -> None:
     """As DeepSeek-V2's: pairs have an axis of their own, and so have the tables."""
     parts = """pairs = Constant <value_ints = [0, 0, 0, 4, 2]> ()  by_pairs = Reshape (x, pairs)
