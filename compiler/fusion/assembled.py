@@ -115,7 +115,8 @@ def _find_slice(node: ir.Node, sizes: Sizes, tables: Tables) -> Slice | None:
 
 def _start(places: Sequence[int], count: int) -> int | None:
     """Where places begin that follow each other; None if they do not, or are not so many."""
-    return places[0] if count and list(places) == list(range(places[0], places[0] + count)) else None
+    fits = count and places[0] >= 0 and list(places) == list(range(places[0], places[0] + count))
+    return places[0] if fits else None
 
 
 def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> list[int] | None:

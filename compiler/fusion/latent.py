@@ -157,6 +157,9 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     is_more = attention.softcap or attention.is_causal or attention.row_scales or attention.sinks is not None
     if is_more or attention.groups != 1 or attention.is_flat:
         raise NotFusedError("it does more to its latent's scores than to scale and mask them")
+    shared = [part if isinstance(part, ir.Value) else part.weight for part in (*latent.parts, latent.values)]
+    if {value.dtype for value in (latent.latent, *shared)} != {latent.query.value.dtype}:
+        raise NotFusedError("its latent and its queries are not of one type")
     sources = [latent.latent, latent.query.value, *editor.graph.inputs]
     known = tuple(value for value in sources if sizes.of(value) is not None)
     work = Writer(at, attention.output.name or "", known, editor, sizes)
