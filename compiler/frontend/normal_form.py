@@ -9,6 +9,7 @@ import onnx_ir.passes.common as passes
 
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
+from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
 from splitc.compiler.frontend.uniform import part_picks
 from splitc.compiler.frontend.unused import remove_unused
@@ -29,6 +30,7 @@ def lift(model: ir.Model) -> None:
     bypass_same(model.graph)
     replace_cast_like(model)
     part_picks(model.graph)
+    take_out_norms(model)
 
 
 def replace_cast_like(model: ir.Model) -> None:

@@ -15,6 +15,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_fixed, describe_tensor
 from splitc.compiler.frontend.observation import refusal, signature
+from splitc.compiler.frontend.query_norms import runnable_file
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
@@ -76,7 +77,8 @@ class Trial:
 
     @cached_property
     def _session(self) -> ort.InferenceSession:
-        return load_unoptimized(self._graph.path, trusts_data=self._graph.trusts_data)
+        with runnable_file(self._graph.model, self._graph.path) as (path, is_own):
+            return load_unoptimized(path, trusts_data=is_own and self._graph.trusts_data)
 
 
 def can_be_made_up(graph: Graph, shapes: Mapping[str, Shape]) -> bool:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from splitc.compiler.fusion.nearby import comes_from_product, readers_of, weighs
 from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_halves
 from splitc.compiler.fusion.product import Product, RankOf, is_product, multiplies, read_product
-from splitc.compiler.fusion.softmax import Softmax, is_row_maximum
+from splitc.compiler.fusion.softmax import Softmax, is_row_maximum, leaves_out_last
 
 # More nodes between a Softmax and its product are not looked through. A choice: an addition is looked through both
 # ways, so that the time may double with each.
@@ -49,6 +50,14 @@ class RowScale:
 
 
 @dataclass(frozen=True)
+class Blanks:
+    """Rows of an attention that become zeros in `result`: where `rows` [batch or 1, 1, length, 1] is."""
+
+    rows: ir.Value
+    result: ir.Value
+
+
+@dataclass(frozen=True)
 class Attention:
     """softmax(scale x query x keys + biases) x values.
 
@@ -58,7 +67,7 @@ class Attention:
     between the queries and the output, which are no more once they are one operator. So many heads as `groups` says,
     side by side, have one of keys and of values. With `is_causal`, tokens do not see later ones. Before anything is
     added to them, scores are bounded by a Tanh to the `softcap`, unless it is 0. A `is_flat` output is [batch, length,
-    heads x size], whatever the `order`.
+    heads x size], whatever the `order`. `sinks` are joined to the scores, [..., length, 1], and their weights left out.
     """
 
     query: Operand
@@ -76,11 +85,21 @@ class Attention:
     is_causal: bool = False
     softcap: float = 0.0
     is_flat: bool = False
+    sinks: ir.Value | None = None
+    blanks: Blanks | None = None
+
+    @property
+    def result(self) -> ir.Value:
+        """The output, or what has its blank rows."""
+        return self.output if self.blanks is None else self.blanks.result
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """What is done to a product before the Softmax, from it on. `scale` and `softcap` are as in Attention."""
+    """What is done to a product before the Softmax, from it on. `scale`, `softcap` and `sinks` are as in Attention.
+
+    `unjoined` are the scores that sinks are joined to.
+    """
 
     product: Product
     passed: tuple[ir.Value, ...]
@@ -88,11 +107,16 @@ class _Scores:
     scale: float = 1.0
     row_scales: tuple[RowScale, ...] = ()
     softcap: float = 0.0
+    sinks: ir.Value | None = None
+    unjoined: ir.Value | None = None
 
 
 @dataclass(frozen=True)
 class _Weighing:
-    """The product that a Softmax's output goes into, as values [..., all, size], and what is in between."""
+    """The product that a Softmax's output goes into, as values [..., all, size], and what is in between.
+
+    `cut`: the last weight of each row is left out.
+    """
 
     values: Operand
     weights: ir.Value
@@ -100,6 +124,7 @@ class _Weighing:
     order: tuple[int, ...]
     guarded: bool = False
     passed: tuple[ir.Value, ...] = ()
+    cut: bool = False
 
 
 def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
@@ -113,10 +138,12 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
             raise NotFusedError("the Softmax is not known to be over the last axis")
         above = _find_scores(softmax.scores, DEEPEST, rank_of)
     except NotFusedError:
-        if not _weighs(softmax.output) or not _comes_from_product(softmax.scores):
+        if not weighs(softmax.output) or not comes_from_product(softmax.scores):
             return None
         raise
-    layouts = (softmax.scores, below.weights, *(bias.at for bias in above.biases))
+    if below.cut != (above.sinks is not None):
+        raise NotFusedError("its scores are joined with others that are weighed too, or some are left out")
+    layouts = (above.unjoined or softmax.scores, below.weights, *(bias.at for bias in above.biases))
     passed = (*above.passed, softmax.output, *below.passed)
     query, keys, values = _factors(above.product, below.values)
     return Attention(
@@ -132,6 +159,7 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
         layouts=layouts,
         passed=passed,
         softcap=above.softcap,
+        sinks=above.sinks,
     )
 
 
@@ -146,24 +174,26 @@ def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Opera
 
 def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
     """The product whose factor a Softmax's output is, and whether NaN are made zeros on the way."""
-    guarded, turned, straight = False, False, value
+    guarded, turned, cut, straight = False, False, False, value
     passed: list[ir.Value] = []
     while True:
         straight = straight if turned else value
-        users = _users(value)
+        users = readers_of(value)
         if (zeroed := without_nan(value)) is not None:
             guarded, value = True, zeroed
         elif value.is_graph_output() or len(users) > 1:
             raise NotFusedError("its weights are read elsewhere too")
         elif users and multiplies(users[0]):
             below = _read_weighing(users[0], value, turned, rank_of)
-            return replace(below, weights=straight, guarded=guarded, passed=tuple(passed))
+            return replace(below, weights=straight, guarded=guarded, passed=tuple(passed), cut=cut)
         elif not users or users[0].domain:
             raise NotFusedError("its weights go nowhere that is known")
         elif users[0].op_type in (PASSED if turned else PASSED | VIEWS) and users[0].inputs[0] is value:
             value = users[0].outputs[0]
         elif users[0].op_type == "Transpose" and _swaps_last(users[0]):
             turned, value = not turned, users[0].outputs[0]
+        elif not turned and not cut and leaves_out_last(users[0], rank_of):
+            cut, value = True, users[0].outputs[0]
         else:
             raise NotFusedError(f"its weights pass a {users[0].op_type}")
         passed.append(value)
@@ -190,11 +220,6 @@ def _read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
     return read_product(node, rank_of)
 
 
-def _users(value: ir.Value) -> list[ir.Node]:
-    """The nodes that read a value, without those that read its sizes alone."""
-    return [node for node in dict.fromkeys(node for node, _ in value.uses()) if node.op_type != "Shape"]
-
-
 def _swaps_last(node: ir.Node) -> bool:
     """Whether a Transpose puts the last two axes in each other's place, and no others."""
     order = node.attributes.get_ints("perm", ())
@@ -204,7 +229,7 @@ def _swaps_last(node: ir.Node) -> bool:
 
 def without_nan(value: ir.Value) -> ir.Value | None:
     """A value with zeros for its NaN, if it is read only for that."""
-    users = _users(value)
+    users = readers_of(value)
     kinds = {node.op_type: node for node in users if not node.domain}
     if len(users) != 2 or kinds.keys() != {"IsNaN", "Where"}:
         return None
@@ -234,10 +259,25 @@ def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     elif node.op_type == "Tanh":
         above = _find_capped(one, deepest, rank_of)
     elif node.op_type == "Concat":
-        raise NotFusedError("its scores are joined with others, such as sinks, which the operator can't do")
+        above = _find_joined(node, deepest, rank_of)
     else:
         raise NotFusedError(f"its scores pass a {node.op_type}")
+    if above.sinks is not None and node.op_type not in PASSED | {"Concat"} and not _changes_nothing(node, one):
+        raise NotFusedError("more is done to its sinks than to join them with the scores")
     return replace(above, passed=(*above.passed, value))
+
+
+def _find_joined(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
+    """Scores with sinks behind them."""
+    axis, rank = node.attributes.get_int("axis", -1), rank_of(node.outputs[0])
+    if len(node.inputs) != 2 or rank is None or axis not in (-1, rank - 1):
+        raise NotFusedError("its scores are joined with others than sinks")
+    scores, sinks = node.inputs
+    assert scores is not None
+    above = _find_scores(scores, deepest - 1, rank_of)
+    if above.sinks is not None:
+        raise NotFusedError("its scores are joined with sinks twice")
+    return replace(above, sinks=sinks, unjoined=scores)
 
 
 def _changes_nothing(node: ir.Node, scores: ir.Value) -> bool:
@@ -277,7 +317,7 @@ def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     """Scores times, or divided by, what is computed: a number for each head, say."""
     for path, value in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Mul" else 1]:
         assert path is not None and value is not None
-        if path.is_initializer() or not _comes_from_product(path):
+        if path.is_initializer() or not comes_from_product(path):
             continue
         above = _find_scores(path, deepest - 1, rank_of)
         if above.biases or above.softcap:
@@ -351,27 +391,3 @@ def _find_masked(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
         raise NotFusedError("a Where puts others in the place of its scores that are not low enough to hide them")
     above = _find_scores(path, deepest - 1, rank_of)
     return replace(above, biases=(*above.biases, Bias(mask, node.outputs[0], 1.0, hides, low)))
-
-
-def _weighs(value: ir.Value) -> bool:
-    """Whether a few nodes below a Softmax there is a product with a computed value."""
-    level = [value]
-    for _ in range(6):
-        users = [node for one in level for node in _users(one)]
-        if any(is_product(node) for node in users):
-            return True
-        ends = ("TopK", "ReduceSum", "ArgMax", "Gather")
-        level = [node.outputs[0] for node in users if not node.domain and node.op_type not in ends]
-    return False
-
-
-def _comes_from_product(value: ir.Value) -> bool:
-    """Whether a few nodes above a Softmax there is a product of two computed values."""
-    level = [value]
-    for _ in range(10):
-        above = [node for one in level if (node := one.producer()) is not None]
-        if any(is_product(node) for node in above):
-            return True
-        passing = (node for node in above if not node.domain and node.op_type not in ("MatMul", "Gemm", "Conv"))
-        level = [one for node in passing for one in node.inputs[:2] if one]
-    return False

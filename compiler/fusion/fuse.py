@@ -15,27 +15,22 @@ from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.shapes import BoundShapes
+from splitc.compiler.frontend.unused import remove_unused
+from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.attention import Attention, NotFusedError, find_attention
 from splitc.compiler.fusion.attention_operator import is_operator, read_operator
+from splitc.compiler.fusion.blanks import with_blanks
 from splitc.compiler.fusion.cache import Held, concatenated, find_caches, left_out
-from splitc.compiler.fusion.divided import OPERATOR as PRODUCT
-from splitc.compiler.fusion.divided import find_divided, write_divided
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
-from splitc.compiler.fusion.kernels import ON_GPUS, Gains, Types
+from splitc.compiler.fusion.kernels import HALVES, ON_GPUS, SINGLES, Gains
+from splitc.compiler.fusion.latent import OPERATOR as LATENT
+from splitc.compiler.fusion.latent import find_latent, write_latent
 from splitc.compiler.fusion.lengths import Lengths
-from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
-from splitc.compiler.fusion.modulation import find_modulation, write_modulation
 from splitc.compiler.fusion.multi_head import DOMAIN, OPERATOR, write_multi_head_attention
-from splitc.compiler.fusion.norm import OPERATOR as NORM
-from splitc.compiler.fusion.norm import find_norm, write_norm
-from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
+from splitc.compiler.fusion.parts import Parts, check_type
 from splitc.compiler.fusion.preamble import Preamble, cut_preamble
-from splitc.compiler.fusion.rotary import find_rotary, looks_rotary
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
-from splitc.compiler.fusion.rotary_embedding import write_rotary
-from splitc.compiler.fusion.scattered import OPERATOR as SCATTERED
-from splitc.compiler.fusion.scattered import find_scattered, write_scattered
 from splitc.compiler.fusion.sizes import Sizes, known_shapes
 from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.fusion.tables import Tables
@@ -93,13 +88,16 @@ def fuse(
     work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
     # Attention comes last: its queries and keys may be what became one operator.
     parts = {node: fate for node in graph.nodes if gains.parts and (fate := work.part(node)) is not None}
-    fates = [fate for node in graph.nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
+    if any(fate.operator == ASSEMBLED for fate in parts.values()):
+        remove_unused(graph.graph)  # what wrote slices is no reader of them any more
+    nodes = [node for node in graph.nodes if node in parts or node.graph is not None]
+    fates = [fate for node in nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
     fates += [*work.left_out(any(fate.kind == "cache" for fate in fates)), *_looks_inside(graph, work)]
     lengths = work.lengths.entries() if work.held else ()
     if not any(fate.operator for fate in fates):
         return Fused(graph, bound, tuple(fates))
     work.join_views()
-    if any(fate.operator in (OPERATOR, GROUPED, ROTARY) for fate in fates):
+    if any(fate.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for fate in fates):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
     reads, preamble = complete(graph.model), None
     if lengths and gains.has_room:
@@ -144,6 +142,11 @@ class _Work:
         return Tables(self.graph, known_shapes(other), {} if other is self.bound else other.constants)
 
     @cached_property
+    def _parts(self) -> Parts:
+        states = frozenset(state.input for state in self.states)
+        return Parts(self.gains, states, self.editor, self._shape_of, lambda: self._sizes, lambda: self._tables)
+
+    @cached_property
     def held(self) -> Held:
         """The caches: what is added to them may be what became one operator."""
         return concatenated(self.graph.graph, self.states) if self.gains.caches else {}
@@ -169,79 +172,15 @@ class _Work:
         return cut_preamble(self.graph.model, self.lengths, states, self._sizes, roles)
 
     def part(self, node: ir.Node) -> Fate | None:
-        """The fate of a norm around its mean, of a modulated norm, or of a rotary embedding that a node ends."""
+        """The fate of what is no attention and ends, or begins, with a node."""
         place = node.name or node.outputs[0].name or ""
-        for kind, attempt in (
-            ("norm", self._norm),
-            ("norm", self._parted_norms),
-            ("modulation", self._modulation),
-            ("rotary", self._rotary),
-            ("product", self._divided),
-            ("cache", self._scattered),
-        ):
+        for kind, attempt in self._parts.attempts:
             try:
                 if (operator := attempt(node)) is not None:
                     return Fate(place, operator, None, kind)
             except NotFusedError as error:
                 return Fate(place, None, str(error), kind)
         return None
-
-    def _norm(self, mean: ir.Node) -> str | None:
-        """Fuse the norm around a mean. Returns its operator; None if there is no norm."""
-        norm = find_norm(mean)
-        if norm is None:
-            return None
-        _check_type(norm.source, self.gains.parts)
-        write_norm(norm, self.editor, self._sizes)
-        return NORM
-
-    def _parted_norms(self, concat: ir.Node) -> str | None:
-        """Fuse the norms that a node joins. Returns their operator; None if it joins none."""
-        parted = find_parted_norms(concat)
-        if parted is None:
-            return None
-        write_parted_norms(parted, self.editor, self._sizes)
-        return parted.norms[0].op_type
-
-    def _modulation(self, node: ir.Node) -> str | None:
-        """Fuse a norm and its modulation. Returns their operator; None if there is no modulation."""
-        modulation = find_modulation(node) if self.gains.modulations else None
-        if modulation is None:
-            return None
-        _check_type(modulation.output, self.gains.modulations)
-        write_modulation(modulation, self.editor, self._sizes)
-        return MODULATED
-
-    def _rotary(self, last: ir.Node) -> str | None:
-        """Fuse the rotary embedding that a node ends. Returns its operator; None if it ends none."""
-        rotary = find_rotary(last, self._sizes, self._tables) if looks_rotary(last) else None
-        if rotary is None:
-            return None
-        _check_type(rotary.data, self.gains.parts)
-        write_rotary(rotary, self.editor, self._sizes, self._tables)
-        return ROTARY
-
-    def _divided(self, product: ir.Node) -> str | None:
-        """Divide a product whose columns are taken apart. Returns its operator; None if it is none of these."""
-        divided = find_divided(product) if self.gains.divided else None
-        if divided is None:
-            return None
-        _check_type(divided.whole, self.gains.divided)
-        shape = self._shape_of(divided.whole)
-        if shape is None or math.prod(shape[:-1]) < self.gains.least_rows:
-            raise NotFusedError("it has too few rows to be faster as several")
-        write_divided(divided, self.editor, self._sizes)
-        return PRODUCT
-
-    def _scattered(self, node: ir.Node) -> str | None:
-        """Have a cache written by index where it is. Returns its operator; None if the node writes none."""
-        states = {state.input for state in self.states} if self.gains.scattered else frozenset()
-        scattered = find_scattered(node, states)
-        if scattered is None:
-            return None
-        _check_type(scattered.past, self.gains.scattered)
-        write_scattered(scattered, self.editor, self._sizes)
-        return SCATTERED
 
     def attention(self, node: ir.Node) -> Iterator[Fate]:
         """The fates of attention around a Softmax, and of its caches: nothing if there is none.
@@ -278,12 +217,33 @@ class _Work:
         return [fate for fate in fates if fate.operator or fate.kind == "cache"]
 
     def _replaced(self, place: str, attention: Attention) -> Iterator[Fate]:
-        """The fates of attention, and of the caches that it reads."""
+        """The fates of attention, and of the caches or the latent that it reads."""
+        attention = with_blanks(attention, self._sizes)
+        latent = self._on_latent(place, attention)
+        if latent is not None:
+            yield latent
+            if latent.operator is not None:
+                return
         cached = self._with_caches(place, attention) if self.held else None
         if cached is not None:
             yield cached
         if self.gains.attention and (cached is None or cached.operator is None):
             yield self._alone(place, attention)
+
+    def _on_latent(self, place: str, attention: Attention) -> Fate | None:
+        """The fate of the latent that keys and values are made of; None if they are made otherwise."""
+        latent = find_latent(attention, self.held, self._sizes) if self.held else None
+        query = self._shape_of(attention.query.value)
+        if latent is None or query is None:
+            return None
+        try:
+            check_type(latent.latent, HALVES | SINGLES)
+            if not latent.gains(query[attention.query.axes[-2]]):
+                raise NotFusedError("for so many tokens at once it takes less to project its latent")
+            write_latent(latent, self.editor, self._sizes)
+        except NotFusedError as error:
+            return Fate(place, None, str(error), "latent")
+        return Fate(place, LATENT, None, "latent")
 
     def _with_caches(self, place: str, attention: Attention) -> Fate | None:
         """The fate of the caches that an attention reads; None if it reads none."""
@@ -291,10 +251,12 @@ class _Work:
             cached = find_caches(attention, self.held, self._shape_of)
             if cached is None:
                 return None
-            _check_type(attention.query.value, self.gains.caches)
+            check_type(attention.query.value, self.gains.caches)
             at = attention.output.producer()
             if attention.softcap and not self.gains.capped and at is not None and not is_operator(at):
                 raise NotFusedError("no kernel is faster for scores that a Tanh caps")
+            if attention.sinks is not None and not self.gains.sinks:
+                raise NotFusedError("no kernel takes both a mask and sinks that are joined to the scores")
             if not is_known():
                 raise NotFusedError("the ONNX Runtime that is installed does not have its operator: take a newer one")
             write_group_query_attention(cached, self.editor, self._sizes, self.lengths)
@@ -306,7 +268,7 @@ class _Work:
         """The fate of attention without its caches."""
         gains, shape = self.gains, self._shape_of(attention.layouts[0])
         try:
-            _check_type(attention.query.value, gains.attention)
+            check_type(attention.query.value, gains.attention)
             if shape is None or math.prod(shape[-2:]) < gains.least_scores or shape[-1] < gains.least_keys:
                 raise NotFusedError("it is too small to be faster as one operator")
             if (attention.biases or attention.is_causal) and not gains.biased:
@@ -331,11 +293,6 @@ class _Work:
     def _rank_of(self, value: ir.Value) -> int | None:
         shape = self._shape_of(value)
         return None if shape is None else len(shape)
-
-
-def _check_type(value: ir.Value, types: Types) -> None:
-    if (dtype := value.dtype) not in types:
-        raise NotFusedError(f"no kernel is faster for its type, {'unknown' if dtype is None else dtype.name}")
 
 
 def _looks_inside(graph: Graph, work: _Work) -> list[Fate]:

@@ -24,8 +24,8 @@ from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_lay
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import Again, Filled, Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
-from splitc.compiler.fusion.operand import seen_through, seen_through_merged, unmerged, whole
-from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis, is_one
+from splitc.compiler.fusion.operand import PASSED, seen_through, seen_through_merged, unmerged, whole
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "GroupQueryAttention"
@@ -41,7 +41,7 @@ def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: 
     Raises NotFusedError if the operator can't say it; then nothing is changed.
     """
     attention = cached.attention
-    at = attention.output.producer()
+    at = attention.result.producer()
     assert at is not None
     filled = lengths.of(cached.keys)
     query = seen_through_merged(attention.query, sizes, scaled=True)
@@ -90,6 +90,8 @@ def _check(cached: CachedAttention, work: Writer) -> Frame:
         raise NotFusedError(f"the operator takes heads of a multiple of {UNIT}, for keys and values the same")
     if keys.new.dtype != cached.attention.query.value.dtype:
         raise NotFusedError("its queries and its cache are not of one type")
+    if cached.attention.sinks is not None:
+        _check_sinks(cached.attention.sinks, frame, work)
     _check_rows(keys, work.sizes)
     return frame
 
@@ -124,7 +126,10 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
         filled.lasts,
         filled.total,
     ]
-    inputs += [] if bias is None else [None, None, None, bias]
+    if bias is not None or attention.sinks is not None:
+        inputs += [None, None, None, bias]
+    if attention.sinks is not None:
+        inputs.append(_sinks(attention.sinks, query, frame, work))
     # The cache itself tells that these are fixed: what is added to it may not.
     kv_heads = work.axes(cached.keys.present)[1].fixed or 1
     heads = frame.heads.fixed or 1
@@ -149,6 +154,31 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
     if again is not None:
         made = _picked(made, again.new, 1, work, "new_rows")
     return made, *presents
+
+
+def _check_sinks(sinks: ir.Value, frame: Frame, work: Writer) -> None:
+    """Raise NotFusedError if sinks are not one number a head."""
+    own, source = work.sizes.of(sinks), work.sizes.axes(_unrepeated(sinks))
+    heads = frame.heads.fixed
+    if own is None or source is None or not own or own[-1] != ONE or len(own) != 4 or len(source) > 4:
+        raise NotFusedError("what is joined with its scores is more than a number for each row")
+    if [axis.fixed for axis in [*[fixed_axis(1)] * (4 - len(source)), *source]] != [1, heads, 1, 1]:
+        raise NotFusedError("what is joined with its scores is not one number a head")
+
+
+def _unrepeated(sinks: ir.Value) -> ir.Value:
+    """Sinks before they were repeated for all rows."""
+    while (node := sinks.producer()) is not None and node.op_type in {"Expand", *PASSED} and not node.domain:
+        if node.inputs[0] is None:
+            break
+        sinks = node.inputs[0]
+    return sinks
+
+
+def _sinks(sinks: ir.Value, like: ir.Value, frame: Frame, work: Writer) -> ir.Value:
+    """Sinks as [heads], of the queries' type."""
+    value = work.viewed(_unrepeated(sinks), [frame.heads], "sinks")
+    return value if value.dtype == like.dtype else work.cast(value, like, "sinks_cast")
 
 
 def _merged(cache: Cache, work: Writer, role: str, again: Again | None) -> ir.Value:

@@ -22,7 +22,8 @@ class Gains:
     MultiHeadAttention from so many scores a head on, and so many keys, with the planned sizes, up to heads of
     `largest_head`, and, unless `biased`, only where nothing is added to the scores. Norms and rotary embeddings are the
     `parts`. `modulations` are those of norms, and `caches` those in place, whose room is a size of its own where it
-    `has_room`; unless `capped`, not where what is written out caps scores by a Tanh. Those whose rows are written by
+    `has_room`; unless `capped`, not where what is written out caps scores by a Tanh, and with `sinks` only where those
+    have a kernel. Those whose rows are written by
     index are `scattered`. Products whose columns are taken apart are `divided` from so many rows on.
     """
 
@@ -36,6 +37,7 @@ class Gains:
     caches: Types = NONE
     has_room: bool = False
     capped: bool = True
+    sinks: bool = False
     scattered: Types = NONE
     divided: Types = NONE
     least_rows: int = 0
@@ -80,7 +82,9 @@ ON_GPUS = Gains(
 # which is some hundredths of its layer. Scores that a Tanh caps took 42 ms for a prompt of 512 with 16 heads of 64, and
 # 10 ms as written out; ONNX's own Attention took 42 ms too. Half precision was not measured, nor were GPUs, on which
 # there is no such kernel in single precision.
-ON_CPUS = Gains(SINGLES, 1 << 18, 512, biased=False, parts=SINGLES, caches=SINGLES, capped=False, scattered=SINGLES)
+ON_CPUS = Gains(
+    SINGLES, 1 << 18, 512, biased=False, parts=SINGLES, caches=SINGLES, capped=False, sinks=True, scattered=SINGLES
+)
 
 
 def gains_of(engine: str, devices: Sequence[Device]) -> Gains | None:

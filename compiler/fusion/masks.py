@@ -7,18 +7,22 @@ nothing but later tokens, as causal attention does by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
+from splitc.compiler.fusion.attention import without_nan
 from splitc.compiler.fusion.cache import ROWS
 from splitc.compiler.fusion.grouped import OPERATOR
 from splitc.compiler.fusion.lengths import Filled
 from splitc.compiler.fusion.multi_head import DOMAIN
+from splitc.compiler.fusion.operand import constant
 from splitc.compiler.fusion.sizes import Sizes
 
 # The places of the operator's inputs: the keys of the past, and what is added to the scores.
 PAST, BIAS = 3, 10
+# The place of what a Where keeps where its condition does not hold.
+KEPT = 2
 
 
 def find_masks(made: Iterable[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, str]:
@@ -31,6 +35,30 @@ def find_masks(made: Iterable[ir.Value], filled: Sequence[Filled], sizes: Sizes)
         if is_shared and len(pasts) == 1 and (length := pasts.pop()) is not None:
             masks[value.name or ""] = length
     return masks
+
+
+def find_blanks(made: Iterable[ir.Value], masks: Collection[str]) -> list[str]:
+    """What of this says which rows are zeros behind attentions that add one of the masks, and nothing else."""
+    return [
+        value.name or ""
+        for value in made
+        if value.uses() and all(_blanks(use.node, value, masks) for use in value.uses())
+    ]
+
+
+def _blanks(node: ir.Node, rows: ir.Value, masks: Collection[str]) -> bool:
+    """Whether a node makes these rows of an attention's result zeros."""
+    if node.op_type != "Where" or node.domain or node.inputs[0] is not rows or constant(node.inputs[1]) != 0.0:
+        return False
+    kept = node.inputs[KEPT]
+    above = None if kept is None else kept.producer()
+    if above is not None and above.op_type == "Where" and not above.domain:  # zeros for its NaN
+        kept = above.inputs[KEPT]
+        above = above if kept is None or without_nan(kept) is not above.outputs[0] else kept.producer()
+    if above is None or (above.op_type, above.domain) != (OPERATOR, DOMAIN) or len(above.inputs) <= BIAS:
+        return False
+    bias = above.inputs[BIAS]
+    return bias is not None and bias.name in masks
 
 
 def biased(value: ir.Value) -> Iterator[ir.Node | None]:

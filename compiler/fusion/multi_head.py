@@ -31,13 +31,15 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     Raises NotFusedError if the operator can't say it, or if heads are larger than the `largest`; then nothing is
     changed.
     """
-    at = attention.output.producer()
+    at = attention.result.producer()
     assert at is not None
     if attention.softcap:
         raise NotFusedError("its scores are capped by a Tanh, which the operator can't do")
+    if attention.sinks is not None:
+        raise NotFusedError("its scores are joined with sinks, which the operator can't do")
     if attention.groups != 1:
         raise NotFusedError("its heads share keys, which the operator can't do")
-    if attention.keys.value.producer() is at:
+    if attention.keys.value.producer() is attention.output.producer():
         raise NotFusedError("it makes its cache itself")
     seen = [seen_through_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
     before = unmerged(seen[0], sizes, scaled=True)
@@ -140,13 +142,30 @@ class Writing:
         return seen_through_merged(operand, self.work.sizes, scaled=True)
 
     def finished(self, made: ir.Value) -> ir.Value:
-        """What the operator made, with zeros for NaN if that is asked for, in the type that is read."""
-        attention, work, axes = self.attention, self.work, self.work.axes(made)
-        if attention.guarded:
-            nan = work.add("is_nan", "IsNaN", [made], made, axes)
-            nan.type = ir.TensorType(ir.DataType.BOOL)
-            made = work.add("guarded", "Where", [nan, work.editor.scalar(0.0, made), made], made, axes)
-        return made if made.dtype == attention.output.dtype else work.cast(made, attention.output, "as_written")
+        """What the operator made, with blank rows and zeros for NaN if that is asked for, in the type that is read."""
+        made = self.blanked(self.guarded(made))
+        output = self.attention.output
+        return made if made.dtype == output.dtype else self.work.cast(made, output, "as_written")
+
+    def guarded(self, made: ir.Value) -> ir.Value:
+        """A value with zeros for NaN, if that is asked for."""
+        work, axes = self.work, self.work.axes(made)
+        if not self.attention.guarded:
+            return made
+        nan = work.add("is_nan", "IsNaN", [made], made, axes)
+        nan.type = ir.TensorType(ir.DataType.BOOL)
+        return work.add("guarded", "Where", [nan, work.editor.scalar(0.0, made), made], made, axes)
+
+    def blanked(self, made: ir.Value) -> ir.Value:
+        """A value [batch, rows, width], or [batch, heads, rows, size], with its blank rows."""
+        work, blanks = self.work, self.attention.blanks
+        if blanks is None:
+            return made
+        rows, axes = blanks.rows, work.axes(made)
+        if len(axes) == 3:
+            own = work.axes(rows)
+            rows = work.viewed(rows, [own[0], *own[2:]], "blank_rows")
+        return work.add("blanked", "Where", [rows, work.editor.scalar(0.0, made), made], made, axes)
 
     def _scaled(self, query: Operand) -> Operand:
         """Queries, times what is computed to scale their scores."""
@@ -202,24 +221,24 @@ class Writing:
         """The values that the operator's result replaces; for each the result along its axes, and their order."""
         attention, frame, work = self.attention, self.frame, self.work
         if attention.is_flat:
-            return [(attention.output, made, (0, 1, 2))]
+            return [(attention.result, made, (0, 1, 2))]
         size, weighed = fixed_axis(frame.value_size), frame.weighed
         batch = frame.divided(weighed)
         if batch is not None:
             natural = work.viewed(made, [*weighed[:batch], frame.length, *weighed[batch:], size], "divided")
             count = len(weighed)
             back = (*range(batch), *range(batch + 1, count + 1), batch, count + 1)
-            return [(attention.output, natural, tuple(back[axis] for axis in attention.order))]
+            return [(attention.result, natural, tuple(back[axis] for axis in attention.order))]
         natural = work.viewed(made, [frame.batch, frame.length, frame.heads, size], "divided")
         by_heads = [frame.batch, frame.heads, frame.length, size]
         value = work.ordered(Operand(natural, SWAP_HEADS), "by_heads")
         merged = work.viewed(value, [*weighed, frame.length, size], "merged")
         divided = [  # what undoes the merged heads
             (node.outputs[0], natural, SWAP_HEADS)
-            for node in dict.fromkeys(node for node, _ in attention.output.uses())
+            for node in dict.fromkeys(node for node, _ in attention.result.uses())
             if node.op_type in VIEWS and not node.domain and work.has_sizes(node.outputs[0], by_heads)
         ]
-        return [*divided, (attention.output, merged, attention.order)]
+        return [*divided, (attention.result, merged, attention.order)]
 
     def replace(self, old: ir.Value, natural: ir.Value, order: tuple[int, ...]) -> None:
         """Put a value, with its axes in another order, in the place of an old one. Transposes that undo that go."""
@@ -229,7 +248,7 @@ class Writing:
             if fits and not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(natural)
         back = self.work.ordered(Operand(natural, order), "output")
-        if old is self.attention.output or old.is_graph_output():  # it may be an output of the model
+        if old is self.attention.result or old.is_graph_output():  # it may be an output of the model
             self.work.take_place(back, old)
         else:
             old.replace_all_uses_with(back)

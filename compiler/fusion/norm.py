@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import constant
+from splitc.compiler.fusion.operand import Operand, constant, seen_through, whole
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
@@ -48,6 +48,35 @@ class Norm:
     def without_weights(self) -> Norm:
         """The norm alone."""
         return replace(self, weights=None, output=self.normal)
+
+
+# Operators that are norms along the last axis, unless their attribute says otherwise.
+OPERATORS = frozenset({"LayerNormalization", "RMSNormalization", OPERATOR})
+
+
+def find_turned(norm: ir.Node) -> Operand | None:
+    """What a norm reads, seen through a Transpose of other axes than its own; None if it reads no such."""
+    value = norm.inputs[0] if norm.op_type in OPERATORS and not norm.domain else None
+    node = None if value is None else value.producer()
+    if value is None or node is None or node.op_type != "Transpose" or node.domain or len(value.uses()) > 1:
+        return None
+    rank = len(node.attributes.get_ints("perm", ()))
+    seen = seen_through(whole(value, rank), scaled=False)
+    is_last = norm.attributes.get_int("axis", -1) in (-1, rank - 1)
+    fits = rank and is_last and seen.axes[-1] == rank - 1 and not value.is_graph_output() and len(norm.outputs) == 1
+    return seen if fits else None
+
+
+def write_turned(norm: ir.Node, seen: Operand, editor: Editor, sizes: Sizes) -> None:
+    """Have a norm read what is turned, and turn its result, in place: this may be one with what follows."""
+    output, own = norm.outputs[0], sizes.axes(seen.value)
+    if sizes.axes(output) is None or own is None:
+        raise NotFusedError("it has no known sizes")
+    work = Writer(norm, output.name or "", (), editor, sizes)
+    how = {name: attribute.value for name, attribute in norm.attributes.items()}
+    made = work.add("norm", norm.op_type, [seen.value, *norm.inputs[1:]], output, own, **how)
+    made = work.ordered(Operand(made, seen.axes), "norm_turned")
+    work.take_place(made, output)
 
 
 def find_norm(mean: ir.Node) -> Norm | None:
@@ -161,7 +190,12 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     else:
         scale = work.viewed(norm.weights, axes[-1:], "norm_row")
         scale = scale if scale.dtype == data.dtype else work.cast(scale, data, "norm_weights")
-    made = work.add("norm", OPERATOR, [data, scale], data, axes, axis=-1, epsilon=norm.epsilon, stash_type=1)
+    # Before a transpose of the other axes, which may be one with what follows.
+    seen = seen_through(whole(data, len(axes)), scaled=False)
+    before = seen if seen.axes[-1] == len(axes) - 1 and sizes.axes(seen.value) is not None else whole(data, len(axes))
+    own, small = work.axes(before.value), norm.epsilon
+    made = work.add("norm", OPERATOR, [before.value, scale], data, own, axis=-1, epsilon=small, stash_type=1)
+    made = work.ordered(Operand(made, before.axes), "norm_turned")
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")
     work.take_place(made, norm.output)

@@ -17,7 +17,7 @@ from splitc.compiler.frontend.node_alone import open_alone, serialized
 from splitc.compiler.frontend.part_alone import with_own_tensors
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.lengths import Filled
-from splitc.compiler.fusion.sizes import Size, Sizes
+from splitc.compiler.fusion.sizes import Axis, Size, Sizes
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.package.manifest import Role
@@ -40,11 +40,13 @@ UNCOUNTED = 1 << 24
 class Plain:
     """Such requests: the preamble's inputs `ones` are all ones there, with a last axis as long as all tokens so far.
 
-    Masks hide later tokens then. Those with `windows` show a token the last so many only, itself included.
+    Masks hide later tokens then. Those with `windows` show a token the last so many only, itself included. Those that
+    are `batched` have a batch too, as nothing but the request says.
     """
 
     ones: tuple[str, ...]
     windows: Mapping[str, int]
+    batched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,23 +59,37 @@ class _Numbers:
 
 
 def find_plain(
-    graph: ir.Graph, masks: Collection[str], filled: Sequence[Filled], sizes: Sizes, roles: Mapping[str, Role]
+    graph: ir.Graph,
+    masks: Collection[str],
+    blanks: Collection[str],
+    filled: Sequence[Filled],
+    sizes: Sizes,
+    roles: Mapping[str, Role],
 ) -> Plain | None:
     """What says which requests are plain; None if masks follow from more, or may hide something else in such a request.
 
+    Or if some of the rows that the `blanks` tell become zeros there.
+
     This is tried, for more tokens than the numbers in the graph make a window of, so that it shows.
     """
-    made = [value for value in graph.outputs if value.name in masks]
+    made = [value for value in graph.outputs if value.name in masks or value.name in blanks]
     ones = [value for value in _contents_read(made) if value.is_graph_input()]
-    if not made or len(filled) != 1 or any(_kind(value, roles) != "mask" for value in ones):
+    if not masks or len(filled) != 1 or any(_kind(value, roles) != "mask" for value in ones):
         return None
     largest, second = sorted({*_numbers(graph), 0, 1})[-1:-3:-1]
     if largest > MOST:
         return None
     most = min(largest * max(1, second), MOST)  # a window may be so many chunks
-    tried = _Tried(graph, tuple(masks), filled[0], sizes, frozenset(value.name or "" for value in ones))
+    named = frozenset(value.name or "" for value in ones)
+    tried = _Tried(graph, tuple(masks), tuple(blanks), filled[0], sizes, named)
     windows = tried.windows(most)
-    return None if windows is None else Plain(tuple(value.name or "" for value in ones), windows)
+    batched = tuple(value.name or "" for value in ones if is_batched(sizes.axes(value), tried.batch))
+    return None if windows is None else Plain(tuple(value.name or "" for value in ones), windows, batched)
+
+
+def is_batched(axes: Sequence[Axis] | None, batch: Size | None) -> bool:
+    """Whether axes are a batch that the graph calls otherwise than that of the caches, and tokens."""
+    return axes is not None and len(axes) == 2 and axes[0].fixed is None and axes[0].size != batch is not None
 
 
 def _kind(value: ir.Value, roles: Mapping[str, Role]) -> str | None:
@@ -120,9 +136,16 @@ class _Tried:
 
     graph: ir.Graph
     masks: tuple[str, ...]
+    blanks: tuple[str, ...]
     filled: Filled
     sizes: Sizes
     ones: frozenset[str]
+
+    @property
+    def batch(self) -> Size | None:
+        """The size of the batch, if it may change."""
+        axes = self.sizes.axes(self.filled.lasts)
+        return axes[0].size if axes and axes[0].fixed is None else None
 
     def windows(self, most: int) -> dict[str, int] | None:
         """Their windows, as the longest request has them; those that show all earlier tokens have none.
@@ -136,7 +159,11 @@ class _Tried:
                 feeds = self._feeds(numbers)
                 if feeds is None:
                     return None
-                made = dict(zip(self.masks, session.run(list(self.masks), feeds), strict=True))
+                names = [*self.masks, *self.blanks]
+                results = dict(zip(names, session.run(names, feeds), strict=True))
+                if any(results[name].any() for name in self.blanks):
+                    return None
+                made = {name: results[name] for name in self.masks}
                 windows = _windows(made, numbers) if windows is None else windows
                 if not all(_is_causal(mask, numbers, windows.get(name)) for name, mask in made.items()):
                     return None
@@ -162,6 +189,8 @@ class _Tried:
             shape = [known.get(axis.size) if axis.fixed is None else axis.fixed for axis in axes]
             if name in self.ones and shape:  # the runtime checks it: a mask may have a length of its own
                 shape[-1] = numbers.before + numbers.new
+                if is_batched(axes, self.batch):
+                    shape[0] = numbers.batch
             if None in shape:
                 return None
             feeds[name] = np.full([size for size in shape if size is not None], name in self.ones, value.dtype.numpy())

@@ -20,7 +20,7 @@ from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.lengths import Filled, Lengths, sizes_read
-from splitc.compiler.fusion.masks import find_masks
+from splitc.compiler.fusion.masks import find_blanks, find_masks
 from splitc.compiler.fusion.plain_requests import Plain, find_plain
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.operators.registry import draws, operator_of
@@ -37,13 +37,15 @@ class Preamble:
 
     What the ranks read does not show all of the model's inputs: `roles` are those by name, and `batch` the numbers of
     the axes that are as long as the batch. `masks` are those of its outputs that a request may leave out (masks.py),
-    and `plain` says in which it may before they are computed (plain_requests.py), if that is known.
+    and `blanks`, which say what rows are zeros, with them. `plain` says in which requests it may before they are
+    computed (plain_requests.py), if that is known.
     """
 
     model: ir.Model
     roles: Mapping[str, Role]
     batch: Mapping[str, int]
     masks: Mapping[str, str]
+    blanks: Sequence[str] = ()
     plain: Plain | None = None
 
     @property
@@ -75,12 +77,13 @@ def cut_preamble(
     cut = _copy(model, made)
     batch = _find_batch(cut.graph.inputs, filled, sizes)
     masks = find_masks(made, filled, sizes)
-    plain = find_plain(cut.graph, masks, filled, sizes, roles)
+    blanks = find_blanks(made, masks)
+    plain = find_plain(cut.graph, masks, blanks, filled, sizes, roles)
     for value in made:
         new = _replace(graph, value)
-        if new.name in masks:
+        if new.name in masks or new.name in blanks:
             may_be_left_out(new)
-    return Preamble(cut, roles, batch, masks, plain)
+    return Preamble(cut, roles, batch, masks, blanks, plain)
 
 
 def without_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
@@ -28,7 +29,8 @@ from splitc.compiler.fusion.tables import Tables
 class Rotary:
     """`data`, whose pairs are rotated. These are `interleaved`, or an element of each half.
 
-    The tables have a number for each element, or, with `by_pairs`, for each pair.
+    The tables have a number for each element, or, with `by_pairs`, for each pair. With `places`, the elements of the
+    last axis are first put in the order that they say. `thin` tables have an axis of one behind the pairs.
     """
 
     data: ir.Value
@@ -37,6 +39,8 @@ class Rotary:
     interleaved: bool
     output: ir.Value
     by_pairs: bool = False
+    places: tuple[int, ...] | None = None
+    thin: bool = False
 
 
 # A value times another one.
@@ -97,9 +101,24 @@ def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, 
 
 def _joined_sums(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
     """The first and the second elements of pairs, and their cosines and sines, where a node joins both rotated."""
-    if node.op_type != "Concat" or len(node.inputs) != 2:
-        return
-    first, second = (_unstacked(value) for value in node.inputs)
+    if node.op_type == "Concat" and len(node.inputs) == 2:
+        yield from _rotated_pairs(*node.inputs)
+
+
+def pairs_among(node: ir.Node) -> int | None:
+    """Where both elements of rotated pairs are among more than two values that a node joins; None if they are not.
+
+    TorchScript's exporter joins all at once if what is rotated is then joined with what is not.
+    """
+    if node.op_type != "Concat" or node.domain or len(node.inputs) < 3:
+        return None
+    pairs = enumerate(pairwise(node.inputs))
+    return next((place for place, (a, b) in pairs if any(_rotated_pairs(a, b))), None)
+
+
+def _rotated_pairs(one: ir.Value | None, other: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
+    """The first and the second elements of pairs, and their cosines and sines, where two values are these rotated."""
+    first, second = _unstacked(one), _unstacked(other)
     if first is None or second is None or (first.op_type, second.op_type) != ("Sub", "Add"):
         return
     products = [product for value in (*first.inputs, *second.inputs) if (product := _factors(value)) is not None]
@@ -117,16 +136,19 @@ def _from_pairs(
     node: ir.Node, a: ir.Value, b: ir.Value, numbers: Factors, sizes: Sizes, tables: Tables
 ) -> Rotary | None:
     """Both elements of each pair by themselves."""
-    for data in map(_uncast, _above(a)):
+    # An operator takes four axes at most: where pairs have one of their own, what it is a view of is rotated.
+    for data in (data for data in map(_uncast, _above(a)) if len(sizes.of(data) or ()) <= 4):
         rotation, joined = Rotation(data, sizes, tables.known), _flat(node, data, sizes)
-        first, second = rotation.of(a), rotation.of(b)
+        first, second = rotation.along_pairs(a), rotation.along_pairs(b)
         if joined is None or first is None or second is None:
             continue
+        thin = len(sizes.of(a) or ()) > len(sizes.of(data) or ())
         output, interleaved = joined
-        order = np.stack([-second, first], -1).reshape(-1) if interleaved else np.concatenate([-second, first])
-        if _is_interleaved(order) is not interleaved:
-            raise NotFusedError("its pairs are in other places after it than before")
-        return Rotary(data, *numbers, interleaved, _narrow(output), by_pairs=True)
+        order = np.stack([first, second], -1).reshape(-1) if interleaved else np.concatenate([first, second])
+        if not np.array_equal(np.sort(order), np.arange(1, len(order) + 1)):
+            raise NotFusedError("it leaves out some elements, or rotates them the other way")
+        places = None if np.array_equal(order, np.sort(order)) else tuple((order - 1).tolist())
+        return Rotary(data, *numbers, interleaved, _narrow(output), by_pairs=True, places=places, thin=thin)
     return None
 
 

@@ -19,7 +19,7 @@ from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
 from splitc.compiler.fusion.operand import Operand, seen_through, whole
-from splitc.compiler.fusion.rotary import Rotary
+from splitc.compiler.fusion.rotary import Rotary, find_rotary
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.writing import Writer
@@ -27,8 +27,40 @@ from splitc.compiler.fusion.writing import Writer
 DOMAIN, OPERATOR = "com.microsoft", "RotaryEmbedding"
 
 
-def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -> None:
-    """Replace what was found by the operator, in place.
+def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes, tables: Tables) -> bool:
+    """Replace the pairs that a node joins with others, from this place on, by the operator, in place.
+
+    Returns whether they are rotated. Raises NotFusedError as `write_rotary`.
+    """
+    output, parts = concat.outputs[0], list(concat.inputs)
+    axes, axis = sizes.axes(output), concat.attributes.get_int("axis", 0)
+    pair = [sizes.axes(value) for value in parts[place : place + 2] if value is not None]
+    if axes is None or any(own is None or own[axis].fixed is None for own in pair):
+        raise NotFusedError("what it is joined with has no known sizes")
+    count = sum(own[axis].fixed or 0 for own in pair if own is not None)
+    joined_axes = list(axes)
+    joined_axes[axis] = fixed_axis(count)
+    work = Writer(concat, output.name or "", (), editor, sizes)
+    made = work.add("pairs", "Concat", parts[place : place + 2], output, joined_axes, axis=axis)
+    node = made.producer()
+    assert node is not None
+    try:
+        rotary = find_rotary(node, sizes, tables)
+        if rotary is None or rotary.output is not made:
+            work.undo()
+            return False
+        rotated = write_rotary(rotary, editor, sizes, tables)
+    except NotFusedError:
+        work.undo()
+        raise
+    parts[place : place + 2] = [rotated]
+    whole_again = work.add("joined", "Concat", parts, output, axes, axis=axis)
+    work.take_place(whole_again, output)
+    return True
+
+
+def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -> ir.Value:
+    """Replace what was found by the operator, in place. Returns its result.
 
     Raises NotFusedError if the operator can't say it; then nothing is changed.
     """
@@ -43,15 +75,19 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     frame = _find_frame(rotary, _four(own), sizes)
     if not all(map(work.has, frame.axes)):
         raise NotFusedError("no value is known to have one of its sizes")
-    differ = any(_differ(work.axes(table), frame) for table in (rotary.cosines, rotary.sines))
+    differ = any(_differ(_table_axes(table, rotary, sizes) or (), frame) for table in (rotary.cosines, rotary.sines))
     if differ and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
         raise NotFusedError("no input says how many rows of its tables there are")
+    if rotary.places is not None:
+        places = editor.constant(np.array(rotary.places, np.int64))
+        rotary = replace(rotary, data=work.add("pairs", "Gather", [rotary.data, places], rotary.data, own, axis=-1))
     if len(own) == 3:
         batch = work.viewed(rotary.data, frame.axes, "batch_of_one")
         made = work.viewed(_written(replace(rotary, data=batch), frame, work, tables), own, "rotated_data")
     else:
         made = _written(rotary, frame, work, tables)
     work.take_place(made, rotary.output)
+    return made
 
 
 @dataclass(frozen=True)
@@ -72,7 +108,7 @@ class _Frame:
 
 def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
     """The four axes of what is rotated. Raises NotFusedError if the operator can't say them."""
-    tables = [sizes.axes(table) for table in (rotary.cosines, rotary.sines)]
+    tables = [_table_axes(table, rotary, sizes) for table in (rotary.cosines, rotary.sines)]
     padded = [[ONE] * (4 - len(own)) + [axis.size for axis in own] for own in tables if own is not None]
     if len(padded) < 2 or padded[0] != padded[1]:
         raise NotFusedError("its tables have no known sizes, or differ in them")
@@ -123,6 +159,12 @@ def _inputs(work: Writer) -> tuple[ir.Value, ...]:
     return tuple(value for value in work.editor.graph.inputs if work.sizes.of(value) is not None)
 
 
+def _table_axes(table: ir.Value, rotary: Rotary, sizes: Sizes) -> Axes | None:
+    """A table's axes, up to that of its numbers."""
+    axes = sizes.axes(table)
+    return axes[:-1] if axes is not None and rotary.thin else axes
+
+
 def _four(table: Axes) -> Axes:
     """A table's axes with the missing first ones, as it is broadcast."""
     return (*[fixed_axis(1)] * (4 - len(table)), *table)
@@ -156,20 +198,52 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
 
 def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
     """One number for each pair: [positions, pairs], of the data's type. All layers read the same."""
-    if not _differ(work.axes(table), frame):
+    own = _table_axes(table, rotary, work.sizes) or ()
+    if not _differ(own, frame):
         tables.uncompared.update(axis.name for axis in frame.rows if axis.fixed is None and axis.name is not None)
     key = (table, rotary.interleaved, rotary.data.dtype)
     if key in tables.rows:
         return tables.rows[key]
     work = replace(work, at=tables.node_after(table), name=table.name or role, sources=_inputs(work))
-    own, made = work.axes(table), table
+    made = work.viewed(table, own, f"{role}_flat")
     pairs = fixed_axis(frame.axes[-1].size[0] // 2)
     if not rotary.by_pairs:
         indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
         chosen = work.editor.constant(indices)
-        made = work.add(f"{role}_of_pairs", "Gather", [table, chosen], table, (*own[:-1], pairs), axis=-1)
+        made = work.add(f"{role}_of_pairs", "Gather", [made, chosen], table, (*own[:-1], pairs), axis=-1)
     made = _by_rows(made, pairs, role, frame, work)
     if made.dtype != rotary.data.dtype:
         made = work.cast(made, rotary.data, f"{role}_cast")
     tables.rows[key] = made
     return made
+
+
+def find_turned(node: ir.Node) -> ir.Value | None:
+    """What ONNX's own operator rotates, [batch, length, heads, size], before heads came first; None otherwise.
+
+    The operator takes either. If it comes before the transpose, this may be one with what follows.
+    """
+    data = node.inputs[0] if node.op_type == OPERATOR and not node.domain else None
+    turn = None if data is None else data.producer()
+    if data is None or turn is None or turn.op_type != "Transpose" or turn.domain or len(data.uses()) > 1:
+        return None
+    is_turned = tuple(turn.attributes.get_ints("perm", ())) == SWAP_HEADS and not data.is_graph_output()
+    return turn.inputs[0] if is_turned else None
+
+
+def write_turned(node: ir.Node, data: ir.Value, editor: Editor, sizes: Sizes) -> None:
+    """Have the operator rotate rows of all heads, and turn its result, in place.
+
+    Raises NotFusedError if their sizes are not known.
+    """
+    output, own = node.outputs[0], sizes.axes(data)
+    if sizes.axes(output) is None or own is None or len(own) != 4 or own[2].fixed is None or own[3].fixed is None:
+        raise NotFusedError("its number of heads may change from request to request")
+    work = Writer(node, output.name or "", (data,), editor, sizes)
+    rows = work.viewed(data, [*own[:2], fixed_axis(own[2].fixed * own[3].fixed)], "rows")
+    how = {name: attribute.value for name, attribute in node.attributes.items()}
+    made = work.add(
+        "rotary", OPERATOR, [rows, *node.inputs[1:]], data, work.axes(rows), **{**how, "num_heads": own[2].fixed}
+    )
+    made = work.ordered(Operand(work.viewed(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
+    work.take_place(made, output)

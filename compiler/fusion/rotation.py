@@ -34,6 +34,12 @@ class Rotation:
         places = self._of(value, FARTHEST)
         return None if places is None or places.ndim != 1 else places
 
+    def along_pairs(self, value: ir.Value) -> Places | None:
+        """As `of`, of a value whose last axis may be one of a single element, as complex numbers' parts have."""
+        places = self._of(value, FARTHEST)
+        is_thin = places is not None and places.ndim == 2 and places.shape[1] == 1 < places.shape[0]
+        return None if places is None or (places.ndim != 1 and not is_thin) else places.reshape(-1)
+
     def _of(self, value: ir.Value, left: int) -> Places | None:
         sizes, own = self.sizes.of(self.data), self.sizes.of(value)
         if sizes is None or own is None or own[: len(sizes) - 1] != sizes[:-1] or sizes[-1][0] != sizes[-1][1]:

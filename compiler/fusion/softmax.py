@@ -56,6 +56,15 @@ def is_row_maximum(value: ir.Value | None, scores: ir.Value) -> bool:
     return node.op_type == "ReduceMax" and node.inputs[0] is scores and is_over_last(node, None)
 
 
+def leaves_out_last(node: ir.Node, rank_of: RankOf) -> bool:
+    """Whether a node leaves out the last of each row, and nothing else."""
+    if node.op_type != "Slice" or node.domain or len(node.inputs) < 4:
+        return False
+    starts, ends, axes, *steps = (constant(value) for value in node.inputs[1:])
+    rank = rank_of(node.outputs[0])
+    return (starts, ends, *steps) in ((0, -1), (0, -1, 1)) and rank is not None and axes in (-1, rank - 1)
+
+
 def _reduction(value: ir.Value) -> ir.Node | None:
     """The reduction that a number a row comes from."""
     node, rank = value.producer(), None

@@ -45,6 +45,7 @@ class Tables:
     def __init__(self, graph: Graph, shapes: Mapping[str, Shape], known: Mapping[str, Array]) -> None:
         self._graph, self._shapes, self.known = graph, shapes, known
         self._made: dict[ir.Value, Array | None] = {}
+        self._sized: dict[ir.Value, Array | None] = {}
         self.rows: dict[Hashable, ir.Value] = {}
         self.uncompared: set[str] = set()
 
@@ -66,8 +67,15 @@ class Tables:
         maker = table.producer()
         return self._graph.nodes[0 if maker is None else self._graph.position[maker] + 1]
 
-    def _compute(self, table: ir.Value) -> Array | None:
-        """A table's numbers; None if too much goes into it, or what can't be made up."""
+    def follow_from_sizes(self, value: ir.Value) -> Array | None:
+        """The numbers of a value that nothing but sizes goes into; None if more does, or too much."""
+        if value not in self._sized:
+            known = self.known.get(value.name or "")
+            self._sized[value] = self._compute(value, fed=False) if known is None else known
+        return self._sized[value]
+
+    def _compute(self, table: ir.Value, fed: bool = True) -> Array | None:
+        """A table's numbers; None if too much goes into it, or what can't be made up, or inputs, unless it is `fed`."""
         if table.const_value is not None:
             return table.const_value.numpy().astype(np.float64) if source_of(table) is None else None
         above = reached(
@@ -81,6 +89,8 @@ class Tables:
         inputs = [value for value in self._graph.graph.inputs if value in read or value is table]
         elements = sum(tensor.size for tensor in weights) + sum(map(self._size, inputs))
         if len(made) > MOST_NODES or elements > MOST_ELEMENTS or any(map(holds_graphs, nodes)):
+            return None
+        if inputs and not fed:
             return None
         try:
             (numbers,) = run_part(self._graph.graph, {**self._made_up(inputs), **sizes}, [table])

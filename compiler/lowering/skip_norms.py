@@ -19,6 +19,7 @@ DOMAIN = "com.microsoft"
 OPERATORS = {
     "LayerNormalization": "SkipLayerNormalization",
     "SimplifiedLayerNormalization": "SkipSimplifiedLayerNormalization",
+    "RMSNormalization": "SkipSimplifiedLayerNormalization",
 }
 # The longest rows that its kernel has a size for: kMaxSize in skip_layer_norm_impl.cu of ONNX Runtime.
 LONGEST = 8192
@@ -100,7 +101,7 @@ def _write(norm: ir.Node, addition: _Addition, editor: Editor) -> None:
     """Put the operator where the addition is, which later nodes may read too."""
     total = addition.node.outputs[0]
     _, scale, *shift = norm.inputs
-    weights = [scale] if norm.op_type.startswith("Simplified") else [scale, *(shift or [None])]
+    weights = [scale, *(shift or [None])] if norm.op_type == "LayerNormalization" else [scale]
     made = ir.node(
         OPERATORS[norm.op_type],
         [addition.first, addition.second, *weights, *([] if addition.bias is None else [addition.bias])],

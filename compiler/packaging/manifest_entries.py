@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 import onnxruntime
+from msgspec.structs import replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.stages import borrowed_sizes
@@ -96,11 +97,16 @@ def _preamble(plan: Plan, has_forms: bool) -> Preamble | None:
     inputs = [value.name or "" for value in preamble.model.graph.inputs]
     kept = {value.name for rank in plan.ranks for value in rank.stage.feeds}
     consumed = [name for name in inputs if name not in kept]
-    masks, plain = (dict(preamble.masks), preamble.plain) if has_forms else ({}, None)
-    if plain is None:
-        return Preamble(PREAMBLE, inputs, preamble.outputs, consumed, masks)
-    windows = dict(plain.windows)
-    return Preamble(PREAMBLE, inputs, preamble.outputs, consumed, masks, PLAIN_PREAMBLE, list(plain.ones), windows)
+    made = Preamble(PREAMBLE, inputs, preamble.outputs, consumed)
+    if not has_forms:
+        return made
+    made = replace(made, masks=dict(preamble.masks), blanks=list(preamble.blanks))
+    if (plain := preamble.plain) is None:
+        return made
+    made = replace(made, plain=PLAIN_PREAMBLE, ones=list(plain.ones), windows=dict(plain.windows))
+    if not plain.batched:
+        return made
+    return replace(made, batched=list(plain.batched), batch=dict(preamble.batch))
 
 
 def _replicas(plan: Plan) -> list[m.Replica]:

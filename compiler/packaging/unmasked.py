@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.fusion.attention import without_nan
-from splitc.compiler.fusion.masks import BIAS, biased
+from splitc.compiler.fusion.masks import BIAS, KEPT, biased
 from splitc.compiler.fusion.preamble import Preamble, without_outputs
 from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
@@ -21,6 +21,8 @@ PREAMBLE, PLAIN_PREAMBLE = "preamble.onnx", "preamble.plain.onnx"
 
 def without_masks(graph: ir.Graph, preamble: Preamble) -> ir.Graph | None:
     """A copy of a rank's graph whose attention is causal, in windows if masks have them, and adds none of the masks.
+
+    Nor has it blank rows.
 
     None if it has none itself, or reads one elsewhere.
     """
@@ -40,7 +42,12 @@ def without_masks(graph: ir.Graph, preamble: Preamble) -> ir.Graph | None:
             # A token sees itself at least, so that no row is NaN for want of a key.
             if (zeroed := without_nan(node.outputs[0])) is not None:
                 zeroed.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
-    remove_unused_inputs(plain, own)
+    blanks = [value for value in plain.inputs if value.name in preamble.blanks]
+    for node in [use.node for value in blanks for use in value.uses()]:
+        if (kept := node.inputs[KEPT]) is not None:
+            node.outputs[0].replace_all_uses_with(kept, replace_graph_outputs=True)
+    remove_unused(plain)
+    remove_unused_inputs(plain, [*own, *blanks])
     remove_unused(plain)
     return plain
 
@@ -52,10 +59,11 @@ def write_preamble(preamble: Preamble | None, ranks: Sequence[m.Rank], writer: P
     """
     if preamble is None:
         return list(ranks)
-    ranks = _with_forms(ranks, preamble.masks)
+    left_out = [*preamble.masks, *preamble.blanks]
+    ranks = _with_forms(ranks, left_out)
     graphs = {writer.folder / PREAMBLE: preamble.model.graph}
     if preamble.plain is not None and have_forms(ranks):
-        graphs[writer.folder / PLAIN_PREAMBLE] = without_outputs(preamble.model, preamble.masks).graph
+        graphs[writer.folder / PLAIN_PREAMBLE] = without_outputs(preamble.model, left_out).graph
     write_model_files(graphs, preamble.model, writer)
     return ranks
 

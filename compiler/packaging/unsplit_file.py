@@ -11,17 +11,20 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.frontend.external_data import settle_weights
+from splitc.compiler.frontend.query_norms import runnable_file, take_out_norms
 
 
 @contextmanager
 def unsplit_file(analysis: Analysis) -> Iterator[tuple[Path, bool]]:
     """The model's file, and whether it may have data outside its folder.
 
-    Where adapters are merged, a file with them in its weights, for as long as the context lasts.
+    Where adapters are merged, a file with them in its weights, for as long as the context lasts. So also where CPUs
+    have no kernel for norms of the model.
     """
     graph = analysis.graph
     if not analysis.merged:
-        yield graph.path, graph.trusts_data
+        with runnable_file(graph.model, graph.path) as (path, is_own):
+            yield path, is_own and graph.trusts_data
         return
     model = ir.load(graph.path)
     settle_weights(model, graph.path.parent)
@@ -31,6 +34,7 @@ def unsplit_file(analysis: Analysis) -> Iterator[tuple[Path, bool]]:
             model.graph.initializers[name].const_value = tensor
         else:
             constants[name].attributes["value"] = ir.AttrTensor("value", ir.Tensor(tensor.numpy(), tensor.dtype))
+    take_out_norms(model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "merged.onnx"
         ir.save(model, path, external_data="merged.data")

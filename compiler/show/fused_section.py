@@ -10,12 +10,14 @@ from splitc.runtime.reports.contents import Section, Table
 
 TITLES = {
     "attention": "attention fused",
+    "latent": "attention on latents",
     "cache": "caches in place",
     "preamble": "masks and lengths before the ranks",
     "norm": "norms fused",
     "modulation": "modulated norms fused",
     "product": "products divided",
     "rotary": "rotary embeddings fused",
+    "slices": "slices joined",
 }
 
 

@@ -70,8 +70,11 @@ def _preamble(manifest: Manifest) -> Iterator[str]:
     for name, window in preamble.windows.items():
         if name not in preamble.masks or window < 1:
             yield f"the window of {window} tokens is of '{name}', which is no mask, or it is below 1"
+    for name in preamble.blanks:
+        if name not in preamble.outputs:
+            yield f"the preamble does not make '{name}', which says what rows are zeros"
     for engine in (engine for rank in manifest.ranks for engine in rank.engines):
-        if not preamble.masks.keys().isdisjoint(engine.inputs) and engine.unmasked is None:
+        if not manifest.masks.isdisjoint(engine.inputs) and engine.unmasked is None:
             yield f"the engine '{engine.path}' has no form without masks"
 
 

@@ -353,7 +353,7 @@ class Manifest(Struct, frozen=True):
     @property
     def masks(self) -> frozenset[str]:
         """The inputs of ranks that a request may leave out."""
-        return frozenset(() if self.preamble is None else self.preamble.masks)
+        return frozenset(() if self.preamble is None else (*self.preamble.masks, *self.preamble.blanks))
 
     @property
     def overridable(self) -> list[Tensor]:

@@ -48,10 +48,12 @@ class Preamble(Struct, frozen=True):
     It takes the `inputs`, of which no rank takes those `consumed`, and makes the `outputs`, which are inputs of ranks.
     `masks` are those among them that only attention adds to its scores, by the input for the length of its caches. All
     of them are left out of a request in which they hide nothing but later tokens: engines have a form without. Those
-    with `windows` hide all but the last so many tokens, itself included, and so does that form.
+    with `windows` hide all but the last so many tokens, itself included, and so does that form. `blanks` say which rows
+    of an attention are zeros; they are left out with the masks, if that is none.
 
-    The graph in the file `plain`, if there is one, makes none of the masks. It is for requests whose inputs `ones` are
-    all ones, with a last axis as long as all tokens so far: what masks would hide is known there.
+    The graph in the file `plain`, if there is one, makes none of the masks and blanks. It is for requests whose inputs
+    `ones` are all ones, with a last axis as long as all tokens so far: what masks would hide is known there. Those that
+    are `batched` have a first axis as long as the batch, which inputs have as the axes of these numbers in `batch`.
     """
 
     file: str
@@ -62,3 +64,6 @@ class Preamble(Struct, frozen=True):
     plain: str | None = None
     ones: list[str] = []
     windows: dict[str, int] = {}
+    blanks: list[str] = []
+    batched: list[str] = []
+    batch: dict[str, int] = {}

@@ -42,18 +42,23 @@ class PreambleEngine:
         else:
             outputs = self._whole.run(feeds)
             if not keeps_masks and self._may_leave_out_masks(feeds, outputs):
-                consumed.update(self._preamble.masks)
+                consumed.update([*self._preamble.masks, *self._preamble.blanks])
         return {name: feed for name, feed in {**feeds, **outputs}.items() if name not in consumed}
 
     def _may_leave_out_masks(self, feeds: Mapping[str, Feed], made: Mapping[str, Array]) -> bool:
         windows = self._preamble.windows
         masks = self._preamble.masks.items()
+        if any(made[name].any() for name in self._preamble.blanks):
+            return False
         return all(is_causal(made[name], feeds[length].shape[0], windows.get(name)) for name, length in masks)
 
     def _is_plain(self, feeds: Mapping[str, Feed]) -> bool:
         """Whether it is known what masks hide: see `runtime.package.states.Preamble`."""
         (rows,) = {feeds[length.input].shape[0] + added(length, feeds) for length in self._lengths}
         ones = (feeds[name] for name in self._preamble.ones)
+        batch = {feeds[name].shape[axis] for name, axis in self._preamble.batch.items()}
+        if any({feeds[name].shape[0]} != batch for name in self._preamble.batched):
+            return False
         return all(one.shape[-1] == rows and bool((on_host(one) == 1).all()) for one in ones)
 
 

@@ -25,7 +25,8 @@ class Style:
     batch of matrices. `reads`: which shape has the number of earlier tokens, or of new ones (`hidden`). `window`: the
     last tokens that every other layer sees, the first one among them. `operator`: attention is ONNX's operator, which
     reads what was `concatenated`, or takes the `past` itself, as four axes or `flat`, three. It has `attributes` of its
-    own, and causal ones have no other mask.
+    own, and causal ones have no other mask. With `sinks` a learned number a head is joined to the scores. With `blanks`
+    rows that the mask leaves nothing of become zeros behind the attention.
     """
 
     masked: bool = True
@@ -45,6 +46,8 @@ class Style:
     window: int = 0
     operator: str = ""
     attributes: tuple[tuple[str, int | float], ...] = ()
+    sinks: bool = False
+    blanks: bool = False
 
     @property
     def is_causal(self) -> bool:
@@ -196,15 +199,36 @@ class _Writer:
         scores = self._masked(scores, mask)
         if style.odd == "sinks":
             scores = self.add("Concat", scores, scores, axis=-1)
+        if style.sinks:
+            scores = self._with_sinks(scores)
         weights = self.add("Softmax", scores, axis=-1)
+        if style.sinks:
+            weights = self.add("Slice", weights, *(self.number([number]) for number in (0, -1, -1, 1)))
         if style.odd == "sinks":
             ends = self.add("Unsqueeze", self._all, self.number([0]))
             weights = self.add("Slice", weights, self.number([0]), ends, self.number([-1]))
         if style.mask == "where":
             weights = self.add("Where", self.add("IsNaN", weights), self.float(0), weights)
-        made = self.add("Transpose", self.add("MatMul", weights, values), perm=[0, 2, 1, 3])
+        made = self.add("MatMul", weights, values)
+        if style.blanks:
+            made = self._blanked(made, mask)
+        made = self.add("Transpose", made, perm=[0, 2, 1, 3])
         made = self.add("Reshape", made, self.number([0, 0, style.width]))
         return self.add("MatMul", made, self.normal(style.width, style.width))
+
+    def _blanked(self, made: str, mask: str) -> str:
+        """As transformers' exporter has rows of nothing but padding."""
+        count = self.add("ReduceSum", self.add("Cast", mask, to=TensorProto.FLOAT), self.number([-1]))
+        one = numpy_helper.from_array(np.array(1, np.float32), f"one_{self._count}")
+        self._weights.append(one)
+        return self.add("Where", self.add("Less", count, one.name), self.float(0), made)
+
+    def _with_sinks(self, scores: str) -> str:
+        """As GPT-OSS's, with the highest of each row taken off."""
+        sinks = self.add("Reshape", self.normal(1, self.style.heads), self.number([1, -1, 1, 1]))
+        sizes = self.listed(self.size_of(scores, 0), 1, self.size_of(scores, 2), 1)
+        joined = self.add("Concat", scores, self.add("Expand", sinks, sizes), axis=-1)
+        return self.add("Sub", joined, self.add("ReduceMax", joined, self.number([-1])))
 
     def _operator(self, number: int, value: str, mask: str) -> str:
         style, presents = self.style, [f"present_{kind}.{number}" for kind in ("key", "value")]

@@ -45,6 +45,8 @@ STYLES = {
     "a low number": replace(OPTIMUM, mask="low", turned=True),
     "lengths of the mask": replace(OPTIMUM, reads="mask", scale="after", mask="low"),
     "opset 13": replace(OPTIMUM, opset=13),
+    "blank rows": replace(TRANSFORMERS, masked=True, one=False, blanks=True),
+    "sinks": replace(TRANSFORMERS, one=False, scale="after", sinks=True),
     "operator": OPERATOR,
     "operator, as many heads": replace(OPERATOR, groups=1, attributes=(("scale", 0.2), ("softcap", 2.0))),
     "operator with the past": replace(OPERATOR, operator="past"),
@@ -136,6 +138,7 @@ def test_packages_give_what_the_model_gives(tmp_path: Path, name: str, mode: str
         ("optimum", None),
         ("optimum", 40),
         ("a low number", 24),
+        ("sinks", 24),
         ("lengths of the mask", None),
         ("operator", 24),
         ("operator that hides later tokens", None),
@@ -242,6 +245,17 @@ def test_what_stays_says_why(tmp_path: Path, why: str, style: Style, capsys: pyt
     print_plan(plan)
     said = " ".join(capsys.readouterr().out.split())
     assert "caches in place: 0 of" in said and f"not: {why}" in said
+
+
+def test_sinks_stay_on_gpus(tmp_path: Path) -> None:
+    """There the kernels that know sinks take no mask, and the one that takes masks knows no sinks."""
+    style = replace(STYLES["sinks"], dtype=TensorProto.FLOAT16)
+    path = tmp_path / "model.onnx"
+    onnx.save(write(style), path)
+    shapes = {name: array.shape for name, array in feeds(style, 1, 1, 5).items()}
+    made = analyze(path, AskedShapes(shapes), 1, gains=ON_GPUS)
+    whys = {fate.why for fate in made.fates if fate.kind == "cache"}
+    assert "no kernel takes both a mask and sinks that are joined to the scores" in whys
 
 
 def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:

@@ -100,6 +100,31 @@ def test_what_is_not_fused_says_why(tmp_path: Path, body: str, why: str) -> None
     assert (fate.operator, fate.kind) == (None, "norm") and (fate.why or "").startswith(why)
 
 
+BY_HEADS = """four = Constant <value_ints = [0, 0, 2, 4]> ()  apart = Reshape (data, four)
+    x = Transpose <perm = [0, 2, 1, 3]> (apart)"""
+TURNED = {
+    "written out": POWER + MEAN + RECIPROCAL + "norm = Mul (normal, row)",
+    "an operator": "norm = SimplifiedLayerNormalization <axis = -1, epsilon = 1e-5> (x, row)",
+}
+
+
+@pytest.mark.parametrize("form", TURNED)
+def test_a_norm_comes_before_a_transpose(tmp_path: Path, form: str) -> None:
+    """So that the transpose of Gemma 3's queries, and the one that undoes it behind their rotation, are none."""
+    back = "turned_back = Transpose <perm = [0, 2, 1, 3]> (norm)  flat = Constant <value_ints = [0, 0, 8]> ()"
+    row = "ones = Constant <value_floats = [1.0, 2.0, 3.0, 4.0]> ()  row = Identity (ones)"
+    signature = "norm (float[batch, length, 8] data, float[8] weights) => (float[batch, length, 8] y)"
+    body = f"{BY_HEADS} {row} {TURNED[form]} {back} made = Reshape (turned_back, flat)  y = Add (made, weights)"
+    model = onnx.parser.parse_model(f"{HEAD} {signature} {{ {body} }}")
+    made = fused(model, tmp_path)
+    assert [(fate.kind, fate.operator) for fate in made.fates] == [("norm", "SimplifiedLayerNormalization")]
+    names = operators(made.graph.graph)
+    assert names.index("SimplifiedLayerNormalization") < names.index("Transpose")
+    random = np.random.default_rng(0)
+    inputs = {"data": random.random((4, 5, 8), np.float32), "weights": random.random(8, np.float32)}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
 def test_a_deviation_is_no_norm(tmp_path: Path) -> None:
     """The root of a mean of squares that is not what the data is divided by."""
     body = POWER + MEAN + "root = Sqrt (total)  y = Add (x, root)"

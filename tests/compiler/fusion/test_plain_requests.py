@@ -76,14 +76,16 @@ def _graph(rule: str, number: int) -> ir.Graph:
     ).graph
 
 
-def _plain(graph: ir.Graph, roles: Mapping[str, Role] = ROLES) -> Plain | None:
+def _plain(
+    graph: ir.Graph, roles: Mapping[str, Role] = ROLES, known: Mapping[str, tuple[Axis, ...]] = AXES
+) -> Plain | None:
     values = {value.name: value for value in graph.inputs}
     filled: Any = SimpleNamespace(past=PAST, all=ALL, step=("ids", 1), lasts=ir.Value(name="lasts"), room=None)
-    axes = {name: own for name, own in AXES.items() if name == "lasts" or name in values}
+    axes = {name: own for name, own in known.items() if name == "lasts" or name in values}
     sizes: Any = SimpleNamespace(
         axes=lambda value: axes.get(value.name), shapes={"ids": (1, 16)}, probes={"ids": (3, 13)}
     )
-    return find_plain(graph, ["mask"], [filled], sizes, roles)
+    return find_plain(graph, ["mask"], [], [filled], sizes, roles)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,11 @@ def _plain(graph: ir.Graph, roles: Mapping[str, Role] = ROLES) -> Plain | None:
 )
 def test_masks_are_tried_beyond_all_numbers_in_them(rule: str, number: int, expected: dict[str, int] | None) -> None:
     assert _plain(_graph(rule, number)) == (None if expected is None else Plain(("kept",), expected))
+
+
+def test_what_tells_padding_may_have_a_batch_of_its_own() -> None:
+    axes = {**AXES, "kept": (Axis((1, 5)), ALL)}
+    assert _plain(_graph(CAUSAL, 1), known=axes) == Plain(("kept",), {}, ("kept",))
 
 
 def test_masks_that_follow_from_more_than_what_tells_padding_are_computed() -> None:

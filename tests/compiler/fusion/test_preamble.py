@@ -22,6 +22,7 @@ from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.states import Length, Preamble
 from splitc.runtime.requests import preamble
 from splitc.runtime.requests.preamble import is_causal
 from splitc.runtime.tools.rank_memory import measure_memory
@@ -29,12 +30,14 @@ from tests.compiler.fusion.test_caches import OPTIMUM
 from tests.compiler.fusion.test_caches import STYLES as CACHED
 from tests.conftest import assert_close, run_whole
 from tests.helpers.needs import needs_caches
+from tests.helpers.written_attention import operators
 from tests.helpers.written_decoder import Style, feeds, following, without_states, write
 
 pytestmark = needs_caches
 HALF = TensorProto.FLOAT16
 # With a table of tokens that is no small constant.
-STYLES = {name: style for name, style in CACHED.items() if "head" not in name}  # which masks do not depend on
+# Masks do not depend on numbers of heads, and sinks have no kernel on GPUs.
+STYLES = {name: style for name, style in CACHED.items() if "head" not in name and name != "sinks"}
 STYLES = {**STYLES, "sizes of hidden states": replace(OPTIMUM, reads="hidden", vocabulary=2000)}
 # Results in halves.
 CLOSE = 2e-2
@@ -155,6 +158,34 @@ def test_masks_that_hide_later_tokens_and_those_before_a_window_are_left_out(
         request = feeds(style, 2, 5, 0, padded=2)
         assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)
         assert len(loaded) == 4
+
+
+def test_blank_rows_are_left_out_with_masks(tmp_path: Path) -> None:
+    """Where none is blank. They keep no transposes."""
+    style = replace(STYLES["blank rows"], dtype=HALF)
+    path = compiled(style, tmp_path, "layer", ["cuda0"])
+    manifest = read_manifest(path)
+    own = manifest.preamble
+    assert own is not None and len(own.blanks) == 1 and own.plain is not None
+    (engine,) = manifest.ranks[0].engines
+    assert "Where" in operators(ir.load(path / engine.path).graph)
+    plain = operators(ir.load(path / str(engine.unmasked)).graph)
+    assert not {"Where", "IsNaN", "Transpose"} & {*plain}
+    with Session(path, devices=["cpu0"]) as session:
+        for hidden in (2, 0, 3):
+            request = feeds(style, 2, 3, 0)
+            request["attention_mask"][0, :hidden] = 0
+            assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)
+
+
+def test_masks_of_another_batch_are_computed() -> None:
+    """The graph may call it otherwise than that of the caches."""
+    engine = object.__new__(preamble.PreambleEngine)
+    own = Preamble("file", [], [], ones=["mask"], batched=["mask"], batch={"ids": 0})
+    engine._preamble, engine._lengths = own, [Length("past", [], 2, reads=("ids", 1))]
+    for rows, plain in ((2, True), (1, False)):
+        fed = {"ids": np.ones((2, 3)), "mask": np.ones((rows, 3)), "past": np.ones((0, 0))}
+        assert engine._is_plain(fed) is plain
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 9])

@@ -159,6 +159,52 @@ def test_elements_of_pairs_by_themselves(tmp_path: Path, interleaved: bool, cros
     check(written(by_pairs(interleaved, NEIGHBOURS if interleaved else SLICED, crossed)), tmp_path, 2e-6)
 
 
+@pytest.mark.parametrize("parts", [STRIDED, SLICED], ids=["neighbours before", "halves before"])
+def test_pairs_in_other_places_after_than_before(tmp_path: Path, parts: str) -> None:
+    """As DeepSeek-V3's: neighbours are rotated, and stand in halves then."""
+    check(written(by_pairs(parts == SLICED, parts)), tmp_path, 2e-6)
+
+
+def test_pairs_joined_with_what_is_not_rotated(tmp_path: Path) -> None:
+    """As TorchScript's exporter joins DeepSeek's queries: three at once."""
+    body = by_pairs(False, STRIDED).replace("y = Concat <axis = -1> (low", "y = Concat <axis = -1> (data, low")
+    model = written(body)
+    model.graph.output[0].type.tensor_type.shape.dim[3].dim_value = 2 * SIZE
+    check(model, tmp_path, 2e-6)
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_an_operator_comes_before_heads_do(tmp_path: Path, interleaved: int) -> None:
+    """Newer exporters have it on [batch, heads, length, size], between two transposes that are then one with others."""
+    signature = f"""rotate (float[batch, length, {HEADS * SIZE}] data, float[batch, length, {SIZE // 2}] cos,
+        float[batch, length, {SIZE // 2}] sin) => (float[batch, {HEADS}, length, {SIZE}] y)"""
+    body = f"""apart = Constant <value_ints = [0, 0, {HEADS}, {SIZE}]> ()  rows = Reshape (data, apart)
+        heads = Transpose <perm = [0, 2, 1, 3]> (rows)
+        rotated = RotaryEmbedding <interleaved = {interleaved}> (heads, cos, sin)  y = Neg (rotated)"""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]> {signature} {{ {body} }}')
+    onnx.save(model, tmp_path / "model.onnx")
+    random = np.random.default_rng(0)
+    shapes = {"data": (2, 3, HEADS * SIZE), "cos": (2, 3, SIZE // 2), "sin": (2, 3, SIZE // 2)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [(fate.kind, fate.operator) for fate in made.fates] == [("rotary", "RotaryEmbedding")]
+    names = operators(made.graph.graph)
+    assert names.index("RotaryEmbedding") < names.index("Transpose")
+    inputs = {name: random.random((BATCH, *shape[1:]), np.float32) for name, shape in shapes.items()}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
+def test_parts_of_complex_numbers(tmp_path: Path) -> None:
+    """As DeepSeek-V2's: pairs have an axis of their own, and so have the tables."""
+    parts = """pairs = Constant <value_ints = [0, 0, 0, 4, 2]> ()  by_pairs = Reshape (x, pairs)
+        a = Slice (by_pairs, zero, one, last)  b = Slice (by_pairs, one, two, last)"""
+    thin = TABLES.format(angles="angles").replace("cos =", "cos_0 =").replace("sin =", "sin_0 =")
+    body = f"""{thin}  cos = Unsqueeze (cos_0, last)  sin = Unsqueeze (sin_0, last) {parts} {BOTH.format("bc", "as")}
+        complex = Concat <axis = -1> (low, high)  flat = Constant <value_ints = [0, 0, 0, 8]> ()
+        y = Reshape (complex, flat)"""
+    check(written(body), tmp_path, 2e-6)
+
+
 @pytest.mark.parametrize("planned", [1, 2], ids=["one", "all"])
 def test_positions_whose_rows_are_not_known_to_be_the_batch(tmp_path: Path, planned: int) -> None:
     """They have a symbol of their own: there may be one for each row, or one for all."""
@@ -208,7 +254,7 @@ BY_HEADS = f"""frequencies_of_heads = Constant <value_floats = {[n / 7 for n in 
     twice = Concat <axis = -1> (angles_of_heads, angles_of_heads)  cos = Cos (twice)  sin = Sin (twice)  """
 ODD = [
     (DIFFERENT + TURNED, "the two elements of a pair may be multiplied by different numbers"),
-    (by_pairs(False, STRIDED), "its pairs are in other places after it than before"),
+    (by_pairs(False, SLICED + "  c = Identity (a)").replace(", b)", ", c)"), "it leaves out some elements"),
     (BY_HEADS + TURNED, "its number of heads may change from request to request"),
 ]
 

@@ -35,11 +35,15 @@ LATE = """e{n} = MatMul (x{n}, u)  p{n} = MatMul (e{n}, d)  s{n} = Add (x{n}, p{
 """
 
 
+NEWER = ROOT.replace("SimplifiedLayer", "RMS")
+
+
 def written(block: str, count: int = 3, other: str = "batch, length", dtype: str = "float16") -> onnx.ModelProto:
     body = "".join(block.format(n=number, next=number + 1) for number in range(count))
     head = f"g ({dtype}[batch, length, {SIZE}] x0, {dtype}[{other}, {SIZE}] z) => ({dtype}[batch, length, {SIZE}] y)"
+    opset = 23 if block is NEWER else 18
     model = onnx.parser.parse_model(
-        f'<ir_version: 8, opset_import: ["" : 18]> {head} {{ {body} y = Add (x{count}, z) }}'
+        f'<ir_version: 8, opset_import: ["" : {opset}]> {head} {{ {body} y = Add (x{count}, z) }}'
     )
     random = np.random.default_rng(0)
     for name, shape in {
@@ -73,6 +77,7 @@ def engines(model: onnx.ModelProto, folder: Path, devices: list[str], mode: str 
         (BLOCK, "SkipLayerNormalization"),
         (ROOT, "SkipSimplifiedLayerNormalization"),
         (LATE, "SkipSimplifiedLayerNormalization"),
+        (NEWER, "SkipSimplifiedLayerNormalization"),
     ],
 )
 def test_packages_for_gpus_add_and_norm_at_once(tmp_path: Path, block: str, skip: str, mode: str) -> None:

@@ -1,0 +1,88 @@
+"""Norms of queries and keys inside of GroupQueryAttention, taken out of it.
+
+onnxruntime-genai's builder hands their weights to the operator, for models such as Qwen3. Only its kernel for GPUs
+takes them, and models are tried, and packages may run, on CPUs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.external_data import settle_weights
+from splitc.compiler.nodes import operator_name
+
+OPERATOR, NORM = "com.microsoft.GroupQueryAttention", "SimplifiedLayerNormalization"
+# The places of the weights for queries and keys.
+WEIGHTS = (14, 15)
+EPSILON = "qk_norm_epsilon"
+_TAKEN_OUT = "splitc.query_norms"
+
+
+def take_out_norms(model: ir.Model) -> None:
+    """Norm queries and keys before the operator, in place."""
+    editor = Editor(model.graph)
+    for node in list(model.graph):
+        weights = [node.inputs[place] if place < len(node.inputs) else None for place in WEIGHTS]
+        heads = [node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads")]
+        sizes = [value.shape[0] for value in weights if value is not None and value.shape is not None]
+        if operator_name(node) != OPERATOR or len(sizes) < len(weights) or not all(heads):
+            continue
+        if not isinstance(sizes[0], int):
+            continue
+        if node.inputs[1] is None:
+            _take_apart(node, heads, sizes[0], editor)
+        for place, (weight, count) in enumerate(zip(weights, heads, strict=True)):
+            _norm(node, place, weight, [0, 0, count, sizes[0]], editor)
+        node.resize_inputs(WEIGHTS[0])
+        node.attributes.pop(EPSILON, None)
+        model.meta[_TAKEN_OUT] = True
+
+
+def took_out_norms(model: ir.Model) -> bool:
+    """Whether the model's file has norms inside of its attention."""
+    return _TAKEN_OUT in model.meta
+
+
+@contextmanager
+def runnable_file(model: ir.Model, path: Path) -> Iterator[tuple[Path, bool]]:
+    """The file of a model that CPUs run, for as long as the context lasts, and whether it is the model's own."""
+    if not took_out_norms(model):
+        yield path, True
+        return
+    copy = ir.load(path)
+    settle_weights(copy, path.parent)
+    take_out_norms(copy)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "model.onnx"
+        ir.save(copy, made, external_data="model.data")
+        yield made, False
+
+
+def _take_apart(node: ir.Node, heads: list[int], size: int, editor: Editor) -> None:
+    """Let the operator read queries, keys and values that were packed in one as three."""
+    counts = editor.constant(np.array([heads[0], heads[1], heads[1]], np.int64) * size)
+    split = ir.node("Split", [node.inputs[0], counts], {"axis": -1}, num_outputs=3)
+    editor.graph.insert_before(node, split)
+    for place, (made, role) in enumerate(zip(split.outputs, ("query", "key", "value"), strict=True)):
+        made.name = f"{node.outputs[0].name}/{role}"
+        node.replace_input_with(place, made)
+
+
+def _norm(node: ir.Node, place: int, weight: ir.Value | None, by_heads: list[int], editor: Editor) -> None:
+    """Norm each head of one of the operator's inputs [batch, length, heads x size]."""
+    name, value = f"{node.outputs[0].name}/norm{place}", node.inputs[place]
+    apart = editor.before(node, "Reshape", value, editor.constant(np.array(by_heads, np.int64)))
+    epsilon = node.attributes.get_float(EPSILON, 1e-6)
+    normed = editor.before(node, NORM, apart, weight, axis=-1, epsilon=epsilon)
+    flat = editor.constant(np.array([0, 0, by_heads[2] * by_heads[3]], np.int64))
+    made = editor.before(node, "Reshape", normed, flat)
+    for one, role in ((apart, "apart"), (normed, "normed"), (made, "made")):
+        one.name = f"{name}/{role}"
+    node.replace_input_with(place, made)

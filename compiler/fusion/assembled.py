@@ -1,0 +1,213 @@
+"""What is written slice by slice becomes a Concat of the slices.
+
+PyTorch assigns to slices of an empty tensor, `keys[..., :n] = a`. Exporters write each as a ScatterND: with the axis
+brought to the front and an index for each row of it, or with the indices of every element. Both read and write all of
+it once for each slice, and no shard of it can be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.operand import VIEWS, Operand, seen_through, whole
+from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
+from splitc.compiler.fusion.tables import Tables
+from splitc.compiler.fusion.writing import Writer
+
+OPERATOR = "Concat"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """`node` writes `rows` to the places from `start` to before `end` of an axis; all others are those of `data`."""
+
+    node: ir.Node
+    data: ir.Value
+    rows: ir.Value
+    axis: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The slices of one value, in the order in which they are written, each to what the one before it made."""
+
+    slices: tuple[Slice, ...]
+    axes: tuple[Axis, ...]
+
+    @property
+    def output(self) -> ir.Value:
+        """What the last one makes."""
+        return self.slices[-1].node.outputs[0]
+
+    def owners(self) -> list[int]:
+        """For each place of the axis the number of the slice that it is of; -1 for what was there before."""
+        owners = [-1] * (self.axes[self.slices[0].axis].fixed or 0)
+        for number, one in enumerate(self.slices):
+            owners[one.start : one.end] = [number] * (one.end - one.start)
+        return owners
+
+
+def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | None:
+    """The slices that a node writes the last of; None if it writes none, or if others follow."""
+    last = _find_slice(node, sizes, tables)
+    if last is None or _is_written_to(node, last.axis, sizes, tables):
+        return None
+    slices = [last]
+    while (before := _before(slices[0], sizes, tables)) is not None:
+        slices.insert(0, before)
+    axes = sizes.axes(last.node.outputs[0])
+    return None if axes is None else Assembled(tuple(slices), axes)
+
+
+def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> None:
+    """Join the slices, in place. Where the axis was brought to another place for them, it stays where it was.
+
+    Raises NotFusedError if only some places are written to: then a copy may be as fast.
+    """
+    owners, axis, output = assembled.owners(), assembled.slices[0].axis, assembled.output
+    if -1 in owners:
+        raise NotFusedError("some of what it is written to is left, so that it has to be copied anyway")
+    turned = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
+    order = turned[-1].axes
+    back = [order.index(number) for number in range(len(order))]
+    work = Writer(assembled.slices[-1].node, output.name or "", (), editor, sizes)
+    parts, natural = [], [assembled.axes[number] for number in back]
+    for number, (start, end) in _runs(owners):
+        one = assembled.slices[number]
+        rows = work.ordered(turned[number].transposed(back), f"rows{number}")
+        parts.append(_cut(rows, order[axis], start - one.start, end - one.start, work))
+    made = work.add("joined", OPERATOR, parts, parts[0], natural, axis=order[axis])
+    _replace(output, Operand(made, order), work)
+
+
+def _find_slice(node: ir.Node, sizes: Sizes, tables: Tables) -> Slice | None:
+    """The slice that a ScatterND writes; None if it is another operator, or writes to other places."""
+    if node.op_type != "ScatterND" or node.domain or node.attributes.get_string("reduction", "none") != "none":
+        return None
+    data, indices, rows = node.inputs
+    if data is None or indices is None or rows is None or not sizes.differ:
+        return None
+    own, written, listed = sizes.of(data), sizes.axes(rows), sizes.of(indices)
+    if own is None or written is None or listed is None or not listed[-1][0] == listed[-1][1] == len(listed) - 1:
+        return None
+    places = [_places(indices, number, sizes, tables) for number in range(len(listed) - 1)]
+    cut = (
+        [number for number, size in enumerate(own) if size != written[number].size] if len(own) == len(written) else []
+    )
+    axis = cut[0] if cut else 0
+    if len(cut) > 1 or axis >= len(places) or any(one is None for one in places) or own[axis][0] != own[axis][1]:
+        return None
+    starts = [_start(one, written[number].size[1]) for number, one in enumerate(places) if one is not None]
+    if any(start is None or (start and number != axis) for number, start in enumerate(starts)):
+        return None
+    start, count = starts[axis] or 0, written[axis].fixed
+    return None if count is None else Slice(node, data, _without_repeats(rows, sizes), axis, start, start + count)
+
+
+def _start(places: Sequence[int], count: int) -> int | None:
+    """Where places begin that follow each other; None if they do not, or are not so many."""
+    fits = count and places[0] >= 0 and list(places) == list(range(places[0], places[0] + count))
+    return places[0] if fits else None
+
+
+def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> list[int] | None:
+    """The places along an axis of what is written, of indices [..., axes]; None if that axis alone does not tell them.
+
+    Those of every element are joined of the places along each axis, which are repeated along the others.
+    """
+    listed, value = sizes.of(indices), indices
+    assert listed is not None
+    if len(listed) > 2:
+        node = indices.producer()
+        if node is None or node.op_type != "Concat" or len(node.inputs) != len(listed) - 1:
+            return None
+        joined = node.inputs[number]
+        if joined is None or node.attributes.get_int("axis", 0) not in (-1, len(listed) - 1):
+            return None
+        value = _before_repeats(joined, sizes)
+        own = sizes.of(value)
+        if own is None or len(own) >= len(listed):
+            return None
+        padded = [*[ONE] * (len(listed) - 1 - len(own)), *own]
+        if any(size != (listed[place] if place == number else ONE) for place, size in enumerate(padded)):
+            return None
+    numbers = tables.follow_from_sizes(value)
+    return None if numbers is None else [int(one) for one in numbers.reshape(-1)]
+
+
+def _before_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
+    """What is repeated to all elements, and got an axis of one."""
+    node = value.producer()
+    own, source = sizes.of(value), None if node is None else node.inputs[0]
+    if node is not None and node.op_type in VIEWS and source is not None and own == (*(sizes.of(source) or ()), ONE):
+        value, node = source, source.producer()
+    if node is not None and node.op_type == "Expand" and not node.domain and node.inputs[0] is not None:
+        return node.inputs[0]
+    return value
+
+
+def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
+    """A value before what leaves it as it is."""
+    while (node := value.producer()) is not None and node.op_type in VIEWS | {"Expand"} and not node.domain:
+        source = node.inputs[0]
+        if source is None or sizes.of(source) != sizes.of(value):
+            return value
+        value = source
+    return value
+
+
+def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
+    """The slice that is written before another one, to the same axis, if it is read for that alone."""
+    source = seen_through(whole(one.data, len(sizes.of(one.data) or ())), scaled=False)
+    node = source.value.producer()
+    before = None if node is None or not source.is_value else _find_slice(node, sizes, tables)
+    return before if before is not None and before.axis == one.axis else None
+
+
+def _is_written_to(node: ir.Node, axis: int, sizes: Sizes, tables: Tables) -> bool:
+    """Whether another slice is written to what a node makes."""
+    level = [node.outputs[0]]
+    for _ in range(3):  # the axis is brought back, and to the front again
+        users = [user for value in level for user, place in value.uses() if not place]
+        after = (_find_slice(user, sizes, tables) for user in users if user.op_type == node.op_type)
+        if any(one is not None and one.axis == axis for one in after):
+            return True
+        level = [user.outputs[0] for user in users if user.op_type == "Transpose" and not user.domain]
+    return False
+
+
+def _runs(owners: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
+    """Whose places follow each other, from where to before where."""
+    ends = [*(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
+    return [(owners[start], (start, end)) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _cut(rows: ir.Value, axis: int, start: int, end: int, work: Writer) -> ir.Value:
+    """The places of a slice that no later one writes to."""
+    axes = list(work.axes(rows))
+    if (start, end) == (0, axes[axis].fixed):
+        return rows
+    axes[axis] = fixed_axis(end - start)
+    bounds = [work.editor.constant(np.array([number], np.int64)) for number in (start, end, axis)]
+    return work.add("left", "Slice", [rows, *bounds], rows, axes)
+
+
+def _replace(old: ir.Value, operand: Operand, work: Writer) -> None:
+    """Put an operand in the place of a value, and its value in that of what turns this back."""
+    for node in [user for user, _ in old.uses() if user.op_type == "Transpose" and not user.domain]:
+        turned = node.outputs[0]
+        order = node.attributes.get_ints("perm", tuple(reversed(range(len(operand.axes)))))
+        if operand.transposed(order).is_value:
+            if turned.is_graph_output():
+                work.take_place(operand.value, turned)
+            else:
+                turned.replace_all_uses_with(operand.value)
+    work.take_place(work.ordered(operand, "turned"), old)

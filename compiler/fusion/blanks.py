@@ -1,0 +1,33 @@
+"""Rows of an attention that become zeros behind it, as transformers' exporter has those that a mask leaves nothing of.
+
+What is written between the product and the transpose that undoes its heads' would keep both transposes. On the
+operator's result, they are none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from splitc.compiler.fusion.attention import Attention, Blanks
+from splitc.compiler.fusion.nearby import readers_of
+from splitc.compiler.fusion.operand import constant
+from splitc.compiler.fusion.sizes import ONE, Sizes
+
+
+def with_blanks(attention: Attention, sizes: Sizes) -> Attention:
+    """The attention with the rows that become zeros behind it; as it is if none do."""
+    output, rank = attention.output, len(attention.order)
+    readers = readers_of(output)
+    if len(readers) != 1 or output.is_graph_output() or attention.is_flat or attention.order != (0, 1, 2, 3)[:rank]:
+        return attention
+    where = readers[0]
+    if where.op_type != "Where" or where.domain or where.inputs[2] is not output or constant(where.inputs[1]) != 0.0:
+        return attention
+    rows = where.inputs[0]
+    own, made = None if rows is None else sizes.of(rows), sizes.of(output)
+    if rows is None or own is None or made is None or len(own) != 4 or len(made) != 4:
+        return attention
+    fits = own[1] == own[3] == ONE and own[0] in (ONE, made[0]) and own[2] == made[2]
+    if not fits or sizes.of(where.outputs[0]) != made:
+        return attention
+    return replace(attention, blanks=Blanks(rows, where.outputs[0]), passed=(*attention.passed, output))

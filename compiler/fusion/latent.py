@@ -1,0 +1,268 @@
+"""Attention whose keys and values are projected from a cached latent, computed on the latent itself.
+
+Multi-head latent attention (DeepSeek-V2, 2024) keeps one narrow vector for each token, of which a product makes all
+heads' keys and values. Exporters write that product over all tokens, in each request. But since (q K) is
+q (W C) = (q W) C, and the weighed sum of C W that of C, times W, queries and results can be projected in place of keys
+and values, which are as many as the new tokens: its authors call the projections absorbed. A part of the keys that all
+heads share, as that with positions, is multiplied as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.heads_tensor import HeadsTensor
+from splitc.compiler.fusion.attention import Attention, NotFusedError
+from splitc.compiler.fusion.bias import write_bias
+from splitc.compiler.fusion.cache import Held
+from splitc.compiler.fusion.divided import is_own
+from splitc.compiler.fusion.frame import Frame
+from splitc.compiler.fusion.lengths import sizes_read
+from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check_attention
+from splitc.compiler.fusion.operand import VIEWS, Operand, seen_through, seen_through_merged
+from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, size_readers
+from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import unused_name
+
+OPERATOR = "FusedMatMul"
+# What may stand between the product and the attention.
+PASSED = {*VIEWS, "Transpose", "Split", "Concat", "Mul", "Div", "Expand", "Identity"}
+
+
+@dataclass(frozen=True)
+class Projected:
+    """Keys or values of each head: `columns` of its part of `weight` [rank, heads x width], times `latent`."""
+
+    latent: ir.Value
+    weight: ir.Value
+    product: ir.Node
+    columns: slice
+
+    @property
+    def size(self) -> int:
+        return int(self.columns.stop - self.columns.start)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """An attention whose `values`, and some `parts` of whose keys, are made of a latent of so much `rank`.
+
+    The other parts are values [batch, 1, all, size] that all heads share. Queries and keys are multiplied by `factor`.
+    """
+
+    attention: Attention
+    query: Operand
+    parts: tuple[Projected | ir.Value, ...]
+    sizes: tuple[int, ...]
+    values: Projected
+    rank: int
+    factor: float
+
+    @property
+    def latent(self) -> ir.Value:
+        return self.values.latent
+
+    def gains(self, new: int) -> bool:
+        """Whether less is multiplied so, with so many new tokens after ever more others."""
+        projected = [*(part for part in self.parts if isinstance(part, Projected)), self.values]
+        width = sum(part.size for part in projected)
+        return self.rank * width > new * (len(projected) * self.rank - width)
+
+
+def find_latent(attention: Attention, held: Held, sizes: Sizes) -> LatentAttention | None:
+    """The latent, one of the caches that are `held`, which keys and values are projected from; None if they are not."""
+    keys = seen_through_merged(attention.keys.swapped(), sizes, scaled=True)
+    query = seen_through_merged(attention.query, sizes, scaled=True)
+    values = _projected(seen_through_merged(attention.values, sizes, scaled=False), sizes)
+    if values is None or values.latent not in held or len(keys.axes) != 4 or len(query.axes) != 4:
+        return None
+    node = keys.value.producer()
+    is_joined = node is not None and node.op_type == "Concat" and not node.domain
+    joined_parts = node.inputs if node is not None and is_joined else [keys.value]
+    if node is not None and is_joined and node.attributes.get_int("axis", 0) not in (keys.axes[-1], keys.axes[-1] - 4):
+        return None
+    parts = [_part(Operand(value, keys.axes), sizes) for value in joined_parts if value is not None]
+    counts = [axes[keys.axes[-1]].fixed for value in joined_parts if value is not None and (axes := sizes.axes(value))]
+    if len(parts) != len(counts) or not any(isinstance(part, Projected) for part in parts):
+        return None
+    known = tuple(part for part in parts if part is not None)
+    if len(known) < len(parts) or any(
+        isinstance(part, Projected) and part.latent is not values.latent for part in known
+    ):
+        return None
+    rank = int(values.weight.shape[0]) if values.weight.shape is not None else 0  # type: ignore[arg-type]
+    factor = query.factor * keys.factor * attention.scale
+    fixed = tuple(count for count in counts if count is not None)
+    return LatentAttention(attention, query, known, fixed, values, rank, factor) if len(fixed) == len(counts) else None
+
+
+def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
+    """A part of the keys: of a latent, or one that all heads share, [batch, 1, all, size]."""
+    if (projected := _projected(operand, sizes)) is not None:
+        return projected
+    seen = seen_through(operand, scaled=False)
+    node = seen.value.producer()
+    if node is not None and node.op_type == "Expand" and not node.domain and node.inputs[0] is not None:
+        seen = Operand(node.inputs[0], seen.axes)
+    own = sizes.of(seen.value)
+    return seen.value if own is not None and len(own) == 4 and seen.is_value and own[1] == ONE else None
+
+
+def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
+    """How heads [batch, heads, rows, size] are made of a latent; None if they are not."""
+    seen = seen_through(operand, scaled=False)
+    start, own = 0, sizes.axes(seen.value)
+    if own is None or len(own) != 4 or len(seen.axes) != 4:
+        return None
+    size = own[seen.axes[-1]].fixed
+    node = seen.value.producer()
+    if node is not None and node.op_type == "Split" and not node.domain and node.inputs[0] is not None:
+        before = [sizes.axes(value) for value in node.outputs[: node.outputs.index(seen.value)]]
+        counts = [axes[seen.axes[-1]].fixed for axes in before if axes is not None]
+        if node.attributes.get_int("axis", 0) not in (seen.axes[-1], seen.axes[-1] - 4) or len(counts) != len(before):
+            return None
+        start = sum(count or 0 for count in counts)
+        seen = seen_through(Operand(node.inputs[0], seen.axes), scaled=False)
+        node = seen.value.producer()
+    divided = sizes.of(seen.value)
+    if node is None or node.op_type not in VIEWS or node.domain or seen.axes != SWAP_HEADS or divided is None:
+        return None
+    product = None if node.inputs[0] is None else node.inputs[0].producer()
+    if product is None or product.op_type != "MatMul" or product.domain or size is None:
+        return None
+    latent, weight = product.inputs
+    made, rows = sizes.of(product.outputs[0]), None if latent is None else sizes.of(latent)
+    if latent is None or weight is None or made is None or rows is None or not is_own(weight, 2):
+        return None
+    width = (divided[2][0] * divided[3][0], divided[2][1] * divided[3][1])
+    wanted = [size for size in (*divided[:2], width) if size != ONE]
+    if [size for size in made if size != ONE] != wanted or made[-1] != width or len(rows) not in (3, 4):
+        return None
+    return Projected(latent, weight, product, slice(start, start + size))
+
+
+def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
+    """Have the attention computed on the latent, in place.
+
+    Raises NotFusedError if it is not as these products say; then nothing is changed.
+    """
+    attention = latent.attention
+    at = attention.result.producer()
+    assert at is not None
+    is_more = attention.softcap or attention.is_causal or attention.row_scales or attention.sinks is not None
+    if is_more or attention.groups != 1 or attention.is_flat:
+        raise NotFusedError("it does more to its latent's scores than to scale and mask them")
+    shared = [part if isinstance(part, ir.Value) else part.weight for part in (*latent.parts, latent.values)]
+    if {value.dtype for value in (latent.latent, *shared)} != {latent.query.value.dtype}:
+        raise NotFusedError("its latent and its queries are not of one type")
+    sources = [latent.latent, latent.query.value, *editor.graph.inputs]
+    known = tuple(value for value in sources if sizes.of(value) is not None)
+    work = Writer(at, attention.output.name or "", known, editor, sizes)
+    frame = check_attention(attention, work)
+    heads = frame.heads.fixed
+    if frame.divided(frame.leading) != 1 or frame.divided(frame.weighed) != 1 or len(frame.leading) != 2:
+        raise NotFusedError("its latent's batch and heads are not an axis each")
+    if heads is None or sum(latent.sizes) != frame.size or latent.values.size != frame.value_size:
+        raise NotFusedError("its latent's heads are not those of its queries")
+    stale = list(_between(latent, {attention.output.producer(), *(value.producer() for value in attention.passed)}))
+    readers = {node: sizes_read(node, sizes) for value in stale for node in size_readers(value)}
+    if not all(axes and all(map(work.has, axes)) for axes in readers.values()):
+        raise NotFusedError("the sizes of its keys or values are read elsewhere")
+    writing = Writing(attention, frame, work)
+    try:
+        made = _attended(latent, heads, writing)
+    except NotFusedError:
+        work.undo()
+        raise
+    for node, axes in readers.items():
+        listed = replace(work, at=node, name=node.outputs[0].name or "").list_of(axes or (), "sizes")
+        node.outputs[0].replace_all_uses_with(listed)
+    writing.replace(attention.result, made, attention.order)
+
+
+def _between(latent: LatentAttention, ends: Collection[ir.Node | None]) -> Iterator[ir.Value]:
+    """The values between the products of the latent and the attention. Raises NotFusedError if others read them."""
+    projected = [*(part for part in latent.parts if isinstance(part, Projected)), latent.values]
+    pending = [value for one in projected for value in one.product.outputs]
+    seen = set[ir.Value]()
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        yield value
+        users = {node for node, _ in value.uses() if node not in ends and (node.op_type != "Shape" or node.domain)}
+        if value.is_graph_output() or not all(node.op_type in PASSED and not node.domain for node in users):
+            raise NotFusedError("keys or values that are made of its latent are read elsewhere too")
+        pending += [made for node in users for made in node.outputs]
+
+
+def _attended(latent: LatentAttention, heads: int, writing: Writing) -> ir.Value:
+    """The attention's result, [batch, heads, length, value size]."""
+    attention, frame, work = latent.attention, writing.frame, writing.work
+    query, rank = [frame.batch, frame.heads, frame.length], fixed_axis(latent.rank)
+    # All heads' queries are one factor of a product, which reads the latent once.
+    rows = [frame.batch, fixed_axis(1), joined([frame.heads, frame.length])]
+    like, shared = latent.query.value, _with_heads(latent.latent, work)
+    summands = []
+    for number, (part, own) in enumerate(zip(latent.parts, _queries(latent, frame, work), strict=True)):
+        asked, keys = own, part if isinstance(part, ir.Value) else shared
+        if isinstance(part, Projected):
+            weight = _by_heads(part, heads, True, work.editor)
+            asked = work.add(f"query{number}", "MatMul", [own, weight], like, [*query, rank])
+        asked = work.viewed(asked, [*rows, work.axes(asked)[-1]], f"query{number}_rows")
+        how = {"transB": 1, "alpha": latent.factor}
+        scores = work.add(f"scores{number}", OPERATOR, [asked, keys], like, [*rows, frame.all], domain=DOMAIN, **how)
+        summands.append(scores)
+    total = reduce(lambda a, b: work.add("scores", "Add", [a, b], like, [*rows, frame.all]), summands)
+    total = work.viewed(total, [*query, frame.all], "scores_by_heads")
+    if attention.biases:
+        total = work.add("biased", "Add", [total, write_bias(attention, frame, work)], like, [*query, frame.all])
+    weights = writing.guarded(work.add("weights", "Softmax", [total], like, [*query, frame.all], axis=-1))
+    weights = work.viewed(weights, [*rows, frame.all], "weights_rows")
+    weighed = work.add("weighed", "MatMul", [weights, shared], like, [*rows, rank])
+    weighed = work.viewed(weighed, [*query, rank], "weighed_by_heads")
+    weight = _by_heads(latent.values, heads, False, work.editor)
+    made = work.add("values", "MatMul", [weighed, weight], like, [*query, fixed_axis(frame.value_size)])
+    made = writing.blanked(made)
+    return made if made.dtype == attention.output.dtype else work.cast(made, attention.output, "as_written")
+
+
+def _with_heads(value: ir.Value, work: Writer) -> ir.Value:
+    """A latent as [batch, 1, all, rank]."""
+    axes = work.axes(value)
+    return value if len(axes) == 4 else work.viewed(value, [axes[0], fixed_axis(1), *axes[1:]], "latent")
+
+
+def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir.Value]:
+    """The parts of the queries [batch, heads, length, size] that the parts of the keys are multiplied with."""
+    query = latent.query
+    leading = [frame.batch, frame.heads, frame.length]
+    node, last = query.value.producer(), query.axes[-1]
+    if node is not None and node.op_type == "Concat" and node.attributes.get_int("axis", 0) in (last, last - 4):
+        parts = [value for value in node.inputs if value is not None]
+        if [work.axes(value)[last].fixed for value in parts] == [*latent.sizes]:
+            return [work.ordered(Operand(value, query.axes), "query") for value in parts]
+    value = work.ordered(query, "query")
+    if len(latent.parts) == 1:
+        return [value]
+    made = []
+    for number, count in enumerate(latent.sizes):
+        begin = sum(latent.sizes[:number])
+        bounds = [work.editor.constant(np.array([at], np.int64)) for at in (begin, begin + count, 3)]
+        made.append(work.add("query", "Slice", [value, *bounds], value, [*leading, fixed_axis(count)]))
+    return made
+
+
+def _by_heads(part: Projected, heads: int, turned: bool, editor: Editor) -> ir.Value:
+    """A projection's weight, as a matrix of each head."""
+    tensor = part.weight.const_value
+    assert tensor is not None
+    name = unused_name(f"{part.weight.name}[{part.columns.start}:{part.columns.stop}]", editor.graph.initializers)
+    return editor.add((name, b""), HeadsTensor(tensor, heads, part.columns, turned, name))

@@ -1,0 +1,120 @@
+"""Attention is computed on the latent that its keys and values are made of, and gives the same, in all modes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.analysis.facts import Analysis
+from splitc.runtime import Session
+from tests.conftest import assert_close, run_whole
+from tests.helpers.written_attention import operators
+
+WRITTEN = """
+    turned = Transpose <perm = [0, 1, 3, 2]> (keys)  factor = Constant <value_float = 0.4> ()
+    products = MatMul (queries, turned)  scaled = Mul (products, factor)  {masked}
+    weights = Softmax <axis = -1> (scores)  heads = MatMul (weights, values)"""
+MASKED = "scores = Add (scaled, mask)"
+OPERATOR = "heads = Attention <scale = 0.4> (queries, keys, values, mask)"
+MODEL = """<ir_version: 10, opset_import: ["" : 23]>
+attend (float[b, n, 16] x, float[b, 1, n, all] mask, float[b, 1, past, 8] latents, float[b, 1, past, 2] places)
+    => (float[b, n, 16] y, float[b, 1, all, 8] all_latents, float[b, 1, all, 2] all_places {more}) {{
+    by_heads = Constant <value_ints = [0, 0, 4, 6]> ()  projected = MatMul (x, w_query)
+    divided = Reshape (projected, by_heads)  whole = Transpose <perm = [0, 2, 1, 3]> (divided)
+    query_parts = Constant <value_ints = [4, 2]> ()  first, last = Split <axis = -1> (whole, query_parts)
+    rotated = Neg (last)  queries = Concat <axis = -1> (first, rotated)
+    one = Constant <value_ints = [1]> ()  narrow = MatMul (x, w_latent)  counts = Constant <value_ints = [8, 2]> ()
+    new_latent, new_place = Split <axis = -1> (narrow, counts)
+    new_latents = Unsqueeze (new_latent, one)  new_places = Unsqueeze (new_place, one)
+    all_latents = Concat <axis = -2> (latents, new_latents)  all_places = Concat <axis = -2> (places, new_places)
+    wide = MatMul (all_latents, w_both)  sizes = Constant <value_ints = [0, -1, 4, 10]> ()
+    rows = Reshape (wide, sizes)  both = Transpose <perm = [0, 2, 1, 3]> (rows)
+    parts = Constant <value_ints = [4, 6]> ()  plain, values = Split <axis = -1> (both, parts)
+    repeats = Constant <value_ints = [1, 4, 1, 1]> ()  shared = Expand (all_places, repeats)
+    keys = Concat <axis = -1> (plain, shared)
+    {attention}
+    rows_first = Transpose <perm = [0, 2, 1, 3]> (heads)  flat = Constant <value_ints = [0, 0, 24]> ()
+    merged = Reshape (rows_first, flat)  made = MatMul (merged, w_out)  y = Add (made, x)  {extra} }}"""
+WHOLE = WRITTEN.format(masked="scores = Identity (scaled)").replace("(queries", "(whole")
+FORMS = {
+    "written": WRITTEN.format(masked=MASKED),
+    "operator": OPERATOR,
+    "no mask, queries not joined of parts": WHOLE,
+}
+
+
+def write(path: Path, attention: str = FORMS["written"], more: str = "", extra: str = "") -> None:
+    model = onnx.parser.parse_model(MODEL.format(attention=attention, more=more, extra=extra))
+    random = np.random.default_rng(0)
+    shapes = {"w_query": (16, 24), "w_latent": (16, 10), "w_both": (8, 40), "w_out": (24, 16)}
+    for name, shape in shapes.items():
+        model.graph.initializer.append(numpy_helper.from_array(random.standard_normal(shape, np.float32) / 4, name))
+    model.graph.input[1].type.tensor_type.shape.dim[3].dim_param = "past + n"
+    onnx.save(model, path)
+
+
+def feeds(new: int, past: int, batch: int = 1) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(new + past)
+    shapes = {"x": (new, 16), "mask": (1, new, past + new), "latents": (1, past, 8), "places": (1, past, 2)}
+    return {name: random.standard_normal((batch, *shape)).astype(np.float32) for name, shape in shapes.items()}
+
+
+def analyzed(path: Path, new: int = 2, past: int = 0) -> Analysis:
+    shapes = {name: array.shape for name, array in feeds(new, past).items()}
+    return plan_model(path, ["cpu0"], Request(split_mode="layer", shapes=shapes)).analysis
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str) -> None:
+    """The product of all latents is no more. A package gives what the model gives, after any number of tokens."""
+    write(tmp_path / "model.onnx", FORMS[form])
+    analysis = analyzed(tmp_path / "model.onnx")
+    assert next(fate for fate in analysis.fates if fate.kind == "latent").operator == "FusedMatMul"
+    assert "w_both" not in analysis.graph.graph.initializers and "Attention" not in operators(analysis.graph.graph)
+    compare(tmp_path, "layer", ["cpu0"])
+
+
+def compare(folder: Path, mode: str, devices: list[str], **options: object) -> None:
+    request = Request(split_mode=mode, spread=True, **options)  # type: ignore[arg-type]
+    compile_model(plan_model(folder / "model.onnx", devices, request), folder / "package")
+    with Session(folder / "package") as session:
+        for new, past, batch in ((2, 0, 1), (1, 5, 2), (3, 4, 2)):
+            fed = feeds(new, past, batch)
+            fed = {name: array for name, array in fed.items() if name in {value.name for value in session.inputs}}
+            assert_close(session.run(fed), run_whole(folder / "model.onnx", fed))
+
+
+@pytest.mark.parametrize("shares", [None, (1.0, 8.0, 1.0)], ids=["even", "uneven"])
+def test_heads_are_sharded(tmp_path: Path, shares: tuple[float, ...] | None) -> None:
+    """As they are in what was written: each rank has the weights of its heads."""
+    write(tmp_path / "model.onnx")
+    compare(tmp_path, "tensor", ["3xcpu"], **({} if shares is None else {"tensor_split": shares}))
+
+
+OTHERS = {
+    "read elsewhere too": ({"more": ", float[b, 4, all, 6] z", "extra": "z = Neg (values)"}, {}),
+    "takes less to project": ({}, {"new": 40}),
+}
+
+
+@pytest.mark.parametrize("why", OTHERS)
+def test_what_stays_says_why(tmp_path: Path, why: str) -> None:
+    options, sizes = OTHERS[why]
+    write(tmp_path / "model.onnx", **options)
+    fate = next(fate for fate in analyzed(tmp_path / "model.onnx", **sizes).fates if fate.kind == "latent")
+    assert fate.operator is None and why in (fate.why or "")
+
+
+def test_a_latent_of_new_tokens_alone_is_projected_once(tmp_path: Path) -> None:
+    """There is nothing to project again."""
+    write(tmp_path / "model.onnx", WHOLE)
+    text = onnx.printer.to_text(onnx.load(tmp_path / "model.onnx"))
+    for name in ("latents", "places"):
+        text = text.replace(f"Concat <axis: int = -2> ({name}, new_{name})", f"Identity (new_{name})")
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    assert "latent" not in {fate.kind for fate in analyzed(tmp_path / "model.onnx").fates}
