@@ -89,7 +89,7 @@ def read_gpu_feed(feed: Any) -> GpuFeed:
         # What the caller has begun with CuPy: its arrays wait for the current stream, which is another one below.
         stream.wait_event(_record(cupy.cuda.get_current_stream()))
         with stream:
-            array = cupy.ascontiguousarray(cupy.from_dlpack(feed) if by_dlpack else cupy.asarray(feed))
+            array = cupy.asarray(cupy.from_dlpack(feed) if by_dlpack else feed, order="C")
             return GpuFeed(array, device, _record(stream))
 
 

@@ -74,7 +74,7 @@ class IoBinding:
 
     def get_outputs(self) -> list[Any]:
         """The outputs of the last run, as OrtValues."""
-        return [onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)) for array in self._made]
+        return [onnxruntime.OrtValue.ortvalue_from_numpy(np.asarray(array, order="C")) for array in self._made]
 
     def copy_outputs_to_cpu(self) -> list[Array]:
         """The outputs of the last run."""

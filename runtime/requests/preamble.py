@@ -72,7 +72,7 @@ class _Graph:
 
     def run(self, feeds: Mapping[str, Feed]) -> dict[str, Array]:
         """What it makes of feeds. Raises EngineError."""
-        own = {name: np.ascontiguousarray(on_host(feeds[name])) for name in self._inputs}
+        own = {name: np.asarray(on_host(feeds[name]), order="C") for name in self._inputs}
         try:
             made: list[Array] = self._session.run(self._outputs, own)
         except ERRORS as error:

@@ -71,19 +71,14 @@ class GpuNdarray:
         return self if dtype == self.dtype and not copy else asarray(self.get().astype(dtype))
 
 
-def asarray(array: Any) -> GpuNdarray:
-    """A copy of an array of the host, at once."""
+def asarray(array: Any, order: str | None = None) -> GpuNdarray:
+    """A copy of an array of the host, at once; or one of a GPU, whose elements may have to be put in order."""
     if isinstance(array, GpuNdarray):
-        return array
+        return array if order is None or array.order == order else array.copy()
     made = GpuNdarray(array.shape, array.dtype)
     if made.nbytes:
         ctypes.memmove(made.data.ptr, np.ascontiguousarray(array).ctypes.data, made.nbytes)
     return made
-
-
-def in_order(array: GpuNdarray) -> GpuNdarray:
-    """The array, or a copy with its elements in order."""
-    return array if array.order == "C" else array.copy()
 
 
 def from_dlpack(array: Any) -> GpuNdarray:
@@ -92,4 +87,4 @@ def from_dlpack(array: Any) -> GpuNdarray:
     return passed
 
 
-FUNCTIONS = {"empty": GpuNdarray, "asarray": asarray, "ascontiguousarray": in_order, "from_dlpack": from_dlpack}
+FUNCTIONS = {"empty": GpuNdarray, "asarray": asarray, "from_dlpack": from_dlpack}

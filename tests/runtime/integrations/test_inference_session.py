@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime
 import pytest
 
+from models.writer import Writer, save
+from splitc.compiler import compile_model, plan_model
 from splitc.runtime import InferenceSession, MisuseError
 from tests.conftest import decoder_feeds
 
@@ -51,6 +54,22 @@ def test_it_runs_alike(own: InferenceSession, whole: Any) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
     listed = {name: array.tolist() if name == "input_ids" else array for name, array in feeds.items()}
     np.testing.assert_array_equal(own.run(None, listed)[0], own.run(None, feeds)[0])
+
+
+def test_numbers_without_axes_get_none(tmp_path: Path) -> None:
+    w = Writer()
+    x = w.input("x", ir.DataType.FLOAT, ["n"])
+    w.output(w.op("ReduceSum", x, keepdims=0), "y", ir.DataType.FLOAT, [])
+    save(w.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"]), tmp_path / "package")
+    opened = InferenceSession(tmp_path / "package", providers=CPU)
+    binding = opened.io_binding()
+    binding.bind_cpu_input("x", np.ones(3, np.float32))
+    binding.bind_output("y")
+    opened.run_with_iobinding(binding)
+    (value,) = binding.get_outputs()
+    opened.session.close()
+    assert value.shape() == [] and value.numpy() == 3
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from splitc.runtime import Session
 from splitc.runtime.errors import EngineError, FeedError, MisuseError
-from splitc.runtime.feeds.on_gpu import GpuFeed
+from splitc.runtime.feeds.on_gpu import GpuFeed, read_gpu_feed
 from splitc.runtime.ranks.kept_recordings import NEW
 from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.ranks.request import InFlightRequest
@@ -129,6 +129,12 @@ def test_elements_out_of_order_are_put_in_order(decoder: Path) -> None:
     np.copyto(turned.numbers, feeds["input_ids"])
     with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         assert_close(session.run({**feeds, "input_ids": turned}), run_whole(decoder, feeds))
+
+
+def test_numbers_without_axes_get_none() -> None:
+    """CuPy's `ascontiguousarray` gives them one, as NumPy's does."""
+    feed = read_gpu_feed(late(np.array(3, np.int64)))
+    assert feed.shape == () and feed.on_host() == 3
 
 
 def test_outputs_without_room_fail_alone(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
