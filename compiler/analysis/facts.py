@@ -108,8 +108,8 @@ def analyze(
         read_symbols(graph.model)
         name_numbered_sizes(graph, {**asked.smallest, **asked.typical, **asked.shapes, **asked.largest})
         with defaults_hidden(graph.graph):
-            inferred = infer_shapes(graph.model)
-        check_accepted(graph, proto, inferred.repeated)
+            infer_shapes(graph.model)
+        check_accepted(graph, proto)
         settle_state_sizes(graph)
         done(1)
         analysis = _analyze(graph, asked, states, wanted_blocks, gains, done)

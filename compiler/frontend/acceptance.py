@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -15,6 +15,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.external_data import SMALL
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.engines.kind import release
@@ -38,14 +39,14 @@ def refusals_first(path: Path, trusts_data: bool = False) -> Iterator[None]:
         raise
 
 
-def check_accepted(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node]) -> None:
+def check_accepted(graph: Graph, file: onnx.ModelProto) -> None:
     """Raise RefusedError if ONNX Runtime refuses the model.
 
-    The `repeated` nodes have the form of another one. They are left out, and their outputs become inputs. The whole
+    Nodes that are like another one are left out, and their outputs become inputs: see `_repeated`. The whole
     model is only loaded if what is left is refused, so that the message is the one that the user would see.
     """
     _check_crashes(graph)
-    if not _holds_its_data(file) or _refuses(_without(graph, file, repeated).SerializeToString()):
+    if not _holds_its_data(file) or _refuses(_without(graph, file).SerializeToString()):
         check_whole(graph.path, graph.trusts_data)
 
 
@@ -88,9 +89,9 @@ def _holds_its_data(file: onnx.ModelProto) -> bool:
     return all(len(tensor.raw_data) == ir.serde.deserialize_tensor(tensor).nbytes for tensor in inside)
 
 
-def _without(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node]) -> onnx.ModelProto:
+def _without(graph: Graph, file: onnx.ModelProto) -> onnx.ModelProto:
     """The model without most of its repeated nodes and without its large weights, which become inputs too."""
-    kept = _kept(graph, repeated)
+    kept = _kept(graph, _repeated(graph))
     made = {value for node in kept for value in node.outputs}
     reduced = onnx.ModelProto(ir_version=max(file.ir_version, 4))
     for domain, version in graph.model.opset_imports.items():  # also those of functions that were inlined
@@ -113,6 +114,29 @@ def _without(graph: Graph, file: onnx.ModelProto, repeated: Collection[ir.Node])
         elif value not in made and value.name not in given and (value.is_initializer() or value.producer() is not None):
             part.input.append(ir.serde.serialize_value(value))
     return reduced
+
+
+def _repeated(graph: Graph) -> set[ir.Node]:
+    """The nodes that agree with an earlier one in their operator, attributes, and what is known of their inputs."""
+    forms: set[Hashable] = set()
+    repeated = set()
+    for node in graph.nodes:
+        if (key := node_key(node)) is not None:
+            form = key, tuple(map(_known, node.inputs)), tuple(bool(value.name) for value in node.outputs)
+            repeated.update([node] if form in forms else [])
+            forms.add(form)
+    return repeated
+
+
+def _known(value: ir.Value | None) -> Hashable:
+    """What ONNX Runtime may look at of an input: its type and shape, and its elements if it is small."""
+    if value is None:
+        return None
+    tensor = value.const_value
+    if tensor is not None and tensor.nbytes <= SMALL:
+        return tensor_key(tensor)
+    shape = value.shape if tensor is None else tensor.shape
+    return value.dtype if isinstance(value.type, ir.TensorType) else value.type, None if shape is None else shape.dims
 
 
 def _kept(graph: Graph, repeated: Collection[ir.Node]) -> list[ir.Node]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import chain
 from threading import RLock
 from typing import Any
@@ -28,7 +27,6 @@ from onnx_shape_inference import (
 )
 
 from splitc.compiler.frontend.folding import fold
-from splitc.compiler.frontend.forms import Rule, once_a_form, repetitions
 from splitc.compiler.frontend.observation import MOST_SIZES, observe
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.nodes import operator_name
@@ -38,25 +36,16 @@ logger = logging.getLogger(__name__)
 
 # The types of values whose type is not known.
 UNKNOWN = (None, ir.DataType.UNDEFINED)
+Rule = Callable[[Any, ir.Node], None]
 _observed: ContextVar[set[str]] = ContextVar("splitc.observed")
 
 
-@dataclass(frozen=True)
-class Inference:
-    """What inference tells besides shapes and types.
-
-    `observed` are the operators that had to be run in ONNX Runtime, since they have no rule or it failed. `repeated`
-    are the nodes of the main graph that have the form of another one.
-    """
-
-    observed: frozenset[str]
-    repeated: frozenset[ir.Node]
-
-
-def infer_shapes_and_types(model: ir.Model, folds: bool = False) -> Inference:
+def infer_shapes_and_types(model: ir.Model, folds: bool = False) -> frozenset[str]:
     """Set the shapes and types that follow from the inputs, in place. What can't be inferred stays unknown.
 
     If it `folds`, shape arithmetic is computed on the way where that can be, so that what reads it is known at once.
+
+    Returns the operators that had to be run in ONNX Runtime, since they have no rule or it failed.
     """
     observed: set[str] = set()
     _observed.set(observed)
@@ -66,15 +55,13 @@ def infer_shapes_and_types(model: ir.Model, folds: bool = False) -> Inference:
         rules = {
             (domain, name): _find_rule(domain, name, model.opset_imports.get(domain, 1)) for domain, name in operators
         }
-    with repetitions() as repeated:
-        if len(nodes) > len(model.graph) or not _infer_in_order(model, nodes, rules, folds):
-            repeated.clear()
-            # Its last step relates symbols, and can't read all that it wrote (ceiling): all shapes are set then.
-            with _own_rules(), suppress(ValueError):
-                infer_symbolic_shapes(model, warn_on_missing=False)
+    if len(nodes) > len(model.graph) or not _infer_in_order(model, nodes, rules, folds):
+        # Its last step relates symbols, and can't read all that it wrote (ceiling): all shapes are set then.
+        with _own_rules(), suppress(ValueError):
+            infer_symbolic_shapes(model, warn_on_missing=False)
     if any(value.dtype in UNKNOWN for node in model.graph for value in node.outputs if value.name):
         add_types(model)
-    return Inference(frozenset(observed), frozenset(repeated))
+    return frozenset(observed)
 
 
 def _infer_in_order(
@@ -141,7 +128,6 @@ def _forgiving(rule: Rule | None) -> Rule:
     A rule fails for a branch that is invalid with these sizes, or for a variant of the operator that it lacks.
     """
 
-    @once_a_form
     def infer_one(context: Any, node: ir.Node) -> None:
         if rule is not None:
             try:

@@ -28,4 +28,8 @@ def _value(attribute: ir.Attr) -> Hashable:
 
 def tensor_key(tensor: ir.TensorProtocol | None) -> Hashable:
     """A tensor's type, shape and elements."""
-    return None if tensor is None else (tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
+    if tensor is None:
+        return None
+    is_text = tensor.dtype == ir.DataType.STRING
+    elements = tuple(tensor.numpy().reshape(-1).tolist()) if is_text else tensor.tobytes()
+    return tensor.dtype, tuple(tensor.shape.numpy()), elements

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import sympy
 
 from splitc.compiler.frontend.folding import fold_shapes, take_branches
-from splitc.compiler.frontend.inference import Inference, infer_shapes_and_types
+from splitc.compiler.frontend.inference import infer_shapes_and_types
 from splitc.compiler.frontend.optional import optional_inputs
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.request.shapes import Shape
@@ -32,7 +32,7 @@ class BoundShapes:
 
     `unknown` are the axes of a value whose size depends on data. `constants` are the results of shape arithmetic with
     these shapes. `observed` are the operators without a shape rule, which ONNX Runtime ran on made-up inputs.
-    `repeated` are the nodes that have the form of another one. `mixed` are results of shape arithmetic of which some
+    `mixed` are results of shape arithmetic of which some
     entries are known for any sizes, with None in place of the others. `ones` are the axes of a value that have one
     element with these sizes, and more with others.
     """
@@ -41,7 +41,6 @@ class BoundShapes:
     uncertain: frozenset[str]
     constants: Mapping[str, npt.NDArray[Any]]
     observed: frozenset[str] = frozenset()
-    repeated: frozenset[ir.Node] = frozenset()
     unknown: Mapping[str, frozenset[int]] = field(default_factory=dict)
     mixed: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
     ones: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -78,7 +77,7 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
         return False
 
 
-def infer_shapes(model: ir.Model, folds: bool = False) -> Inference:
+def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
     """Infer every value's symbolic shape and type from the inputs, in place.
 
     The file's own shapes are dropped first, since exporters write wrong ones. Where inference fails, shapes stay
@@ -88,11 +87,11 @@ def infer_shapes(model: ir.Model, folds: bool = False) -> Inference:
     for node in all_nodes(model.graph):
         for value in node.outputs:
             value.shape = None
-    inference = infer_shapes_and_types(model, folds)
+    observed = infer_shapes_and_types(model, folds)
     for value, shape in declared.items():
         if value.shape is None:
             value.shape = shape
-    return inference
+    return observed
 
 
 def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | None:
@@ -193,12 +192,10 @@ def _bind(
         value.shape = ir.Shape(inputs[value.name or ""])
         if (numbers := known.get(value.name or "")) is not None:
             value.const_value = ir.tensor(numbers, name=value.name)
-    inference = infer_shapes(bound, folds=True)
-    observed = inference.observed
+    observed = infer_shapes(bound, folds=True)
     # Where shapes could not be inferred in order, they allow more shape arithmetic to be folded, and vice versa.
     while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):
-        inference = infer_shapes(bound, folds=True)
-        observed |= inference.observed
+        observed |= infer_shapes(bound, folds=True)
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
     named = {value.name: value for value in values if value.name}
     shapes = {name: value.shape for name, value in named.items() if value.shape is not None}
@@ -211,7 +208,6 @@ def _bind(
         ),
         {name: value.const_value.numpy() for name, value in named.items() if value.const_value is not None},
         observed,
-        inference.repeated,
         {
             name: frozenset(number for number, size in enumerate(shape) if not isinstance(size, int))
             for name, shape in shapes.items()

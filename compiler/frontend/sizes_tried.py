@@ -112,7 +112,7 @@ def first_refused(
     """
     for node in model.graph:
         inputs = [value for value in node.inputs if value is not None]
-        if node in bound.repeated or not _can_be_tried(node, inputs, bound):
+        if not _can_be_tried(node, inputs, bound):
             continue
         shapes = [shape_of(value, bound.shapes) for value in inputs]
         if sum(map(_bytes, inputs, shapes)) > LARGEST_NODE:
