@@ -32,7 +32,7 @@ POOLS, GLOBAL_POOLS = ("AveragePool", "MaxPool"), ("GlobalAveragePool", "GlobalM
 # What a convolution that has taken in a sum may apply to it, and what goes on by itself.
 FOLLOWING = ("Relu", "Sigmoid", "Tanh")
 GOING_ON = (*FOLLOWING, *GELUS, "QuickGelu")
-CHANNELS_LAST = (0, 2, 3, 1)
+CHANNELS_LAST, CHANNELS_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class BlockWalk:
         self._taken: dict[ir.Node, dict[ir.Value, ir.Value]] = {}  # what nodes read in blocks, by what they read
         self._bytes: dict[ir.Value, int] = {}
         self._parts: dict[ir.Value, ir.Value] = {}
+        self._turned: set[ir.Node | None] = set()  # transposes that copies into blocks do
         self._added: dict[ir.Node, ir.Value] = {}
         self._sums: dict[ir.Node, ir.Value] = {}
         self._active = {resolve(same, value) for value in same if producer_of(value).op_type in ACTIVATIONS}
@@ -109,7 +110,7 @@ class BlockWalk:
                 self._taken[copy] = {value: image.value}
                 self._bytes[copy.outputs[0]] = self._graph.size(value)
                 self._new.append(copy)
-        gone = {value.producer() for value in self._parts}
+        gone = {value.producer() for value in self._parts} | self._turned
         position = self._fused.position
         there = max(position.values(), default=0) + 1
         return Blocks(
@@ -180,11 +181,22 @@ class BlockWalk:
         if image not in self._into:
             copy = ir.Node(DOMAIN, INTO, (), num_outputs=1)
             self._into[image] = copy
-            self._taken[copy] = {image: image}
+            source = self._with_channels_last(image)
+            self._taken[copy] = {source: source}
             self._bytes[copy.outputs[0]] = SINGLE * in_blocks(shape) if self._graph.size(node.outputs[0]) else 0
             self._new.append(copy)
         self._taken[node][image] = self._into[image].outputs[0]
         return new_origins(node)
+
+    def _with_channels_last(self, image: ir.Value) -> ir.Value:
+        """What an image is a transpose of, which the copy does too if nothing else reads it; else the image itself."""
+        maker = image.producer() if image in self._made and self._uses[image] == 1 else None
+        if maker is None or maker.op_type != "Transpose" or maker.domain:
+            return image
+        if tuple(maker.attributes.get_ints("perm", ())) != CHANNELS_FIRST:
+            return image
+        self._turned.add(maker)
+        return next(iter(self._fused.nodes.reads(maker)))
 
     def _take(self, node: ir.Node, *read: ir.Value) -> None:
         for value in read:

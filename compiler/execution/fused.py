@@ -22,6 +22,7 @@ from splitc.compiler.execution.rounds import with_rounds
 from splitc.compiler.execution.silus import find_silus
 from splitc.compiler.execution.steps import inline
 from splitc.compiler.execution.sums import with_sums
+from splitc.compiler.execution.turns import find_turned_back
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.registry import operator_of
@@ -61,6 +62,8 @@ def fuse(graph: EngineGraph, on_host: bool = True) -> Fused:
     merged, same = _merged(inlined.nodes)
     nodes = without_own_sizes(Nodes(merged, _replaced(_shapes_before(inlined.reads), same), kept))
     nodes, integers = find_quantized(nodes) if on_host else (nodes, {})
+    turned = find_turned_back(nodes, graph.size)
+    nodes = nodes.without(set(map(producer_of, turned)), _replaced(nodes.reads, turned))
     nodes, gelus = find_gelus(nodes, exchange.came)
     nodes, silus = find_silus(nodes)
     parts = find_parts(nodes)
@@ -71,7 +74,7 @@ def fuse(graph: EngineGraph, on_host: bool = True) -> Fused:
     by_tanh = {node for node in gelus if node.op_type == "Mul" and not ends_gelu(node, {})}
     position = positions_after_passes(nodes, biased, integers, norms, by_tanh, silus, products)
     nodes = Nodes(depth_first(nodes.order, nodes.reads, position), nodes.reads, kept)
-    same, own = {**graph.same, **same, **parts, **exchange.came}, {**exchange.bytes, **inlined.bytes}
+    same, own = {**graph.same, **same, **turned, **parts, **exchange.came}, {**exchange.bytes, **inlined.bytes}
     return Fused(nodes, position, same, gelus, silus, biased, scaled, exchange, own, integers)
 
 

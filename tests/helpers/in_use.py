@@ -11,6 +11,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 from models.writer import Writer, save
 from splitc.compiler.execution.arena import FIRST_REGION
 from splitc.compiler.execution.engine_graph import EngineGraph, NodeShapes
+from splitc.compiler.execution.optimized import optimize
 from splitc.compiler.execution.run import arena_bytes
 from tests.helpers.graphs import read_graph
 from tests.helpers.profiles import named, profile, reads
@@ -25,10 +26,12 @@ def assert_bytes_are_those_in_use(
     folder: Path,
     kernels: list[str] | None,
     shapes: NodeShapes | None = None,
+    in_order: bool = False,
 ) -> None:
     """Run a model whose values are of BYTES, or of nearly none, and compare with the bytes in use.
 
-    It runs in these `kernels`, or, where it is None, in those of an operator's function.
+    It runs in these `kernels`, or, where it is None, in those of an operator's function. If they are `in_order`, the
+    plan's nodes are those too.
     """
     save(ShapeInferencePass()(named(w.model())).model, folder / "model.onnx")
     events = profile(folder / "model.onnx", feeds, folder, optimized=True)
@@ -41,6 +44,8 @@ def assert_bytes_are_those_in_use(
 
     outputs = frozenset(graph.graph.outputs)
     engine = EngineGraph(graph.nodes, reads, size, outputs, graph.are_alike, shapes=shapes)
+    if in_order:
+        assert [node.op_type for node in optimize(engine, overwrites=True).order] == kernels
     ours = arena_bytes(engine, lambda node: ())
     if "mem_in_use_peak" in events[0]["args"]:
         used = max(int(event["args"]["mem_in_use_peak"]) for event in events)

@@ -150,3 +150,13 @@ def test_steps_of_a_norm_by_groups(tmp_path: Path) -> None:
     norm = w.op("GroupNormalization", x, scale, bias, num_groups=4)
     w.output(w.op("CumSum", norm, w.constant(2, np.int64)), "y", ir.DataType.FLOAT, ["n", 64, 6144])
     assert_bytes_are_those_in_use(w, {"x": ROWS["x"].reshape(1, 64, -1)}, tmp_path, None)
+
+
+def test_transposes_that_undo_each_other_are_no_nodes(tmp_path: Path) -> None:
+    """Nodes between that go element by element are done before the axes would be turned."""
+    w = Writer(opset=17)
+    x = w.op("CumSum", w.input("x", ir.DataType.FLOAT, ["n", 64]), w.constant(0, np.int64))
+    turned = w.op("Mul", w.op("Transpose", x, perm=[1, 0]), w.constant(2.0, np.float32))
+    back = w.op("Transpose", w.op("Tanh", turned), perm=[1, 0])
+    w.output(w.op("CumSum", back, w.constant(0, np.int64)), "y", ir.DataType.FLOAT, ["n", 64])
+    assert_bytes_are_those_in_use(w, ROWS, tmp_path, ["CumSum", "Mul", "Tanh", "CumSum"], in_order=True)

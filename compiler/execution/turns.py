@@ -1,0 +1,43 @@
+"""Transposes that undo each other, which ONNX Runtime takes out, also with nodes between that go element by element."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from splitc.compiler.execution.liveness import Nodes, Size
+
+# What goes element by element, and so may come before a transpose as well as behind it.
+_BETWEEN = ("Add", "Sub", "Mul", "Div", "Cast", "Relu", "Sigmoid", "Tanh", "Neg", "Sqrt")
+# Bytes of what may be turned with it: a number, or a few.
+_SMALL = 256
+
+
+def find_turned_back(nodes: Nodes, size: Size) -> dict[ir.Value, ir.Value]:
+    """The results of transposes that are taken out, each with the value that takes its place.
+
+    Nothing else reads what is between the two, which differs from what there was before in the order of its axes alone
+    (core/optimizer/transpose_optimization).
+    """
+    made = {value for node in nodes.order for value in node.outputs}
+    same: dict[ir.Value, ir.Value] = {}
+    for last in nodes.order:
+        if last.op_type != "Transpose" or last.inputs[0] is None or last.outputs[0] in nodes.kept:
+            continue
+        value = last.inputs[0]
+        while value in made and nodes.only_reader(value) is not None and value not in same:
+            node = value.producer()
+            assert node is not None
+            if node.op_type == "Transpose" and not node.domain:
+                if node.inputs[0] is not None and _undoes(last, node):
+                    same[value], same[last.outputs[0]] = node.inputs[0], last.inputs[0]
+                break
+            large = [one for one in nodes.reads(node) if one in made and size(one) > _SMALL]
+            if node.domain or node.op_type not in _BETWEEN or len(large) != 1:
+                break
+            (value,) = large
+    return same
+
+
+def _undoes(last: ir.Node, first: ir.Node) -> bool:
+    one, other = (node.attributes.get_ints("perm", ()) for node in (first, last))
+    return len(one) == len(other) > 0 and [one[axis] for axis in other] == list(range(len(one)))
