@@ -54,8 +54,8 @@ class Images:
         return self.w.op("Mul", image, self.w.op("Sigmoid", image))
 
     def turned(self) -> ir.Value:
-        """The copy into blocks takes channels that are last, as those out of blocks leave them."""
-        last = self.w.op("Softplus", self.w.op("Transpose", self.conv(self.x), perm=[0, 2, 3, 1]))
+        """The copy into blocks takes channels that are last."""
+        last = self.w.op("CumSum", self.w.op("Transpose", self.x, perm=[0, 2, 3, 1]), self.w.constant(3, np.int64))
         return self.conv(self.w.op("Transpose", last, perm=[0, 3, 1, 2]))
 
     def padded(self) -> ir.Value:
@@ -81,7 +81,7 @@ CASES: dict[str, tuple[Callable[[Images], ir.Value], list[str]]] = {
         [INTO, "Conv", "MaxPool", OUT_OF],
     ),
     "last": (lambda i: i.w.op("Transpose", i.conv(i.x), perm=[0, 2, 3, 1]), [INTO, "Conv", OUT_OF]),
-    "first": (Images.turned, [INTO, "Conv", OUT_OF, "Softplus", INTO, "Conv", OUT_OF]),
+    "first": (Images.turned, ["Transpose", "CumSum", INTO, "Conv", OUT_OF]),
     "norm": (
         lambda i: i.conv(i.norm(i.w.op("Relu", i.conv(i.x)))),
         [INTO, "Conv", "Conv", "Conv", OUT_OF],
