@@ -16,11 +16,11 @@ TOKEN = 1
 
 @dataclass(frozen=True)
 class Exchange:
-    """Nodes with those that send, receive and join, in the order of a file, and what each reads.
+    """Nodes with those that exchange values, in the order of a file, and what each reads.
 
-    `came` are the values that are made of columns, by the product whose results they are, and those that the main rank
-    sent. `bytes` are those of columns, tokens and of what came. `aliases` are what was sent, by the name that products
-    read it by.
+    `came` has what is read in the place of values of the model: joined columns, what another rank sent, and sums.
+    `bytes` are those of all that such nodes make. `aliases` lie in another value's memory: what was sent, and sums that
+    overwrite the rank's part.
     """
 
     nodes: Sequence[ir.Node]
