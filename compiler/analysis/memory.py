@@ -41,9 +41,9 @@ class StageMemory:
 
     `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
     all other values, with the engine's scratch and what its allocator wastes. `loading` is what weights take while they
-    are loaded. `engines` is the memory of the engines' libraries. `in_files` are those of the weights that stay in
-    mapped files (`Costs.in_files`), and `passed` the inputs and outputs among the activations. `nodes` is how many its
-    engines run, and `few_bits` whether some of its weights have fewer than 32.
+    are loaded. `engines` is the memory of the engines' libraries, and what predictions may be off by. `in_files` are
+    those of the weights that stay in mapped files (`Costs.in_files`), and `passed` the inputs and outputs among the
+    activations. `nodes` is how many its engines run, and `few_bits` whether some of its weights have fewer than 32.
 
     `adapters` is what requests with adapters take beside all that: A and B of a sum of the planned rank, which are
     `sums`, and the engines with slots, with values and, on CPUs, weights of their own.

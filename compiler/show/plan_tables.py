@@ -139,7 +139,8 @@ def print_beside(held: Sequence[tuple[int, int, int]]) -> None:
     """
     engines, adapters, mapped = zip(*held, strict=True)
     if any(engines):
-        out.print(f"of the budget, up to {format_bytes(max(engines))} are the engine's own")
+        own = format_bytes(max(engines))
+        out.print(f"of the budget, up to {own} are the engine's own, and what predictions may be off by")
     if any(adapters):
         out.print(f"of the budget, up to {format_bytes(max(adapters))} are for requests with adapters")
     if any(mapped):
