@@ -30,8 +30,8 @@ class CpuEngine:
     `few_bits`, or what casts them, are read beside those for 32. A `sum` inside an engine takes as much as eight nodes,
     with those that cut and pad for it. `met` is the most for each rank of those that sum, or send to each other, inside
     engines, itself included: the memory that processes share for it (STAGING in runtime/collectives/meeting.py, and the
-    queues of native/transfers.c), of which they touch what they exchange. Weights and values are predicted with an
-    `error` of this share.
+    queues of native/transfers.c), of which they touch what they exchange. All is predicted with an `error` of this
+    share.
     """
 
     library: int = 9 << 20
@@ -102,7 +102,7 @@ def _with_sessions(
         # Several engines of a rank have a session each, and share no weights.
         adapters = adapter_bytes(memory, packs=rank.device.kind == "cpu" or bool(more))
         slotted = slotted_bytes(rank.device, engine, more, memory.nodes) if memory.sums else 0
-        margin = int(memory.values * CPU_ENGINE.error) if rank.device.kind == "cpu" else 0
+        margin = int((memory.values + own) * CPU_ENGINE.error) if rank.device.kind == "cpu" else 0
         made.append(replace(rank, memory=replace(memory, engines=own + margin, adapters=adapters + slotted)))
     return tuple(made)
 
