@@ -63,11 +63,11 @@ def fuse(graph: EngineGraph, on_host: bool = True) -> Fused:
     nodes = without_own_sizes(Nodes(merged, _replaced(_shapes_before(inlined.reads), same), kept))
     nodes, integers = find_quantized(nodes) if on_host else (nodes, {})
     turned = find_turned_back(nodes, graph.size)
-    nodes = nodes.without(set(map(producer_of, turned)), _replaced(nodes.reads, turned))
+    nodes = _without(nodes, turned)
     nodes, gelus = find_gelus(nodes, exchange.came)
     nodes, silus = find_silus(nodes)
     parts = find_parts(nodes)
-    nodes = nodes.without({producer_of(value) for value in parts}, _replaced(nodes.reads, parts))
+    nodes = _without(nodes, parts)
     nodes, norms = find_normed_sums(nodes, alike)
     biased = biased_products(nodes)
     scaled, products = scaled_products(nodes, set(biased.values()))
@@ -83,6 +83,11 @@ def _exchange(graph: EngineGraph) -> Exchange:
     if graph.rounds:
         return with_rounds(graph.nodes, graph.reads, graph.size, graph.rounds, graph.exchanged or graph.size)
     return with_sums(graph.nodes, graph.reads, graph.size, graph.summed, graph.alike)
+
+
+def _without(nodes: Nodes, same: Mapping[ir.Value, ir.Value]) -> Nodes:
+    """The nodes without those that make what is the `same` as other values."""
+    return nodes.without(set(map(producer_of, same)), _replaced(nodes.reads, same)) if same else nodes
 
 
 def _replaced(reads: Reads, same: Mapping[ir.Value, ir.Value]) -> Reads:

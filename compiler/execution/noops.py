@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from splitc.compiler.execution.convolutions import resolve
 from splitc.compiler.execution.engine_graph import EngineGraph
+from splitc.compiler.execution.liveness import Nodes
 from splitc.compiler.fusion.operand import constant
 
 # The number that changes nothing, on either side where the order does not matter.
@@ -25,14 +25,15 @@ def without_noops(graph: EngineGraph) -> EngineGraph:
     unchanged = {node: source for node in graph.nodes if (source := _unchanged(node)) is not None}
     if not unchanged:
         return graph
-    readers = Counter(value for node in graph.nodes for value in graph.reads(node))
+    nodes = Nodes(graph.nodes, graph.reads)
     computed = {value for node in graph.nodes for value in node.outputs}
     exchanged = {value for one in graph.rounds for value in (*one.takes, *(v for sent in one.sent for v in sent))}
     same = dict[ir.Value, ir.Value]()
     for node, source in unchanged.items():
         made = node.outputs[0]
-        is_own_part = readers[source] == 1 and source in computed
-        if made not in graph.kept and made not in exchanged and (made not in graph.summed or is_own_part):
+        if made in graph.kept or made in exchanged:
+            continue
+        if made not in graph.summed or (source in computed and nodes.only_reader(source) is node):
             same[made] = source
     return replace(
         graph,

@@ -27,6 +27,8 @@ def inline(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Inlined:
     They cast, center and square the image, divide what is centered, cast that back, and scale it (the function of the
     operator in onnx/defs/nn/defs.cc). The cast image stays until the quotient has its shape again.
     """
+    if not any(map(_has_steps, nodes)):
+        return Inlined(nodes, reads, {})
     inlined, own, bytes_ = list[ir.Node](), dict[ir.Node, list[ir.Value]](), dict[ir.Value, int]()
 
     def step(name: str, size: int, *read: ir.Value) -> ir.Value:
@@ -36,8 +38,8 @@ def inline(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Inlined:
         return node.outputs[0]
 
     for node in nodes:
-        if node.op_type == "GroupNormalization" and not node.domain and (given := list(reads(node))):
-            image = size(node.outputs[0])
+        if _has_steps(node):
+            given, image = list(reads(node)), size(node.outputs[0])
             cast = step("Cast", image, given[0])
             centered = step("Sub", image, cast)
             deviation = step("ReduceMean", 1, step("Mul", image, cast))
@@ -45,3 +47,7 @@ def inline(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Inlined:
             own[node] = [step("Mul", image, step("Cast", image, quotient)), *given[1:]]
         inlined.append(node)
     return Inlined(inlined, lambda node: own[node] if node in own else reads(node), bytes_)
+
+
+def _has_steps(node: ir.Node) -> bool:
+    return node.op_type == "GroupNormalization" and not node.domain
