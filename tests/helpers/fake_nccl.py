@@ -62,14 +62,23 @@ class NcclCommunicator:
     def allReduce(self, part: int, whole: int, count: int, kind: int, operation: int, stream: int) -> None:
         def work() -> None:
             own = view(part, count, kind).copy()
-            for end in self._ends.values():
-                end.send_bytes(own.tobytes())
-            parts = {rank: np.frombuffer(end.recv_bytes(), TYPES[kind]) for rank, end in self._ends.items()}
-            parts[self._rank] = own
+            parts = {self._rank: own}
+            for rank in sorted(self._ends):
+                parts[rank] = np.frombuffer(self._exchange(rank, own.tobytes()), TYPES[kind])
             every = np.stack([parts[rank] for rank in range(self._ranks)])
             view(whole, count, kind)[:] = every.sum(axis=0, dtype=every.dtype) if operation == 0 else every.max(axis=0)
 
         self._enqueue(work, stream)
+
+    def _exchange(self, other: int, data: bytes) -> bytes:
+        """Send to another rank, and receive from it: what is larger than a socket holds is sent once it is awaited."""
+        end = self._ends[other]
+        if self._rank < other:
+            end.send_bytes(data)
+            return end.recv_bytes()
+        received = end.recv_bytes()
+        end.send_bytes(data)
+        return received
 
     def send(self, pointer: int, count: int, kind: int, target: int, stream: int) -> None:
         self._enqueue(lambda: self._ends[target].send_bytes(view(pointer, count, kind).tobytes()), stream)
