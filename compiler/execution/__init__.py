@@ -1,1 +1,1 @@
-"""How ONNX Runtime runs a graph: what it makes of the nodes, in which order, and the memory that it takes."""
+"""Models ONNX Runtime's execution of a graph: which nodes it fuses, their order, and the memory they take."""

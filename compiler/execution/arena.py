@@ -1,8 +1,8 @@
-"""A replay of ONNX Runtime's arena: which memory it takes from the system for allocations in a given order.
+"""Replays ONNX Runtime's arena: the memory it takes from the system for a sequence of allocations.
 
-The rules are those of BFCArena (core/framework/bfc_arena.cc of ONNX Runtime 1.31) with its default options: sizes in
-multiples of 256 bytes, the smallest free chunk that fits (of equal ones the one at the lowest address), a chunk is
-divided if it is twice as large as what is asked for, and new regions double in size.
+The rules are those of BFCArena (core/framework/bfc_arena.cc of ONNX Runtime 1.31) with its default options. Sizes are
+rounded up to 256 bytes. The smallest free chunk that fits is used; of several that are equal, the one at the lowest
+address. A chunk that is twice as large as needed is divided. Each new region is twice as large as the last one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Place = tuple[int, int]
 class Arena:
     """Memory regions in which values are allocated and freed. Sizes are in bytes.
 
-    On the host small regions follow each other upwards in the heap of the rank's thread, and large ones lie below it,
-    downwards (see `compact_heap`). Unless it is `on_host`, all lie `downwards` or upwards, and what ONNX Runtime notes
-    of them is elsewhere.
+    On the host, small regions are placed at increasing addresses in the heap of the rank's thread. Large ones are
+    placed below it, at decreasing addresses (see `compact_heap`). If not `on_host`, all regions grow in one direction,
+    `downwards` or upwards, and ONNX Runtime's bookkeeping is stored elsewhere.
     """
 
     def __init__(self, on_host: bool = True, downwards: bool = True) -> None:
@@ -47,9 +47,9 @@ class Arena:
 
     @property
     def touched(self) -> int:
-        """Bytes of the regions up to the highest that was ever used, of gaps between them, and of what is noted.
+        """Bytes that were touched: regions up to their highest use, gaps between regions, and bookkeeping.
 
-        The system gives no memory for the rest.
+        The system provides no memory for pages that are never touched.
         """
         return sum(self._touched.values()) + sum(self._gaps) + self._noted
 
@@ -72,7 +72,7 @@ class Arena:
         return region, offset
 
     def free(self, place: Place) -> None:
-        """Free a chunk, and join it with free neighbours."""
+        """Free a chunk, and merge it with free neighbours."""
         region, offset = place
         size = self._sizes[place]
         after = (region, offset + size)
@@ -88,14 +88,15 @@ class Arena:
         self._put((region, offset), size)
 
     def pass_by(self, sizes: Iterable[int]) -> None:
-        """Allocate chunks at once, and free them again, as kernels do while they run."""
+        """Allocate chunks of these sizes together and free them again, as kernels do with scratch memory."""
         for place in [self.allocate(size) for size in sizes if size]:
             self.free(place)
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Take blocks from the heap, past the arena, one by one, and free each (BFCArena::Reserve).
+        """Take blocks from the heap, outside the arena, and free each before the next (BFCArena::Reserve).
 
-        A block lies where another one did, or leaves a gap at the heap's end, which may grow until a region comes.
+        A block fits where an earlier one was, or leaves a gap at the end of the heap. The gap may grow until a region
+        follows.
         """
         for size in sizes:
             if size > max(self._gaps, default=0):
@@ -103,7 +104,7 @@ class Arena:
                 self._is_open = True
 
     def turned(self, place: Place, size: int, then: int) -> Place:
-        """The place of what so many bytes become: another chunk if it has another size, and the first is freed then."""
+        """The place of a chunk once it has `then` bytes: a new one if that differs. The old one is freed last."""
         if then == size:
             return place
         after = self.allocate(then)
@@ -133,7 +134,7 @@ class Arena:
         self._free.pop(bisect_left(self._free, (self._sizes[place], *place)))
 
     def _take(self, place: Place) -> int:
-        """Remove a free chunk; its size."""
+        """Remove a free chunk. Returns its size."""
         self._unlist(place)
         self._before.pop(place, None)
         return self._sizes.pop(place)

@@ -1,7 +1,7 @@
-"""The images that ONNX Runtime's kernels for CPUs keep in blocks of channels, with the copies into and out of blocks.
+"""Images in ONNX Runtime's blocked layout for CPUs (NCHWc), and the nodes that reorder images into and out of it.
 
-Convolutions and pools read and make such images, and some other nodes go on with them. What any other node reads is
-copied out of blocks before (core/optimizer/nchwc_transformer.cc).
+Convolutions and pools read and write blocked images, and some other nodes can too. An image is reordered back for any
+other reader (core/optimizer/nchwc_transformer.cc).
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ CHANNELS_LAST, CHANNELS_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 
 @dataclass(frozen=True)
 class Blocks:
-    """What is run with images in blocks of channels.
+    """The nodes that run when images are in the blocked layout.
 
-    `nodes` include those that copy into blocks and out of them, and `position` is where each comes in the graph.
-    `parts` are results that lie in a convolution's, and `sums` what convolutions add to, where it has the same shape.
-    `bytes` are those of what is in blocks, and of its copies. `taken` are the values in blocks that a node reads, by
-    what it reads in the file. Else it reads a `plain` copy out of blocks, by what that copies. `copies` are the nodes
-    that make these, each with the node whose result it is.
+    - `nodes` include the reorder nodes; `position` is each one's place in the graph.
+    - `parts`: results of nodes that a convolution absorbs, with the convolution's result.
+    - `sums`: the value that a convolution adds its result to, if both have the same shape.
+    - `bytes`: the sizes of blocked images and of reordered copies.
+    - `plain`: copies in the plain layout, by the image they copy.
+    - `taken`: the blocked images that a node reads, by the values it reads in the file.
+    - `copies`: the nodes that make plain copies, each with the node that made the image.
     """
 
     nodes: Sequence[ir.Node]
@@ -57,13 +59,13 @@ class Blocks:
     copies: Mapping[ir.Node, ir.Node]
 
     def read(self, node: ir.Node, value: ir.Value) -> ir.Value:
-        """What a node reads in place of a value of the file."""
+        """The value that a node reads in place of a value of the file."""
         return self.taken.get(node, {}).get(value) or self.plain.get(value, value)
 
 
 @dataclass(frozen=True)
 class _Image:
-    """What is in blocks: the value that it lies in, its channels, where its axes come from, the node that makes it."""
+    """A blocked image: the value that holds it, its channels, the origins of its axes, and the node that makes it."""
 
     value: ir.Value
     channels: int
@@ -72,12 +74,12 @@ class _Image:
 
 
 def may_have_blocks(nodes: Iterable[ir.Node]) -> bool:
-    """Whether some of the nodes may make an image in blocks."""
+    """Whether any of the nodes can make a blocked image."""
     return any(node.op_type in (*CONVOLUTIONS, *POOLS) for node in nodes)
 
 
 class BlockWalk:
-    """Goes through nodes in the order of a graph, and has them read and make images in blocks where they may."""
+    """Walks nodes in graph order, and decides for each whether it reads and writes blocked images."""
 
     def __init__(self, graph: EngineGraph, fused: Fused, shapes: NodeShapes) -> None:
         self._graph, self._fused, self._shapes = graph, fused, shapes
@@ -99,7 +101,7 @@ class BlockWalk:
         self._new: list[ir.Node] = []  # in the order in which ONNX Runtime makes them
 
     def walk(self) -> Blocks:
-        """What is run."""
+        """The nodes that run."""
         for node in self._fused.nodes.order:
             self._visit(node)
         plain, copies = {}, {}
@@ -159,7 +161,7 @@ class BlockWalk:
         self._make(node, outputs[0], origins)
 
     def _pool(self, node: ir.Node) -> None:
-        """Pools want to know the channels from the file."""
+        """Handle a pool, which is blocked only if the file says how many channels it has."""
         image = node.inputs[0]
         shape = image.shape if image is not None else None
         channels = shape[1] if shape is not None and len(shape) == RANK else None
@@ -172,7 +174,7 @@ class BlockWalk:
             self._make(node, outputs[0], origins)
 
     def _enter(self, node: ir.Node, shape: Sequence[int], window: Sequence[int]) -> tuple[Origin, ...]:
-        """Have a node read its image in blocks; where the axes of its result come from."""
+        """Make a node read its image blocked. Returns the origins of its result's axes."""
         image = next(value for value in self._fused.nodes.reads(node))
         there = self._images.get(image)
         if there is not None:
@@ -189,7 +191,7 @@ class BlockWalk:
         return new_origins(node)
 
     def _with_channels_last(self, image: ir.Value) -> ir.Value:
-        """What an image is a transpose of, which the copy does too if nothing else reads it; else the image itself."""
+        """The image before a Transpose that the reorder node can do, if nothing else reads it; else the image."""
         maker = image.producer() if image in self._made and self._uses[image] == 1 else None
         if maker is None or maker.op_type != "Transpose" or maker.domain:
             return image
@@ -204,19 +206,19 @@ class BlockWalk:
             self._left[value] -= 1
 
     def _make(self, node: ir.Node, shape: Sequence[int], origins: tuple[Origin, ...]) -> None:
-        """Have a node make an image in blocks."""
+        """Make a node write a blocked image."""
         value = node.outputs[0]
         self._images[value] = _Image(value, shape[1], origins, node)
         self._left[value] = self._uses[value]
         self._bytes[value] = SINGLE * in_blocks(shape) if self._graph.size(value) else 0
 
     def _inputs(self, node: ir.Node) -> list[ir.Value]:
-        """What a node reads that is computed, if all of it is in blocks."""
+        """The computed values that a node reads, if all of them are blocked images."""
         read = [value for value in self._fused.nodes.reads(node) if value in self._made]
         return read if all(value in self._images for value in read) else []
 
     def _go_on(self, node: ir.Node, read: list[ir.Value]) -> None:
-        """Have a node whose images are all in blocks read and make such ones, if it can."""
+        """Let a node whose inputs are all blocked read and write the blocked layout, if it has a kernel for it."""
         name, images = node.op_type, [self._images[value] for value in read]
         shape = self._shapes(node)[1][0]
         origins = images[0].origins
@@ -252,7 +254,7 @@ class BlockWalk:
             self._make(node, self._shapes(node)[1][0], image.origins)
 
     def _combine(self, node: ir.Node, read: list[ir.Value]) -> None:
-        """Have a node add or multiply images, or a convolution add its result to the other image."""
+        """Let a node add or multiply blocked images, or fuse an addition into the convolution before it."""
         images = [self._images[value] for value in read]
         if len({image.channels for image in images}) > 1:
             return
@@ -279,7 +281,7 @@ class BlockWalk:
         return is_convolution and self._uses[value] == 1 and image.value not in self._active
 
     def _join(self, node: ir.Node, image: _Image) -> None:
-        """Have a node be part of the convolution before it."""
+        """Fuse a node into the convolution before it."""
         del self._taken[node]
         value = node.outputs[0]
         self._parts[value] = image.value

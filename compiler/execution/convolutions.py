@@ -1,4 +1,4 @@
-"""The nodes that ONNX Runtime makes part of a convolution: what pads its image, and what follows it by channel."""
+"""Nodes that ONNX Runtime fuses into a convolution: padding before it, and what follows it channel by channel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PADDED = (*CONVOLUTIONS, "AveragePool", "MaxPool")
 
 
 def find_parts(nodes: Nodes) -> dict[ir.Value, ir.Value]:
-    """The results of nodes that are part of a convolution or of a pool, each with the value that takes its place.
+    """The results of nodes that are fused into a convolution or a pool, each with the value that replaces it.
 
-    Norms by batch, factors and terms by channel become part of the weights before them, and an activation comes last
-    (conv_*_fusion.cc in core/optimizer). Zeros around an image are the node's own (pad_fusion.cc). Nothing else reads
-    what is between.
+    Batch norms, scales and offsets by channel are folded into the weights, and an activation comes last
+    (conv_*_fusion.cc in core/optimizer). Zero padding becomes an attribute (pad_fusion.cc). The values between must
+    have no other readers.
     """
     if not any(node.op_type in PADDED for node in nodes.order):
         return {}
@@ -49,7 +49,7 @@ def _follow(convolution: ir.Node, nodes: Nodes, parts: dict[ir.Value, ir.Value])
 
 
 def _is_by_channel(node: ir.Node, data: ir.Value, convolution: ir.Node) -> bool:
-    """Whether a node scales or moves each channel of `data` by a number that is stored."""
+    """Whether a node scales or offsets each channel of `data` by a stored number."""
     others = [value for value in node.inputs if value is not data]
     if any(value is None or value.const_value is None for value in others):
         return False
@@ -66,7 +66,7 @@ def _is_by_channel(node: ir.Node, data: ir.Value, convolution: ir.Node) -> bool:
 
 
 def _adds_zeros(pad: ir.Node, reads: Reads, made: Container[ir.Value]) -> bool:
-    """Whether a Pad adds zeros, and to no channel. Sizes that are folded are taken to be so."""
+    """Whether a Pad adds zeros, and none to the channels. Sizes that were folded are assumed to add none."""
     if pad.attributes.get_string("mode", "constant") != "constant" or len(pad.inputs) < 2:
         return False
     if any(value in made or value.is_graph_input() for value in list(reads(pad))[1:]) or any(pad.inputs[3:]):
@@ -79,7 +79,7 @@ def _adds_zeros(pad: ir.Node, reads: Reads, made: Container[ir.Value]) -> bool:
 
 
 def resolve(same: Mapping[ir.Value, ir.Value], value: ir.Value) -> ir.Value:
-    """What takes a value's place in the end."""
+    """The value that finally replaces a value."""
     while value in same:
         value = same[value]
     return value

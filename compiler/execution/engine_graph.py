@@ -1,4 +1,4 @@
-"""What an engine runs, and what is known of it."""
+"""The graph that an engine runs, with the sizes of its values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ NodeShapes = Callable[[ir.Node], tuple[Shapes, Shapes]]
 
 @dataclass(frozen=True)
 class EngineGraph:
-    """The nodes of an engine, in a file's order, what each reads, and the bytes of what they make.
+    """An engine's nodes in the file's order, the values that each reads, and the bytes of the values they make.
 
-    Values that leave the engine are `kept`. Ranks add `summed` values, each of which has this rank's part of it.
-    `rounds` are those of a rank of row mode, and values are `exchanged` with other bytes where engines hold halves as
-    singles. With `shapes` images may be in blocks of channels. Other values take the place of those in `same`.
+    - `kept`: values that leave the engine.
+    - `summed`: values that are all-reduced; this rank makes its part of each.
+    - `rounds`: those of a rank in row mode.
+    - `exchanged`: the bytes of a value on its way between ranks, where engines hold half precision as single.
+    - `shapes`: given if images may be in the blocked layout.
+    - `same`: values that are replaced by others.
     """
 
     nodes: Sequence[ir.Node]

@@ -1,4 +1,4 @@
-"""A rank's graph with the nodes that exchange values with other ranks, chained by tokens, as in its file."""
+"""A rank's graph with its communication nodes, which tokens keep in order, as in the engine's file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TOKEN = 1
 
 @dataclass(frozen=True)
 class Exchange:
-    """Nodes with those that exchange values, in the order of a file, and what each reads.
+    """Nodes in the file's order, communication included, and the values that each reads.
 
-    `came` has what is read in the place of values of the model: joined columns, what another rank sent, and sums.
-    `bytes` are those of all that such nodes make. `aliases` lie in another value's memory: what was sent, and sums that
-    overwrite the rank's part.
+    - `came`: replacements for values of the model: joined columns, received values, and sums.
+    - `bytes`: the sizes of all values that communication nodes make.
+    - `aliases`: values in the memory of others: what was sent, and sums that overwrite the rank's part.
     """
 
     nodes: Sequence[ir.Node]

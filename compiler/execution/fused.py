@@ -1,4 +1,4 @@
-"""The nodes that ONNX Runtime runs for a file's: those that it makes of several, and the order in which they run."""
+"""The nodes that ONNX Runtime runs after fusing those of a file, and their order."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ from splitc.compiler.operators.registry import operator_of
 
 @dataclass(frozen=True)
 class Fused:
-    """The nodes in the order in which they run, and where each comes in ONNX Runtime's graph.
+    """The nodes in execution order, and `position`, each one's place in ONNX Runtime's graph.
 
-    `same` are values that others take the place of. `gelus` are what nodes that end a Gelu are of, `silus` the nodes
-    that end an x sigmoid(x). `biased` are additions of a bias, with the product that they are part of. `scaled` are the
-    results of scalings that are part of a product, with the value in whose place they are. `exchange` is the graph with
-    what its rank exchanges. `bytes` are those of values that are not in the file. `integers` are the nodes that compute
-    in integers, each with the one of the file that it stands for.
+    - `same`: values that are replaced by others.
+    - `gelus`: the last nodes of fused Gelus, with their inputs.
+    - `silus`: the last nodes of fused x sigmoid(x).
+    - `biased`: additions of a bias, with the product they are fused into.
+    - `scaled`: results of scalings that are fused into a product, with the value that replaces them.
+    - `exchange`: the graph with the rank's communication.
+    - `bytes`: the sizes of values that are not in the file.
+    - `integers`: nodes that compute in integers, with the node of the file that each replaces.
     """
 
     nodes: Nodes
@@ -51,12 +54,12 @@ class Fused:
     integers: Mapping[ir.Node, ir.Node]
 
     def ends(self, kept: Collection[ir.Value]) -> AbstractSet[ir.Value]:
-        """What leaves the engine, by the values that are in the place of what is `kept`."""
+        """The values that leave the engine: `kept`, or what replaces them."""
         return {resolve(self.same, value) for value in kept}
 
 
 def fuse(graph: EngineGraph, on_host: bool = True) -> Fused:
-    """What ONNX Runtime makes of a graph's nodes. Only `on_host` it computes in integers."""
+    """The nodes that ONNX Runtime makes of a graph's. It computes in integers only `on_host`."""
     kept, alike, exchange = graph.kept, graph.alike, _exchange(graph)
     inlined = inline(exchange.nodes, exchange.reads, graph.size)
     merged, same = _merged(inlined.nodes)
@@ -79,26 +82,26 @@ def fuse(graph: EngineGraph, on_host: bool = True) -> Fused:
 
 
 def _exchange(graph: EngineGraph) -> Exchange:
-    """The graph with what its rank exchanges."""
+    """The graph with the rank's communication nodes."""
     if graph.rounds:
         return with_rounds(graph.nodes, graph.reads, graph.size, graph.rounds, graph.exchanged or graph.size)
     return with_sums(graph.nodes, graph.reads, graph.size, graph.summed, graph.alike)
 
 
 def _without(nodes: Nodes, same: Mapping[ir.Value, ir.Value]) -> Nodes:
-    """The nodes without those that make what is the `same` as other values."""
+    """The nodes without those whose results are replaced."""
     return nodes.without(set(map(producer_of, same)), _replaced(nodes.reads, same)) if same else nodes
 
 
 def _replaced(reads: Reads, same: Mapping[ir.Value, ir.Value]) -> Reads:
-    """What each node reads where others are the `same` as some values."""
+    """The values that each node reads, after replacement."""
     return lambda node: [resolve(same, value) for value in reads(node)]
 
 
 def _shapes_before(reads: Reads) -> Reads:
-    """What each node reads where a Shape is that of a Transpose's source, whose sizes are put in order then.
+    """What each node reads once a Shape of a Transpose reads the Transpose's input, and permutes the sizes instead.
 
-    It is HandleShape in core/optimizer/transpose_optimization/onnx_transpose_optimization.cc.
+    See HandleShape in core/optimizer/transpose_optimization/onnx_transpose_optimization.cc.
     """
 
     def read(node: ir.Node) -> list[ir.Value]:
@@ -111,9 +114,9 @@ def _shapes_before(reads: Reads) -> Reads:
 
 
 def _merged(nodes: Sequence[ir.Node]) -> tuple[list[ir.Node], dict[ir.Value, ir.Value]]:
-    """The nodes without those that compute what one before them does, and what is the same as another value then.
+    """The nodes without common subexpressions, and the values that are replaced.
 
-    ONNX Runtime merges them (core/optimizer/common_subexpression_elimination.cc).
+    ONNX Runtime eliminates them (core/optimizer/common_subexpression_elimination.cc).
     """
     first: dict[Hashable, ir.Node] = {}
     same = dict[ir.Value, ir.Value]()

@@ -1,4 +1,4 @@
-"""The nodes that ONNX Runtime makes one Gelu, written out or an operator, and those with the bias before it."""
+"""Gelus that ONNX Runtime fuses to one node, with the bias before them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GELUS = ("Gelu", "FastGelu")
 
 
 def written_gelus(nodes: Sequence[ir.Node]) -> dict[ir.Node, tuple[ir.Value, set[ir.Node]]]:
-    """The last nodes of Gelus that ONNX Runtime makes one node, each with what it is of and the nodes before the last.
+    """The last nodes of Gelus that ONNX Runtime fuses, each with its input and the other nodes of the pattern.
 
-    It knows those that divide and have no half in the midst (GeluFusion, core/optimizer/gelu_fusion.cc), and those by
-    Tanh (FastGeluFusion, core/optimizer/fast_gelu_fusion.cc). In half precision kernels for CPUs have casts between the
-    nodes.
+    GeluFusion (core/optimizer/gelu_fusion.cc) knows the forms that divide and do not multiply by a half in between.
+    FastGeluFusion (core/optimizer/fast_gelu_fusion.cc) knows those by Tanh. In half precision on CPUs, casts between
+    the nodes prevent both.
     """
     there, written = set(nodes), {}
     for data, result in filter(None, (find_written(node) or find_by_tanh(node) for node in nodes)):
@@ -38,10 +38,10 @@ def _other_inputs(data: ir.Value, node: ir.Node) -> list[ir.Value]:
 def biased_gelus(
     gelus: Mapping[ir.Node, ir.Value], nodes: Nodes, products: Container[ir.Node]
 ) -> dict[ir.Node, ir.Value]:
-    """The `gelus`, by what they are of, that are one node with the bias added before, each with what that is added to.
+    """The Gelus that are fused with the bias before them, each with the bias's other summand. `gelus` are by input.
 
-    It allocates a copy of its input, with the bias (BiasGelu<T>::Compute, contrib_ops/cpu/bert/bias_gelu.cc).
-    Biases that are part of `products` are none of these.
+    The kernel allocates a copy of its input, with the bias (BiasGelu<T>::Compute, contrib_ops/cpu/bert/bias_gelu.cc). A
+    bias that is already fused into one of `products` is not fused again.
     """
     made = set(nodes.order)
     biased = {}
@@ -59,7 +59,7 @@ def biased_gelus(
 
 
 def find_gelus(nodes: Nodes, came: Mapping[ir.Value, ir.Value]) -> tuple[Nodes, dict[ir.Node, ir.Value]]:
-    """The nodes with one for each Gelu, and what Gelus are of. In the place of some values others `came` from ranks."""
+    """The nodes with one for each Gelu, and the inputs of Gelus. `came` are replacements that communication makes."""
     written = written_gelus(nodes.order)
     gelus = {node: came.get(data, data) for node, (data, _) in written.items()}
     inner = {node for _, before in written.values() for node in before}

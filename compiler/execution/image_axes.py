@@ -1,4 +1,4 @@
-"""Where the batch and the two axes of an image come from, as far as ONNX Runtime knows when it puts it in blocks."""
+"""Where the batch and the spatial axes of an image come from, as far as ONNX Runtime knows when it blocks images."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Origin = tuple[ir.Value, int, int]
 
 
 def new_origins(node: ir.Node) -> tuple[Origin, ...]:
-    """The axes of what a node makes, which come from nothing else."""
+    """The axes of a node's result, if they come from no other value."""
     return tuple((node.outputs[0], axis, 0) for axis in (0, 2, 3))
 
 
 def origins_after(node: ir.Node, origins: Sequence[Origin], window: Sequence[int]) -> tuple[Origin, ...]:
-    """The axes of what a convolution or a pool makes: the image's where its margins keep them, or halve them.
+    """The axes of a convolution's or pool's result: the image's, if padding keeps them or the stride halves them.
 
-    It is NchwcTransformerImpl::ConvPoolShapeInference.
+    See NchwcTransformerImpl::ConvPoolShapeInference.
     """
     asked, own = node.attributes, list(new_origins(node))
     own[0] = origins[0]
@@ -36,9 +36,9 @@ def origins_after(node: ir.Node, origins: Sequence[Origin], window: Sequence[int
 
 
 def is_enlarged_in_blocks(node: ir.Node) -> bool:
-    """Whether a node makes an image larger by whole numbers that are stored, by one of the kernels for blocks.
+    """Whether a Resize enlarges an image by stored integers, for which there is a blocked kernel.
 
-    It is NchwcTransformerImpl::TransformResize.
+    See NchwcTransformerImpl::TransformResize.
     """
     if node.op_type not in ("Resize", "Upsample") or node.domain:
         return False
@@ -56,7 +56,7 @@ def is_enlarged_in_blocks(node: ir.Node) -> bool:
 
 
 def _factors(resize: ir.Node, place: int) -> list[float]:
-    """The numbers by which a Resize multiplies its axes, if they are stored, or follow from sizes that are."""
+    """The scales of a Resize, if they are stored or follow from stored sizes."""
     stored = [value.const_value if value is not None else None for value in resize.inputs[place:]]
     if stored and stored[0] is not None and stored[0].size:
         return [float(factor) for factor in stored[0].numpy()]

@@ -1,4 +1,4 @@
-"""Which values are live between the nodes of a sequence, and their bytes."""
+"""Live ranges: which values are live between the nodes of a sequence, and their bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Size = Callable[[ir.Value], int]
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes in their order, and what each reads. Values that leave the engine are `kept`."""
+    """Nodes in order, and the values that each reads. Those that leave the engine are `kept`."""
 
     order: Sequence[ir.Node]
     reads: Reads
@@ -26,7 +26,7 @@ class Nodes:
 
     @cached_property
     def readers(self) -> Mapping[ir.Value, Sequence[ir.Node]]:
-        """The nodes that read each value, as often as they do."""
+        """The nodes that read each value, once for each use."""
         readers: dict[ir.Value, list[ir.Node]] = {}
         for node in self.order:
             for value in self.reads(node):
@@ -34,17 +34,17 @@ class Nodes:
         return readers
 
     def only_reader(self, value: ir.Value) -> ir.Node | None:
-        """The node that reads a value, if nothing else does."""
+        """The only reader of a value; None if it has several, none, or is kept."""
         own = self.readers.get(value, ())
         return own[0] if len(own) == 1 and value not in self.kept else None
 
     def without(self, gone: Container[ir.Node], reads: Reads) -> Nodes:
-        """The others, which read this."""
+        """A copy without some nodes, with new `reads`."""
         return Nodes([node for node in self.order if node not in gone], reads, self.kept)
 
 
 def crossing_values(nodes: Sequence[ir.Node], reads: Reads) -> list[list[ir.Value]]:
-    """For each node the values that are live in the gap before it: made before it, and read by it or a later one."""
+    """For each node, the values that are live in the gap before it: made earlier, and read by it or a later node."""
     crossing: list[list[ir.Value]] = [[] for _ in nodes]
     position, death = _lives(nodes, reads)
     for value, end in death.items():
@@ -54,15 +54,15 @@ def crossing_values(nodes: Sequence[ir.Node], reads: Reads) -> list[list[ir.Valu
 
 
 def total_bytes(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> int:
-    """The bytes that cross each gap, summed over all gaps, in a third of the time of `crossing_values`."""
+    """The sum over all gaps of the bytes that cross them, in a third of the time of `crossing_values`."""
     position, death = _lives(nodes, reads)
     return sum(size(value) * (end - position[producer_of(value)]) for value, end in death.items())
 
 
 def peak_bytes(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> int:
-    """The most bytes that are live while a node runs, of values that are both made and read by the nodes.
+    """The most bytes that are live while any node runs, counting only values that the nodes both make and read.
 
-    These are the values that cross the gap before the node, and its outputs. A view of an input that is not read later
+    They are the values that cross the gap before the node, and its outputs. A view of an input that is not read later
     takes no bytes of its own.
     """
     position, death = _lives(nodes, reads)

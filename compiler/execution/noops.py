@@ -1,4 +1,4 @@
-"""Additions of 0 and products with 1, which ONNX Runtime takes out."""
+"""No-ops that ONNX Runtime removes: additions of 0 and multiplications by 1."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _COMMUTATIVE = ("Add", "Mul")
 
 
 def without_noops(graph: EngineGraph) -> EngineGraph:
-    """The graph without nodes that give what they read (core/optimizer/noop_elimination.cc).
+    """The graph without no-ops (core/optimizer/noop_elimination.cc).
 
-    Exporters write them where a model's factor is 1. What leaves the engine stays. Where ranks add parts, they add what
-    such a node reads.
+    Exporters write them where a model's factor is 1. Those whose result leaves the engine stay. An all-reduce after a
+    no-op adds the no-op's input.
     """
     unchanged = {node: source for node in graph.nodes if (source := _unchanged(node)) is not None}
     if not unchanged:
@@ -45,7 +45,7 @@ def without_noops(graph: EngineGraph) -> EngineGraph:
 
 
 def _unchanged(node: ir.Node) -> ir.Value | None:
-    """What a node gives as it is; None if it changes it, or its shape."""
+    """The input that a node passes on unchanged; None if it changes the values or the shape."""
     neutral = _NEUTRAL.get(node.op_type) if not node.domain else None
     if neutral is None:
         return None

@@ -1,4 +1,4 @@
-"""The norms that ONNX Runtime makes one node with the addition before them."""
+"""Norms that ONNX Runtime fuses with the residual addition before them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from splitc.compiler.execution.liveness import Nodes
 
 
 def find_normed_sums(nodes: Nodes, alike: Alike) -> tuple[Nodes, frozenset[ir.Node]]:
-    """The nodes with one for each norm and its sum, and these norms.
+    """The nodes with one for each norm and its addition, and these norms.
 
-    Nothing else reads the sum, and its sides have three axes and the same shape (SkipLayerNormFusion,
+    The sum has no other reader, and both summands have three axes and the same shape (SkipLayerNormFusion,
     core/optimizer/skip_layer_norm_fusion.cc).
     """
     there = set(nodes.order)

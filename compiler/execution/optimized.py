@@ -1,4 +1,4 @@
-"""What ONNX Runtime's optimizer makes of a graph's nodes, as far as the memory of a run goes."""
+"""The nodes that ONNX Runtime's optimizer makes of a graph's, as far as memory depends on them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from splitc.compiler.operators.registry import operator_of
 
 @dataclass(frozen=True)
 class Optimized:
-    """The nodes in the order in which they run, and what each reads.
+    """The nodes in execution order, and the values that each reads.
 
-    `places` are the values that lie in the memory of another one, which may be such a value too. `copying` are Gelus
-    that copy what they read. What leaves the engine is `kept`. `blocks` are images in blocks of channels, if there may
-    be some, and `integers` the nodes that compute in integers, with what they stand for.
+    - `places`: values in the memory of another value, which may itself be in a third one's.
+    - `copying`: fused Gelus that copy their input.
+    - `kept`: values that leave the engine.
+    - `blocks`: images in the blocked layout, if there may be some.
+    - `integers`: nodes that compute in integers, with the node of the file that each replaces.
     """
 
     order: Sequence[ir.Node]
@@ -39,19 +41,19 @@ class Optimized:
     integers: Mapping[ir.Node, ir.Node] = field(default_factory=dict)
 
     def root(self, value: ir.Value) -> ir.Value:
-        """The value whose memory a value lies in: its own, if nothing else."""
+        """The value whose memory holds a value: itself, if it has memory of its own."""
         return resolve(self.places, value)
 
     def is_as_in_file(self, node: ir.Node) -> bool:
-        """Whether a node's kernel allocates what its operator does: it is none that copies, sends or is in blocks."""
+        """Whether a node's kernel allocates what its operator says: it neither reorders nor communicates."""
         return node.domain not in (EXCHANGE, BLOCKS) and not (self.blocks is not None and node in self.blocks.taken)
 
 
 def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
-    """What ONNX Runtime runs of a graph.
+    """The nodes that ONNX Runtime runs for a graph, and which values share memory.
 
-    A view is in the place of its source. If the engine `overwrites`, so is the result of a node that may do so, if that
-    is the last one to read what it overwrites, and both are alike.
+    A view shares its source's memory. If the engine `overwrites`, a node that can run in place does so when it is the
+    last reader of its input and both have the same size.
     """
     fused, alike = fuse(graph, overwrites), graph.alike
     came = fused.exchange.came
@@ -87,7 +89,7 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
 
 
 def _copying(fused: Fused, reads: Reads, alike: Alike) -> dict[ir.Node, ir.Value]:
-    """The Gelus that add a bias before, with what they add it to. If ranks exchange that, its width is known."""
+    """The Gelus that add a bias first, with its other summand. If that was exchanged, its width must be known."""
     biased = biased_gelus(fused.gelus, Nodes(fused.nodes.order, reads), fused.biased)
     return {node: data for node, data in biased.items() if data not in fused.exchange.came or alike(data, data)}
 
@@ -97,9 +99,9 @@ def _sizes(size: Size, own: Mapping[ir.Value, int]) -> Size:
 
 
 def _viewed(node: ir.Node, first: ir.Value | None, size: Size, made: Container[ir.Value]) -> ir.Value | None:
-    """The value that a node reads `first` if the node's result is a view of it; None if that has memory of its own.
+    """The input `first`, if the node's result is a view of it; None if the result has memory of its own.
 
-    It may be one that is fed, and takes none here. A Cast to the type that there is is taken out (CastElimination,
+    It may be a feed, which takes no memory here. A Cast to the same type is removed (CastElimination,
     core/optimizer/cast_elimination.cc).
     """
     if first is None:
@@ -110,9 +112,9 @@ def _viewed(node: ir.Node, first: ir.Value | None, size: Size, made: Container[i
 
 
 def _may_overwrite(node: ir.Node, alike: Alike) -> bool:
-    """Whether the node's kernel may write over its first input; see `Operator.overwrites`.
+    """Whether the node's kernel can run in place on its first input; see `Operator.overwrites`.
 
-    In half precision kernels for CPUs have casts between the nodes, of which no file says the shapes.
+    In half precision, kernels for CPUs have casts between nodes. Their shapes are in no file.
     """
     one, other = node.inputs[0] if node.inputs else None, node.outputs[0]
     if one is None or not operator_of(node).overwrites:
@@ -130,7 +132,7 @@ def _overwrite(
     may_lie: Container[ir.Value],
     over: Mapping[ir.Node, ir.Value],
 ) -> None:
-    """Put what some nodes make in the place of what they read last, which is `over` them, if both `may_lie` in one."""
+    """Put a node's result in the memory of its input in `over`, if it is the last reader and both `may_lie` there."""
     left = Counter(resolve(places, value) for node in order for value in reads(node))
     for node in order:
         made = node.outputs[0]

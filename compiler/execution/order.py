@@ -16,8 +16,8 @@ _ENDS_GELU = (*GELUS, "Mul")
 def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
     """The nodes of a file in the order in which ONNX Runtime runs them.
 
-    Nodes that its optimizer has made count as the last in the file, in the order in which it found them, pass by pass.
-    That decides which branch comes first where two read one value: a block's MLP or its attention, queries or values.
+    Nodes that its optimizer creates are appended to the graph, pass by pass. Their position decides which branch runs
+    first where two read one value: a block's MLP or its attention, queries or values.
     """
     both = Nodes(nodes, reads)
     return depth_first(nodes, reads, positions_after_passes(both, biased_products(both)))
@@ -26,9 +26,9 @@ def execution_order(nodes: Sequence[ir.Node], reads: Reads) -> list[ir.Node]:
 def positions_after_passes(
     nodes: Nodes, biased: Mapping[ir.Node, ir.Node], *later: Container[ir.Node]
 ) -> dict[ir.Node, int]:
-    """Where the nodes come in ONNX Runtime's graph; see `execution_order`.
+    """Each node's position in ONNX Runtime's graph; see `execution_order`.
 
-    After those that become a Gemm or a Gelu, further passes make the `later` ones.
+    Later passes append the `later` nodes, after those that become a Gemm or a Gelu.
     """
     order = nodes.order
     position = {node: number for number, node in enumerate(order)}
@@ -41,9 +41,9 @@ def positions_after_passes(
 
 
 def depth_first(nodes: Sequence[ir.Node], reads: Reads, position: Mapping[ir.Node, int]) -> list[ir.Node]:
-    """From the nodes that no other one reads up to what they read, depth first, the last node of the file first.
+    """The nodes by depth-first search from the graph's ends to its inputs, starting with the file's last node.
 
-    It is the order of Graph::ReverseDFSFrom (core/graph/graph.cc), and not that of the file.
+    It is the order of Graph::ReverseDFSFrom (core/graph/graph.cc), which differs from the file's.
     """
     above = {node: _producers(node, reads, position) for node in nodes}
     read = {maker for makers in above.values() for maker in makers}
@@ -62,7 +62,7 @@ def depth_first(nodes: Sequence[ir.Node], reads: Reads, position: Mapping[ir.Nod
 
 
 def _follows_view(node: ir.Node) -> bool:
-    """Whether ONNX Runtime makes one Reshape of this one and the one before it."""
+    """Whether ONNX Runtime merges a Reshape with the one before it."""
     maker = node.inputs[0].producer() if node.op_type == "Reshape" and node.inputs[0] is not None else None
     return maker is not None and maker.op_type == "Reshape"
 
@@ -73,9 +73,9 @@ def _producers(node: ir.Node, reads: Reads, position: Mapping[ir.Node, int]) -> 
 
 
 def ends_gelu(node: ir.Node, biased: Container[ir.Node]) -> bool:
-    """Whether the node ends a fusion to a Gelu: of one that is written out, or of one with the bias before it.
+    """Whether a node is the last of a Gelu that is fused from several nodes, or fused with the bias before it.
 
-    What is `biased` already has become part of a product.
+    A bias in `biased` is fused into a product instead.
     """
     above = [value.producer() for value in node.inputs if value is not None] if node.op_type in _ENDS_GELU else []
     if node.op_type in GELUS:

@@ -1,4 +1,4 @@
-"""The products that ONNX Runtime makes one node with what is before or after them."""
+"""Products that ONNX Runtime fuses with nodes before or after them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SCALED = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def biased_products(nodes: Nodes) -> dict[ir.Node, ir.Node]:
-    """The additions of a bias that ONNX Runtime makes one Gemm with the product before them, each with that product.
+    """The additions of a bias that ONNX Runtime fuses with the product before them to a Gemm, each with that product.
 
-    Their weights are matrices. If the product has a batch, it does so only where sizes are fixed in the file
-    (MatMulAddFusion, core/optimizer/matmul_add_fusion.cc).
+    The weight is a matrix. A product with a batch is fused only if the file says its sizes (MatMulAddFusion,
+    core/optimizer/matmul_add_fusion.cc).
     """
     biased = {}
     for node in nodes.order:
@@ -44,11 +44,11 @@ def biased_products(nodes: Nodes) -> dict[ir.Node, ir.Node]:
 
 
 def scaled_products(nodes: Nodes, biased: Container[ir.Node]) -> tuple[dict[ir.Value, ir.Value], set[ir.Node]]:
-    """The results of scalings by a number that are part of a product, each with the value in whose place it is.
+    """The results of scalings that are fused into a product, each with the value that replaces it.
 
-    A scaling before a product is of one of its sides, which nothing else reads scaled; one after it of the result
-    (MatMulScaleFusion, core/optimizer/matmul_scale_fusion.cc). A product that a bias is part of (`biased`) is followed
-    by nothing. Second come the last nodes of these products.
+    A scaling before a product scales one of its sides, and has no other reader. One after it scales the result
+    (MatMulScaleFusion, core/optimizer/matmul_scale_fusion.cc), unless the product has a bias (`biased`). The second
+    result are the last nodes of these products.
     """
     made = {value for node in nodes.order for value in node.outputs}
     scaled: dict[ir.Value, ir.Value] = {}
@@ -70,7 +70,7 @@ def scaled_products(nodes: Nodes, biased: Container[ir.Node]) -> tuple[dict[ir.V
 
 
 def _scaled_by_number(node: ir.Node | None, reads: Reads) -> ir.Value | None:
-    """What a node multiplies by a number, or divides by one; None if it is no such node, or the end of another one."""
+    """The input that a node scales by a number; None for any other node, and for one that ends a pattern."""
     if node is None or node.domain or node.op_type not in ("Mul", "Div"):
         return None
     scaling = factor_of(node)

@@ -1,4 +1,4 @@
-"""The nodes between dequantized and quantized values that ONNX Runtime makes one node, which computes in integers."""
+"""Nodes between DequantizeLinear and QuantizeLinear that ONNX Runtime fuses to one node, which computes in integers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _RANGES = {
 
 
 def find_quantized(nodes: Nodes) -> tuple[Nodes, dict[ir.Node, ir.Node]]:
-    """The nodes that run on CPUs, and those that compute in integers, with what they stand for.
+    """The nodes that run on CPUs, and those that compute in integers, with the node of the file that each replaces.
 
-    A node whose data are all dequantized reads what they are made of. If its result is only quantized, the quantization
-    stands for both.
+    A node whose data are all dequantized reads the quantized values. If its result is only quantized again, the
+    QuantizeLinear represents both.
     """
     sources = {node.outputs[0]: node.inputs[0] for node in nodes.order if node.op_type == "DequantizeLinear"}
     if not sources:
@@ -60,9 +60,9 @@ def find_quantized(nodes: Nodes) -> tuple[Nodes, dict[ir.Node, ir.Node]]:
 
 
 def _reads_only(node: ir.Node, sources: Mapping[ir.Value, ir.Value | None]) -> bool:
-    """Whether all of a node's data are dequantized, of a type that it computes in. `sources` are what they are made of.
+    """Whether all of a node's data are dequantized from a type it can compute in. `sources` are the quantized values.
 
-    A bias of 32 bits comes last.
+    The last one may be a bias of 32 bits.
     """
     moves = node.op_type in _MOVING
     count = len(node.inputs) if node.op_type in _ALL_DATA else 1 if moves else _DATA.get(node.op_type, 0)
@@ -74,7 +74,7 @@ def _reads_only(node: ir.Node, sources: Mapping[ir.Value, ir.Value | None]) -> b
 
 
 def _quantized_by(node: ir.Node, nodes: Nodes) -> tuple[ir.Node, list[ir.Node]]:
-    """The quantization that alone reads a node's result, and the nodes before it, or the node itself, and none."""
+    """The QuantizeLinear that alone reads a node's result, and the nodes between; else the node itself, and none."""
     between = [node]
     while (after := nodes.only_reader(value := between[-1].outputs[0])) is not None:
         if after.op_type == "QuantizeLinear" and after.inputs[0] is value:
@@ -86,7 +86,7 @@ def _quantized_by(node: ir.Node, nodes: Nodes) -> tuple[ir.Node, list[ir.Node]]:
 
 
 def _only_bounds(node: ir.Node, after: ir.Node | None) -> bool:
-    """Whether a node keeps numbers in bounds that a quantization `after` it keeps them in too.
+    """Whether a node clips to bounds that the quantization `after` it implies anyway.
 
     See clip_quantizelinear.cc and relu_quantizelinear.cc in core/optimizer/qdq_transformer.
     """
@@ -102,7 +102,7 @@ def _only_bounds(node: ir.Node, after: ir.Node | None) -> bool:
 
 
 def _bounds(clip: ir.Node) -> tuple[float, float]:
-    """Between which numbers a Clip keeps what it reads; none that could be told of where they are computed."""
+    """The bounds of a Clip; an empty range if they are computed."""
     least, most = (*clip.inputs[1:3], None, None)[:2]
     numbers = constant(least), constant(most)
     if any(value is not None and number is None for value, number in zip((least, most), numbers, strict=True)):

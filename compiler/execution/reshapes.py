@@ -1,4 +1,4 @@
-"""The sizes that Reshapes are given and ONNX Runtime makes constants of: those of the axes where they stand."""
+"""Sizes of Reshapes that ONNX Runtime replaces by constants: those of axes that stay in place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from splitc.compiler.execution.liveness import Nodes
 
 
 def without_own_sizes(nodes: Nodes) -> Nodes:
-    """The nodes without those that only give a Reshape its source's own sizes.
+    """The nodes without those that only tell a Reshape the sizes of its own input.
 
-    These sizes are joined with numbers, one by one, each where it is in the source, so that they are 0 for a Reshape
-    (ReshapeFusion, core/optimizer/reshape_fusion.cc).
+    Such a size is concatenated with numbers, at the place it has in the input. So ONNX Runtime writes a 0 for it, which
+    means the same (ReshapeFusion, core/optimizer/reshape_fusion.cc).
     """
     given = {node: node.inputs[1] for node in nodes.order if node.op_type == "Reshape" and _has_own_sizes(node)}
 
@@ -47,7 +47,7 @@ def _has_own_sizes(reshape: ir.Node) -> bool:
 
 
 def _is_size(value: ir.Value, data: ir.Value, axis: int) -> bool:
-    """Whether a value is the size of a value's axis, by Shape, Gather and Unsqueeze."""
+    """Whether a value is the size of an axis of `data`, by Shape, Gather and Unsqueeze."""
     node = value.producer()
     if node is not None and node.op_type == "Unsqueeze":
         node = node.inputs[0].producer() if node.inputs[0] is not None else None

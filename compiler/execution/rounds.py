@@ -1,8 +1,8 @@
-"""A rank of row mode as a graph: what it sends and receives is chained, and the main rank joins columns.
+"""A rank's graph in row mode: chained sends and receives, and the main rank's joins of columns.
 
-It is the graph of row_graphs.py in compiler/lowering. In each round the main rank sends what products take, multiplies,
-and receives other ranks' columns, in one order. So all columns of a round are there before a value is made of them.
-Any other rank receives, multiplies and sends.
+It mirrors row_graphs.py in compiler/lowering. In each round the main rank sends the products' inputs, multiplies, and
+then receives other ranks' columns in a fixed order, so all columns of a round are there before any is joined. Any other
+rank receives, multiplies and sends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from splitc.compiler.execution.liveness import Reads, Size
 
 @dataclass(frozen=True)
 class Round:
-    """The products of a round, each with the shares of its columns by rank, as the rank of this `number` runs it.
+    """The products of a round, with each rank's share of their columns, as the rank of this `number` runs it.
 
-    The main rank, number 0, sends values to each other rank. Any other one takes some.
+    The main rank, number 0, sends inputs to each other rank. Others receive only those they need.
     """
 
     products: Mapping[ir.Node, Mapping[int, float]]
@@ -36,7 +36,8 @@ def with_rounds(
 ) -> Exchange:
     """The graph of a rank that sends and receives in these rounds.
 
-    Values have a `size` in an engine, and one when they are `exchanged`: on CPUs halves are singles in between.
+    `size` is a value's bytes in an engine, and `exchanged` those on its way. They differ on CPUs, where engines compute
+    half precision in single.
     """
     builder = _Builder(reads, size, exchanged)
     for one in rounds:
@@ -49,7 +50,7 @@ def with_rounds(
 
 
 class _Builder:
-    """Adds rounds. What a node reads that is added, or multiplies, is its `own`; others read what the file says."""
+    """Adds rounds to a graph. `own` are the inputs of added nodes and products; other nodes read as in the file."""
 
     def __init__(self, reads: Reads, size: Size, exchanged: Size) -> None:
         self._reads, self._size, self._exchanged = reads, size, exchanged
@@ -62,12 +63,12 @@ class _Builder:
         self.aliases: dict[ir.Value, ir.Value] = {}
 
     def read(self, node: ir.Node) -> list[ir.Value]:
-        """What a node reads."""
+        """The values that a node reads."""
         own = self._own.get(node)
         return own if own is not None else [self.came.get(value, value) for value in self._reads(node)]
 
     def lead(self, one: Round) -> None:
-        """Add what the main rank sends, multiplies, receives and joins in a round."""
+        """Add a round of the main rank: send, multiply, receive, join."""
         sent: dict[ir.Value, ir.Value] = {}
         for value in chain.from_iterable(one.sent):
             now = sent.get(value, self.came.get(value, value))
@@ -85,7 +86,7 @@ class _Builder:
             self.came[whole], self.bytes[join.outputs[0]] = join.outputs[0], self._size(whole)
 
     def help(self, one: Round) -> None:
-        """Add what any other rank receives, multiplies and sends in a round."""
+        """Add a round of any other rank: receive, multiply, send."""
         self.came.update((value, self._receive(value, 1.0)) for value in one.takes)
         for node in self._multiply(one, {}):
             share, columns = one.products[node][one.number], node.outputs[0]
@@ -93,7 +94,7 @@ class _Builder:
             self._node("Send", [self._cast(columns, held, sent)], [TOKEN])
 
     def _multiply(self, one: Round, sent: Mapping[ir.Value, ir.Value]) -> list[ir.Node]:
-        """Add the products that the rank has columns of; what comes later waits for all of them."""
+        """Add the products that the rank has columns of. All later nodes wait for them."""
         own = [node for node, shares in one.products.items() if one.number in shares]
         for node, shares in one.products.items():
             self._own[node] = [sent.get(value, self.came.get(value, value)) for value in self._reads(node)]
@@ -104,12 +105,12 @@ class _Builder:
         return own
 
     def _receive(self, value: ir.Value, share: float) -> ir.Value:
-        """Add what receives a share of a value. Returns it as the engine holds it."""
+        """Add the node that receives a share of a value. Returns the share as the engine holds it."""
         came, held = (int(size(value) * share) for size in (self._exchanged, self._size))
         return self._cast(self._node("Receive", [], [came, TOKEN])[0], came, held)
 
     def _cast(self, value: ir.Value, size: int, then: int) -> ir.Value:
-        """The value of so many bytes, cast if it has another size then."""
+        """A value of `size` bytes, cast if it has `then` bytes afterwards."""
         if size == then:
             return value
         cast = self._new("Cast", 1)
@@ -118,7 +119,7 @@ class _Builder:
         return cast.outputs[0]
 
     def _node(self, name: str, reads: Sequence[ir.Value], sizes: Sequence[int]) -> Sequence[ir.Value]:
-        """Add a chained node. Returns what it makes, of these sizes: last its token."""
+        """Add a chained node. Returns its results, of these sizes; the last one is its token."""
         node = self._new(name, len(sizes))
         self._own[node] = [*reads, *self._token]
         self.added.append(node)

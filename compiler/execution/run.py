@@ -1,4 +1,4 @@
-"""The memory that ONNX Runtime takes for what a graph's nodes make in a run."""
+"""The memory that ONNX Runtime takes for the values of one run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from splitc.compiler.operators.scratch import between_integers
 
 
 def arena_bytes(graph: EngineGraph, scratch: Callable[[ir.Node], tuple[int, ...]], on_host: bool = True) -> int:
-    """The bytes of its arena that ONNX Runtime uses in one run of a graph, from an empty arena on.
+    """The bytes that ONNX Runtime's arena uses in one run of a graph, if it is empty before.
 
-    A value is allocated before its node runs, and freed after its last reader, unless it leaves the engine. `scratch`
-    is what a node's kernel allocates while it runs. Where the system places regions decides which of two free chunks of
-    one size is used: on GPUs it is the more of two ways. `on_host` is as for `Arena`.
+    A value is allocated before its node runs. It is freed after its last reader, unless it leaves the engine. `scratch`
+    is what a node's kernel allocates while it runs. The addresses of regions decide which of two equal free chunks is
+    used: on GPUs both directions are replayed, and the larger result is taken. `on_host` is as for `Arena`.
     """
     graph = without_noops(graph)
     run = optimize(graph if on_host else replace(graph, shapes=None), on_host)
@@ -40,9 +40,10 @@ def arena_bytes(graph: EngineGraph, scratch: Callable[[ir.Node], tuple[int, ...]
 
 @dataclass(frozen=True)
 class Step:
-    """A node's allocations: values with their bytes, and its scratch; and what is freed after it.
+    """A node's allocations: values with their bytes, its scratch, and what is freed after it.
 
-    Some kernels take their scratch `before` what they make. What is `reserved` is scratch that is taken past the arena.
+    Scratch that some kernels allocate `before` their results comes first; `reserved` scratch is taken outside the
+    arena.
     """
 
     made: tuple[tuple[ir.Value, int], ...]
@@ -62,7 +63,7 @@ def _step(
 
 
 def _touched(steps: Iterable[Step], arena: Arena) -> int:
-    """The bytes of the arena that are used after these steps."""
+    """The bytes of the arena that were touched after these steps."""
     places = dict[ir.Value, Place]()
     for step in steps:
         before = [arena.allocate(size) for size in step.before if size]
@@ -78,7 +79,7 @@ def _touched(steps: Iterable[Step], arena: Arena) -> int:
 
 
 def _last_uses(run: Optimized) -> list[list[ir.Value]]:
-    """For each node the values that nothing uses after it."""
+    """For each node, the values that no later node uses."""
     death: dict[ir.Value, int] = {}
     for number, node in enumerate(run.order):
         for value in (*run.reads(node), *node.outputs):

@@ -1,4 +1,4 @@
-"""The products with their own sigmoid that ONNX Runtime makes one node, a QuickGelu."""
+"""Products x sigmoid(x), which ONNX Runtime fuses to a QuickGelu."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from splitc.compiler.fusion.operand import factor_of
 def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
     """The nodes with one for each x sigmoid(x) or x sigmoid(a x), and these.
 
-    Nothing else reads what is between (QuickGeluFusion, core/optimizer/quick_gelu_fusion.cc). In half
-    precision kernels for CPUs have casts between the nodes.
+    The values between have no other readers (QuickGeluFusion, core/optimizer/quick_gelu_fusion.cc). In half precision
+    on CPUs, casts between the nodes prevent it.
     """
     silus = set[ir.Node]()
     between = set[ir.Value]()
@@ -33,7 +33,7 @@ def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
 
 
 def _gates(gate: ir.Value | None, data: ir.Value | None) -> list[ir.Value]:
-    """The values between x and sigmoid(x), or sigmoid(a x), which is the last one; none if it is something else."""
+    """The values from x to sigmoid(x) or sigmoid(a x), the last one included; none for any other pattern."""
     node = gate.producer() if gate is not None else None
     if gate is None or node is None or node.op_type != "Sigmoid" or node.inputs[0] is None:
         return []

@@ -1,4 +1,4 @@
-"""Operators without a kernel, as the steps that ONNX Runtime inlines for them."""
+"""Operators without a kernel, expanded to the nodes of their function, as ONNX Runtime does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DOMAIN = "splitc.step"
 
 @dataclass(frozen=True)
 class Inlined:
-    """The nodes with their steps, what each reads, and the bytes of what steps make."""
+    """The nodes with the inlined ones, the values that each reads, and the bytes of the new values."""
 
     nodes: Sequence[ir.Node]
     reads: Reads
@@ -22,10 +22,10 @@ class Inlined:
 
 
 def inline(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Inlined:
-    """Put the steps of GroupNormalization before it, which is the last of them itself.
+    """Insert the nodes of GroupNormalization before it; it stands for the last of them.
 
-    They cast, center and square the image, divide what is centered, cast that back, and scale it (the function of the
-    operator in onnx/defs/nn/defs.cc). The cast image stays until the quotient has its shape again.
+    They cast, center and square the image, divide what is centered, cast it back, and scale it (the operator's function
+    in onnx/defs/nn/defs.cc). The cast image lives until the quotient is reshaped.
     """
     if not any(map(_has_steps, nodes)):
         return Inlined(nodes, reads, {})

@@ -1,4 +1,4 @@
-"""A rank of tensor mode as a graph: what ranks add are nodes, which tokens chain."""
+"""A rank's graph in tensor mode: all-reduces as nodes, which tokens keep in order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from splitc.compiler.execution.liveness import Reads, Size
 def with_sums(
     nodes: Sequence[ir.Node], reads: Reads, size: Size, summed: Mapping[ir.Value, ir.Value], alike: Alike
 ) -> Exchange:
-    """The graph of a rank that adds to the `summed` values, each with the rank's part of it.
+    """The graph of a rank that all-reduces the `summed` values.
 
-    The part is the value itself, as the rank's node makes it, or what that node would only pass on, and so is not
-    there. A sum overwrites a part that is made for it if the file says how large that is.
+    The rank's part is the value that its own node makes. Where that node would only pass on its input, the part is the
+    input. A sum overwrites a part that was made for it, if the file says how large it is.
     """
     if not summed:
         return Exchange(nodes, reads, {}, {}, {})

@@ -1,4 +1,4 @@
-"""Transposes that undo each other, which ONNX Runtime takes out, also with nodes between that go element by element."""
+"""Pairs of transposes that cancel, which ONNX Runtime removes, also with elementwise nodes between them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SMALL = 256
 
 
 def find_turned_back(nodes: Nodes, size: Size) -> dict[ir.Value, ir.Value]:
-    """The results of transposes that are taken out, each with the value that takes its place.
+    """The results of transposes that are removed, each with the value that replaces it.
 
-    Nothing else reads what is between the two, which differs from what there was before in the order of its axes alone
+    The values between the two have no other readers. They differ from those before only in the order of their axes
     (core/optimizer/transpose_optimization).
     """
     made = {value for node in nodes.order for value in node.outputs}
