@@ -1,1 +1,1 @@
-"""What exporters wrote out becomes the operators that an engine has kernels for."""
+"""Replaces decomposed patterns (attention, norms, rotary embedding) by operators that engines have kernels for."""

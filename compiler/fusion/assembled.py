@@ -1,8 +1,8 @@
-"""What is written slice by slice becomes a Concat of the slices.
+"""Replaces assignments to slices by one Concat of the slices.
 
-PyTorch assigns to slices of an empty tensor, `keys[..., :n] = a`. Exporters write each as a ScatterND: with the axis
-brought to the front and an index for each row of it, or with the indices of every element. Both read and write all of
-it once for each slice, and no shard of it can be told.
+PyTorch assigns to slices of an empty tensor, `keys[..., :n] = a`. Exporters write each assignment as a ScatterND: with
+the axis transposed to the front and an index for each of its rows, or with the indices of every element. Either copies
+the whole tensor for each slice, and can't be sharded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPERATOR = "Concat"
 
 @dataclass(frozen=True)
 class Slice:
-    """`node` writes `rows` to the places from `start` to before `end` of an axis; all others are those of `data`."""
+    """One assignment: `node` writes `rows` to the places from `start` to before `end` of an axis of `data`."""
 
     node: ir.Node
     data: ir.Value
@@ -37,18 +37,18 @@ class Slice:
 
 @dataclass(frozen=True)
 class Assembled:
-    """The slices of one value, in the order in which they are written, each to what the one before it made."""
+    """The assignments that build one value, in order. Each one's data are the result of the one before."""
 
     slices: tuple[Slice, ...]
     axes: tuple[Axis, ...]
 
     @property
     def output(self) -> ir.Value:
-        """What the last one makes."""
+        """The result of the last assignment."""
         return self.slices[-1].node.outputs[0]
 
     def owners(self) -> list[int]:
-        """For each place of the axis the number of the slice that it is of; -1 for what was there before."""
+        """For each place of the axis, the number of the slice that it belongs to; -1 if no slice writes it."""
         owners = [-1] * (self.axes[self.slices[0].axis].fixed or 0)
         for number, one in enumerate(self.slices):
             owners[one.start : one.end] = [number] * (one.end - one.start)
@@ -56,7 +56,7 @@ class Assembled:
 
 
 def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | None:
-    """The slices that a node writes the last of; None if it writes none, or if others follow."""
+    """The assignments that a node completes; None if it is no assignment, or not the last one."""
     last = _find_slice(node, sizes, tables)
     if last is None or _is_written_to(node, last.axis, sizes, tables):
         return None
@@ -68,9 +68,9 @@ def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | N
 
 
 def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> None:
-    """Join the slices, in place. Where the axis was brought to another place for them, it stays where it was.
+    """Replace the assignments by a Concat, in place, along the axis where it is without their transposes.
 
-    Raises NotFusedError if only some places are written to: then a copy may be as fast.
+    Raises NotFusedError if some places are not assigned: then a copy may be as fast.
     """
     owners, axis, output = assembled.owners(), assembled.slices[0].axis, assembled.output
     if -1 in owners:
@@ -89,7 +89,7 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> None:
 
 
 def _find_slice(node: ir.Node, sizes: Sizes, tables: Tables) -> Slice | None:
-    """The slice that a ScatterND writes; None if it is another operator, or writes to other places."""
+    """The assignment that a ScatterND makes; None for other operators, and for places that are no slice."""
     if node.op_type != "ScatterND" or node.domain or node.attributes.get_string("reduction", "none") != "none":
         return None
     data, indices, rows = node.inputs
@@ -113,15 +113,15 @@ def _find_slice(node: ir.Node, sizes: Sizes, tables: Tables) -> Slice | None:
 
 
 def _start(places: Sequence[int], count: int) -> int | None:
-    """Where places begin that follow each other; None if they do not, or are not so many."""
+    """The first of `count` consecutive places; None if they are not consecutive, or not so many."""
     fits = count and places[0] >= 0 and list(places) == list(range(places[0], places[0] + count))
     return places[0] if fits else None
 
 
 def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> list[int] | None:
-    """The places along an axis of what is written, of indices [..., axes]; None if that axis alone does not tell them.
+    """The places along one axis that indices [..., axes] address; None if they vary along several axes.
 
-    Those of every element are joined of the places along each axis, which are repeated along the others.
+    Indices of every element are concatenated from the places along each axis, expanded along the others.
     """
     listed, value = sizes.of(indices), indices
     assert listed is not None
@@ -144,7 +144,7 @@ def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> lis
 
 
 def _before_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
-    """What is repeated to all elements, and got an axis of one."""
+    """The value before an Expand to all elements and an Unsqueeze."""
     node = value.producer()
     own, source = sizes.of(value), None if node is None else node.inputs[0]
     if node is not None and node.op_type in VIEWS and source is not None and own == (*(sizes.of(source) or ()), ONE):
@@ -155,7 +155,7 @@ def _before_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
 
 
 def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
-    """A value before what leaves it as it is."""
+    """The value before nodes that do not change it."""
     while (node := value.producer()) is not None and node.op_type in VIEWS | {"Expand"} and not node.domain:
         source = node.inputs[0]
         if source is None or sizes.of(source) != sizes.of(value):
@@ -165,7 +165,7 @@ def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
 
 
 def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
-    """The slice that is written before another one, to the same axis, if it is read for that alone."""
+    """The assignment before this one, to the same axis, if nothing else reads its result."""
     source = seen_through(whole(one.data, len(sizes.of(one.data) or ())), scaled=False)
     node = source.value.producer()
     before = None if node is None or not source.is_value else _find_slice(node, sizes, tables)
@@ -173,7 +173,7 @@ def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
 
 
 def _is_written_to(node: ir.Node, axis: int, sizes: Sizes, tables: Tables) -> bool:
-    """Whether another slice is written to what a node makes."""
+    """Whether another assignment writes to a node's result."""
     level = [node.outputs[0]]
     for _ in range(3):  # the axis is brought back, and to the front again
         users = [user for value in level for user, place in value.uses() if not place]
@@ -185,13 +185,13 @@ def _is_written_to(node: ir.Node, axis: int, sizes: Sizes, tables: Tables) -> bo
 
 
 def _runs(owners: Sequence[int]) -> list[tuple[int, tuple[int, int]]]:
-    """Whose places follow each other, from where to before where."""
+    """Runs of consecutive places of one owner: the owner, the start, and the end."""
     ends = [*(np.flatnonzero(np.diff(owners)) + 1).tolist(), len(owners)]
     return [(owners[start], (start, end)) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _cut(rows: ir.Value, axis: int, start: int, end: int, work: Writer) -> ir.Value:
-    """The places of a slice that no later one writes to."""
+    """The places of a slice that no later slice overwrites."""
     axes = list(work.axes(rows))
     if (start, end) == (0, axes[axis].fixed):
         return rows
@@ -201,7 +201,7 @@ def _cut(rows: ir.Value, axis: int, start: int, end: int, work: Writer) -> ir.Va
 
 
 def _replace(old: ir.Value, operand: Operand, work: Writer) -> None:
-    """Put an operand in the place of a value, and its value in that of what turns this back."""
+    """Replace a value by an operand. A Transpose that undoes the operand's own is replaced by its source."""
     for node in [user for user, _ in old.uses() if user.op_type == "Transpose" and not user.domain]:
         turned = node.outputs[0]
         order = node.attributes.get_ints("perm", tuple(reversed(range(len(operand.axes)))))

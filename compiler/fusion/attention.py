@@ -1,4 +1,4 @@
-"""Attention that was written as products and a Softmax, found by its structure, whoever wrote it."""
+"""Finds attention that was decomposed into products and a Softmax, by its structure alone."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NO_SIZES = "its queries, keys and values have no known sizes"
 
 
 class NotFusedError(Exception):
-    """What looks like attention has no operator of its own. The message says why, without the node."""
+    """A pattern can't become one operator. The message gives the reason, without the node's name."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """`factor` x `value` is added to the scores, where their shape is that of `at`.
+    """`factor` x `value` is added to the scores, whose shape is that of `at`.
 
-    Or `value` is a mask: scores where it is `hides` become `low`.
+    Or `value` is a mask: scores where it equals `hides` become `low`.
     """
 
     value: ir.Value
@@ -42,7 +42,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class RowScale:
-    """Scores, of the shape of `at`, are multiplied or divided by a `value` that is computed."""
+    """Scores, shaped like `at`, are multiplied or divided by a computed `value`."""
 
     value: ir.Value
     at: ir.Value
@@ -51,7 +51,7 @@ class RowScale:
 
 @dataclass(frozen=True)
 class Blanks:
-    """Rows of an attention that become zeros in `result`: where `rows` [batch or 1, 1, length, 1] is."""
+    """Rows of the output that are set to zero in `result`, where `rows` [batch or 1, 1, length, 1] is true."""
 
     rows: ir.Value
     result: ir.Value
@@ -61,13 +61,17 @@ class Blanks:
 class Attention:
     """softmax(scale x query x keys + biases) x values.
 
-    Queries are [..., length, size], keys [..., size, all] and values [..., all, size]. Axis n of the `output` is axis
-    `order[n]` of [..., length, size]. With `guarded`, rows of NaN, which a mask leaves nothing of, count as zeros.
-    `layouts` are scores whose first axes may be divided in another way than the queries'; `passed` are all values
-    between the queries and the output, which are no more once they are one operator. So many heads as `groups` says,
-    side by side, have one of keys and of values. With `is_causal`, tokens do not see later ones. Before anything is
-    added to them, scores are bounded by a Tanh to the `softcap`, unless it is 0. A `is_flat` output is [batch, length,
-    heads x size], whatever the `order`. `sinks` are joined to the scores, [..., length, 1], and their weights left out.
+    Queries are [..., length, size], keys [..., size, all] and values [..., all, size].
+
+    - `order`: axis n of the `output` is axis `order[n]` of [..., length, size].
+    - `guarded`: rows of NaN, which a mask hides completely, count as zeros.
+    - `layouts`: scores whose leading axes may be split differently from the queries'.
+    - `passed`: all values between the queries and the output. They disappear when the pattern becomes one operator.
+    - `groups`: so many consecutive heads share one head of keys and of values.
+    - `is_causal`: tokens do not see later ones.
+    - `softcap`: a bound on scores, by a Tanh, before anything is added to them; 0 for none.
+    - `is_flat`: the output is [batch, length, heads x size], whatever the `order`.
+    - `sinks`: concatenated to the scores, [..., length, 1]; their weights are dropped.
     """
 
     query: Operand
@@ -90,15 +94,15 @@ class Attention:
 
     @property
     def result(self) -> ir.Value:
-        """The output, or what has its blank rows."""
+        """The output, with its blank rows set to zero if there are any."""
         return self.output if self.blanks is None else self.blanks.result
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """What is done to a product before the Softmax, from it on. `scale`, `softcap` and `sinks` are as in Attention.
+    """What happens to a product on its way to the Softmax. `scale`, `softcap` and `sinks` are as in Attention.
 
-    `unjoined` are the scores that sinks are joined to.
+    `unjoined` are the scores before the sinks are concatenated.
     """
 
     product: Product
@@ -113,9 +117,9 @@ class _Scores:
 
 @dataclass(frozen=True)
 class _Weighing:
-    """The product that a Softmax's output goes into, as values [..., all, size], and what is in between.
+    """The product of a Softmax's output with values [..., all, size], and the nodes in between.
 
-    `cut`: the last weight of each row is left out.
+    `cut`: the last weight of each row is dropped.
     """
 
     values: Operand
@@ -128,9 +132,9 @@ class _Weighing:
 
 
 def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
-    """The attention around a Softmax; None if nothing is weighed by its output, as in a router or a classifier.
+    """The attention around a Softmax; None if its output is multiplied with no values, as in a router or a classifier.
 
-    Raises NotFusedError for what is not understood.
+    Raises NotFusedError for patterns that are not understood.
     """
     try:
         below = _find_weighing(softmax.output, rank_of)
@@ -164,7 +168,10 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
 
 
 def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Operand]:
-    """Queries, keys and values: as halves if all were halves, since the operator computes in single precision."""
+    """Queries, keys and values, before casts from half precision if all have one.
+
+    The operator computes in single precision anyway.
+    """
     query, keys = in_halves(product.first, scaled=True), in_halves(product.second, scaled=True)
     weighed = in_halves(values, scaled=False)
     if query is None or keys is None or weighed is None:
@@ -173,7 +180,7 @@ def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Opera
 
 
 def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
-    """The product whose factor a Softmax's output is, and whether NaN are made zeros on the way."""
+    """The product that a Softmax's output goes into, and whether NaN are replaced by zeros on the way."""
     guarded, turned, cut, straight = False, False, False, value
     passed: list[ir.Value] = []
     while True:
@@ -214,21 +221,21 @@ def _read_weighing(node: ir.Node, weights: ir.Value, turned: bool, rank_of: Rank
 
 
 def _read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
-    """As `read_product`. Raises NotFusedError if it is not known how many axes the factors have."""
+    """As `read_product`. Raises NotFusedError if the number of the factors' axes is not known."""
     if any(value is None or rank_of(value) is None for value in node.inputs[:2]):
         raise NotFusedError(NO_SIZES)
     return read_product(node, rank_of)
 
 
 def _swaps_last(node: ir.Node) -> bool:
-    """Whether a Transpose puts the last two axes in each other's place, and no others."""
+    """Whether a Transpose swaps the last two axes, and moves no others."""
     order = node.attributes.get_ints("perm", ())
     rank = len(order)
     return tuple(order) == (*range(rank - 2), rank - 1, rank - 2)
 
 
 def without_nan(value: ir.Value) -> ir.Value | None:
-    """A value with zeros for its NaN, if it is read only for that."""
+    """The value with zeros in place of NaN, if that is all that a value is read for."""
     users = readers_of(value)
     kinds = {node.op_type: node for node in users if not node.domain}
     if len(users) != 2 or kinds.keys() != {"IsNaN", "Where"}:
@@ -240,7 +247,7 @@ def without_nan(value: ir.Value) -> ir.Value | None:
 
 
 def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
-    """The product of two computed values that scores come from, and what is done to it on the way."""
+    """The product of two computed values that scores come from, and what happens to it on the way."""
     node = value.producer()
     if node is not None and deepest and multiplies(node):
         return _read_scores(node, rank_of)
@@ -268,7 +275,7 @@ def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _find_joined(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
-    """Scores with sinks behind them."""
+    """Scores with sinks concatenated to them."""
     axis, rank = node.attributes.get_int("axis", -1), rank_of(node.outputs[0])
     if len(node.inputs) != 2 or rank is None or axis not in (-1, rank - 1):
         raise NotFusedError("its scores are joined with others than sinks")
@@ -281,7 +288,7 @@ def _find_joined(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _changes_nothing(node: ir.Node, scores: ir.Value) -> bool:
-    """Whether a node takes the same off all of a row, or bounds what is hidden already: no weight changes."""
+    """Whether a node changes no weights: it subtracts one number from a whole row, or clips hidden scores."""
     if node.op_type == "Sub":
         return is_row_maximum(node.inputs[1], scores)
     return node.op_type == "Max" and len(node.inputs) == 2 and (constant(node.inputs[1]) or 0.0) <= HIDDEN
@@ -314,7 +321,7 @@ def _find_scaled(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
-    """Scores times, or divided by, what is computed: a number for each head, say."""
+    """Scores that are multiplied or divided by something computed, such as a number for each head."""
     for path, value in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Mul" else 1]:
         assert path is not None and value is not None
         if path.is_initializer() or not comes_from_product(path):
@@ -328,7 +335,7 @@ def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _find_capped(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
-    """Scores behind a Tanh: a cap of 1, until they are scaled."""
+    """Scores behind a Tanh. Their softcap is 1 until they are scaled."""
     above = _find_scores(value, deepest - 1, rank_of)
     if above.biases or above.softcap:
         raise NotFusedError("its scores are capped by a Tanh after a mask or another one")
@@ -336,7 +343,7 @@ def _find_capped(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
-    """Scores to which, or from which, something is added or taken."""
+    """Scores to which something is added, or from which something is subtracted."""
     reasons = []
     for path, bias in (node.inputs, node.inputs[::-1])[: 2 if node.op_type == "Add" else 1]:
         assert path is not None and bias is not None
@@ -355,7 +362,7 @@ def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _kept_by(path: ir.Value, bias: ir.Value) -> ir.Value | None:
-    """The scores in mask x scores + low x (not mask), which is a Where in other words; None for anything else."""
+    """The scores in mask x scores + low x (not mask), which is a Where in other words; None for any other sum."""
     kept, lows = path.producer(), bias.producer()
     if kept is None or lows is None or kept.op_type != "Mul" or lows.op_type != "Mul" or kept.domain or lows.domain:
         return None
@@ -372,7 +379,7 @@ def _kept_by(path: ir.Value, bias: ir.Value) -> ir.Value | None:
 
 
 def _cast_of(value: ir.Value) -> ir.Value | None:
-    """The truths that a value has as numbers."""
+    """The booleans that a value is a cast of."""
     node = value.producer()
     if node is None or node.op_type != "Cast" or node.inputs[0] is None:
         return None
@@ -380,7 +387,7 @@ def _cast_of(value: ir.Value) -> ir.Value | None:
 
 
 def _find_masked(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
-    """Scores some of which a mask replaces by a low number."""
+    """Scores that a mask replaces by a low number in some places."""
     mask, then, otherwise = node.inputs
     assert mask is not None and then is not None and otherwise is not None
     hides = constant(then) is not None

@@ -1,7 +1,7 @@
-"""Attention that is ONNX's own operator, as newer exporters write it, read as what it computes.
+"""Reads ONNX's Attention operator, which newer exporters write, as the computation that it stands for.
 
-It has kernels of its own. But it makes presents anew in each request: it concatenates, or reads what was concatenated.
-See Attention in ONNX's Operators.md.
+The operator has kernels of its own, but concatenates its caches anew in each request. See Attention in ONNX's
+Operators.md.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NO_HEADS = "the number or the size of its heads may change from request to reque
 
 
 def is_operator(node: ir.Node) -> bool:
-    """Whether a node is ONNX's own attention."""
+    """Whether a node is ONNX's Attention."""
     return node.op_type == OPERATOR and not node.domain
 
 
 def read_operator(node: ir.Node, work: Writer) -> Attention:
-    """What the operator computes. Raises NotFusedError for what no other operator does.
+    """The computation of the operator. Raises NotFusedError for a form that no other operator has.
 
-    Its scores are no value of the graph: sizes get those of one that stands for them. Rows that see nothing are zeros.
+    Its scores are no value of the graph: a placeholder has their sizes. Rows without visible keys give zeros.
     """
     _check(node)
     query, keys, values = (_by_heads(node, place, work) for place in range(3))
@@ -71,7 +71,7 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
 
 
 def _check(node: ir.Node) -> None:
-    """Raise NotFusedError for what no other operator does."""
+    """Raise NotFusedError for a form that no other operator has."""
     if _input(node, LENGTHS) is not None:
         raise NotFusedError("it is told how many of its keys are filled")
     if len(node.outputs) > SCORES and (node.outputs[SCORES].uses() or node.outputs[SCORES].is_graph_output()):
@@ -107,7 +107,7 @@ def _axes(operand: Operand, work: Writer) -> list[Axis]:
 
 
 def _hides_nothing(mask: ir.Value) -> bool:
-    """Whether a mask is True in all requests: exporters write one for encoders that have none."""
+    """Whether a mask is always True: exporters write one for encoders without a mask."""
     value: ir.Value | None = mask
     while value is not None and (node := value.producer()) is not None:
         value = node.inputs[0] if node.op_type in VIEWS | {"Expand", "Identity"} and not node.domain else None

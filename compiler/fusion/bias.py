@@ -1,4 +1,4 @@
-"""All that is added to an attention's scores, and masks, as one bias [batch or 1, heads or 1, length, all]."""
+"""Merges an attention's biases and masks to one bias [batch or 1, heads or 1, length, all]."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOW, LOW_HALF = -1e30, -3e4
 
 
 def check_bias(bias: Bias, sizes: Sizes) -> None:
-    """Raise NotFusedError if a bias can't be written."""
+    """Raise NotFusedError if a bias can't be written with these axes."""
     own, scores = sizes.axes(bias.value), sizes.axes(bias.at)
     if own is None or scores is None or len(own) > len(scores):
         raise NotFusedError("what is added to its scores has no known shape")
@@ -32,7 +32,7 @@ def check_bias(bias: Bias, sizes: Sizes) -> None:
 
 
 def write_bias(attention: Attention, frame: Frame, work: Writer) -> ir.Value:
-    """All that is added to the scores."""
+    """The sum of all biases and masks."""
     first, *others = (_write_one(bias, frame, work, f"bias{n}") for n, bias in enumerate(attention.biases))
     total = first
     for number, other in enumerate(others):
@@ -47,7 +47,7 @@ def write_bias(attention: Attention, frame: Frame, work: Writer) -> ir.Value:
 
 
 def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
-    """A bias with the four axes."""
+    """One bias with the four axes."""
     value = bias.value
     if bias.hides is not None:
         value = _write_mask(bias, work, role)
@@ -79,7 +79,7 @@ def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
 
 
 def _write_mask(bias: Bias, work: Writer, role: str) -> ir.Value:
-    """A bias that hides what a mask hides."""
+    """A mask as a bias."""
     is_half = bias.at.dtype == ir.DataType.FLOAT16
     low = bias.low if math.isinf(bias.low) else LOW_HALF if is_half else LOW
     numbers = [work.editor.scalar(number, bias.at) for number in (low, 0.0)]
@@ -88,7 +88,7 @@ def _write_mask(bias: Bias, work: Writer, role: str) -> ir.Value:
 
 
 def _is_mixed(own: Sequence[Axis], full: Sequence[Axis]) -> bool:
-    """Whether some of the axes have one element where the scores have more, and some have as many."""
+    """Whether some of the axes have one element where the scores have more, and others have as many as the scores."""
     ones = [axis.size == ONE for axis, other in zip(own, full, strict=True) if other.size != ONE]
     return any(ones) and not all(ones)
 

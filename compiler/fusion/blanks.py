@@ -1,7 +1,7 @@
-"""Rows of an attention that become zeros behind it, as transformers' exporter has those that a mask leaves nothing of.
+"""Rows that are set to zero after attention, as transformers' exporter does for rows that a mask hides completely.
 
-What is written between the product and the transpose that undoes its heads' would keep both transposes. On the
-operator's result, they are none.
+The Where is written between the product and the Transpose that merges its heads, and so keeps the Transpose from being
+fused. Applied to the fused result, it does not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from splitc.compiler.fusion.sizes import ONE, Sizes
 
 
 def with_blanks(attention: Attention, sizes: Sizes) -> Attention:
-    """The attention with the rows that become zeros behind it; as it is if none do."""
+    """The attention with its blank rows; unchanged if it has none."""
     output, rank = attention.output, len(attention.order)
     readers = readers_of(output)
     if len(readers) != 1 or output.is_graph_output() or attention.is_flat or attention.order != (0, 1, 2, 3)[:rank]:

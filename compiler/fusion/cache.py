@@ -1,7 +1,7 @@
-"""Attention whose keys and values are a cache: what earlier requests left, with what this one adds concatenated to it.
+"""Attention whose keys and values are a cache: the rows of earlier requests, with those of this one concatenated.
 
-The cache is [batch, heads, rows, size], as the operator GroupQueryAttention has it. Between it and the products its
-heads may be repeated, merged with the batch, and transposed.
+The cache is [batch, heads, rows, size], as in the operator GroupQueryAttention. On its way to the products its heads
+may be repeated, merged with the batch, and transposed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ _Part = tuple[str, Size]
 
 @dataclass(frozen=True)
 class Cache:
-    """`present` is `past` with the rows `new` behind it, which may be [batch, rows, heads x size].
+    """`present` is `past` with the `new` rows concatenated, which may be [batch, rows, heads x size].
 
-    `path` are the nodes from it to an attention's `operand`.
-
-    The operand is the cache, if it is as `check_layout` says, times `factor` and all computed `scales`.
+    `path` are the nodes from it to an attention's `operand`. The operand is the cache, in a layout that `check_layout`
+    accepts, times `factor` and all computed `scales`.
     """
 
     past: ir.Value
@@ -48,7 +47,7 @@ class Cache:
 
     @property
     def between(self) -> list[ir.Value]:
-        """The values that are no more once one operator has the cache and the attention."""
+        """The values that disappear when one operator takes over the cache and the attention."""
         return [node.outputs[0] for node in self.path]
 
 
@@ -62,9 +61,10 @@ class CachedAttention:
 
 
 def concatenated(graph: ir.Graph, states: Sequence[State]) -> Held:
-    """The presents of states that grow by a concatenation, with their pasts and what is added to these.
+    """The presents of states that grow by a Concat, each with its past and its new rows.
 
-    None if the model has others that are written in place as it is: their lengths come with a mask, which has room too.
+    Empty if the model has other states that are written in place as they are: their lengths come with a mask, which is
+    as long as the room too.
     """
     if any(state.in_place for state in states):
         return {}
@@ -80,7 +80,7 @@ def concatenated(graph: ir.Graph, states: Sequence[State]) -> Held:
 
 
 def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
-    """What is put behind a past of four axes to make a present of it; None if that is made otherwise."""
+    """The rows that are concatenated to a past of four axes to give a present; None if it is made differently."""
     node, place = present.producer(), present.index()
     if node is None or place is None or past.shape is None or len(past.shape) != 4:
         return None
@@ -95,7 +95,7 @@ def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
 def left_out(
     graph: ir.Graph, states: Sequence[State], held: Held, is_read: bool
 ) -> Iterator[tuple[str, NotFusedError]]:
-    """The states that grow and stay as they are, whatever attention there is. If none `is_read`, those `held` too."""
+    """Growing states that stay as they are, with reasons; those `held` too, unless attention reads one (`is_read`)."""
     pasts = {past.name for past, _ in held.values()}
     outputs = {value.name: value.producer() for value in graph.outputs}
     for state in states:
@@ -111,9 +111,9 @@ def left_out(
 
 
 def find_caches(attention: Attention, held: Held, shape_of: ShapeOf) -> CachedAttention | None:
-    """The caches that are an attention's keys and values; None if neither is one of those `held`.
+    """The caches that are an attention's keys and values; None if neither is `held`.
 
-    Raises NotFusedError if only one of them is, or if a cache is read elsewhere too.
+    Raises NotFusedError if only one of them is, or if a cache has other readers.
     """
     keys = _find_cache(attention.keys.swapped(), held, shape_of)
     values = _find_cache(attention.values, held, shape_of)
@@ -131,7 +131,7 @@ def find_caches(attention: Attention, held: Held, shape_of: ShapeOf) -> CachedAt
 
 
 def _find_cache(operand: Operand, held: Held, shape_of: ShapeOf) -> Cache | None:
-    """The cache that an operand [..., rows, size] comes from by nodes that keep or repeat its elements."""
+    """The cache that an operand [..., rows, size] comes from, through nodes that keep or repeat its elements."""
     value, factor, path, scales = operand.value, 1.0, list[ir.Node](), list[RowScale]()
     while value not in held:
         node = value.producer()
@@ -166,8 +166,8 @@ def _check_readers(cache: Cache, attention: Attention) -> None:
 def check_layout(cache: Cache, sizes: Sizes) -> tuple[int, int]:
     """A cache's number of heads, and how often each is repeated in the operand, side by side.
 
-    Raises NotFusedError for an operand that is not the cache in this way. The parts of its axes are followed through
-    each node, with both sets of sizes.
+    Raises NotFusedError for an operand in any other layout. The parts of each axis are followed through the nodes, with
+    both sets of sizes.
     """
     own = sizes.axes(cache.present)
     if own is None or own[1].fixed is None or own[3].fixed is None:
@@ -190,7 +190,7 @@ def check_layout(cache: Cache, sizes: Sizes) -> tuple[int, int]:
 
 
 def _follow(node: ir.Node, axes: list[list[_Part]], sizes: Sizes) -> list[list[_Part]] | None:
-    """The parts of the axes of what a node makes; None if they can't be told."""
+    """The parts of the axes of a node's result; None if they are not known."""
     made = sizes.of(node.outputs[0])
     if made is None:
         return None
@@ -209,7 +209,7 @@ def _follow(node: ir.Node, axes: list[list[_Part]], sizes: Sizes) -> list[list[_
 
 
 def _viewed(parts: Sequence[_Part], made: Sequence[Size]) -> list[list[_Part]] | None:
-    """The parts along other axes, in their order; None if an axis would have a fraction of one."""
+    """The parts of the axes after a Reshape; None if an axis would have a fraction of one."""
     rest, axes = list(parts), list[list[_Part]]()
     for size in made:
         taken: list[_Part] = []

@@ -1,7 +1,7 @@
-"""A product whose columns are taken apart at once becomes a product for each part, by its part of the weight.
+"""Divides a product whose result is only split by columns into one product for each part.
 
-Exporters write a gated layer's two projections, or those for queries, keys and values, as one product and a Split. The
-parts are then copied, and what follows (a bias, an activation) can't be one operator with any of them.
+Exporters write the two projections of a gated layer, or those for queries, keys and values, as one product and a Split.
+The Split copies the parts, and keeps a following bias or activation from being fused with a product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OPERATOR = "MatMul"
 
 @dataclass(frozen=True)
 class Divided:
-    """A product of `data` and `weight`, plus `bias` if there is one. `parts` have its columns, one after the other."""
+    """A product of `data` and `weight`, plus `bias` if there is one. `parts` are consecutive columns of it."""
 
     product: ir.Node
     data: ir.Value
@@ -36,7 +36,7 @@ class Divided:
 
 
 def find_divided(product: ir.Node) -> Divided | None:
-    """The product with its parts; None if it is read in another way."""
+    """The product with its parts; None if its result has other readers."""
     if product.op_type != OPERATOR or product.domain or len(product.inputs) != 2:
         return None
     data, weight = product.inputs
@@ -56,7 +56,7 @@ def find_divided(product: ir.Node) -> Divided | None:
 
 
 def is_own(value: ir.Value, rank: int) -> bool:
-    """Whether a value is a weight of so many axes that nothing else reads and no request overrides."""
+    """Whether a value is a weight with so many axes that has one reader, and that no request overrides."""
     constant = value.const_value
     return (
         value.is_initializer()
@@ -68,9 +68,9 @@ def is_own(value: ir.Value, rank: int) -> bool:
 
 
 def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
-    """Write a product for each part in place of the Split.
+    """Replace the product and the Split by a product for each part.
 
-    Raises NotFusedError if the parts are not of its columns; then nothing is changed.
+    Raises NotFusedError if the parts are not its columns; then nothing is changed.
     """
     axes, split = sizes.axes(divided.whole), divided.parts[0].producer()
     columns = [sizes.axes(part) for part in divided.parts]
@@ -103,7 +103,7 @@ def _write_part(divided: Divided, columns: slice, axes: Sequence[Axis], work: Wr
 
 
 def _columns(weight: ir.Value, columns: slice, editor: Editor) -> ir.Value:
-    """The columns of a weight, as one that is read when it is written."""
+    """Columns of a weight, which are read only when they are written."""
     tensor = weight.const_value
     assert tensor is not None
     shape = ir.Shape([*tensor.shape.numpy()[:-1], columns.stop - columns.start])

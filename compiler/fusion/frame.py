@@ -1,6 +1,6 @@
-"""How the first axes of an attention's scores are a batch and heads.
+"""Tells which leading axes of an attention's scores are the batch, and which are heads.
 
-Exporters write them as two axes, as one in which they are merged, or as more. The operator has exactly these two.
+Exporters write two axes, one merged axis, or more. The operator has exactly these two.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Axes = tuple[Axis, ...]
 
 @dataclass(frozen=True)
 class Frame:
-    """The axes of an attention, each as one. The number of `heads` and the sizes of heads are fixed.
+    """The axes of an attention. The number of `heads` and their sizes are fixed.
 
-    `leading` are the first axes of the queries' product, and `weighed` those of the values'.
+    `leading` are the leading axes of the product of queries and keys, and `weighed` those of the product with values.
     """
 
     batch: Axis
@@ -32,7 +32,7 @@ class Frame:
     weighed: Axes
 
     def divided(self, leading: Sequence[Axis]) -> int | None:
-        """How many of these first axes are the batch; the others are heads. None if an axis holds both."""
+        """How many of the leading axes are the batch; the rest are heads. None if one axis holds both."""
         count = len(leading)
         sizes = [axis.size for axis in leading]
         likely: list[int] = [max(0, count - 1), count, *range(count)]
@@ -43,7 +43,7 @@ class Frame:
 
 
 def find_frame(attention: Attention, sizes: Sizes) -> Frame:
-    """The frame in which all of an attention fits. Raises NotFusedError if there is none."""
+    """The frame that fits all of an attention. Raises NotFusedError if there is none."""
     axes = [axes_of(operand, sizes) for operand in (attention.query, attention.keys, attention.values)]
     query, keys, values = axes
     if query is None or keys is None or values is None:
@@ -72,7 +72,7 @@ def find_frame(attention: Attention, sizes: Sizes) -> Frame:
 
 
 def _fits(own: Axes, leading: Axes, groups: int) -> bool:
-    """Whether first axes are those of queries, some with one element, the last one for each of the `groups`."""
+    """Whether leading axes are those of queries. Some may have one element, and the last one that of the `groups`."""
     times = [1] * (len(own) - 1) + [groups]
     return all(
         b.size == ONE or product_of([b.size, (n, n)]) == a.size for a, b, n in zip(leading, own, times, strict=True)
@@ -80,7 +80,7 @@ def _fits(own: Axes, leading: Axes, groups: int) -> bool:
 
 
 def _divide(layouts: Sequence[Axes], query: Operand, sizes: Sizes) -> tuple[Axis, Axis]:
-    """The batch and the heads: where some layout has both, as there; else all is the batch, or all are heads."""
+    """The batch and the heads, by a layout that has both; else all leading axes are the batch, or all are heads."""
     seen = seen_through(query, scaled=True)
     before = unmerged(seen, sizes, scaled=True)
     more = axes_of(before, sizes) if before is not None else None

@@ -1,4 +1,4 @@
-"""Fuse what exporters wrote out, for engines that do not do it themselves."""
+"""Fuses decomposed attention, norms and rotary embeddings for engines that do not do so themselves."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ from splitc.runtime.package.states import Length, State
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of what looks like attention, a cache, a norm or a rotary embedding: its operator, or why not one.
+    """The result for one place that looks like a pattern: the operator it became, or why it was not fused.
 
-    So also of a product whose columns are taken apart.
-
-    The place is called after its Softmax, its mean, its norm or its last node.
+    `kind` is the kind of pattern: attention, a cache, a norm, a rotary embedding, a product that is split, and so on.
+    The place is named after its Softmax, mean, norm or last node.
     """
 
     place: str
@@ -58,11 +57,12 @@ class Fate:
 
 @dataclass(frozen=True)
 class Fused:
-    """A graph whose attentions, norms and rotary embeddings are one operator each where that can be.
+    """A graph after fusion.
 
-    `bound` are the shapes of all its values, `lengths` its inputs that the model does not have. A `preamble` makes
-    further ones. `uncompared` are names of sizes that have to be equal where inputs have them, though nothing compares
-    them any more.
+    - `bound`: the shapes of all its values.
+    - `fates`: the result for each place that looks like a pattern.
+    - `lengths`: inputs that the model does not have. A `preamble` computes further ones.
+    - `uncompared`: names of sizes that inputs must agree on, though no node compares them any more.
     """
 
     graph: Graph
@@ -80,7 +80,7 @@ def fuse(
     gains: Gains = ON_GPUS,
     states: Sequence[State] = (),
 ) -> Fused:
-    """Fuse norms, rotary embeddings, attention, and the caches among the `states`, where that gains, in place.
+    """Fuse norms, rotary embeddings, attention, and its caches among the `states`, where that gains, in place.
 
     `bound` are the shapes of the graph's values with the inputs' `shapes`.
     """
@@ -114,9 +114,9 @@ def fuse(
 
 @dataclass(frozen=True)
 class _Work:
-    """Looks at a graph's nodes, and fuses what is around them where that gains.
+    """Tries the patterns at each node of a graph, and fuses those that gain.
 
-    `planned` are the shapes of all values, those of new ones too.
+    `planned` are the shapes of all values, new ones included.
     """
 
     graph: Graph
@@ -129,7 +129,7 @@ class _Work:
 
     @cached_property
     def _other_sizes(self) -> BoundShapes:
-        """They take inference of all shapes, so they are bound only where something may be fused."""
+        """The shapes with other sizes. To infer them takes long, so it is done only where something may be fused."""
         return Probes(self.graph, self.shapes, self.bound).different()
 
     @cached_property
@@ -148,31 +148,31 @@ class _Work:
 
     @cached_property
     def held(self) -> Held:
-        """The caches: what is added to them may be what became one operator."""
+        """The caches, after fusion of what is concatenated to them."""
         return concatenated(self.graph.graph, self.states) if self.gains.caches else {}
 
     @cached_property
     def lengths(self) -> Lengths:
-        """Inputs that say how long caches are."""
+        """The inputs that say how long caches are."""
         pasts = [past for past, _ in self.held.values()]
         states = [state.input for state in self.states]
         return Lengths(self.editor, self._sizes, pasts, states, self.gains.has_room)
 
     def uncompared(self) -> frozenset[str]:
-        """The names of sizes that nothing compares where rotary embeddings became operators."""
+        """The names of sizes that the nodes of a rotary embedding compared and its operator does not."""
         return frozenset(self._tables.uncompared)
 
     def join_views(self) -> None:
-        """Spare the engines views of views."""
+        """Remove views of views."""
         join_views(self.editor, self._sizes)
 
     def preamble(self, roles: Mapping[str, Role]) -> Preamble:
-        """What is computed before the ranks. Raises NotFusedError if nothing can be."""
+        """The graph that is computed before the ranks. Raises NotFusedError if there can be none."""
         states = [state.input for state in self.states]
         return cut_preamble(self.graph.model, self.lengths, states, self._sizes, roles)
 
     def part(self, node: ir.Node) -> Fate | None:
-        """The fate of what is no attention and ends, or begins, with a node."""
+        """The fate of a pattern other than attention that begins or ends at a node; None if there is none."""
         place = node.name or node.outputs[0].name or ""
         for kind, attempt in self._parts.attempts:
             try:
@@ -183,9 +183,9 @@ class _Work:
         return None
 
     def attention(self, node: ir.Node) -> Iterator[Fate]:
-        """The fates of attention around a Softmax, and of its caches: nothing if there is none.
+        """The fates of attention around a Softmax, and of its caches; nothing if there is none.
 
-        Where it is an operator already, only what becomes another one has a fate, and its caches.
+        An attention that is one operator already has a fate only if it becomes another one, or has caches.
         """
         if is_operator(node):
             yield from self._operator(node)
@@ -203,7 +203,7 @@ class _Work:
         yield from self._replaced(softmax.name, attention)
 
     def _operator(self, node: ir.Node) -> list[Fate]:
-        """The fates of an operator that becomes another one, and of its caches: it may stay as it is."""
+        """The fates of an attention operator that may become another one, and of its caches."""
         if not self.held and not self.gains.attention:
             return []
         place = node.name or node.outputs[0].name or ""
@@ -217,7 +217,7 @@ class _Work:
         return [fate for fate in fates if fate.operator or fate.kind == "cache"]
 
     def _replaced(self, place: str, attention: Attention) -> Iterator[Fate]:
-        """The fates of attention, and of the caches or the latent that it reads."""
+        """The fates of an attention, and of its caches or its latent."""
         attention = with_blanks(attention, self._sizes)
         latent = self._on_latent(place, attention)
         if latent is not None:
@@ -231,7 +231,7 @@ class _Work:
             yield self._alone(place, attention)
 
     def _on_latent(self, place: str, attention: Attention) -> Fate | None:
-        """The fate of the latent that keys and values are made of; None if they are made otherwise."""
+        """The fate of the latent that keys and values are projected from; None if there is none."""
         latent = find_latent(attention, self.held, self._sizes) if self.held else None
         query = self._shape_of(attention.query.value)
         if latent is None or query is None:
@@ -246,7 +246,7 @@ class _Work:
         return Fate(place, LATENT, None, "latent")
 
     def _with_caches(self, place: str, attention: Attention) -> Fate | None:
-        """The fate of the caches that an attention reads; None if it reads none."""
+        """The fate of an attention's caches; None if it has none."""
         try:
             cached = find_caches(attention, self.held, self._shape_of)
             if cached is None:
@@ -265,7 +265,7 @@ class _Work:
         return Fate(place, GROUPED, None, "cache")
 
     def _alone(self, place: str, attention: Attention) -> Fate:
-        """The fate of attention without its caches."""
+        """The fate of an attention without its caches."""
         gains, shape = self.gains, self._shape_of(attention.layouts[0])
         try:
             check_type(attention.query.value, gains.attention)
@@ -279,7 +279,7 @@ class _Work:
         return Fate(place, OPERATOR)
 
     def left_out(self, is_read: bool) -> list[Fate]:
-        """The fates of the caches that can't be written in place. `is_read` says whether some attention reads one."""
+        """The fates of caches that can't be written in place. `is_read`: some attention reads one."""
         if not self.gains.caches:
             return []
         reasons = left_out(self.graph.graph, self.states, self.held, is_read)
@@ -296,7 +296,7 @@ class _Work:
 
 
 def _looks_inside(graph: Graph, work: _Work) -> list[Fate]:
-    """What looks like attention in an If or a Loop, whose shapes are not known."""
+    """The fates of patterns that look like attention inside an If or a Loop, where shapes are not known."""
     if not work.gains.attention or not has_subgraphs(graph.graph):
         return []
     unknown = replace(work, gains=Gains(frozenset({ir.DataType.UNDEFINED})))

@@ -19,7 +19,7 @@ ROOT, CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
 def find_written(erf: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """What a Gelu that is written out around an Erf reads and makes. None if the node is no such Erf."""
+    """The input and the output of a decomposed Gelu around an Erf; None if the Erf is part of none."""
     scaled = erf.inputs[0].producer() if erf.op_type == "Erf" and not erf.domain and erf.inputs[0] is not None else None
     product = factor_of(scaled) if scaled is not None and scaled.op_type in ("Mul", "Div") else None
     if product is None or not math.isclose(product[1], math.sqrt(0.5), rel_tol=CLOSE):
@@ -42,7 +42,7 @@ def find_written(erf: ir.Node) -> tuple[ir.Value, ir.Value] | None:
 
 
 def find_by_tanh(tanh: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """What a Gelu that is written out around a Tanh reads and makes. None if the node is no such Tanh."""
+    """The input and the output of a decomposed Gelu around a Tanh; None if the Tanh is part of none."""
     inner = tanh.inputs[0].producer() if tanh.op_type == "Tanh" and not tanh.domain and tanh.inputs[0] else None
     more = only_user(tanh.outputs[0], "Add")
     if inner is None or inner.op_type != "Mul" or more is None or 1.0 not in map(constant, more.inputs):
@@ -78,7 +78,7 @@ def _cubed(total: ir.Node | None) -> ir.Value | None:
 
 
 def _is_one_and_square(total: ir.Node | None, data: ir.Value) -> bool:
-    """Whether a node makes 1 + CUBE x x of a value x."""
+    """Whether a node computes 1 + CUBE x x of a value x."""
     if total is None or total.op_type != "Add" or 1.0 not in map(constant, total.inputs):
         return False
     square = next((value.producer() for value in total.inputs if value is not None and constant(value) is None), None)
@@ -89,7 +89,7 @@ def _is_one_and_square(total: ir.Node | None, data: ir.Value) -> bool:
 
 
 def _multiple(node: ir.Node | None, number: float) -> ir.Value | None:
-    """What a node multiplies by a number; None if it does no such thing."""
+    """The value that a node multiplies by a number; None for any other node."""
     scaling = factor_of(node) if node is not None and node.op_type == "Mul" and not node.domain else None
     is_close = scaling is not None and math.isclose(scaling[1], number, rel_tol=CLOSE)
     return scaling[0] if scaling is not None and is_close else None

@@ -1,4 +1,4 @@
-"""Where a fused operator is the faster one."""
+"""Measured: on which devices, and from which sizes on, fused operators are faster."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ NONE: Types = frozenset()
 
 @dataclass(frozen=True)
 class Gains:
-    """Where fused operators are the faster ones, by the types of their numbers.
+    """Where fused operators are faster on a kind of device. Types are those of the elements that they are faster for.
 
-    MultiHeadAttention from so many scores a head on, and so many keys, with the planned sizes, up to heads of
-    `largest_head`, and, unless `biased`, only where nothing is added to the scores. Norms and rotary embeddings are the
-    `parts`. `modulations` are those of norms, and `caches` those in place, whose room is a size of its own where it
-    `has_room`; unless `capped`, not where what is written out caps scores by a Tanh, and with `sinks` only where those
-    have a kernel. Those whose rows are written by
-    index are `scattered`. Products whose columns are taken apart are `divided` from so many rows on.
+    - `attention`: MultiHeadAttention, with `least_scores` scores a head and `least_keys` keys or more at the planned
+      sizes,
+    and heads of up to `largest_head`. Unless `biased`, only without a mask or bias.
+    - `parts`: norms and rotary embeddings. `modulations`: adaptive norms.
+    - `caches`: caches in place. `has_room`: their room is an input of its own, so that requests keep their sizes.
+      Unless
+    `capped`, decomposed attention with a softcap keeps its cache as it is; likewise with sinks, unless `sinks`.
+    - `scattered`: caches that are written by index.
+    - `divided`: products that are split by columns, with `least_rows` rows or more.
     """
 
     attention: Types = NONE
@@ -45,15 +48,17 @@ class Gains:
 
 HALVES, SINGLES = frozenset({ir.DataType.FLOAT16}), frozenset({ir.DataType.FLOAT})
 
-# Measured on an H100 with ONNX Runtime 1.31 by tests/benchmarks/fused_attention.py. In halves attention is 1.06 to 4.9
-# times as fast. Where it is ONNX's own Attention, an H200 took 79 ms for Flux in place of 70, and 469 in place of 48.5
-# for SDXL, whose heads are of 64. In single precision, for which there is no flash attention, it is 0.79 and 1.06
-# times, and with a head of 512, for which there is none either (it ends at 256), 0.45 times. The fewest scores that
-# were measured to gain are 257 x 257; in models with some 77 x 77 the added layout changes took as long as the kernel
-# saved, or longer. RMSNorm is 4 to 4.7 times as fast, and a rotary embedding 2.0 to 4. Three products in place of one
-# and a Split are 1.2 to 1.6 times as fast with 2048 rows or more, and a gated layer by two 1.1 times, 1.3 with its bias
-# and Gelu as one operator; fewer rows were not measured. Nor were caches of attention whose scores a Tanh caps: in
-# place, their tokens can be replayed.
+# Measured on an H100 with ONNX Runtime 1.31 by tests/benchmarks/fused_attention.py. How many times as fast as the
+# decomposed form:
+# - Attention in half precision: 1.06 to 4.9. In single precision, for which there is no flash attention: 0.79 and
+#   1.06. Heads of 512: 0.45 (flash attention ends at 256). The smallest that gained had 257 x 257 scores. With 77 x
+#   77, the added layout changes take as long as the kernel saves, or longer.
+# - RMSNorm: 4 to 4.7. Rotary embedding: 2.0 to 4.
+# - Three products instead of one and a Split: 1.2 to 1.6 with 2,048 rows or more. A gated layer's two: 1.1, and 1.3
+#   with a bias and a Gelu that are fused then. Fewer rows were not measured.
+# ONNX's own Attention is slower than MultiHeadAttention: on an H200, a step of Flux takes 79 ms instead of 70, and
+# one of SDXL, with heads of 64, 469 ms instead of 48.5. Caches of attention with a softcap were not measured. They
+# are in place since only then tokens can be replayed.
 ON_GPUS = Gains(
     HALVES,
     1 << 16,
@@ -67,30 +72,32 @@ ON_GPUS = Gains(
 )
 
 
-# Measured by tests/benchmarks/fused_attention.py on a core. Without a bias, the operator does not write the scores to
-# memory: it is 1.03 to 1.06 times as fast with 512 x 512, and 1.1 to 1.4 times from 1024 x 1024 on; with 77 keys 0.91
-# to 1.2 times, and with a bias 0.97 to 1.04. ONNX's own Attention is as slow as what is written out: MultiHeadAttention
-# is 1.05 to 1.2 times as fast as it from 512 x 512 on. If it hides later tokens, it computes all scores too. With norms
-# and rotary embeddings as operators decoders of the tests' sizes are 1.05 to 1.2 times as fast. A modulated norm is 1.3
-# times as fast for one picture and 0.6 times for two.
+# Measured on a CPU core by tests/benchmarks/fused_attention.py. How many times as fast as the decomposed form:
+# - MultiHeadAttention without a bias, which does not write the scores to memory: 1.03 to 1.06 with 512 x 512 scores,
+#   1.1 to 1.4 from 1,024 x 1,024 on, 0.91 to 1.2 with 77 keys. With a bias: 0.97 to 1.04. If it is causal, it
+#   computes all scores too. ONNX's own Attention is as slow as the decomposed form.
+# - Decoders of the tests' sizes with norms and rotary embeddings as operators: 1.05 to 1.2.
+# - Adaptive norms: 1.3 for one image, 0.6 for two.
+# - Attention with a softcap: a prompt of 512 tokens with 16 heads of 64 takes 42 ms, by ONNX's own Attention too, and
+#   10 ms decomposed.
 #
-# Caches by tests/benchmarks/cache_in_place.py: decoders of 12 and 24 layers that are 1024 wide, as transformers'
-# exporter and optimum's write them. In a sequence with a capacity a token after 64, 512 and 2000 others is 1.04 to
-# 1.08, 1.2 and 1.5 to 1.7 times as fast, after pasts that are fed 1.01 to 1.45 times, and a prompt of 512 is read 1.00
-# to 1.12 times as fast. A cache of 2048 rows of 4 x 64 or 8 x 128 numbers that is written by index took a token 0.15 or
-# 0.94 ms with its axes turned, and 0.01 or 0.02 ms where it is; a prompt of 512 took 0.15 or 1.3 ms, and 0.4 or 3.1 ms,
-# which is some hundredths of its layer. Scores that a Tanh caps took 42 ms for a prompt of 512 with 16 heads of 64, and
-# 10 ms as written out; ONNX's own Attention took 42 ms too. Half precision was not measured, nor were GPUs, on which
-# there is no such kernel in single precision.
+# Caches, by tests/benchmarks/cache_in_place.py, with decoders of 12 and 24 layers of 1,024, as transformers' exporter
+# and optimum's write them:
+# - A token after 64, 512 and 2,000 others, in a sequence with a capacity: 1.04 to 1.08, 1.2, and 1.5 to 1.7. With fed
+#   pasts: 1.01 to 1.45. A prompt of 512: 1.00 to 1.12.
+# - Caches of 2,048 rows of 4 x 64 or 8 x 128 numbers that are written by index: a token takes 0.15 or 0.94 ms with
+#   transposed axes, and 0.01 or 0.02 ms without. A prompt of 512 takes 0.15 or 1.3 ms, and 0.4 or 3.1 ms, some
+#   hundredths of its layer's time.
+# There is no such kernel for single precision on GPUs. Half precision was not measured on CPUs.
 ON_CPUS = Gains(
     SINGLES, 1 << 18, 512, biased=False, parts=SINGLES, caches=SINGLES, capped=False, sinks=True, scattered=SINGLES
 )
 
 
 def gains_of(engine: str, devices: Sequence[Device]) -> Gains | None:
-    """Where an engine on these devices is faster with fused operators; None if nowhere.
+    """Where fused operators are faster for an engine on these devices; None if nowhere.
 
-    ONNX Runtime fuses what most exporters write by itself in few models. TensorRT does.
+    ONNX Runtime itself fuses the patterns of few exporters. TensorRT fuses most.
     """
     kinds = {device.kind for device in devices}
     if engine != ONNXRUNTIME or len(kinds) != 1:

@@ -1,10 +1,10 @@
-"""Attention whose keys and values are projected from a cached latent, computed on the latent itself.
+"""Multi-head latent attention, computed on its cached latents.
 
-Multi-head latent attention (DeepSeek-V2, 2024) keeps one narrow vector for each token, of which a product makes all
-heads' keys and values. Exporters write that product over all tokens, in each request. But since (q K) is
-q (W C) = (q W) C, and the weighed sum of C W that of C, times W, queries and results can be projected in place of keys
-and values, which are as many as the new tokens: its authors call the projections absorbed. A part of the keys that all
-heads share, as that with positions, is multiplied as it is.
+Multi-head latent attention (DeepSeek-V2, 2024) caches one narrow vector, the latent, for each token. A product projects
+it to all heads' keys and values. Exporters project all tokens in each request. But q (W C) is (q W) C, and the weighted
+sum of C W is the weighted sum of C, times W. So the queries and the results are projected instead, which are as many as
+the new tokens. The paper calls such projections absorbed. A part of the keys that all heads share, such as the one with
+positions, is multiplied as it is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PASSED = {*VIEWS, "Transpose", "Split", "Concat", "Mul", "Div", "Expand", "Ident
 
 @dataclass(frozen=True)
 class Projected:
-    """Keys or values of each head: `columns` of its part of `weight` [rank, heads x width], times `latent`."""
+    """Keys or values: `latent` times `columns` of each head's part of `weight` [rank, heads x width]."""
 
     latent: ir.Value
     weight: ir.Value
@@ -51,9 +51,9 @@ class Projected:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """An attention whose `values`, and some `parts` of whose keys, are made of a latent of so much `rank`.
+    """An attention whose `values`, and some `parts` of whose keys, are projected from a latent of this `rank`.
 
-    The other parts are values [batch, 1, all, size] that all heads share. Queries and keys are multiplied by `factor`.
+    The other parts are values [batch, 1, all, size] that all heads share. Scores are scaled by `factor`.
     """
 
     attention: Attention
@@ -69,14 +69,14 @@ class LatentAttention:
         return self.values.latent
 
     def gains(self, new: int) -> bool:
-        """Whether less is multiplied so, with so many new tokens after ever more others."""
+        """Whether absorbed projections take fewer operations for so many `new` tokens, as the cache grows."""
         projected = [*(part for part in self.parts if isinstance(part, Projected)), self.values]
         width = sum(part.size for part in projected)
         return self.rank * width > new * (len(projected) * self.rank - width)
 
 
 def find_latent(attention: Attention, held: Held, sizes: Sizes) -> LatentAttention | None:
-    """The latent, one of the caches that are `held`, which keys and values are projected from; None if they are not."""
+    """The latent, one of the caches `held`, that keys and values are projected from; None if there is none."""
     keys = seen_through_merged(attention.keys.swapped(), sizes, scaled=True)
     query = seen_through_merged(attention.query, sizes, scaled=True)
     values = _projected(seen_through_merged(attention.values, sizes, scaled=False), sizes)
@@ -103,7 +103,7 @@ def find_latent(attention: Attention, held: Held, sizes: Sizes) -> LatentAttenti
 
 
 def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
-    """A part of the keys: of a latent, or one that all heads share, [batch, 1, all, size]."""
+    """A part of the keys: one that is projected from a latent, or one that all heads share, [batch, 1, all, size]."""
     if (projected := _projected(operand, sizes)) is not None:
         return projected
     seen = seen_through(operand, scaled=False)
@@ -115,7 +115,7 @@ def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
 
 
 def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
-    """How heads [batch, heads, rows, size] are made of a latent; None if they are not."""
+    """The projection that makes heads [batch, heads, rows, size] of a latent; None if there is none."""
     seen = seen_through(operand, scaled=False)
     start, own = 0, sizes.axes(seen.value)
     if own is None or len(own) != 4 or len(seen.axes) != 4:
@@ -148,9 +148,9 @@ def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
 
 
 def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
-    """Have the attention computed on the latent, in place.
+    """Compute the attention on the latent, in place.
 
-    Raises NotFusedError if it is not as these products say; then nothing is changed.
+    Raises NotFusedError if that would compute something else; then nothing is changed.
     """
     attention = latent.attention
     at = attention.result.producer()
@@ -187,7 +187,7 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
 
 
 def _between(latent: LatentAttention, ends: Collection[ir.Node | None]) -> Iterator[ir.Value]:
-    """The values between the products of the latent and the attention. Raises NotFusedError if others read them."""
+    """The values between the projections and the attention. Raises NotFusedError if they have other readers."""
     projected = [*(part for part in latent.parts if isinstance(part, Projected)), latent.values]
     pending = [value for one in projected for value in one.product.outputs]
     seen = set[ir.Value]()
@@ -241,7 +241,7 @@ def _with_heads(value: ir.Value, work: Writer) -> ir.Value:
 
 
 def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir.Value]:
-    """The parts of the queries [batch, heads, length, size] that the parts of the keys are multiplied with."""
+    """The parts of the queries [batch, heads, length, size], one for each part of the keys."""
     query = latent.query
     leading = [frame.batch, frame.heads, frame.length]
     node, last = query.value.producer(), query.axes[-1]
@@ -261,7 +261,7 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
 
 
 def _by_heads(part: Projected, heads: int, turned: bool, editor: Editor) -> ir.Value:
-    """A projection's weight, as a matrix of each head."""
+    """A projection's weight, as one matrix for each head."""
     tensor = part.weight.const_value
     assert tensor is not None
     name = unused_name(f"{part.weight.name}[{part.columns.start}:{part.columns.stop}]", editor.graph.initializers)

@@ -1,8 +1,8 @@
-"""Masks that a request may leave out: what attention alone adds to its scores, the same for all heads.
+"""Masks that requests may leave out: biases that only attention reads, the same for all heads.
 
-On GPUs, attention with a cache is slower with them: ONNX Runtime then has no kernel that reads the filled rows alone,
-and repeats the keys and values of each group of heads over all the room that there is. In most requests they hide
-nothing but later tokens, as causal attention does by itself.
+On GPUs, attention with a cache is slower with a bias: ONNX Runtime then has no kernel that reads only the filled rows,
+and repeats keys and values for each group of heads, over the whole room. In most requests the mask hides nothing but
+later tokens, which causal attention hides by itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEPT = 2
 
 
 def find_masks(made: Iterable[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, str]:
-    """The masks among what a preamble makes, by the input for the length of the caches of their attentions."""
+    """The masks among a preamble's outputs, each with the length input of the caches that its attentions read."""
     masks: dict[str, str] = {}
     for value in made:
         axes, readers = sizes.axes(value), list(biased(value))
@@ -38,7 +38,7 @@ def find_masks(made: Iterable[ir.Value], filled: Sequence[Filled], sizes: Sizes)
 
 
 def find_blanks(made: Iterable[ir.Value], masks: Collection[str]) -> list[str]:
-    """What of this says which rows are zeros behind attentions that add one of the masks, and nothing else."""
+    """The preamble's outputs that only say which rows are blank behind attentions with one of the masks."""
     return [
         value.name or ""
         for value in made
@@ -47,7 +47,7 @@ def find_blanks(made: Iterable[ir.Value], masks: Collection[str]) -> list[str]:
 
 
 def _blanks(node: ir.Node, rows: ir.Value, masks: Collection[str]) -> bool:
-    """Whether a node makes these rows of an attention's result zeros."""
+    """Whether a node sets these rows of an attention's result to zero."""
     if node.op_type != "Where" or node.domain or node.inputs[0] is not rows or constant(node.inputs[1]) != 0.0:
         return False
     kept = node.inputs[KEPT]
@@ -62,7 +62,7 @@ def _blanks(node: ir.Node, rows: ir.Value, masks: Collection[str]) -> bool:
 
 
 def biased(value: ir.Value) -> Iterator[ir.Node | None]:
-    """The attentions that add a value to their scores, and hide nothing themselves. None for any other use."""
+    """The attentions that add a value to their scores and are not causal themselves; None for each other reader."""
     for node, place in value.uses():
         is_bias = (node.op_type, node.domain, place) == (OPERATOR, DOMAIN, BIAS)
         yield node if is_bias and not node.attributes.get_int("causal", 1) else None

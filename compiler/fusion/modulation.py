@@ -1,7 +1,7 @@
-"""LayerNorm whose result is multiplied and added to by what a request computes becomes one operator.
+"""Fuses a LayerNorm with the computed scale and shift behind it.
 
-Transformers for images have it (adaptive LayerNorm, Peebles and Xie, 2022): norm(x) x (1 + scale) + shift, with a scale
-and a shift for each picture. LayerNormalization takes both as [batch or 1, 1, size], and goes through the memory once.
+Image transformers have it (adaptive LayerNorm, Peebles and Xie, 2022): norm(x) x (1 + scale) + shift, with a scale and
+a shift for each image. LayerNormalization takes both as [batch or 1, 1, size], and reads its input once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Modulation:
 def find_modulation(norm: ir.Node) -> Modulation | None:
     """The modulation of a norm; None if there is none.
 
-    Raises NotFusedError for one that the operator can't do.
+    Raises NotFusedError for a form that the operator does not have.
     """
     if norm.op_type != OPERATOR or norm.domain or any(value.uses() for value in norm.outputs[1:]):
         return None
@@ -52,16 +52,16 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
 
 
 def _is_all(value: ir.Value, number: float) -> bool:
-    """Whether a value is a weight that has this number everywhere, and that no request overrides."""
+    """Whether all elements of a weight are this number, and no request overrides it."""
     if value.const_value is None or source_of(value) is not None:
         return False
     return bool(np.all(value.const_value.numpy() == number))
 
 
 def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> None:
-    """Replace what was found by the operator, in place.
+    """Replace a modulated norm by the operator, in place.
 
-    Raises NotFusedError if the operator can't say it; then nothing is changed.
+    Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
     norm, output = modulation.norm, modulation.output
     data, at = norm.inputs[0], output.producer()

@@ -1,7 +1,7 @@
-"""Attention as ONNX Runtime's operator MultiHeadAttention, which has kernels on the CPU and on CUDA.
+"""Writes attention as ONNX Runtime's operator MultiHeadAttention, which has kernels on CPUs and on CUDA.
 
-It takes queries [batch, length, heads x size]; keys and values likewise, or both [batch, heads, all, size]; and what is
-added to the scores, [batch or 1, heads or 1, length, all]. Its result is [batch, length, heads x value size]. See
+It takes queries [batch, length, heads x size], keys and values likewise, or both as [batch, heads, all, size], and a
+bias [batch or 1, heads or 1, length, all]. Its result is [batch, length, heads x value size]. See
 com.microsoft.MultiHeadAttention in ONNX Runtime's ContribOperators.md.
 """
 
@@ -26,9 +26,9 @@ SWAP_HEADS = (0, 2, 1, 3)
 
 
 def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Sizes, largest: float) -> None:
-    """Replace what was found by the operator, in place. `sizes` get those of new values.
+    """Replace an attention by the operator, in place. `sizes` get those of new values.
 
-    Raises NotFusedError if the operator can't say it, or if heads are larger than the `largest`; then nothing is
+    Raises NotFusedError if the operator can't express it, or if heads are larger than the `largest`; then nothing is
     changed.
     """
     at = attention.result.producer()
@@ -62,7 +62,7 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
 
 
 def check_attention(attention: Attention, work: Writer) -> Frame:
-    """The frame in which the operator can say it all. Raises NotFusedError if there is none."""
+    """The frame of an attention that the operator can express. Raises NotFusedError if there is none."""
     dtypes = {operand.value.dtype for operand in (attention.query, attention.keys, attention.values)}
     if len(dtypes) > 1 or attention.output.dtype is None:
         raise NotFusedError("its queries, keys and values are not of one type")
@@ -79,7 +79,7 @@ def check_attention(attention: Attention, work: Writer) -> Frame:
 
 
 def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
-    """Raise NotFusedError if queries can't be scaled in the place of their scores."""
+    """Raise NotFusedError if a scale of scores can't be applied to queries instead."""
     own, scores = sizes.axes(scale.value), sizes.axes(scale.at)
     if own is None or scores is None or len(own) > len(scores):
         raise NotFusedError("its scores are scaled by what has no known shape")
@@ -91,7 +91,7 @@ def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
 
 
 def _rewrite_sizes(attention: Attention, work: Writer) -> None:
-    """Sizes of scores are read off queries and keys: else all scores would be computed for them."""
+    """Read sizes of scores off queries and keys: else all scores would be computed for their sizes."""
     for value in (*attention.passed, attention.output):
         for node in size_readers(value):
             axes = work.sizes.axes(value)
@@ -103,7 +103,7 @@ def _rewrite_sizes(attention: Attention, work: Writer) -> None:
 
 @dataclass(frozen=True)
 class Writing:
-    """An operator in the frame of an attention, whose place it takes."""
+    """Writes an operator in the frame of an attention that it replaces."""
 
     attention: Attention
     frame: Frame
@@ -130,7 +130,7 @@ class Writing:
         return self.finished(work.add("rows", OPERATOR, inputs, like, axes, domain=DOMAIN, **how))
 
     def merged_query(self) -> tuple[ir.Value, float]:
-        """The queries as [batch, length, heads x size], and a factor that they are still to be multiplied by."""
+        """The queries as [batch, length, heads x size], and a factor that they still have to be multiplied by."""
         query = self._query()
         return self.merged(query, self.frame.size, "query"), query.factor
 
@@ -142,13 +142,13 @@ class Writing:
         return seen_through_merged(operand, self.work.sizes, scaled=True)
 
     def finished(self, made: ir.Value) -> ir.Value:
-        """What the operator made, with blank rows and zeros for NaN if that is asked for, in the type that is read."""
+        """The operator's result with blank rows, and zeros for NaN if needed, in the type that is read."""
         made = self.blanked(self.guarded(made))
         output = self.attention.output
         return made if made.dtype == output.dtype else self.work.cast(made, output, "as_written")
 
     def guarded(self, made: ir.Value) -> ir.Value:
-        """A value with zeros for NaN, if that is asked for."""
+        """A value with zeros for NaN, if the attention has them replaced."""
         work, axes = self.work, self.work.axes(made)
         if not self.attention.guarded:
             return made
@@ -157,7 +157,7 @@ class Writing:
         return work.add("guarded", "Where", [nan, work.editor.scalar(0.0, made), made], made, axes)
 
     def blanked(self, made: ir.Value) -> ir.Value:
-        """A value [batch, rows, width], or [batch, heads, rows, size], with its blank rows."""
+        """A value [batch, rows, width] or [batch, heads, rows, size] with its blank rows set to zero."""
         work, blanks = self.work, self.attention.blanks
         if blanks is None:
             return made
@@ -168,7 +168,7 @@ class Writing:
         return work.add("blanked", "Where", [rows, work.editor.scalar(0.0, made), made], made, axes)
 
     def _scaled(self, query: Operand) -> Operand:
-        """Queries, times what is computed to scale their scores."""
+        """Queries times the computed scales of their scores."""
         for number, scale in enumerate(self.attention.row_scales):
             axes, value = self.work.axes(scale.value), scale.value
             if is_one(axes):
@@ -183,7 +183,7 @@ class Writing:
         return query
 
     def _fitted(self, operand: Operand, leading: Sequence[Axis], role: str) -> Operand:
-        """An operand [..., rows, size] whose first axes are each of the batch or of heads."""
+        """An operand [..., rows, size] with exactly the leading axes of the frame."""
         work, frame = self.work, self.frame
         axes = self._axes(operand)
         if [axis.size for axis in axes[:-2]] != [axis.size for axis in leading]:
@@ -211,14 +211,14 @@ class Writing:
         return operand.transposed((*range(batch), rank - 2, *range(batch, rank - 2), rank - 1))
 
     def merged(self, operand: Operand, size: int, role: str) -> ir.Value:
-        """An operand as [batch, rows, heads x size], which its own axes may not tell to be fixed: the frame does."""
+        """An operand as [batch, rows, heads x size], with the frame's fixed number of heads."""
         rows = self._axes(operand)[-2]
         value = self.work.ordered(self._natural(operand), f"{role}_by_rows")
         width = fixed_axis((self.frame.heads.fixed or 1) * size)
         return self.work.viewed(value, [self.frame.batch, rows, width], role)
 
     def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:
-        """The values that the operator's result replaces; for each the result along its axes, and their order."""
+        """The values that the operator's result replaces, each with the result along its axes, and their order."""
         attention, frame, work = self.attention, self.frame, self.work
         if attention.is_flat:
             return [(attention.result, made, (0, 1, 2))]
@@ -241,7 +241,7 @@ class Writing:
         return [*divided, (attention.result, merged, attention.order)]
 
     def replace(self, old: ir.Value, natural: ir.Value, order: tuple[int, ...]) -> None:
-        """Put a value, with its axes in another order, in the place of an old one. Transposes that undo that go."""
+        """Replace an old value by a new one with permuted axes. Transposes that undo the order are removed."""
         for node, _ in list(old.uses()):
             undone = node.attributes.get_ints("perm", ()) if node.op_type == "Transpose" and not node.domain else ()
             fits = len(undone) == len(order) and Operand(natural, order).transposed(undone).is_value

@@ -1,4 +1,4 @@
-"""What is near a Softmax that may be attention's."""
+"""Looks around a Softmax for products that could make it part of an attention."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from splitc.compiler.fusion.product import is_product
 
 
 def readers_of(value: ir.Value) -> list[ir.Node]:
-    """The nodes that read a value, without those that read its sizes alone."""
+    """The nodes that read a value, except those that read only its sizes."""
     return [node for node in dict.fromkeys(node for node, _ in value.uses()) if node.op_type != "Shape"]
 
 
 def weighs(value: ir.Value) -> bool:
-    """Whether a few nodes below a Softmax there is a product with a computed value."""
+    """Whether a product with a computed value follows within a few nodes of a Softmax."""
     level = [value]
     for _ in range(6):
         readers = [node for one in level for node in readers_of(one)]
@@ -25,7 +25,7 @@ def weighs(value: ir.Value) -> bool:
 
 
 def comes_from_product(value: ir.Value) -> bool:
-    """Whether a few nodes above a Softmax there is a product of two computed values."""
+    """Whether a product of two computed values precedes a Softmax within a few nodes."""
     level = [value]
     for _ in range(10):
         above = [node for one in level if (node := one.producer()) is not None]

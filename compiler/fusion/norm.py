@@ -1,8 +1,8 @@
-"""RMSNorm that was written out becomes one operator: x / sqrt(mean(x x) + epsilon) x weights, along the last axis.
+"""Fuses decomposed RMSNorm: x / sqrt(mean(x x) + epsilon) x weights, along the last axis.
 
-ONNX Runtime fuses by itself what divides by the root. What multiplies by its reciprocal, as torch's exporters write it,
-it leaves as six or more operators, in single precision between casts. So it does without weights behind: some norms
-have none, or take them for all of several groups.
+ONNX Runtime itself fuses the form that divides by the root. Torch's exporters multiply by the reciprocal, which it
+leaves as six or more nodes, in single precision between casts. A norm may also have no weights, or get them later, for
+several groups at once.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OPERATOR = "SimplifiedLayerNormalization"
 
 @dataclass(frozen=True)
 class Norm:
-    """`data` divided by the root of the mean of its squares, or times its reciprocal.
+    """`data` divided by the root of the mean of its squares, or multiplied by the reciprocal.
 
-    What is multiplied with that at once are the `weights`, if anything is, and `output` is the product.
+    `weights` are multiplied with that directly, if any are. `output` is the result.
     """
 
     data: ir.Value
@@ -39,7 +39,7 @@ class Norm:
 
     @property
     def source(self) -> ir.Value:
-        """The data before it was cast to single precision, in which the operator computes anyway."""
+        """The data before a cast to single precision, in which the operator computes anyway."""
         node = self.data.producer()
         value = node.inputs[0] if node is not None and node.op_type == "Cast" and not node.domain else None
         return value if value is not None and value.dtype == self.output.dtype else self.data
@@ -55,7 +55,7 @@ OPERATORS = frozenset({"LayerNormalization", "RMSNormalization", OPERATOR})
 
 
 def find_turned(norm: ir.Node) -> Operand | None:
-    """What a norm reads, seen through a Transpose of other axes than its own; None if it reads no such."""
+    """The input of a Transpose before a norm that moves other axes than the norm's; None if there is none."""
     value = norm.inputs[0] if norm.op_type in OPERATORS and not norm.domain else None
     node = None if value is None else value.producer()
     if value is None or node is None or node.op_type != "Transpose" or node.domain or len(value.uses()) > 1:
@@ -68,7 +68,7 @@ def find_turned(norm: ir.Node) -> Operand | None:
 
 
 def write_turned(norm: ir.Node, seen: Operand, editor: Editor, sizes: Sizes) -> None:
-    """Have a norm read what is turned, and turn its result, in place: this may be one with what follows."""
+    """Move a Transpose from before a norm to behind it, in place, where it may be fused with what follows."""
     output, own = norm.outputs[0], sizes.axes(seen.value)
     if sizes.axes(output) is None or own is None:
         raise NotFusedError("it has no known sizes")
@@ -80,9 +80,9 @@ def write_turned(norm: ir.Node, seen: Operand, editor: Editor, sizes: Sizes) -> 
 
 
 def find_norm(mean: ir.Node) -> Norm | None:
-    """The RMSNorm around a mean of squares; None if that is none.
+    """The RMSNorm around a mean of squares; None if there is none.
 
-    Raises NotFusedError for one that the operator can't do.
+    Raises NotFusedError for a form that the operator does not have.
     """
     if mean.op_type != "ReduceMean" or mean.domain or not is_over_last(mean, None):
         return None
@@ -102,7 +102,7 @@ def find_norm(mean: ir.Node) -> Norm | None:
 
 
 def _squared(value: ir.Value | None) -> ir.Value | None:
-    """What a value is the square of."""
+    """The value that a value is the square of."""
     node = None if value is None else value.producer()
     if node is None or node.domain:
         return None
@@ -113,7 +113,7 @@ def _squared(value: ir.Value | None) -> ir.Value | None:
 
 
 def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
-    """The root of a mean and a small number, whether it is its reciprocal, and the number."""
+    """The root of a mean plus epsilon, whether it is the reciprocal, and epsilon."""
     total = only_user(mean, "Add")
     epsilon = None if total is None else constant(total.inputs[1]) or constant(total.inputs[0])
     if total is None or epsilon is None:
@@ -131,7 +131,7 @@ def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
 
 
 def _divided(data: ir.Value, root: ir.Value, is_reciprocal: bool) -> ir.Value | None:
-    """The data divided by a root."""
+    """The data that are divided by a root."""
     node = only_user(root, "Mul" if is_reciprocal else "Div")
     if node is None or set(node.inputs) != {data, root} or (not is_reciprocal and node.inputs[0] is not data):
         return None
@@ -139,9 +139,9 @@ def _divided(data: ir.Value, root: ir.Value, is_reciprocal: bool) -> ir.Value | 
 
 
 def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | None]:
-    """What has the data's norm times weights, and the weights, None without; in halves if it is cast to these behind.
+    """The norm times its weights, and the weights, None without any; cast to half precision if that follows.
 
-    It is not if it was cast before, which `may_narrow` says.
+    It is not cast again if it was before, which `may_narrow` says.
     """
     product = only_user(normal, "Mul")
     weights = None if product is None else other_input(product, normal)
@@ -154,7 +154,7 @@ def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | 
 
 
 def only_user(value: ir.Value, operator: str) -> ir.Node | None:
-    """The one node that reads a value, if it is of this operator."""
+    """The only reader of a value, if it is this operator."""
     users = dict.fromkeys(node for node, _ in value.uses())
     node = next(iter(users), None)
     fits = node is not None and len(users) == 1 and node.op_type == operator and not node.domain
@@ -162,15 +162,15 @@ def only_user(value: ir.Value, operator: str) -> ir.Node | None:
 
 
 def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
-    """What a node of two inputs reads beside a value; None if that is the value too."""
+    """The other input of a node with two; None if both are the same value."""
     one, other = node.inputs
     return other if one is value and other is not value else one if other is value and one is not value else None
 
 
 def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
-    """Replace what was found by the operator, in place: with ones where it is multiplied by no row of weights.
+    """Replace a norm by the operator, in place, with weights of one if it has no row of weights.
 
-    Raises NotFusedError if the operator can't say it; then nothing is changed.
+    Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
     axes = sizes.axes(norm.data)
     if axes is None or norm.output.dtype is None or norm.normal.dtype is None:
@@ -202,7 +202,7 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
 
 
 def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
-    """Whether a norm is multiplied by a number for each place of the last axis."""
+    """Whether a norm's weights are one number for each element of the last axis."""
     weights, output = None if norm.weights is None else sizes.axes(norm.weights), sizes.axes(norm.output)
     if not weights or output is None:
         return False

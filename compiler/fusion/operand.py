@@ -1,4 +1,4 @@
-"""What a product multiplies, seen through what can be done elsewhere: transposes, views, constant factors."""
+"""A product's operands, seen through transposes, views and constant factors, which can be applied elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PASSED = frozenset({"Cast", "Identity", "Dropout"})
 
 @dataclass(frozen=True)
 class Operand:
-    """`factor` x `value`, with the axes in the order `axes`: axis n is axis `axes[n]` of the value."""
+    """`factor` x `value`, transposed by `axes`: axis n is axis `axes[n]` of the value."""
 
     value: ir.Value
     axes: tuple[int, ...]
@@ -28,7 +28,7 @@ class Operand:
         return replace(self, axes=tuple(self.axes[axis] for axis in order))
 
     def swapped(self) -> Operand:
-        """With the last two axes in each other's place."""
+        """With the last two axes swapped."""
         return replace(self, axes=(*self.axes[:-2], self.axes[-1], self.axes[-2]))
 
     @property
@@ -38,12 +38,12 @@ class Operand:
 
 
 def whole(value: ir.Value, rank: int) -> Operand:
-    """A value of so many axes as it is."""
+    """A value with so many axes, not transposed."""
     return Operand(value, tuple(range(rank)))
 
 
 def in_halves(operand: Operand, scaled: bool) -> Operand | None:
-    """An operand that was made single precision from halves, as one of these; itself if it is of halves; else None."""
+    """An operand before a cast from half precision; itself if it is in half precision; else None."""
     if operand.value.dtype == ir.DataType.FLOAT16:
         return operand
     seen = seen_through(operand, scaled)
@@ -54,9 +54,9 @@ def in_halves(operand: Operand, scaled: bool) -> Operand | None:
 
 
 def seen_through(operand: Operand, scaled: bool) -> Operand:
-    """An operand as one of the first value above it that is made in another way than by a transpose or a factor.
+    """An operand in terms of the first value above it that is not made by a Transpose or a constant factor.
 
-    Only one that may be `scaled` gets a factor.
+    Only an operand that may be `scaled` is seen through factors.
     """
     while (node := operand.value.producer()) is not None and not node.domain:
         source = node.inputs[0] if node.inputs else None
@@ -74,9 +74,9 @@ def seen_through(operand: Operand, scaled: bool) -> Operand:
 
 
 def seen_through_merged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand:
-    """As `seen_through`, and through first axes that were merged while the last two changed places.
+    """As `seen_through`, and through merged leading axes around a Transpose of the last two.
 
-    Exporters of torch turn keys so, for products of values with three axes.
+    Torch's exporters transpose keys so, for products of values with three axes.
     """
     while True:
         operand = seen_through(operand, scaled)
@@ -89,9 +89,9 @@ def seen_through_merged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand
 
 
 def _before_turn(value: ir.Value, sizes: Sizes) -> ir.Value | None:
-    """What a value was before a view, a transpose of the last two axes and another view; None if it was made otherwise.
+    """The value before a view, a transpose of the last two axes and another view; None for any other nodes.
 
-    The views leave its first axes as they were.
+    The views keep its leading axes.
     """
     chain = []
     source: ir.Value | None = value
@@ -112,7 +112,7 @@ def _before_turn(value: ir.Value, sizes: Sizes) -> ir.Value | None:
 
 
 def unmerged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand | None:
-    """An operand whose first axes a view has merged, as one of what the view reads; None if there is no such view."""
+    """An operand before a view that merges its leading axes; None if there is no such view."""
     rank = len(operand.axes)
     if operand.axes[:-2] != tuple(range(rank - 2)):
         return None
@@ -136,7 +136,7 @@ def axes_of(operand: Operand, sizes: Sizes) -> tuple[Axis, ...] | None:
 
 
 def factor_of(node: ir.Node) -> tuple[ir.Value, float] | None:
-    """Of a Mul or Div by a constant number, what is multiplied, and by which number; None if it is by no such."""
+    """The value and the constant number that a Mul or Div scales it by; None for any other node."""
     one, other = node.inputs
     if node.op_type == "Mul" and constant(one) is not None:
         one, other = other, one
@@ -147,7 +147,7 @@ def factor_of(node: ir.Node) -> tuple[ir.Value, float] | None:
 
 
 def constant(value: ir.Value | None) -> float | None:
-    """The number that a scalar constant is; None for any other value. A request may override an optional input."""
+    """The number of a scalar constant; None for any other value, and for one that requests may override."""
     if value is None or value.const_value is None or value.const_value.size != 1 or source_of(value) is not None:
         return None
     return float(value.const_value.numpy().reshape(()))

@@ -1,7 +1,7 @@
-"""Norms of the parts of a Split that are joined again become one norm, times a row of weights for each element there.
+"""Fuses the norms of all parts of a Split to one norm with a row of weights for each part.
 
-So are the norms of queries and keys where each head has weights of its own: one small norm a head, in Stable LM 2. One
-element can't be divided among ranks, and all of them can.
+Stable LM 2 has norms of queries and keys with weights for each head: one small norm a head. Ranks can't share the norms
+of single heads, but can share one norm of all heads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ APPLIED = ("Mul", "Add")
 
 @dataclass(frozen=True)
 class PartedNorms:
-    """The `norms` of all parts of a Split, in their order, and what joins them again."""
+    """The `norms` of all parts of a Split, in order, and the Concat of their results."""
 
     split: ir.Node
     norms: tuple[ir.Node, ...]
@@ -43,7 +43,7 @@ class PartedNorms:
 
 
 def find_parted_norms(concat: ir.Node) -> PartedNorms | None:
-    """The norms that a node joins; None if it joins something else."""
+    """The norms that a node concatenates; None if it concatenates anything else."""
     if concat.op_type != "Concat" or concat.domain or len(concat.inputs) < 2:
         return None
     norms = [None if value is None else value.producer() for value in concat.inputs]
@@ -60,7 +60,7 @@ def find_parted_norms(concat: ir.Node) -> PartedNorms | None:
 
 
 def _is_alike(norm: ir.Node, first: ir.Node) -> bool:
-    """Whether a norm differs from the first one in its data and its weights alone, and is read once."""
+    """Whether a norm differs from the first one only in its data and weights, and has one reader."""
     is_same = node_key(norm) == node_key(first)
     is_read_once = len(norm.outputs[0].uses()) == 1 and not norm.outputs[0].is_graph_output()
     given = [value is not None for value in norm.inputs] == [value is not None for value in first.inputs]
@@ -68,9 +68,9 @@ def _is_alike(norm: ir.Node, first: ir.Node) -> bool:
 
 
 def write_parted_norms(parted: PartedNorms, editor: Editor, sizes: Sizes) -> None:
-    """Replace what was found by one norm, in place.
+    """Replace the norms by one, in place.
 
-    Raises NotFusedError if one can't say it; then nothing is changed.
+    Raises NotFusedError if one norm can't express them; then nothing is changed.
     """
     at, first = parted.output.producer(), parted.norms[0]
     axes, columns = sizes.axes(parted.data), [sizes.axes(part) for part in parted.split.outputs]
@@ -96,7 +96,7 @@ def write_parted_norms(parted: PartedNorms, editor: Editor, sizes: Sizes) -> Non
 
 
 def _rows(parted: PartedNorms, number: int, counts: Sequence[int], axes: int) -> Array:
-    """The weights of all norms, a row for each element along the axis that is split, with so many axes."""
+    """The weights of all norms: a row for each part, with as many axes as the data."""
     rows = []
     for norm, count in zip(parted.norms, counts, strict=True):
         value = norm.inputs[number]

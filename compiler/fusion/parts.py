@@ -1,4 +1,4 @@
-"""What is fused beside attention: norms, rotary embeddings, modulation, products, slices, caches written by index."""
+"""Fuses all but attention: norms, rotary embeddings, modulation, products, slices, and caches written by index."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ Attempt = Callable[[ir.Node], str | None]
 
 @dataclass(frozen=True)
 class Parts:
-    """Looks whether a node ends, or begins, one of these, and fuses it where that gains. `states` are inputs' names.
+    """Tries each pattern at a node, and fuses it where that gains. `states` are names of inputs.
 
-    Sizes and tables take inference of all shapes, so they are made only where something may be fused.
+    Sizes and tables need all shapes to be inferred, so they are made only where something may be fused.
     """
 
     gains: Gains
@@ -56,12 +56,12 @@ class Parts:
 
     @cached_property
     def tables(self) -> Tables:
-        """What is computed from positions."""
+        """The tables that the model computes from positions."""
         return self.make_tables()
 
     @property
     def attempts(self) -> tuple[tuple[str, Attempt], ...]:
-        """What each kind is fused by."""
+        """The function that fuses each kind of pattern."""
         return (
             ("norm", self._norm),
             ("norm", self._parted_norms),
@@ -84,7 +84,7 @@ class Parts:
         return NORM
 
     def _turned_norm(self, norm: ir.Node) -> str | None:
-        """Have a norm read what is turned before it. Returns its operator; None if nothing is."""
+        """Move a Transpose behind a norm. Returns the norm's operator; None if there is no such Transpose."""
         seen = find_turned(norm)
         if seen is None:
             return None
@@ -93,7 +93,7 @@ class Parts:
         return norm.op_type
 
     def _parted_norms(self, concat: ir.Node) -> str | None:
-        """Fuse the norms that a node joins. Returns their operator; None if it joins none."""
+        """Fuse the norms that a node concatenates. Returns their operator; None if there are none."""
         parted = find_parted_norms(concat)
         if parted is None:
             return None
@@ -123,7 +123,7 @@ class Parts:
         return ROTARY
 
     def _turned_rotary(self, node: ir.Node) -> str | None:
-        """Have a rotary embedding come before heads do. Returns its operator; None if they do not."""
+        """Move a rotary embedding before the Transpose of heads. Returns its operator; None if there is none."""
         data = rotary_embedding.find_turned(node)
         if data is None:
             return None
@@ -132,7 +132,7 @@ class Parts:
         return ROTARY
 
     def _divided(self, product: ir.Node) -> str | None:
-        """Divide a product whose columns are taken apart. Returns its operator; None if it is none of these."""
+        """Divide a product that is split by columns. Returns its operator; None if there is none."""
         divided = find_divided(product) if self.gains.divided else None
         if divided is None:
             return None
@@ -144,7 +144,7 @@ class Parts:
         return PRODUCT
 
     def _scattered(self, node: ir.Node) -> str | None:
-        """Have a cache written by index where it is. Returns its operator; None if the node writes none."""
+        """Write a cache by index along the axis where it is. Returns the operator; None if the node writes no cache."""
         scattered = find_scattered(node, self.states if self.gains.scattered else frozenset())
         if scattered is None:
             return None
@@ -153,7 +153,7 @@ class Parts:
         return SCATTERED
 
     def _assembled(self, node: ir.Node) -> str | None:
-        """Join the slices that a node writes the last of. Returns their operator; None if it writes none."""
+        """Concatenate slices whose last assignment a node is. Returns the operator; None if it is none."""
         assembled = find_assembled(node, self.sizes, self.tables) if node.op_type == "ScatterND" else None
         if assembled is None:
             return None

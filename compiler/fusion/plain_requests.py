@@ -1,7 +1,8 @@
-"""Requests whose masks hide later tokens, and those before a window, as is known without computing them.
+"""Tells requests whose masks only hide later tokens, and those before a window, without computing the masks.
 
-What tells tokens from padding is all ones in most requests. Masks then follow from the numbers of tokens alone, so that
-compiling can try them. Masks of a prompt are large: computing them on the CPU takes as long as some layers on a GPU.
+In most requests the inputs that tell tokens from padding are all ones. Then masks follow from the numbers of tokens
+alone, so the compiler can try them. Masks of prompts are large: to compute one on the CPU takes as long as some layers
+on a GPU.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ UNCOUNTED = 1 << 24
 
 @dataclass(frozen=True)
 class Plain:
-    """Such requests: the preamble's inputs `ones` are all ones there, with a last axis as long as all tokens so far.
+    """A request is plain if these inputs of the preamble are all `ones`, with a last axis as long as all tokens so far.
 
-    Masks hide later tokens then. Those with `windows` show a token the last so many only, itself included. Those that
-    are `batched` have a batch too, as nothing but the request says.
+    Its masks hide later tokens. Those with `windows` also hide all but the last so many tokens, the current one
+    included. `batched` inputs also have a batch axis, whose size only the request says.
     """
 
     ones: tuple[str, ...]
@@ -51,7 +52,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The numbers of a request: rows of the batch, tokens before it, and those that it adds."""
+    """The numbers of a request: rows of the batch, tokens before it, and new tokens."""
 
     batch: int
     before: int
@@ -66,11 +67,10 @@ def find_plain(
     sizes: Sizes,
     roles: Mapping[str, Role],
 ) -> Plain | None:
-    """What says which requests are plain; None if masks follow from more, or may hide something else in such a request.
+    """Which requests are plain; None if masks depend on more inputs, or may hide something else in such a request.
 
-    Or if some of the rows that the `blanks` tell become zeros there.
-
-    This is tried, for more tokens than the numbers in the graph make a window of, so that it shows.
+    None also if such a request has blank rows, which the `blanks` tell. The masks are tried with more tokens than any
+    number in the graph, so that a window of any length shows.
     """
     made = [value for value in graph.outputs if value.name in masks or value.name in blanks]
     ones = [value for value in _contents_read(made) if value.is_graph_input()]
@@ -88,7 +88,7 @@ def find_plain(
 
 
 def is_batched(axes: Sequence[Axis] | None, batch: Size | None) -> bool:
-    """Whether axes are a batch that the graph calls otherwise than that of the caches, and tokens."""
+    """Whether axes are tokens and a batch, under another name than the caches' batch."""
     return axes is not None and len(axes) == 2 and axes[0].fixed is None and axes[0].size != batch is not None
 
 
@@ -98,7 +98,7 @@ def _kind(value: ir.Value, roles: Mapping[str, Role]) -> str | None:
 
 
 def _contents_read(values: Sequence[ir.Value]) -> list[ir.Value]:
-    """All values whose data these follow from, rather than only their sizes."""
+    """All values that these depend on by their data, and not only by their sizes."""
 
     def above(value: ir.Value) -> list[ir.Value]:
         node = value.producer()
@@ -109,7 +109,7 @@ def _contents_read(values: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def _numbers(graph: ir.Graph) -> Iterator[int]:
-    """The numbers in a graph that may be numbers of tokens, those that it computes of others, and constants' sizes."""
+    """The numbers in a graph that may count tokens: constants, what is folded from them, and constants' sizes."""
     copy = with_own_tensors(graph)
     fold_shapes(copy)
     for value in (*copy.initializers.values(), *(value for node in copy for value in node.outputs)):
@@ -132,7 +132,7 @@ def _counts(array: np.ndarray) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A preamble's masks, where its inputs `ones` are all ones."""
+    """A preamble's masks, tried with inputs `ones` that are all ones."""
 
     graph: ir.Graph
     masks: tuple[str, ...]
@@ -148,9 +148,9 @@ class _Tried:
         return axes[0].size if axes and axes[0].fixed is None else None
 
     def windows(self, most: int) -> dict[str, int] | None:
-        """Their windows, as the longest request has them; those that show all earlier tokens have none.
+        """The masks' windows, by the longest request. Masks that show all earlier tokens have none.
 
-        None if one hides something else in a request around or beyond `most` tokens.
+        None if a mask hides anything else in a request of around, or beyond, `most` tokens.
         """
         windows = None
         try:
@@ -172,7 +172,7 @@ class _Tried:
         return windows
 
     def _requests(self, most: int) -> Iterator[_Numbers]:
-        """The longest first."""
+        """Requests to try, the longest first."""
         step = self.filled.step
         new = [step] if isinstance(step, int) else [*NEW, *([most + 3] if most + 3 <= MOST_NEW else [])]
         for before in (2 * most + 5, most + 3, *BEFORE):
@@ -180,7 +180,7 @@ class _Tried:
                 yield _Numbers(1 + before % 2, before, tokens)
 
     def _feeds(self, numbers: _Numbers) -> dict[str, np.ndarray] | None:
-        """The inputs of such a request. None if their sizes do not follow from its numbers."""
+        """The inputs of such a request; None if its numbers do not give their sizes."""
         known, feeds = self._known(numbers), {}
         for value in self.graph.inputs:
             name, axes = value.name or "", self.sizes.axes(value)
@@ -197,7 +197,7 @@ class _Tried:
         return feeds
 
     def _known(self, numbers: _Numbers) -> dict[Size, int]:
-        """What the sizes of inputs are in such a request."""
+        """The sizes of inputs in such a request."""
         filled, rows = self.filled, numbers.before + numbers.new
         known = {filled.past.size: numbers.before, filled.all.size: rows}
         if not isinstance(filled.step, int):
@@ -211,7 +211,7 @@ class _Tried:
 
 
 def _windows(masks: Mapping[str, np.ndarray], numbers: _Numbers) -> dict[str, int]:
-    """How many tokens the last one sees, where that is not all."""
+    """How many tokens the last token sees, by mask; masks that show all of them are left out."""
     rows = numbers.before + numbers.new
     shown = {name: np.count_nonzero(mask[..., -1, :rows] == 0, axis=-1).max() for name, mask in masks.items()}
     return {name: int(count) for name, count in shown.items() if 0 < count < rows}

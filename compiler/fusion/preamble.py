@@ -1,7 +1,7 @@
-"""What follows from the rows that caches have filled is computed before the ranks, by a graph of its own.
+"""Cuts off what depends on the number of cached rows: the preamble, a small graph that is computed before the ranks.
 
-Masks, positions and lengths follow from inputs alone, and are small. Exporters compute them from sizes, of which some
-grow with each token. In a graph without them a request has the same sizes as the one before, so GPUs replay it.
+Masks, positions and lengths depend on inputs alone, and are small. Exporters compute them from sizes that grow with
+each token. Without them, a request has the same sizes as the one before, so GPUs replay it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LARGEST = 1 << 16
 
 @dataclass(frozen=True)
 class Preamble:
-    """The graph, as a model: of some inputs of the model and those for lengths, it makes inputs of the ranks' graphs.
+    """The preamble as a model: it takes some of the model's inputs and the length inputs, and makes ranks' inputs.
 
-    What the ranks read does not show all of the model's inputs: `roles` are those by name, and `batch` the numbers of
-    the axes that are as long as the batch. `masks` are those of its outputs that a request may leave out (masks.py),
-    and `blanks`, which say what rows are zeros, with them. `plain` says in which requests it may before they are
-    computed (plain_requests.py), if that is known.
+    - `roles`: the roles of the model's inputs by name. The ranks' graphs no longer show them all.
+    - `batch`: the axes of inputs that are as long as the batch, by name.
+    - `masks`: outputs that a request may leave out (masks.py), and `blanks`, the blank rows that go with them.
+    - `plain`: the requests that may leave them out without computing them (plain_requests.py), if that is known.
     """
 
     model: ir.Model
@@ -50,17 +50,17 @@ class Preamble:
 
     @property
     def outputs(self) -> list[str]:
-        """The names of what it makes."""
+        """The names of its outputs."""
         return [value.name or "" for value in self.model.graph.outputs]
 
 
 def cut_preamble(
     model: ir.Model, lengths: Lengths, states: Collection[str], sizes: Sizes, roles: Mapping[str, Role]
 ) -> Preamble:
-    """Cut off what follows from the filled rows. What it makes becomes inputs of the graph that is left, in place.
+    """Cut off what depends on the cached rows. Its results become inputs of the remaining graph, in place.
 
-    Raises NotFusedError if what is left would see sizes that change with each token. The graph computes the same then:
-    sizes may be read elsewhere, and one node stand for equal ones.
+    Raises NotFusedError if the remaining graph would still have sizes that change with each token. The graph then
+    computes the same as before, though some sizes are read elsewhere and equal nodes are merged.
     """
     graph, filled = model.graph, lengths.filled
     early = _read_sizes_off_inputs(graph, [value for value in graph.inputs if value.name not in states], lengths, sizes)
@@ -87,7 +87,7 @@ def cut_preamble(
 
 
 def without_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
-    """A preamble's graph that does not make the outputs of these names, nor takes what only they need."""
+    """The preamble without some outputs, and without the inputs that only these need."""
     graph = model.graph.clone()
     for value in [value for value in graph.outputs if value.name in names]:
         graph.outputs.remove(value)
@@ -97,7 +97,7 @@ def without_outputs(model: ir.Model, names: Collection[str]) -> ir.Model:
 
 
 def _find_batch(inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Sizes) -> dict[str, int]:
-    """The numbers of the inputs' axes that are as long as the batch of the caches."""
+    """The axes of inputs that are as long as the batch of the caches."""
     batches = {axes[0].size for one in filled if (axes := sizes.axes(one.lasts)) and axes[0].fixed is None}
     return {
         value.name or "": place
@@ -110,7 +110,7 @@ def _find_batch(inputs: Sequence[ir.Value], filled: Sequence[Filled], sizes: Siz
 def _read_sizes_off_inputs(
     graph: ir.Graph, inputs: Sequence[ir.Value], lengths: Lengths, sizes: Sizes
 ) -> set[ir.Value]:
-    """The early values, once sizes of others are read off inputs: exporters take the batch's from hidden states."""
+    """Read sizes off inputs: exporters read the batch off hidden states. Returns the early values."""
     early = _find_early(graph, inputs)
     for node in list(graph):
         if node.op_type == "Shape" and not node.domain and node.inputs[0] not in early:
@@ -121,7 +121,7 @@ def _read_sizes_off_inputs(
 
 
 def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:
-    """The values that follow from these inputs alone, by nodes without work worth a device."""
+    """The early values: they depend on these inputs alone, by nodes that are not worth a device."""
     early = set(inputs)
     for node in graph:
         read = [value for value in node.inputs if value is not None]
@@ -132,9 +132,9 @@ def _find_early(graph: ir.Graph, inputs: Sequence[ir.Value]) -> set[ir.Value]:
 
 
 def _merge_equal(graph: ir.Graph, among: Collection[ir.Value], early: Collection[ir.Value]) -> None:
-    """Let one node stand for those that compute the same: a model's layers have a mask each.
+    """Merge equal nodes: in some models each layer computes a mask of its own.
 
-    What they read may be computed by several nodes too. Those that are not `among` them stay.
+    Their inputs may be computed by equal nodes too. Nodes that are not `among` them stay.
     """
     kept: dict[Hashable, ir.Node] = {}
     same: dict[ir.Value, ir.Value] = {}
@@ -150,7 +150,7 @@ def _merge_equal(graph: ir.Graph, among: Collection[ir.Value], early: Collection
 
 
 def _content(value: ir.Value | None) -> Hashable:
-    """What tells an input from others: numbers by themselves, and computed values by what they are."""
+    """The identity of an input when nodes are compared: a constant's numbers, or a computed value itself."""
     return value if value is None or value.const_value is None else tensor_key(value.const_value)
 
 
@@ -164,14 +164,14 @@ def _has(value: ir.Value, growing: Collection[tuple[int, int]], sizes: Sizes) ->
 
 
 def _is_read_later(value: ir.Value, early: Collection[ir.Value]) -> bool:
-    """Whether a value is an output, or read by a node that is none of the early ones."""
+    """Whether a value is an output, or has a reader that is not early."""
     return value.is_graph_output() or any(
         early_output not in early for node, _ in value.uses() for early_output in node.outputs
     )
 
 
 def _check(made: Sequence[ir.Value], following: Collection[ir.Value], graph: ir.Graph, sizes: Sizes) -> None:
-    """Raise NotFusedError unless what is made has sizes that requests keep."""
+    """Raise NotFusedError if an output of the preamble has a size that grows with each token."""
     kept = {axis.size for value in graph.inputs if value not in following for axis in sizes.axes(value) or ()}
     for value in made:
         axes = sizes.axes(value)
@@ -184,7 +184,7 @@ def _check(made: Sequence[ir.Value], following: Collection[ir.Value], graph: ir.
 
 
 def _copy(model: ir.Model, made: Sequence[ir.Value]) -> ir.Model:
-    """The nodes that make some values, as a model of its own."""
+    """The nodes that make these values, as a model of its own."""
     graph = model.graph
     wanted = ancestors([node for value in made if (node := value.producer()) is not None], _reads)
     nodes = [node for node in graph if node in wanted]
@@ -205,7 +205,7 @@ def _reads(node: ir.Node) -> list[ir.Value]:
 
 
 def _replace(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """Put an input in the place of a value."""
+    """Replace a value by an input."""
     new = ir.Value(type=value.type, shape=value.shape)
     value.replace_all_uses_with(new)
     hand_over(value, new, "before")

@@ -1,4 +1,4 @@
-"""Products of two computed values, whichever operator makes them."""
+"""Reads products of two computed values, by any operator."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Product:
 
 
 def multiplies(node: ir.Node) -> bool:
-    """Whether a node is a product, of whatever."""
+    """Whether a node is a matrix product of any two values."""
     return operator_name(node) in PRODUCTS
 
 
 def is_product(node: ir.Node) -> bool:
-    """Whether a node is a product of two values that are both computed."""
+    """Whether a node is a matrix product of two computed values."""
     return (
         multiplies(node)
         and len(node.inputs) == 2
@@ -50,7 +50,7 @@ def is_product(node: ir.Node) -> bool:
 
 
 def read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
-    """A product's factors; None if it is no such product along one axis of each."""
+    """A product's factors; None if it contracts other than one axis of each."""
     first, second = node.inputs
     assert first is not None and second is not None
     ranks = rank_of(first), rank_of(second)
@@ -64,7 +64,7 @@ def read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
 
 
 def _read_fused(node: ir.Node, first: Operand, second: Operand) -> Product | None:
-    """A product that takes either factor turned, and scales what it makes."""
+    """A product with transposed factors and a scale."""
     if any(node.attributes.get_int(f"transBatch{side}", 0) for side in "AB"):
         return None
     sides = [

@@ -1,11 +1,11 @@
-"""Rotary embedding that was written out, found by its structure: pairs of elements of the last axis, each rotated.
+"""Finds decomposed rotary embedding by its structure: the last axis holds pairs of elements, and each pair is rotated.
 
-The pair (a, b) becomes (a cos - b sin, b cos + a sin). It is an element of the first half with one of the second, or
-(interleaved) two that follow each other. See RoFormer (Su et al., 2021). Exporters write it as up to twelve operators,
-often in single precision between casts, each of which goes through the memory of a GPU. There are two forms:
+The pair (a, b) becomes (a cos - b sin, b cos + a sin). Its elements come from the two halves of the axis, or
+(interleaved) are neighbours. See RoFormer (Su et al., 2021). Exporters write up to twelve nodes for it, often in single
+precision between casts. There are two forms:
 
 - x cos + rotated(x) sin, with tables that have each number twice;
-- both elements by themselves, joined again.
+- both elements computed separately, then concatenated.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from splitc.compiler.fusion.tables import Tables
 
 @dataclass(frozen=True)
 class Rotary:
-    """`data`, whose pairs are rotated. These are `interleaved`, or an element of each half.
+    """Rotated `data`. Pairs are `interleaved`, or have one element in each half.
 
-    The tables have a number for each element, or, with `by_pairs`, for each pair. With `places`, the elements of the
-    last axis are first put in the order that they say. `thin` tables have an axis of one behind the pairs.
+    - `by_pairs`: the tables have one number for each pair, rather than for each element.
+    - `places`: the last axis is permuted first, if given.
+    - `thin`: the tables have an axis of one element behind the pairs.
     """
 
     data: ir.Value
@@ -50,14 +51,14 @@ CUTS = {*VIEWS, *PASSED, "Split", "Slice", "Gather"}
 
 
 def looks_rotary(node: ir.Node) -> bool:
-    """Whether a node may make what is rotated. To know takes more."""
+    """Whether a node may be the end of a rotary embedding, by a cheap test."""
     return not node.domain and any(_sums(node) if node.op_type in ("Add", "Sub") else _joined_sums(node))
 
 
 def find_rotary(node: ir.Node, sizes: Sizes, tables: Tables) -> Rotary | None:
-    """The rotary embedding that a node ends; None if it ends none.
+    """The rotary embedding that ends at a node; None if there is none.
 
-    Raises NotFusedError for one that the operator can't do.
+    Raises NotFusedError for a form that the operator does not have.
     """
     candidates: Iterator[Rotary | None]
     if node.op_type in ("Add", "Sub"):
@@ -71,7 +72,7 @@ def find_rotary(node: ir.Node, sizes: Sizes, tables: Tables) -> Rotary | None:
 
 
 def _sums(node: ir.Node) -> list[tuple[Factors, Factors]]:
-    """The products that a node adds or subtracts, where one of them is of what is joined of parts."""
+    """The products that a node adds or subtracts, if one factor is a Concat."""
     one, other = map(_factors, node.inputs)
     if one is None or other is None:
         return []
@@ -85,7 +86,7 @@ def _sums(node: ir.Node) -> list[tuple[Factors, Factors]]:
 
 
 def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, tables: Tables) -> Rotary | None:
-    """Data times cosines, plus rotated data times sines."""
+    """The form x cos + rotated(x) sin."""
     (data, cosines), (turned, sines) = straight, crossed
     source = _uncast(data)
     places = Rotation(source, sizes, tables.known).of(turned)
@@ -100,15 +101,15 @@ def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, 
 
 
 def _joined_sums(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
-    """The first and the second elements of pairs, and their cosines and sines, where a node joins both rotated."""
+    """The first and second elements of pairs, with cosines and sines, if a node concatenates both, rotated."""
     if node.op_type == "Concat" and len(node.inputs) == 2:
         yield from _rotated_pairs(*node.inputs)
 
 
 def pairs_among(node: ir.Node) -> int | None:
-    """Where both elements of rotated pairs are among more than two values that a node joins; None if they are not.
+    """The place of rotated pairs among three or more inputs of a Concat; None if there are none.
 
-    TorchScript's exporter joins all at once if what is rotated is then joined with what is not.
+    TorchScript's exporter writes one Concat if rotated elements are then concatenated with others.
     """
     if node.op_type != "Concat" or node.domain or len(node.inputs) < 3:
         return None
@@ -117,7 +118,7 @@ def pairs_among(node: ir.Node) -> int | None:
 
 
 def _rotated_pairs(one: ir.Value | None, other: ir.Value | None) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
-    """The first and the second elements of pairs, and their cosines and sines, where two values are these rotated."""
+    """The first and second elements of pairs, with cosines and sines, if two values are these, rotated."""
     first, second = _unstacked(one), _unstacked(other)
     if first is None or second is None or (first.op_type, second.op_type) != ("Sub", "Add"):
         return
@@ -135,7 +136,7 @@ def _rotated_pairs(one: ir.Value | None, other: ir.Value | None) -> Iterator[tup
 def _from_pairs(
     node: ir.Node, a: ir.Value, b: ir.Value, numbers: Factors, sizes: Sizes, tables: Tables
 ) -> Rotary | None:
-    """Both elements of each pair by themselves."""
+    """The form with both elements of each pair computed separately."""
     # An operator takes four axes at most: where pairs have one of their own, what it is a view of is rotated.
     for data in (data for data in map(_uncast, _above(a)) if len(sizes.of(data) or ()) <= 4):
         rotation, joined = Rotation(data, sizes, tables.known), _flat(node, data, sizes)
@@ -153,14 +154,14 @@ def _from_pairs(
 
 
 def _above(value: ir.Value) -> Iterator[ir.Value]:
-    """What a value may be cut out of, nearest first."""
+    """The values that a value may be cut from, nearest first."""
     while (node := value.producer()) is not None and node.op_type in CUTS and not node.domain and node.inputs[0]:
         value = node.inputs[0]
         yield value
 
 
 def _flat(node: ir.Node, data: ir.Value, sizes: Sizes) -> tuple[ir.Value, bool] | None:
-    """What a node joins, with the axes of the data, and whether it joins pair by pair; None if it joins otherwise."""
+    """A Concat's result with the axes of the data, and whether it is interleaved; None for any other Concat."""
     value, own = node.outputs[0], sizes.of(data)
     made = sizes.of(value)
     if own is None or made is None or node.attributes.get_int("axis", 0) not in (-1, len(made) - 1):
@@ -174,7 +175,7 @@ def _flat(node: ir.Node, data: ir.Value, sizes: Sizes) -> tuple[ir.Value, bool] 
 
 
 def _unstacked(value: ir.Value | None) -> ir.Node | None:
-    """What makes a value, before it got an axis to be joined along."""
+    """The node that makes a value, before an Unsqueeze for the Concat."""
     node = None if value is None else value.producer()
     if node is not None and node.op_type == "Unsqueeze" and node.inputs[0] is not None:
         node = node.inputs[0].producer()
@@ -182,7 +183,7 @@ def _unstacked(value: ir.Value | None) -> ir.Node | None:
 
 
 def _factors(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
-    """The two values that a value is the product of."""
+    """The two factors of an elementwise product."""
     node = None if value is None else value.producer()
     if node is None or node.domain or node.op_type != "Mul":
         return None
@@ -191,14 +192,14 @@ def _factors(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _uncast(value: ir.Value) -> ir.Value:
-    """A value before it was cast."""
+    """The value before casts."""
     while (node := value.producer()) is not None and node.op_type == "Cast" and node.inputs[0] is not None:
         value = node.inputs[0]
     return value
 
 
 def _is_joined(value: ir.Value) -> bool:
-    """Whether a value is joined of parts, but for casts and views."""
+    """Whether a value is a Concat, seen through casts and views."""
     node = _uncast(value).producer()
     while node is not None and node.op_type in ("Reshape", "Flatten") and node.inputs[0] is not None:
         node = node.inputs[0].producer()
@@ -206,7 +207,7 @@ def _is_joined(value: ir.Value) -> bool:
 
 
 def _is_interleaved(places: Places) -> bool | None:
-    """How pairs are rotated; None if elements are in other places, or have other signs."""
+    """Whether pairs are interleaved; None if the elements are permuted otherwise, or have other signs."""
     numbers = np.arange(1, len(places) + 1)
     if len(places) % 2:
         return None
@@ -218,6 +219,6 @@ def _is_interleaved(places: Places) -> bool | None:
 
 
 def _narrow(value: ir.Value) -> ir.Value:
-    """A value after it was cast to halves, if that is all it is read for."""
+    """The value after a cast to half precision, if that is its only reader."""
     only = only_user(value, "Cast")
     return value if only is None or only.outputs[0].dtype != ir.DataType.FLOAT16 else only.outputs[0]

@@ -1,9 +1,9 @@
-"""Rotary embedding as ONNX Runtime's operator RotaryEmbedding, which has kernels on the CPU and on CUDA.
+"""Writes rotary embedding as ONNX Runtime's operator RotaryEmbedding, which has kernels on CPUs and on CUDA.
 
-It takes data [batch, heads, length, size] or [batch, length, heads x size]; tables of cosines and sines, here [length,
-pairs]; and the row in them of the first position. Where the tables change along the batch too, batch and length are
-one axis to it. Data of three axes, such as the patches of images that are packed [patches, heads, size], is a batch of
-one. See com.microsoft.RotaryEmbedding in ONNX Runtime's ContribOperators.md.
+It takes data [batch, heads, length, size] or [batch, length, heads x size], tables of cosines and sines, here [length,
+pairs], and the row in them of the first position. Where tables differ along the batch too, batch and length are merged
+to one axis. Data of three axes, such as packed patches of images [patches, heads, size], are a batch of one. See
+com.microsoft.RotaryEmbedding in ONNX Runtime's ContribOperators.md.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ DOMAIN, OPERATOR = "com.microsoft", "RotaryEmbedding"
 
 
 def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes, tables: Tables) -> bool:
-    """Replace the pairs that a node joins with others, from this place on, by the operator, in place.
+    """Replace two inputs of a Concat, from `place` on, by one operator, in place.
 
-    Returns whether they are rotated. Raises NotFusedError as `write_rotary`.
+    Returns whether they are rotated pairs. Raises NotFusedError as `write_rotary`.
     """
     output, parts = concat.outputs[0], list(concat.inputs)
     axes, axis = sizes.axes(output), concat.attributes.get_int("axis", 0)
@@ -60,9 +60,9 @@ def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes
 
 
 def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -> ir.Value:
-    """Replace what was found by the operator, in place. Returns its result.
+    """Replace a rotary embedding by the operator, in place. Returns its result.
 
-    Raises NotFusedError if the operator can't say it; then nothing is changed.
+    Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
     at = rotary.output.producer()
     assert at is not None
@@ -92,9 +92,9 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
 
 @dataclass(frozen=True)
 class _Frame:
-    """The data's four axes: the batch, heads and positions (`length` is the place of these), and a head's elements.
+    """The data's four axes: batch, heads, positions and a head's elements. `length` is the place of positions.
 
-    `rows` are the axes along which the tables change.
+    `rows` are the axes along which the tables differ.
     """
 
     axes: tuple[Axis, ...]
@@ -107,7 +107,7 @@ class _Frame:
 
 
 def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
-    """The four axes of what is rotated. Raises NotFusedError if the operator can't say them."""
+    """The frame of a rotary embedding. Raises NotFusedError if the operator has none like it."""
     tables = [_table_axes(table, rotary, sizes) for table in (rotary.cosines, rotary.sines)]
     padded = [[ONE] * (4 - len(own)) + [axis.size for axis in own] for own in tables if own is not None]
     if len(padded) < 2 or padded[0] != padded[1]:
@@ -146,7 +146,7 @@ def _written(rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.
 def _rotated(
     data: ir.Value, axes: Sequence[Axis], rotary: Rotary, frame: _Frame, work: Writer, tables: Tables
 ) -> ir.Value:
-    """The operator on data with axes that it takes."""
+    """The operator's result for data with axes that it takes."""
     first = work.editor.constant(np.array([0], np.int64))
     cosines = _rows(rotary.cosines, "cosines", rotary, frame, work, tables)
     sines = _rows(rotary.sines, "sines", rotary, frame, work, tables)
@@ -155,32 +155,32 @@ def _rotated(
 
 
 def _inputs(work: Writer) -> tuple[ir.Value, ...]:
-    """What is there wherever a table is."""
+    """Sources that are there wherever a table is."""
     return tuple(value for value in work.editor.graph.inputs if work.sizes.of(value) is not None)
 
 
 def _table_axes(table: ir.Value, rotary: Rotary, sizes: Sizes) -> Axes | None:
-    """A table's axes, up to that of its numbers."""
+    """A table's axes, without a last one of one element."""
     axes = sizes.axes(table)
     return axes[:-1] if axes is not None and rotary.thin else axes
 
 
 def _four(table: Axes) -> Axes:
-    """A table's axes with the missing first ones, as it is broadcast."""
+    """A table's axes, broadcast to four."""
     return (*[fixed_axis(1)] * (4 - len(table)), *table)
 
 
 def _differ(table: Axes, frame: _Frame) -> bool:
-    """Whether a table may have one row for all, in some requests, though it has as many as the data in others."""
+    """Whether a table has as many rows as the data in some requests, and may have one for all in others."""
     pairs = zip(_four(table)[:-1], frame.axes[:-1], strict=True)
     return not all(own.fixed == 1 or own.is_same(axis) for own, axis in pairs)
 
 
 def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Writer) -> ir.Value:
-    """A table as [positions, pairs], with a row for each position of the data, of all the batch if it changes along it.
+    """A table as [positions, pairs], with a row for each position of the data, and of the batch if it differs along it.
 
-    The operator would take the first rows of more than there are positions: a Reshape to their number does not. Where
-    the graph calls their number and that of the positions the same, requests are held to that: see `uncompared`.
+    The operator would take the first rows of a table that has more rows than positions: a Reshape to their number fails
+    instead. Where the graph has one name for both numbers, requests are held to that: see `uncompared`.
     """
     own, flat = work.axes(table), (joined(frame.rows), pairs)
     if not _differ(own, frame):
@@ -197,7 +197,7 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
 
 
 def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
-    """One number for each pair: [positions, pairs], of the data's type. All layers read the same."""
+    """One number for each pair, [positions, pairs], of the data's type. All layers read the same table."""
     own = _table_axes(table, rotary, work.sizes) or ()
     if not _differ(own, frame):
         tables.uncompared.update(axis.name for axis in frame.rows if axis.fixed is None and axis.name is not None)
@@ -219,9 +219,9 @@ def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Write
 
 
 def find_turned(node: ir.Node) -> ir.Value | None:
-    """What ONNX's own operator rotates, [batch, length, heads, size], before heads came first; None otherwise.
+    """The input [batch, length, heads, size] of a Transpose before ONNX's RotaryEmbedding; None if there is none.
 
-    The operator takes either. If it comes before the transpose, this may be one with what follows.
+    The operator takes either layout. Behind it, the Transpose may be fused with what follows.
     """
     data = node.inputs[0] if node.op_type == OPERATOR and not node.domain else None
     turn = None if data is None else data.producer()
@@ -232,9 +232,9 @@ def find_turned(node: ir.Node) -> ir.Value | None:
 
 
 def write_turned(node: ir.Node, data: ir.Value, editor: Editor, sizes: Sizes) -> None:
-    """Have the operator rotate rows of all heads, and turn its result, in place.
+    """Move the Transpose behind the operator, in place.
 
-    Raises NotFusedError if their sizes are not known.
+    Raises NotFusedError if sizes are not known.
     """
     output, own = node.outputs[0], sizes.axes(data)
     if sizes.axes(output) is None or own is None or len(own) != 4 or own[2].fixed is None or own[3].fixed is None:

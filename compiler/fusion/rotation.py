@@ -1,4 +1,4 @@
-"""What a value holds of another one: which element, and with which sign, in each place of the last axis."""
+"""Follows elements of a value through slices, concatenations and negations of its last axis."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FARTHEST = 32
 
 @dataclass(frozen=True)
 class Rotation:
-    """Follows how the last axis of `data` is cut up and joined again. Other axes stay as they are.
+    """How the last axis of `data` is cut and concatenated. Other axes stay as they are.
 
-    Elements count from 1, so that each has a sign. `known` are the results of shape arithmetic.
+    Elements count from 1, so that the number's sign is the element's. `known` are the results of shape arithmetic.
     """
 
     data: ir.Value
@@ -30,12 +30,12 @@ class Rotation:
     known: Mapping[str, npt.NDArray[Any]]
 
     def of(self, value: ir.Value) -> Places | None:
-        """For each place of a value's last axis the element of the data that is there; None if it holds others."""
+        """For each place of a value's last axis, the element of the data there; None if it holds anything else."""
         places = self._of(value, FARTHEST)
         return None if places is None or places.ndim != 1 else places
 
     def along_pairs(self, value: ir.Value) -> Places | None:
-        """As `of`, of a value whose last axis may be one of a single element, as complex numbers' parts have."""
+        """As `of`, for a value with an axis of one element behind it, as the parts of complex numbers have."""
         places = self._of(value, FARTHEST)
         is_thin = places is not None and places.ndim == 2 and places.shape[1] == 1 < places.shape[0]
         return None if places is None or (places.ndim != 1 and not is_thin) else places.reshape(-1)
@@ -60,14 +60,14 @@ class Rotation:
 
     @staticmethod
     def _sources(node: ir.Node) -> list[ir.Value]:
-        """The inputs that are no indices or sizes."""
+        """The inputs that are data, rather than indices or sizes."""
         count = len(node.inputs) if node.op_type == "Concat" else 1
         return [value for value in node.inputs[:count] if value is not None]
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A node that makes `value`, whose axes from the number `outer` on have the sizes `inner`."""
+    """A node that makes `value`, whose axes from number `outer` on have the sizes `inner`."""
 
     rotation: Rotation
     node: ir.Node
@@ -76,7 +76,7 @@ class _Step:
     inner: tuple[int, ...]
 
     def integers(self, number: int) -> list[int] | None:
-        """An input that is a list of numbers, or one; None if it is not known."""
+        """An input that is a list of integers, or one integer; None if it is not known."""
         value = self.node.inputs[number] if number < len(self.node.inputs) else None
         if value is None:
             return None
@@ -86,7 +86,7 @@ class _Step:
         return None if array is None else [int(one) for one in array.reshape(-1)]
 
     def axis(self, number: int, ndim: int) -> int | None:
-        """The number of an axis among the inner ones of `ndim`; None for another one."""
+        """The number of an axis among the `ndim` inner ones; None for an outer one."""
         axis = number - self.outer if number >= 0 else number + ndim
         return axis if 0 <= axis < ndim else None
 
@@ -114,7 +114,7 @@ def _joined(step: _Step, read: list[Places]) -> Places | None:
 
 
 def _divided(step: _Step, read: list[Places]) -> Places | None:
-    """One of the parts of a Split."""
+    """One output of a Split."""
     axis = step.axis(step.node.attributes.get_int("axis", 0), read[0].ndim)
     number = step.node.outputs.index(step.value)
     before = [step.rotation.sizes.of(value) for value in step.node.outputs[:number]]

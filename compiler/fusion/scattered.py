@@ -1,7 +1,7 @@
-"""A cache whose rows are written by index becomes an operator that can write them in place.
+"""Writes a cache by index along the axis where it is, so that it can be written in place.
 
-For rows along an inner axis torch's exporter brings this axis to the front, writes, and brings it back: each token
-makes three copies of the cache. ScatterElements takes the axis where it is.
+For rows along an inner axis, torch's exporter transposes the axis to the front, writes, and transposes back: three
+copies of the cache for each token. ScatterElements takes the axis where it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OPERATOR = "ScatterElements"
 
 @dataclass(frozen=True)
 class Scattered:
-    """`present` is `past` with `rows` along an axis, at the places that `indices` [rows, 1] say."""
+    """`present` is `past` with `rows` written along `axis`, at the places `indices` [rows, 1]."""
 
     past: ir.Value
     indices: ir.Value
@@ -33,7 +33,7 @@ class Scattered:
 
 
 def find_scattered(node: ir.Node, states: Collection[str]) -> Scattered | None:
-    """What a ScatterND writes to one of the `states`, by the names of their inputs; None if it does not so."""
+    """What a ScatterND writes to one of the `states` (names of inputs), in this form; None if it does not."""
     if node.op_type != "ScatterND" or node.domain or node.attributes.get_string("reduction", "none") != "none":
         return None
     data, indices, rows = node.inputs
@@ -53,9 +53,9 @@ def find_scattered(node: ir.Node, states: Collection[str]) -> Scattered | None:
 
 
 def write_scattered(scattered: Scattered, editor: Editor, sizes: Sizes) -> None:
-    """Replace what was found by the operator, in place.
+    """Replace the nodes by ScatterElements, in place.
 
-    Raises NotFusedError if the operator can't say it; then nothing is changed.
+    Raises NotFusedError if it can't express them; then nothing is changed.
     """
     past, present = scattered.past, scattered.present
     axes, places = sizes.axes(past), sizes.axes(scattered.indices)

@@ -1,4 +1,4 @@
-"""Sizes of axes that are compared: with two sets of input sizes, since in one of them some may be equal by chance."""
+"""Compares sizes of axes. Each is known for two sets of input sizes, since in one set some may be equal by chance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MADE_UP = re.compile(r"\b_d\d+\b")
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a value: its size, what the graph calls it, and its number if it is the same in each request."""
+    """An axis of a value: its two sizes, its name in the graph, and its size if that is fixed."""
 
     size: Size
     symbol: Any = None
@@ -30,28 +30,28 @@ class Axis:
 
     @property
     def name(self) -> str | None:
-        """What the graph calls its size; None if it does not."""
+        """The name of its size in the graph; None if it has none."""
         name = self.symbol.value if isinstance(self.symbol, ir.SymbolicDim) else self.symbol
         return None if name is None else str(name)
 
     def is_same(self, other: Axis) -> bool:
-        """Whether the graph says that it is as long as another one in each request, rather than in two of them."""
+        """Whether the graph says that both axes are always equally long, rather than just in two sets of sizes."""
         is_named = self.fixed == other.fixed if self.fixed is not None else self.name == other.name is not None
         return self.size == other.size and is_named
 
     def is_apart(self, other: Axis) -> bool:
-        """Whether it has another size, or the graph calls it otherwise. Names that inference made up say nothing."""
+        """Whether the sizes differ, or the graph's names for them do. Names that inference made up do not count."""
         names = {axis.name for axis in (self, other)}
         return self.size != other.size or (len(names) > 1 and not any(n is None or MADE_UP.search(n) for n in names))
 
 
 def fixed_axis(number: int) -> Axis:
-    """An axis of this size in each request."""
+    """An axis of this size in all requests."""
     return Axis((number, number), number, number)
 
 
 def joined(axes: Iterable[Axis]) -> Axis:
-    """Several axes as one. One that has a single element by chance, as a batch of one row, is kept."""
+    """Several axes merged to one. An axis that has one element by chance, such as a batch of one row, is kept."""
     kept = [axis for axis in axes if axis.fixed != 1]
     if len(kept) == 1:
         return kept[0]
@@ -62,7 +62,7 @@ def joined(axes: Iterable[Axis]) -> Axis:
 
 
 def product_of(sizes: Iterable[Size]) -> Size:
-    """The size of several axes as one."""
+    """The size of several merged axes."""
     planned = probe = 1
     for one, other in sizes:
         planned, probe = planned * one, probe * other
@@ -70,13 +70,13 @@ def product_of(sizes: Iterable[Size]) -> Size:
 
 
 def is_one(axes: Iterable[Axis]) -> bool:
-    """Whether axes have one element together, in each request."""
+    """Whether axes have one element in all, in all requests."""
     return all(axis.fixed == 1 for axis in axes)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shapes of all values with the planned inputs, and with others that differ in each size that may.
+    """The shapes of all values with the planned inputs, and with others that differ in each size that may change.
 
     `shapes` grows with the values that are added.
     """
@@ -108,7 +108,7 @@ class Sizes:
         return tuple(axes)
 
     def put(self, value: ir.Value, axes: Iterable[Axis]) -> None:
-        """Say the axes of a value that is new."""
+        """Set the axes of a new value."""
         axes = tuple(axes)
         value.shape = ir.Shape([axis.symbol for axis in axes])
         self.shapes[value.name or ""] = tuple(axis.size[0] for axis in axes)
@@ -116,7 +116,7 @@ class Sizes:
 
 
 def known_shapes(bound: BoundShapes) -> dict[str, Shape]:
-    """The shapes of a graph's values without those that depend on data."""
+    """The shapes of a graph's values, without those that depend on data."""
     return {name: shape for name, shape in bound.shapes.items() if name not in bound.unknown}
 
 

@@ -15,7 +15,7 @@ _SPREADS = VIEWS | PASSED | {"Expand"}
 
 @dataclass(frozen=True)
 class Softmax:
-    """Weights that are exp(scores), divided by their sum; `is_last`: along the last axis, as far as is known."""
+    """exp(scores), divided by their sum. `is_last`: along the last axis, as far as is known."""
 
     name: str
     scores: ir.Value
@@ -24,7 +24,7 @@ class Softmax:
 
 
 def find_softmax(node: ir.Node, rank_of: RankOf, opset: int) -> Softmax | None:
-    """The Softmax that a node is, or is the last node of."""
+    """The Softmax that a node is, or that ends at it."""
     name = node.name or node.outputs[0].name or ""
     if node.op_type == "Softmax" and not node.domain and node.inputs[0] is not None:
         # Before opset 13 the default is axis 1, of which a Softmax with the last axis is a special case.
@@ -50,14 +50,14 @@ def _find_written(node: ir.Node, name: str, rank_of: RankOf) -> Softmax | None:
 
 
 def is_row_maximum(value: ir.Value | None, scores: ir.Value) -> bool:
-    """Whether a value is the highest of the scores in each row: taken off, it changes no Softmax."""
+    """Whether a value is the maximum of each row of scores: to subtract it changes no Softmax."""
     if value is None or (node := _reduction(value)) is None:
         return False
     return node.op_type == "ReduceMax" and node.inputs[0] is scores and is_over_last(node, None)
 
 
 def leaves_out_last(node: ir.Node, rank_of: RankOf) -> bool:
-    """Whether a node leaves out the last of each row, and nothing else."""
+    """Whether a node drops the last element of each row, and nothing else."""
     if node.op_type != "Slice" or node.domain or len(node.inputs) < 4:
         return False
     starts, ends, axes, *steps = (constant(value) for value in node.inputs[1:])
@@ -66,7 +66,7 @@ def leaves_out_last(node: ir.Node, rank_of: RankOf) -> bool:
 
 
 def _reduction(value: ir.Value) -> ir.Node | None:
-    """The reduction that a number a row comes from."""
+    """The reduction that a number for each row comes from."""
     node, rank = value.producer(), None
     while node is not None and not node.domain and not node.op_type.startswith("Reduce"):
         source = node.inputs[0] if node.op_type in _SPREADS else None

@@ -1,4 +1,4 @@
-"""Tables that are made from positions, computed with made-up ones, to see what holds for all of their numbers."""
+"""Computes tables of cosines and sines for made-up positions, to see what holds for all of their numbers."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ Array = npt.NDArray[Any]
 
 
 class Tables:
-    """What a model computes from positions.
+    """The tables that a model computes from positions.
 
-    `shapes` are those of its values to do so with. `known` are the results of shape arithmetic, and `rows` what was
-    written of a table: one number for each pair, in a row for each position. `uncompared` are names of sizes that the
-    data and its table have, which the written out product compared and the operator does not.
+    - `shapes`: the shapes of its values for the made-up inputs.
+    - `known`: the results of shape arithmetic.
+    - `rows`: what was written of a table: one number for each pair, in a row for each position.
+    - `uncompared`: names of sizes that the data and the table share. The decomposed product compared them; the operator
+    does not.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Shape], known: Mapping[str, Array]) -> None:
@@ -50,9 +52,9 @@ class Tables:
         self.uncompared: set[str] = set()
 
     def agree(self, table: ir.Value, interleaved: bool) -> bool:
-        """Whether the two numbers of each pair are equal: of the halves of the last axis, or of neighbours.
+        """Whether both numbers of each pair are equal, by halves of the last axis or by neighbours.
 
-        Nothing is said by a table of equal numbers, such as the cosines of position 0.
+        A table of equal numbers, such as the cosines of position 0, says nothing.
         """
         if table not in self._made:
             self._made[table] = self._compute(table)
@@ -63,19 +65,19 @@ class Tables:
         return bool(np.ptp(numbers, -1).max() > 0) and np.allclose(one, other, rtol=1e-5, atol=1e-6)
 
     def node_after(self, table: ir.Value) -> ir.Node:
-        """The node that follows the one that makes a table: all layers may read what is written there."""
+        """The node after the one that makes a table, where what all layers read of it is written."""
         maker = table.producer()
         return self._graph.nodes[0 if maker is None else self._graph.position[maker] + 1]
 
     def follow_from_sizes(self, value: ir.Value) -> Array | None:
-        """The numbers of a value that nothing but sizes goes into; None if more does, or too much."""
+        """The numbers of a value that depends on sizes alone; None if it depends on more, or on too many nodes."""
         if value not in self._sized:
             known = self.known.get(value.name or "")
             self._sized[value] = self._compute(value, fed=False) if known is None else known
         return self._sized[value]
 
     def _compute(self, table: ir.Value, fed: bool = True) -> Array | None:
-        """A table's numbers; None if too much goes into it, or what can't be made up, or inputs, unless it is `fed`."""
+        """A table's numbers; None if they need too many nodes, unknown inputs, or, unless `fed`, any inputs."""
         if table.const_value is not None:
             return table.const_value.numpy().astype(np.float64) if source_of(table) is None else None
         above = reached(
@@ -99,7 +101,7 @@ class Tables:
         return numbers.astype(np.float64)
 
     def _sizes_of(self, node: ir.Node) -> Array | None:
-        """The sizes that a node reads, for which their value need not be computed; None if they are not known."""
+        """The sizes that a node reads, which spare computing the value; None if they are not known."""
         shape = None
         if operator_of(node).reads_shape and node.inputs[0] is not None:
             shape = self._shapes.get(node.inputs[0].name or "")

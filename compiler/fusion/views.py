@@ -1,7 +1,7 @@
-"""Reshapes that fusion leaves behind each other: an operator takes three axes where the exporter wrote four.
+"""Removes Reshapes of Reshapes, which fusion leaves where an operator takes three axes and the exporter wrote four.
 
-So also what keeps its input as it is: a Slice of the whole, an Expand to the same sizes. Each is a node that an engine
-runs, and takes some microseconds of the host's time. Masks that differ only in such nodes are one without them.
+So also nodes without effect: a Slice of the whole, an Expand to the same sizes. Each node takes some microseconds of
+the host's time. Masks that differ only in such nodes become one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Entry = int | ir.SymbolicDim
 
 
 def _by_entry(combine: Callable[[Any, Any], Entry], one: Sequence[Entry], other: Sequence[Entry]) -> list[Entry]:
-    """Two lists, or a list and a number, entry by entry."""
+    """Combine two lists, or a list and a number, entry by entry."""
     count = max(len(one), len(other))
     first, second = (list(part) * (count if len(part) == 1 else 1) for part in (one, other))
     return [combine(*pair) for pair in zip(first, second, strict=True)]
@@ -44,9 +44,9 @@ ANY_END = 1 << 31
 
 
 def join_views(editor: Editor, sizes: Sizes) -> None:
-    """Let views read what other views are made of, and drop those that give it back as it was, in place.
+    """Make views read the source of the views before them, and remove those without effect, in place.
 
-    What nothing reads any more stays.
+    Nodes that nothing reads any more stay.
     """
     for node in [node for node in editor.graph if _is_view(node) or _keeps(node, sizes)]:
         made, sources = node.outputs[0], list(_sources(node, sizes))
@@ -74,7 +74,7 @@ def _is_view(node: ir.Node) -> bool:
 
 
 def _keeps(node: ir.Node, sizes: Sizes) -> bool:
-    """Whether a Slice takes all of its input, or an Expand repeats nothing, whatever the sizes are."""
+    """Whether a Slice takes all of its input, or an Expand repeats nothing, for all sizes."""
     if node.op_type not in ("Slice", "Expand") or node.domain or len(node.inputs) < 2 or node.inputs[0] is None:
         return False
     axes = sizes.axes(node.inputs[0])
@@ -84,9 +84,9 @@ def _keeps(node: ir.Node, sizes: Sizes) -> bool:
 
 
 def _repeats_nothing(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
-    """Whether an Expand is to the sizes that there are, by the graph: others may be larger where there is one element.
+    """Whether an Expand is to its input's own sizes, by their names in the graph: an axis of one may become larger.
 
-    Sizes may be left out, and be 1.
+    Sizes may be left out, or be 1.
     """
     wanted = _computed(node.inputs[1], sizes)
     pairs = zip(reversed(wanted or ()), reversed(axes), strict=False)
@@ -94,9 +94,9 @@ def _repeats_nothing(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
 
 
 def _takes_all(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
-    """Whether a Slice, which takes as many elements as there are for two sets of sizes, does so for all.
+    """Whether a Slice that takes all of its input for two sets of sizes does so for all.
 
-    Its end is where the axis ends, by the graph. A mask may be longer than the keys that it is cut to.
+    The graph must say that its end is the end of the axis. A mask may be longer than the keys that it is cut to.
     """
     _, starts, ends, along, steps = (*node.inputs, None, None)[:5]
     places = list(range(len(axes))) if along is None else _numbers(along)
@@ -110,7 +110,7 @@ def _takes_all(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:
-    """The numbers of a constant list, or a constant number; None if it is none, or a request may override it."""
+    """The numbers of a constant list, or a constant number; None if it is computed, or requests may override it."""
     if value is None or value.const_value is None or source_of(value) is not None:
         return None
     return [int(number) for number in np.ravel(value.const_value.numpy())]
@@ -125,7 +125,7 @@ def _is_size_of(size: Entry, axis: Axis) -> bool:
 
 
 def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
-    """A list of sizes as the graph says them; None if something is among them that is not known."""
+    """A list of sizes in the graph's names; None if one of them is not known."""
     if (numbers := _numbers(value)) is not None:
         return numbers
     node = None if value is None else value.producer()
@@ -145,7 +145,7 @@ def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
 
 
 def _sources(node: ir.Node | None, sizes: Sizes) -> Iterator[ir.Value]:
-    """What a view, or what keeps its input, reads, and what that is a view of, as far as the sizes are known."""
+    """The input of a view, the input of the view before that, and so on, as far as sizes are known."""
     while node is not None and (_is_view(node) or _keeps(node, sizes)):
         value = node.inputs[0]
         if value is None or sizes.of(value) is None:
@@ -155,7 +155,7 @@ def _sources(node: ir.Node | None, sizes: Sizes) -> Iterator[ir.Value]:
 
 
 def _shape_for(node: ir.Node, source: ir.Value, sizes: Sizes) -> list[int] | None:
-    """The sizes by which a Reshape makes the same of a source; None if no constant says them."""
+    """The sizes by which a Reshape makes the same of a source; None if they are not constant."""
     shape = node.inputs[1].const_value if node.op_type == "Reshape" and node.inputs[1] is not None else None
     if shape is None or node.attributes.get_int("allowzero", False):
         return None

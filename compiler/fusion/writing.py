@@ -1,4 +1,4 @@
-"""New nodes in the place of those that wrote an attention out, each with the sizes of what it makes."""
+"""Adds nodes in place of decomposed ones, and keeps the sizes of new values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from splitc.compiler.nodes import unused_name
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a size can be read: that of an axis of a value, times a number or divided by one."""
+    """Where a size can be read: an axis of a value, times or divided by a number."""
 
     value: ir.Value
     place: int
@@ -31,7 +31,7 @@ class _Source:
 class Writer:
     """Adds nodes before the node `at`, named after `name`. Sizes that change are read off the `sources`.
 
-    `known` are lists of one size, by that size: they are preferred.
+    `known` are lists of one size, by that size; they are preferred.
     """
 
     at: ir.Node
@@ -52,7 +52,7 @@ class Writer:
         domain: str = "",
         **attributes: Any,
     ) -> ir.Value:
-        """A new node's result, of the type of `like`."""
+        """Add a node. Returns its result, of the type of `like`."""
         value = self.editor.before(self.at, operator, *inputs, domain=domain, **attributes)
         node = value.producer()
         assert node is not None
@@ -61,7 +61,7 @@ class Writer:
         return value
 
     def insert(self, node: ir.Node) -> None:
-        """Add a node that is made. Its results are still to be named."""
+        """Add a node that exists already. Its results are named later."""
         self.editor.graph.insert_before(self.at, node)
         self.added.append(node)
 
@@ -71,13 +71,13 @@ class Writer:
         self.sizes.put(value, axes)
 
     def take_place(self, new: ir.Value, old: ir.Value) -> None:
-        """Let all that reads an old value read a new one, which keeps its axes."""
+        """Make all readers of an old value read a new one, which keeps its own axes."""
         axes = self.axes(new)
         take_place(new, old)
         self.sizes.put(new, axes)
 
     def undo(self) -> None:
-        """Remove what was added, which nothing else reads."""
+        """Remove all added nodes, which nothing else reads."""
         for node in reversed(self.added):
             self.editor.graph.remove(node, safe=True)
         self.added.clear()
@@ -89,14 +89,14 @@ class Writer:
         return axes
 
     def cast(self, value: ir.Value, like: ir.Value, role: str) -> ir.Value:
-        """A value in the type of another one."""
+        """A value cast to the type of another one."""
         assert like.dtype is not None
         made = self.add(role, "Cast", [value], value, self.axes(value), to=like.dtype)
         made.type = ir.TensorType(like.dtype)
         return made
 
     def ordered(self, operand: Operand, role: str) -> ir.Value:
-        """An operand, without its factor, in the order of its axes."""
+        """An operand, transposed as it says, without its factor."""
         if operand.is_value:
             return operand.value
         axes = self.axes(operand.value)
@@ -104,7 +104,7 @@ class Writer:
         return self.add(role, "Transpose", [operand.value], operand.value, [axes[n] for n in order], perm=order)
 
     def viewed(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
-        """A value's elements, in their order, along other axes."""
+        """A value reshaped to other axes."""
         own = self.axes(value)
         kept = [self._is_same(*pair) for pair in zip(own, axes, strict=False)]
         if len(own) == len(axes) and all(kept):
@@ -118,13 +118,13 @@ class Writer:
         return self.add(role, "Reshape", [value, self.list_of(numbers, role)], value, axes)
 
     def _freed(self, numbers: Sequence[int | Axis]) -> int | None:
-        """The axis whose size a Reshape finds by itself: one that is read nowhere, else the first."""
+        """The axis whose size a Reshape infers (-1): one whose size can't be read, else the first."""
         open_axes = [place for place, number in enumerate(numbers) if isinstance(number, Axis)]
         unread = [place for place in open_axes if isinstance(axis := numbers[place], Axis) and not self.has(axis)]
         return next(iter((*unread, *open_axes)), None)
 
     def expanded(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
-        """A value repeated along axes of which it has one element. All are named, missing first ones too."""
+        """A value expanded along axes of which it has one element, or none: missing leading axes are added."""
         lacking = len(axes) - len(self.axes(value))
         own = (*[fixed_axis(1)] * lacking, *self.axes(value))
         kept = [self._is_same(*pair) for pair in zip(own, axes, strict=True)]
@@ -137,11 +137,11 @@ class Writer:
         return self.add(role, "Expand", [value, self.list_of(numbers, role)], value, axes)
 
     def has(self, axis: Axis) -> bool:
-        """Whether an axis' size can be said: it is fixed or known, or a source has it."""
+        """Whether an axis' size is fixed, known, or can be read from a source."""
         return axis.fixed is not None or axis.size in self.known or self._source(axis) is not None
 
     def list_of(self, numbers: Sequence[int | Axis], role: str) -> ir.Value:
-        """A list of sizes: a constant if it is one."""
+        """A list of sizes, constant if all are fixed."""
         if not any(isinstance(number, Axis) for number in numbers):
             return self.editor.constant(np.array(numbers, np.int64))
         parts = [self._number(number, f"{role}_size{place}") for place, number in enumerate(numbers)]
@@ -167,15 +167,15 @@ class Writer:
         return size
 
     def integers(self, role: str, operator: str, inputs: Sequence[ir.Value], count: int, **attributes: Any) -> ir.Value:
-        """A list of so many sizes."""
+        """Add a node that makes a list of so many sizes."""
         value = self.add(role, operator, inputs, inputs[0], [fixed_axis(count)], **attributes)
         value.type = ir.TensorType(ir.DataType.INT64)
         return value
 
     def _source(self, axis: Axis) -> _Source | None:
-        """Where an axis' size can be read: at one that has it, else at one that is a multiple or a part of it.
+        """Where an axis' size can be read: off an equal axis, else off a multiple or a fraction of it.
 
-        First at one that the graph calls the same: others may have one element, and be repeated.
+        An axis with the same name in the graph comes first: others may have one element, and be repeated.
         """
         places = [(value, place, own) for value in self.sources for place, own in enumerate(self.axes(value))]
         same = [(value, place, own.is_same(axis)) for value, place, own in places if own.size == axis.size]
@@ -192,7 +192,7 @@ class Writer:
         return None
 
     def _is_same(self, one: Axis, other: Axis) -> bool:
-        """Whether an axis has another one's size. If the probes are the planned sizes, that may be so by chance."""
+        """Whether two axes have the same size. If the probes are the planned sizes, that may be by chance."""
         return one.size == other.size and (self.sizes.differ or not one.is_apart(other))
 
     def has_sizes(self, value: ir.Value, axes: Sequence[Axis]) -> bool:
