@@ -71,6 +71,10 @@ class Arena:
         self._touched[region] = max(self._touched[region], offset + size)
         return region, offset
 
+    def size(self, place: Place) -> int:
+        """The bytes of a chunk, which may be more than what was asked for."""
+        return self._sizes[place]
+
     def free(self, place: Place) -> None:
         """Free a chunk, and merge it with free neighbours."""
         region, offset = place

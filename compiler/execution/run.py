@@ -14,28 +14,21 @@ from splitc.compiler.execution.optimized import Optimized, optimize
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.operators.scratch import between_integers
 
+# The bytes that a node's kernel allocates while it runs.
+Scratch = Callable[[ir.Node], tuple[int, ...]]
 
-def arena_bytes(graph: EngineGraph, scratch: Callable[[ir.Node], tuple[int, ...]], on_host: bool = True) -> int:
+
+def arena_bytes(graph: EngineGraph, scratch: Scratch, on_host: bool = True) -> int:
     """The bytes that ONNX Runtime's arena uses in one run of a graph, if it is empty before.
 
-    A value is allocated before its node runs. It is freed after its last reader, unless it leaves the engine. `scratch`
-    is what a node's kernel allocates while it runs. The addresses of regions decide which of two equal free chunks is
-    used: on GPUs both directions are replayed, and the larger result is taken. `on_host` is as for `Arena`.
+    The addresses of regions decide which of two equal free chunks is used: on GPUs both directions are replayed, and
+    the larger result is taken. `on_host` is as for `Arena`.
     """
-    graph = without_noops(graph)
-    run = optimize(graph if on_host else replace(graph, shapes=None), on_host)
-    held = {run.root(value) for value in run.kept}
-    steps: list[Step] = []
-    for node, last in zip(run.order, _last_uses(run), strict=True):
-        made = tuple((v, bytes_) for v in node.outputs if v not in run.places and (bytes_ := run.size(v)))
-        copy = (run.size(node.outputs[0]),) if node in run.copying else ()
-        freed = tuple(value for value in last if value not in held)
-        own = scratch(node) if run.is_as_in_file(node) else ()
-        if (quantized := run.integers.get(node, node)) is not node and graph.shapes is not None:
-            own = between_integers(quantized, *graph.shapes(quantized))
-        steps.append(_step(node, made, (*own, *copy), freed))
-    ways = (True,) if on_host else (True, False)
-    return max(_touched(steps, Arena(on_host, downwards)) for downwards in ways)
+    steps = find_steps(graph, scratch, on_host)
+    arenas = [Arena(on_host, downwards) for downwards in ((True,) if on_host else (True, False))]
+    for arena in arenas:
+        replay(steps, arena)
+    return max(arena.touched for arena in arenas)
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,26 @@ class Step:
     reserved: tuple[int, ...] = ()
 
 
+def find_steps(graph: EngineGraph, scratch: Scratch, on_host: bool) -> list[Step]:
+    """The allocations of one run, node by node.
+
+    A value is allocated before its node runs. It is freed after its last reader, unless it leaves the engine.
+    """
+    graph = without_noops(graph)
+    run = optimize(graph if on_host else replace(graph, shapes=None), on_host)
+    held = {run.root(value) for value in run.kept}
+    steps: list[Step] = []
+    for node, last in zip(run.order, _last_uses(run), strict=True):
+        made = tuple((v, bytes_) for v in node.outputs if v not in run.places and (bytes_ := run.size(v)))
+        copy = (run.size(node.outputs[0]),) if node in run.copying else ()
+        freed = tuple(value for value in last if value not in held)
+        own = scratch(node) if run.is_as_in_file(node) else ()
+        if (quantized := run.integers.get(node, node)) is not node and graph.shapes is not None:
+            own = between_integers(quantized, *graph.shapes(quantized))
+        steps.append(_step(node, made, (*own, *copy), freed))
+    return steps
+
+
 def _step(
     node: ir.Node, made: tuple[tuple[ir.Value, int], ...], scratch: tuple[int, ...], freed: tuple[ir.Value, ...]
 ) -> Step:
@@ -62,12 +75,13 @@ def _step(
     return Step(made, freed, before=scratch) if operator.scratch_first else Step(made, freed, scratch=scratch)
 
 
-def _touched(steps: Iterable[Step], arena: Arena) -> int:
-    """The bytes of the arena that were touched after these steps."""
-    places = dict[ir.Value, Place]()
+def replay(steps: Iterable[Step], arena: Arena) -> list[int]:
+    """Run the steps in an arena. Returns the bytes of the chunks for the values of each."""
+    places, held = dict[ir.Value, Place](), list[int]()
     for step in steps:
         before = [arena.allocate(size) for size in step.before if size]
         places.update((value, arena.allocate(size)) for value, size in step.made)
+        held.append(sum(arena.size(places[value]) for value, _ in step.made))
         for place in before:
             arena.free(place)
         arena.pass_by(step.scratch)
@@ -75,7 +89,7 @@ def _touched(steps: Iterable[Step], arena: Arena) -> int:
         for value in step.freed:
             if value in places:
                 arena.free(places.pop(value))
-    return arena.touched
+    return held
 
 
 def _last_uses(run: Optimized) -> list[list[ir.Value]]:
