@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -11,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 from splitc.compiler.errors import ModelError
 from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.written import read_config
 
 NEEDS = "--export needs optimum's exporter: pip install optimum-onnx transformers torch"
 
@@ -48,7 +48,7 @@ def _find_task(folder: Path) -> str:
     if (index := folder / "model_index.json").is_file():
         import diffusers
 
-        kind = getattr(diffusers, json.loads(index.read_text(encoding="utf-8"))["_class_name"])
+        kind = getattr(diffusers, read_config(index)["_class_name"])
         return str(TasksManager.infer_task_from_model(kind))
     config = transformers.AutoConfig.from_pretrained(str(folder))
     if not config.architectures:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.adapters.adapter import MOST_RANK, Adapter, LowRank
-from splitc.runtime.adapters.peft_config import Scaling, read_config, scaling_of
+from splitc.runtime.adapters.peft_config import Scaling, read_scaling, scaling_of
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.onnx_types import read_type
 from splitc.runtime.arrays.torch_tensors import is_tensor, read_tensor
@@ -132,7 +132,7 @@ def _safetensors(path: Path) -> tuple[dict[str, _Stored], Mapping[str, str]]:
 def _find_scaling(path: Path, metadata: Mapping[str, str]) -> Callable[[str], Scaling]:
     """The scaling of a module, by its name: of PEFT's config beside the file, or of diffusers' metadata in it."""
     if (text := metadata.get("lora_adapter_metadata")) is None:
-        scaling = read_config(path.parent)
+        scaling = read_scaling(path.parent)
         return lambda module: scaling
     content = parse_json(text.encode(), f"can't read the metadata of {path}")
     parts: dict[str, dict[str, Any]] = {}

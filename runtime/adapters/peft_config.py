@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import check_regular, parse_json
+from splitc.runtime.files.written import read_config
 
 CONFIG = "adapter_config.json"
 
@@ -35,17 +35,13 @@ class Scaling:
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 
 
-def read_config(folder: Path) -> Scaling:
+def read_scaling(folder: Path) -> Scaling:
     """The scaling that PEFT's adapter_config.json gives, if there is one.
 
     Raises MisuseError, which names the kind, for adapters that are more than two matrices a module.
     """
     path = folder / CONFIG
-    if not path.is_file():
-        return Scaling()
-    check_regular(path)
-    content = parse_json(path.read_bytes(), f"can't read {path}")
-    return scaling_of(content if isinstance(content, dict) else {}, str(path))
+    return scaling_of(read_config(path), str(path)) if path.is_file() else Scaling()
 
 
 def scaling_of(config: Mapping[str, Any], where: str) -> Scaling:

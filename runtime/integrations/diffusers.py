@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import check_regular, parse_json
+from splitc.runtime.files.written import read_config
 from splitc.runtime.package.pipeline_file import PipelineFile, read_pipeline
 from splitc.runtime.session.pipeline import Pipeline
 from splitc.runtime.session.session import Session
@@ -76,9 +76,7 @@ def _read_package(package: Path) -> tuple[PipelineFile, str, dict[str, tuple[str
         raise MisuseError(
             f"{package} has no {INDEX}: compile the folder of a pipeline that diffusers or optimum wrote, which has one"
         )
-    check_regular(index)
-    content = parse_json(index.read_bytes(), f"can't read {index}")
-    values = content if isinstance(content, dict) else {}
+    values = read_config(index)
     components = {
         name: (value[0], value[1])
         for name, value in values.items()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import parse_json
+from splitc.runtime.files.written import read_config
 from splitc.runtime.generate.capacity import find_capacity
 from splitc.runtime.generate.chances import Chances
 from splitc.runtime.generate.package_configs import understood
@@ -82,7 +82,7 @@ class Texts:
         self._ends = self._text.find_endings()
         self._templates = _load_templates(folder)
         config = folder / "generation_config.json"
-        self._config = parse_json(config.read_bytes(), f"{config} is no JSON") if config.exists() else {}
+        self._config = read_config(config) if config.exists() else {}
 
     def write_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt of a conversation. Raises MisuseError without a template, and for what the template refuses."""
