@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
 
 from splitc.runtime.errors import MisuseError
 
@@ -69,6 +71,17 @@ def named_values(
             )
         values[name] = value
     return values
+
+
+def whole_number(option: str, value: Any, least: int, most: int | None = None, of: str = "") -> int:
+    """The value of an option or an argument, which may be one of numpy's.
+
+    Raises MisuseError unless it is a whole number from `least` on, to `most` if that is given.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= (most or int(value)):
+        ends = "on" if most is None else f"to {most:,}"
+        raise MisuseError(f"{option} {shortened(repr(value))}: it is a number{of} from {least} {ends}")
+    return int(value)
 
 
 def shortened(text: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from splitc.runtime.errors import FeedError, MisuseError
+from splitc.runtime.units import whole_number
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -18,8 +19,7 @@ def cut_batches(feeds: Mapping[str, npt.NDArray[Any]], axes: Mapping[str, int] |
 
     Raises MisuseError if the model has no known batch axis, FeedError if inputs disagree on its length.
     """
-    if not isinstance(rows, int) or rows < 1:
-        raise MisuseError(f"micro_batch={rows}: a micro-batch has one row or more")
+    rows = whole_number("micro_batch", rows, 1, of=" of rows")
     if axes is None:
         raise MisuseError(
             "micro_batch: rows of a batch may depend on each other in this model: the compiler found no batch axis "

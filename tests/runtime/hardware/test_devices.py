@@ -1,5 +1,6 @@
 import math
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -175,9 +176,9 @@ def test_threads_are_divided_unless_given() -> None:
     assert threads_for(devices, 3) == 3
 
 
-@pytest.mark.parametrize("threads", [0, -1, 10**6, 10**20])
-def test_threads_that_no_system_starts(threads: int) -> None:
-    with pytest.raises(MisuseError, match="threads for each CPU device: give 1 to 1,024"):
+@pytest.mark.parametrize("threads", [0, -1, 10**6, 10**20, "2", 1.5, True])
+def test_threads_that_no_system_starts(threads: Any) -> None:
+    with pytest.raises(MisuseError, match="it is a number for each CPU device from 1 to 1,024"):
         threads_for(parse_devices(["2xcpu"]), threads)
 
 
