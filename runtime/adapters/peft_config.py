@@ -55,8 +55,10 @@ def scaling_of(config: Mapping[str, Any], where: str) -> Scaling:
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         raise MisuseError(f"{where} trains biases too (bias={config.get('bias')}), and only matrices are known")
     if saved := config.get("modules_to_save"):
-        raise MisuseError(f"{where} has whole modules beside its matrices ({', '.join(map(str, saved))})")
+        raise MisuseError(f"{where} has whole modules beside its matrices ({saved})")
     patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise MisuseError(f"{where} has an alpha_pattern that is no object of alphas by names: {patterns}")
     alphas = [config.get("lora_alpha"), *patterns.values()]
     if not all(alpha is None or isinstance(alpha, int | float) for alpha in alphas):
         raise MisuseError(f"{where} has an alpha that is no number: {alphas}")
