@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +162,12 @@ def test_types_that_numpy_lacks(tmp_path: Path) -> None:
     assert host_array(squared).tolist() == [1, 4, 9]
     binding = opened.io_binding()
     binding.bind_ortvalue_input("x", fed)
-    for bind in (
+    binds: list[Callable[[], None]] = [
         lambda: binding.bind_output("y"),
         lambda: binding.bind_ortvalue_output("y", host_value(np.zeros(3, ml_dtypes.bfloat16))),
         lambda: binding.bind_output("y", "cpu", 0, ir.DataType.BFLOAT16.value, (3,), place.ctypes.data),
-    ):
+    ]
+    for bind in binds:
         bind()
         opened.run_with_iobinding(binding)
         (value,) = binding.get_outputs()
