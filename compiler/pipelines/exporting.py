@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from splitc.compiler.errors import ModelError
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import needed
 from splitc.runtime.files.written import read_config
 
 NEEDS = "--export needs optimum's exporter: pip install optimum-onnx transformers torch"
@@ -22,10 +22,8 @@ def exported(model: str, package: Path) -> Iterator[Path]:
     It is beside the package, on the same disk, and is deleted in the end. Raises MisuseError where optimum is not
     installed, ModelError for a model that it can't export.
     """
-    try:
+    with needed(NEEDS):
         from optimum.exporters.onnx import main_export
-    except ImportError as error:
-        raise MisuseError(f"{NEEDS} ({error})") from error
     with TemporaryDirectory(prefix=f".{package.name}-exported-", dir=package.absolute().parent) as folder:
         try:
             with redirect_stdout(sys.stderr):  # what is printed there is the command's result

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, needed
 from splitc.runtime.files.written import read_config
 from splitc.runtime.package.pipeline_file import PipelineFile, read_pipeline
 from splitc.runtime.session.pipeline import Pipeline
@@ -38,12 +38,10 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
     path = Path(package)
     read, kind, components = _read_package(path)
     places = {module.name: _find_place(module.name, components) for module in read.modules}
-    try:
+    with needed(NEEDS):
         import diffusers
 
         from splitc.runtime.integrations.diffusers_parts import find_class, make_part, with_adapters
-    except ImportError as error:
-        raise MisuseError(f"{NEEDS} ({error})") from error
     of_sessions = {name: options.pop(name) for name in _session_options() & options.keys()}
     sessions = Pipeline(path, own=own, **of_sessions)
     try:

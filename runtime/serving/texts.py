@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, blamed, needed
 from splitc.runtime.files.written import read_config
 from splitc.runtime.generate.capacity import find_capacity
 from splitc.runtime.generate.chances import Chances
@@ -88,14 +88,9 @@ class Texts:
         """The prompt of a conversation. Raises MisuseError without a template, and for what the template refuses."""
         if not self._templates.chat_template:
             raise MisuseError("the model's tokenizer has no chat template: ask for completions of a text instead")
-        try:
-            return str(
-                self._templates.apply_chat_template(
-                    list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
-                )
-            )
-        except Exception as error:  # a template is a program of the model's author, and may raise anything
-            raise MisuseError(f"the model's chat template refuses these messages: {error}") from error
+        how = {"tools": list(tools) or None, "add_generation_prompt": True, "tokenize": False}
+        with blamed("the model's chat template refuses these messages"):  # which is a program of the model's author
+            return str(self._templates.apply_chat_template(list(messages), **how))
 
     def why_no_tools(self) -> str | None:
         """Why the model can't be offered tools; None if it can."""
@@ -169,13 +164,8 @@ class Texts:
 
 def _load_templates(folder: Path) -> Any:
     """transformers' tokenizer of the folder, for its chat template."""
-    try:
-        with _IMPORTING:
-            import jinja2  # noqa: F401  # which templates need, and transformers does not
-            from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise MisuseError(f"{NEEDS} ({error})") from error
-    try:
+    with needed(NEEDS), _IMPORTING:
+        import jinja2  # noqa: F401  # which templates need, and transformers does not
+        from transformers import PreTrainedTokenizerFast
+    with blamed(f"transformers can't read the tokenizer of {folder}"):
         return PreTrainedTokenizerFast.from_pretrained(str(folder))
-    except Exception as error:  # transformers' errors have no base of their own
-        raise MisuseError(f"transformers can't read the tokenizer of {folder}: {error}") from error
