@@ -87,7 +87,7 @@ def generate_from_encoder(
     encoder does not take, and for a damaged config.
     """
     model = EncoderDecoder(modules)
-    decoder = model.wiring.decoders[-1]
+    decoder = model.wiring.decoder
     config = generation_config(package, decoder)
     if (beams := config.get("num_beams") or 1) > 1:
         warn(f"the generation config asks for {beams} beams; splitc takes the likeliest token each time")

@@ -56,7 +56,7 @@ def find_token_inputs(manifest: Manifest, prefill: Manifest | None = None) -> To
     handed = {} if prefill is None else find_handed(manifest, {tensor.name for tensor in prefill.outputs})
     states = {state.input for state in manifest.states}
     inputs = [tensor for tensor in manifest.inputs if tensor.name not in states | handed.keys()]
-    masks, positions, ids = (_of_role(inputs, role) for role in ("mask", "positions", "indices"))
+    masks, positions, ids = (of_role(inputs, role) for role in ("mask", "positions", "indices"))
     rest = [tensor for tensor in inputs if tensor not in (*masks, *positions)]
     ids = ids or [tensor for tensor in rest if "ids" in tensor.name.lower()]
     if len(ids) != 1 or len(rest) > 1 or len(masks) > 1 or len(positions) > 1 or not may_have(ids[0], 2):
@@ -69,7 +69,7 @@ def find_token_inputs(manifest: Manifest, prefill: Manifest | None = None) -> To
 
 def find_logits(manifest: Manifest) -> list[Tensor]:
     """The outputs that may be logits: those with such a name, or with as many columns as the model knows tokens."""
-    rows = {tensor.role.rows for tensor in _of_role(manifest.inputs, "indices") if tensor.role is not None}
+    rows = {tensor.role.rows for tensor in of_role(manifest.inputs, "indices") if tensor.role is not None}
     outputs = [tensor for tensor in manifest.outputs if may_have(tensor, 3)]
     named = [tensor for tensor in outputs if "logits" in tensor.name.lower()]
     return named or [tensor for tensor in outputs if tensor.shape is not None and tensor.shape[-1] in rows]
@@ -108,7 +108,8 @@ def _without_end(first: str, second: str) -> tuple[str, str]:
     return first, second
 
 
-def _of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
+def of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
+    """The inputs of a role."""
     return [tensor for tensor in inputs if tensor.role is not None and tensor.role.kind == role]
 
 
