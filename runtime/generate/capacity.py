@@ -9,6 +9,8 @@ from splitc.runtime.units import whole_number
 
 # Tokens to generate, unless the caller says how many. A choice: a paragraph.
 USUAL = 100
+# Tokens of a sequence at most on servers, where the package knows no limit. A choice, which --context replaces.
+USUAL_CONTEXT = 4096
 
 
 def find_capacity(manifest: Manifest, signature: LanguageSignature) -> int | None:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
+
 from splitc.runtime.adapters.adapter_files import find_file
 from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
@@ -22,6 +24,7 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import FILE_NAME, read_manifest
 from splitc.runtime.package.pipeline_file import find_module, read_pipeline
 from splitc.runtime.package.verification import check_size
+from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.threads.progress import Bytes, counting
 
 
@@ -74,6 +77,16 @@ def new_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def put_package(package: Path, manifest: Manifest, serving: Serving, folder: Path) -> None:
+    """Put a package into the folder that a server opens it from, with its adapters and the file that says how.
+
+    Raises as `link_package` and `link_adapters`.
+    """
+    link_package(package, manifest, folder / serving.package)
+    linked = link_adapters(serving.adapters, manifest, folder)
+    write_serving(folder, msgspec.structs.replace(serving, adapters=linked))
 
 
 def link_adapters(adapters: Mapping[str, str], manifest: Manifest, folder: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from splitc.runtime.errors import MisuseError, blamed, needed
 from splitc.runtime.files.written import read_config
-from splitc.runtime.generate.capacity import find_capacity
+from splitc.runtime.generate.capacity import USUAL_CONTEXT, find_capacity
 from splitc.runtime.generate.chances import Chances
 from splitc.runtime.generate.package_configs import understood
 from splitc.runtime.generate.sampling import Sampling
@@ -22,8 +22,6 @@ from splitc.runtime.generate.tokens import STOP
 from splitc.runtime.serving.tool_calls import Message, read_calls, why_no_tools
 from splitc.runtime.session.session import Session
 
-# The most tokens of a prompt with its answer, where neither the export nor the package says: as for onnxruntime-genai.
-USUAL_CONTEXT = 4096
 # transformers finds its names when they are imported, and not for two threads at once: models are loaded together.
 _IMPORTING = threading.Lock()
 NEEDS = "chat templates need transformers and Jinja: pip install 'splitc[openai]'"
