@@ -39,7 +39,7 @@ class EarlierBench:
         rows = [
             _compared("latency", then.latency.median, now.latency.median),
             _compared("90 %", then.latency.p90, now.latency.p90),
-            ("rate", f"{then.rate:.1f}/s", f"{now.rate:.1f}/s", _ratio(then.rate, now.rate)),
+            ("rate", f"{then.rate:.1f}/s", f"{now.rate:.1f}/s", f"{now.rate / then.rate:.2f}"),
         ]
         for number, (before, after) in enumerate(zip(then.ranks, now.ranks, strict=False)):
             label = f"rank {number}" if before.device == after.device else f"rank {number}, then on {before.device}"
@@ -65,7 +65,10 @@ def read_bench(path: Path) -> EarlierBench:
     check_regular(path)
     try:
         content = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
-        return EarlierBench(path.name, msgspec.json.decode(content["time"], type=EarlierTimes))
+        earlier = EarlierBench(path.name, msgspec.json.decode(content["time"], type=EarlierTimes))
+        if min(earlier.time.rate, earlier.time.latency.median) <= 0:
+            raise msgspec.ValidationError("its requests take no time")
+        return earlier
     except (msgspec.MsgspecError, KeyError, RecursionError) as error:
         raise MisuseError(
             f"{path} is not what 'splitc bench --json' prints: {error}. Make it with 'splitc bench ... --json > {path}'"
@@ -73,8 +76,4 @@ def read_bench(path: Path) -> EarlierBench:
 
 
 def _compared(what: str, then: float, now: float) -> tuple[str, str, str, str]:
-    return (what, format_seconds(then), format_seconds(now), _ratio(then, now))
-
-
-def _ratio(then: float, now: float) -> str:
-    return f"{now / then:.2f}" if then else ""
+    return (what, format_seconds(then), format_seconds(now), f"{now / then:.2f}" if then else "")

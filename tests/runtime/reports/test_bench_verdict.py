@@ -75,8 +75,9 @@ def test_earlier_bench_is_compared(package: Path, tmp_path: Path) -> None:
     earlier = read_bench(then)
     rows = {row[0]: row[3] for row in earlier.rows(result(0.1, 0.1, 0.1, rate=2 * earlier.time.rate))}
     assert rows["rate"] == "2.00" and len(rows) == 9
-    never = EarlierBench("never", replace(earlier.time, rate=0.0))
-    assert never.rows(result(0.1, 0.1, 0.1, rate=1.0))[2] == ("rate", "0.0/s", "1.0/s", "")
+    then.write_text(json.dumps({"time": {**json.loads(then.read_text())["time"], "rate": 0}}))
+    with pytest.raises(MisuseError, match="its requests take no time"):
+        read_bench(then)
 
 
 def test_another_file_is_no_bench(package: Path, tmp_path: Path) -> None:
