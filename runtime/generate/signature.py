@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.units import shortened
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def find_logits(manifest: Manifest) -> list[Tensor]:
 
 def need_tokens(manifest: Manifest, logits: str, tokens: Collection[int]) -> None:
     """Raise MisuseError for tokens to end at that the model, by the shape of its logits, never gives."""
+    if not isinstance(tokens, Collection) or not all(isinstance(token, Integral) for token in tokens):
+        raise MisuseError(f"the tokens to end at are a list of token ids, as in [2], not {shortened(repr(tokens))}")
     shape = next(tensor.shape for tensor in manifest.outputs if tensor.name == logits)
     vocabulary = None if shape is None else shape[-1]
     end = vocabulary if isinstance(vocabulary, int) else math.inf
