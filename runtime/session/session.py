@@ -16,9 +16,9 @@ from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.built_here import check_built_here, check_host_code, newer_named
 from splitc.runtime.engines.kinds import choose_engine, make_backend
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.feeds.batches import cut_batches, join_batches
 from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.feeds.on_gpu import Feed, on_host
+from splitc.runtime.feeds.rows import cut_batches, join_batches
 from splitc.runtime.files.listing import Listed, Listing
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.gpu.weight_places import SwapBuffer
@@ -234,7 +234,7 @@ class Session(Requests, Listed):
         if on_device:
             raise MisuseError("on_device: the outputs of micro-batches are joined on the host: leave one of both out")
         arrays = {name: on_host(feed) for name, feed in self._take(feeds).items()}
-        batches = cut_batches(arrays, self.manifest.batch, micro_batch)
+        batches = cut_batches(arrays, self.manifest.batch, micro_batch, self.manifest.row_sources)
         held = self.adapters.sum(adapters)
         answers = list(
             in_order((self._answer(InFlightRequest(batch, adapters=held)) for batch in batches), self.in_flight)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime import EngineError, FeedError, MisuseError, PackageError, Session, SplitcError
-from splitc.runtime.feeds.batches import cut_batches, join_batches
+from splitc.runtime.feeds.rows import cut_batches, join_batches
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close, decoder_feeds, run_whole
 
