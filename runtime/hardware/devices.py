@@ -181,10 +181,11 @@ def bound_cores() -> list[int]:
 
 
 @cache
-def cache_bytes() -> int:
+def cache_bytes(root: Path = Path("/")) -> int:
     """The size of the processor's last-level cache in bytes; 0 if the system does not say."""
-    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max((parse_bytes(f"{size}iB") for size in sizes), default=0)  # files have text such as 32768K
+    sizes = [path.read_text().strip() for path in root.glob("sys/devices/system/cpu/cpu0/cache/index*/size")]
+    # Files have text such as 32768K, and none on some virtual machines.
+    return max((parse_bytes(f"{size}iB") for size in sizes if size), default=0)
 
 
 # The most threads of a CPU device: more than cores of any machine, and a system may refuse to start more. A choice.

@@ -182,9 +182,9 @@ def peak_bytes() -> int:
     # getrusage would include the memory of the parent process when it forked.
     if (peak := _status("VmHWM")) is not None:
         return peak
-    import resource  # where there is no /proc: macOS, which counts in bytes
+    import resource  # on macOS, which counts in bytes, and in sandboxes whose /proc does not say
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _status(name: str) -> int | None:

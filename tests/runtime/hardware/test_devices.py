@@ -10,6 +10,7 @@ from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.hardware.control_groups import cpu_limit, memory_limit
 from splitc.runtime.hardware.devices import (
     bound_cores,
+    cache_bytes,
     cores,
     free_bytes,
     list_devices,
@@ -180,6 +181,14 @@ def test_threads_are_divided_unless_given() -> None:
 def test_threads_that_no_system_starts(threads: Any) -> None:
     with pytest.raises(MisuseError, match="it is a number for each CPU device from 1 to 1,024"):
         threads_for(parse_devices(["2xcpu"]), threads)
+
+
+def test_cache_of_unknown_size(tmp_path: Path) -> None:
+    for number, text in enumerate(("32K\n", "32768K\n", "\n")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{number}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(text)
+    assert cache_bytes(tmp_path) == 32 << 20
 
 
 def test_machine_has_memory() -> None:
