@@ -103,6 +103,30 @@ class SizesError(FeedError, EngineError):
     """An engine failed on feeds that have two sizes where the model has one name for both."""
 
 
+@contextmanager
+def needed(said: str) -> Iterator[None]:
+    """Raise MisuseError where a library can't be imported, by what is `said` of who needs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise MisuseError(f"{said} ({error})") from error
+
+
+@contextmanager
+def blamed(said: str) -> Iterator[None]:
+    """Whatever a library raises becomes a MisuseError that begins with what is `said`.
+
+    Errors of most libraries have no base of their own, and panics of those that are written in Rust derive from
+    BaseException.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError, SplitcError):
+        raise
+    except BaseException as error:
+        raise MisuseError(f"{said}: {error}") from error
+
+
 def named(error: SplitcError, module: str) -> SplitcError:
     """The error with the module's name before it."""
     renamed = type(error)(f"module '{module}': {error}")

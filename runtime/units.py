@@ -1,9 +1,11 @@
-"""Parse and format bytes, seconds and shapes for users."""
+"""Parse and format bytes, seconds, shapes and values by name for users."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
 
 from splitc.runtime.errors import MisuseError
 
@@ -49,6 +51,37 @@ def parse_seconds(text: str) -> float:
     if not match:
         raise MisuseError(f"can't read '{shortened(text)}' as a time: write 5us, 0.1ms or 1s")
     return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}[match[2]]
+
+
+def named_values(
+    option: str, texts: Sequence[str], form: str, divide: Callable[[str, str], tuple[str, str, str]] = str.rpartition
+) -> dict[str, str]:
+    """What an option gives by name, as in `NAME=VALUE`, divided at the last sign: names in models may have some.
+
+    Raises MisuseError, which says the `form`, for other text, and for a name that comes twice.
+    """
+    values: dict[str, str] = {}
+    for text in texts:
+        name, _, value = divide(text, "=")
+        if not name or not value:
+            raise MisuseError(f"can't read {option} {shortened(text)}: write {form}")
+        if name in values:
+            raise MisuseError(
+                f"{option} gives '{name}' twice, the second time by {shortened(text)}: leave out one of them"
+            )
+        values[name] = value
+    return values
+
+
+def whole_number(option: str, value: Any, least: int, most: int | None = None, of: str = "") -> int:
+    """The value of an option or an argument, which may be one of numpy's.
+
+    Raises MisuseError unless it is a whole number from `least` on, to `most` if that is given.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= (most or int(value)):
+        ends = "on" if most is None else f"to {most:,}"
+        raise MisuseError(f"{option} {shortened(repr(value))}: it is a number{of} from {least} {ends}")
+    return int(value)
 
 
 def shortened(text: str) -> str:

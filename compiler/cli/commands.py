@@ -273,7 +273,6 @@ def compile_command(
     from splitc.compiler.pipelines.exporting import exported
     from splitc.compiler.planning.plan_file import to_file
     from splitc.compiler.show.plan_tables import print_plan
-    from splitc.compiler.show.progress import shown_progress
 
     def say(text: str) -> None:
         if not as_json:
@@ -293,8 +292,8 @@ def compile_command(
     decided = _decide(model, plan_path, devices, request, build, given)
     if not as_json:
         print_to_the_end(lambda: print_plan(decided))
-    with shown_progress() as (progress, building):
-        manifest = compile_model(decided, package, progress=progress, building=building, **how)
+    with shown_bars():
+        manifest = compile_model(decided, package, **how)
     print_to_the_end(lambda: print_json(to_file(decided)) if as_json else _print_written(package, manifest))
 
 
@@ -346,14 +345,13 @@ def build_command(
     _need_libraries()
     from splitc.compiler.packaging.building import build_package
     from splitc.compiler.pipelines.builder import build_pipeline
-    from splitc.compiler.show.progress import shown_progress
 
     pipeline = read_pipeline(package)
-    with shown_progress() as (_, building):
+    with shown_bars():
         if pipeline is None:
-            manifests = {"": build_package(package, timing_cache, building, jobs)}
+            manifests = {"": build_package(package, timing_cache, jobs)}
         else:
-            manifests = build_pipeline(package, pipeline, timing_cache, building, jobs)
+            manifests = build_pipeline(package, pipeline, timing_cache, jobs)
     if as_json:
         builds = {name: manifest.build for name, manifest in manifests.items()}
         print_json({"modules": builds} if pipeline else builds[""])

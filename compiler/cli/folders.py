@@ -15,7 +15,6 @@ from splitc.compiler.planning.settled import need_nothing_given
 from splitc.compiler.request.request import Request
 from splitc.compiler.show.pipeline_page import pipeline_page
 from splitc.compiler.show.pipeline_tables import print_pipeline
-from splitc.compiler.show.progress import shown_progress
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.terminal import out, print_json, print_to_the_end
 from splitc.runtime.errors import MisuseError
@@ -78,8 +77,8 @@ def compile_folder(
         plan = plan_from_pipeline_file(folder, plan_path, request.trust_external_data)
     if not as_json:
         print_to_the_end(lambda: print_pipeline(plan))
-    with shown_progress() as (progress, building):
-        manifests = compile_pipeline(plan, package, progress=progress, building=building, **options)
+    with shown_bars():
+        manifests = compile_pipeline(plan, package, **options)
     print_to_the_end(lambda: print_json(to_pipeline_file(plan)) if as_json else _print_written(package, manifests))
 
 

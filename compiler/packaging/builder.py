@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Protocol
@@ -13,9 +13,6 @@ from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.package.manifest import BuildOptions, Built
-
-# Called with the number of engines that are built, with a fraction for the current one, and the number of all.
-Building = Callable[[float, int], None]
 
 
 class BuildError(SplitcError):
@@ -45,12 +42,11 @@ class Builder(Protocol):
         jobs: Sequence[Job],
         options: BuildOptions,
         timing_cache: Path,
-        building: Building,
         at_once: int | None = None,
     ) -> Built:
         """Build engines, `at_once` of them side by side if memory allows; None for as many as there are cores.
 
-        Builders that measure kernels keep the timings in the file `timing_cache`. `building` may be called by threads.
+        Builders that measure kernels keep the timings in the file `timing_cache`.
 
         Raises MisuseError if the engine's library is missing, BuildError if an engine can't be built.
         """

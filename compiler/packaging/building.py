@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from splitc.compiler.packaging.build_messages import Job
-from splitc.compiler.packaging.builder import Building, find_builder
+from splitc.compiler.packaging.builder import find_builder
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError, PackageError
@@ -64,12 +64,7 @@ def check_settings(engine: str, settings: BuildSettings) -> None:
         raise MisuseError("--timing-cache has no effect with --build later: give it to 'splitc build'")
 
 
-def build_package(
-    package: Path,
-    timing_cache: Path | None = None,
-    building: Building = lambda done, total: None,
-    jobs: int | None = None,
-) -> Manifest:
+def build_package(package: Path, timing_cache: Path | None = None, jobs: int | None = None) -> Manifest:
     """Build, or build again, the engines of a package that holds their ONNX files. The package is replaced.
 
     `jobs` engines are built at once if memory allows; None for as many as there are cores.
@@ -80,7 +75,7 @@ def build_package(
     manifest, settings = read_sources(package, timing_cache)
     with full_disk_explained(package, 0), written_aside(package, replace=True) as folder:
         copy_package(package, folder)
-        return finish_package(folder, manifest, settings, package, building, jobs)
+        return finish_package(folder, manifest, settings, package, jobs)
 
 
 def read_sources(package: Path, timing_cache: Path | None) -> tuple[Manifest, BuildSettings]:
@@ -110,20 +105,14 @@ def timing_cache_beside(package: Path) -> Path:
 
 
 def finish_package(
-    folder: Path,
-    manifest: Manifest,
-    settings: BuildSettings,
-    target: Path,
-    building: Building,
-    at_once: int | None = None,
+    folder: Path, manifest: Manifest, settings: BuildSettings, target: Path, at_once: int | None = None
 ) -> Manifest:
     """Build the engines of the package in `folder`, which will move to `target`. Writes and returns its manifest."""
     jobs, builder = list(_jobs(folder, manifest)), find_builder(manifest.engine)
     for job in jobs:
         Path(job.engine or "").unlink(missing_ok=True)  # may be a hard link to the engine that this one replaces
     timing_cache = settings.timing_cache or timing_cache_beside(target)
-    built = builder.build(manifest.engine, jobs, settings.options, timing_cache, building, at_once)
-    building(len(jobs), len(jobs))
+    built = builder.build(manifest.engine, jobs, settings.options, timing_cache, at_once)
     keep = settings.keep_sources or settings.options.strip_weights
     if not keep:
         manifest = _without_sources(folder, manifest)

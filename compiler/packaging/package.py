@@ -23,7 +23,7 @@ from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.compiler.lowering.joined_products import join_products
 from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.lowering.transposed_weights import multiply_as_stored
-from splitc.compiler.packaging.builder import Building, find_builder
+from splitc.compiler.packaging.builder import find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
 from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry, shareable_weights
 from splitc.compiler.packaging.manifest_entries import make_manifest, rank_entry
@@ -32,7 +32,7 @@ from splitc.compiler.packaging.planned_sizes import check_sizes_tried
 from splitc.compiler.packaging.self_check import check_loads, check_outputs
 from splitc.compiler.packaging.staging import check_disk_space, full_disk_explained, written_aside
 from splitc.compiler.packaging.unmasked import without_masks, write_preamble
-from splitc.compiler.packaging.weight_files import Progress, WeightFile, write_weight_files
+from splitc.compiler.packaging.weight_files import WeightFile, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.split import RankProgram
@@ -43,6 +43,7 @@ from splitc.runtime.hardware.devices import cores
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.manifest_file import FILE_NAME, encode
 from splitc.runtime.threads.garbage import rare_garbage
+from splitc.runtime.threads.progress import doing
 
 WEIGHTS = ("copy", "link")
 
@@ -59,8 +60,6 @@ def compile_model(
     jobs: int | None = None,
     build: BuildSettings = BuildSettings(),
     fills: Mapping[str, m.Fill] = MappingProxyType({}),
-    progress: Progress = lambda done, total: None,
-    building: Building = lambda done, total: None,
     warn: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> m.Manifest:
@@ -76,8 +75,7 @@ def compile_model(
     also compared with the unsplit model, and its engines with slots with a random adapter. `verify` False leaves out
     the first and the last of these. Either the whole package is written or nothing.
 
-    Callbacks: `progress` gets the bytes of weights written and of all, `building` the number of engines built and of
-    all, both from threads; `warn` deviations from the request, `say` the result of the comparison.
+    Callbacks: `warn` gets deviations from the request, `say` the result of the comparison.
 
     Raises MisuseError if `package` can't be written to, ModelError for sizes on which the model does not run and for
     files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that can't be built,
@@ -95,16 +93,17 @@ def compile_model(
             for number, program in enumerate(_programs(plan.written))
         ]
         ranks = write_preamble(plan.analysis.preamble, [rank.entry for rank in written], writer)
-        _write_weights(written, writer, target, jobs, progress, warn)
+        _write_weights(written, writer, target, jobs, warn)
         manifest = make_manifest(plan, ranks, writer.files, threads, build.options, fills)
         (folder / FILE_NAME).write_bytes(encode(manifest))
         compares = plan.rewrites and verify
-        if not compares or manifest.slots or manifest.masks or find_kind(plan.engine).is_built:
-            check_loads(folder, manifest)  # not all of these files are loaded where the package is compared
-        if compares:
-            _compare(plan, folder, written, say, warn)
+        with doing("checking the package"):
+            if not compares or manifest.slots or manifest.masks or find_kind(plan.engine).is_built:
+                check_loads(folder, manifest)  # not all of these files are loaded where the package is compared
+            if compares:
+                _compare(plan, folder, written, say, warn)
         if find_kind(plan.engine).is_built and not build.later:
-            manifest = finish_package(folder, manifest, build, target, building, jobs)
+            manifest = finish_package(folder, manifest, build, target, jobs)
     return manifest
 
 
@@ -134,17 +133,12 @@ def _programs(plan: Plan) -> Iterable[RankProgram]:
 
 
 def _write_weights(
-    written: Sequence[_Written],
-    writer: PackageWriter,
-    target: Path,
-    jobs: int | None,
-    progress: Progress,
-    warn: Callable[[str], None],
+    written: Sequence[_Written], writer: PackageWriter, target: Path, jobs: int | None, warn: Callable[[str], None]
 ) -> None:
     """Write the weights of all ranks, if there is room for them at `target`."""
     files = _files(written)
     check_disk_space(target, sum(tensor.nbytes for file in files for tensor in file.tensors))
-    write_weight_files(files, writer, jobs or cores(), progress)
+    write_weight_files(files, writer, jobs or cores())
     for number, rank in enumerate(written):
         if rank.weights.copies:
             warn(f"{writer.folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")

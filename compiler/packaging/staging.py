@@ -1,4 +1,4 @@
-"""Write a folder beside its target, and rename it to the target when it is complete."""
+"""Where a package may be written to: what it may replace, and whether there is room."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from splitc.runtime.errors import MisuseError, SplitcError
 from splitc.runtime.files.written import FULL
+from splitc.runtime.files.written_folder import written_folder
 from splitc.runtime.package.manifest_file import FILE_NAME
 from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 from splitc.runtime.package.verification import STAMP
-from splitc.runtime.threads.interrupts import later_interrupts
 from splitc.runtime.units import format_bytes
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 def check_target(target: Path, force: bool) -> None:
@@ -100,66 +96,9 @@ def _listed(folder: Path, name: str, manifest: _AnyManifest | _AnyPipeline) -> s
     return {folder / name, folder / STAMP, *(folder / file.path for file in manifest.files)}
 
 
-@contextlib.contextmanager
-def written_aside(target: Path, replace: bool) -> Iterator[Path]:
-    """A new folder beside `target`. It becomes `target` if the block succeeds, and is removed if it fails.
-
-    A package that a killed process left half replaced is restored first. Raises MisuseError if another process writes
-    to the same target, or has written it meanwhile and it is not to be replaced.
-    """
-    target = target.resolve()
-    folder, replaced = (target.with_name(f".{target.name}.{what}") for what in ("partial", "replaced"))
-    with _locked(folder, target):
-        try:
-            _restore(target, replaced)
-            check_target(target, replace)
-            yield folder
-            check_target(target, replace)
-            with later_interrupts():  # an interrupt while the old package is removed would leave half of it
-                _put(folder, target, replaced)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-
-def _put(folder: Path, target: Path, replaced: Path) -> None:
-    """Let a folder become the target, in the place of what is there."""
-    try:
-        if target.exists():
-            target.rename(replaced)
-        folder.rename(target)
-    except BaseException:
-        _restore(target, replaced)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _restore(target: Path, replaced: Path) -> None:
-    """Bring a package back that was moved away, unless another one is in its place."""
-    if replaced.exists() and not target.exists():
-        replaced.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, target: Path) -> Iterator[None]:
-    """Make the folder, empty, for this process alone."""
-    with contextlib.ExitStack() as stack:
-        try:
-            folder.mkdir(exist_ok=True)
-            if fcntl:
-                descriptor = os.open(folder, os.O_RDONLY)
-                stack.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for left in folder.iterdir():  # by a process that was killed
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-        except BlockingIOError:
-            raise MisuseError(f"another process is writing {target}: wait for it, or choose another name") from None
-        except OSError as error:
-            if error.errno in FULL:
-                raise
-            raise MisuseError(f"can't write {target}: {error.strerror}") from error
-        yield
+def written_aside(target: Path, replace: bool) -> contextlib.AbstractContextManager[Path]:
+    """A new folder beside `target`, which becomes it: see `written_folder`. A package may be there to `replace`."""
+    return written_folder(target, partial(check_target, force=replace))
 
 
 def check_disk_space(target: Path, needed: int) -> int:

@@ -22,7 +22,7 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.packaging.build_graphs import fit_to_build
 from splitc.compiler.packaging.build_messages import Failed, Finished, Job, Message, Order, Progress, Refusal
 from splitc.compiler.packaging.build_processes import Processes, divide_jobs
-from splitc.compiler.packaging.builder import BuildError, Building
+from splitc.compiler.packaging.builder import BuildError
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.engines.kinds import TENSORRT, TENSORRT_RTX, find_kind
 from splitc.runtime.errors import MisuseError
@@ -31,6 +31,7 @@ from splitc.runtime.ipc.child_python import python_command
 from splitc.runtime.package.manifest import BuildOptions, Built
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.futures import first_error
+from splitc.runtime.threads.progress import telling
 
 # The prefix of engine files with collectives inside, by Triton's per-rank layout.
 PER_RANK = "model.plan.rank"
@@ -62,13 +63,12 @@ class TensorrtBuilder:
         jobs: Sequence[Job],
         options: BuildOptions,
         timing_cache: Path,
-        building: Building,
         at_once: int | None = None,
     ) -> Built:
         # TensorRT-RTX measures no kernels when it builds.
         cache = str(timing_cache) if engine == TENSORRT else None
         parts = divide_jobs(jobs, at_once, len(list_gpus()) if engine == TENSORRT else None)
-        return build_engines([Order(engine, part, options, cache) for part in parts], building)
+        return build_engines([Order(engine, part, options, cache) for part in parts])
 
     def find_refused(self, engine: str, jobs: Sequence[Job]) -> list[tuple[Job, Refusal]]:
         order = Order(engine, list(jobs), BuildOptions(), None)
@@ -80,19 +80,20 @@ class TensorrtBuilder:
 BUILDER = TensorrtBuilder()
 
 
-def build_engines(orders: Sequence[Order], building: Building = lambda done, total: None) -> Built:
+def build_engines(orders: Sequence[Order]) -> Built:
     """Build the engines of several orders at once. Returns the versions that built them.
 
     Raises MisuseError if TensorRT is not installed; BuildError, which names the stage, the block and the node, if
     TensorRT does not support a node or can't build an engine. All processes are ended then.
     """
     done, lock, processes = [0.0] * len(orders), threading.Lock(), Processes()
+    tell, total = telling("building engines"), sum(len(order.jobs) for order in orders)
 
     def build(place: int, order: Order) -> Built:
         def report(progress: Progress) -> None:
             with lock:  # TensorRT's phases may get more steps than announced
                 done[place] = max(done[place], progress.job + progress.done)
-                building(sum(done), sum(len(each_order.jobs) for each_order in orders))
+                tell(sum(done), total)
 
         return _build(order, processes, report)
 
@@ -103,6 +104,7 @@ def build_engines(orders: Sequence[Order], building: Building = lambda done, tot
                 raise error
         finally:
             processes.end()
+    tell(total, total)
     return running[0].result()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -18,12 +17,11 @@ from splitc.compiler.frontend.joined_tensor import JoinedTensor
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.futures import first_error
+from splitc.runtime.threads.progress import Bytes, counting
 
 # The bytes that are cut, hashed and written at a time: what stays in a core's own cache meanwhile.
 PIECE = 1 << 20
 
-# Called with the bytes that are written, and with those of all.
-Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
 
 
@@ -58,16 +56,14 @@ def _shape(tensor: ir.TensorProtocol) -> tuple[int, ...]:
     return tuple(map(int, tensor.shape.numpy()))
 
 
-def write_weight_files(
-    files: Sequence[WeightFile], writer: PackageWriter, jobs: int = 1, progress: Progress = lambda done, total: None
-) -> None:
-    """Write the files, `jobs` of them at once. `progress` is called by threads, after each piece.
+def write_weight_files(files: Sequence[WeightFile], writer: PackageWriter, jobs: int = 1) -> None:
+    """Write the files, `jobs` of them at once.
 
     Raises OSError for a file that can't be written, and for a source that was truncated.
     """
-    count = _Counter(sum(tensor.nbytes for file in files for tensor in file.tensors), progress)
+    count = counting("writing weights", Bytes(sum(tensor.nbytes for file in files for tensor in file.tensors)))
     with Executor(jobs, "splitc writes") as pool:
-        writes = [pool.submit(_write, file, writer, count.add) for file in files]
+        writes = [pool.submit(_write, file, writer, count) for file in files]
         try:
             if (error := first_error(writes)) is not None:
                 raise error
@@ -75,18 +71,6 @@ def write_weight_files(
             writer.stop()
             pool.shutdown(cancel_futures=True)
             raise
-
-
-class _Counter:
-    """Counts bytes of several threads."""
-
-    def __init__(self, total: int, progress: Progress) -> None:
-        self._lock, self._done, self._total, self._progress = threading.Lock(), 0, total, progress
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self._progress(self._done, self._total)
 
 
 def _write(file: WeightFile, writer: PackageWriter, count: Callable[[int], None]) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 
-from splitc.compiler.packaging.builder import Building
 from splitc.compiler.packaging.building import copy_package, finish_package, read_sources
 from splitc.compiler.packaging.staging import full_disk_explained, written_aside
 from splitc.compiler.pipelines.plan import module_named
@@ -18,11 +17,7 @@ from splitc.runtime.package.pipeline_file import FILE_NAME, PipelineFile, write_
 
 
 def build_pipeline(
-    package: Path,
-    pipeline: PipelineFile,
-    timing_cache: Path | None = None,
-    building: Building = lambda done, total: None,
-    jobs: int | None = None,
+    package: Path, pipeline: PipelineFile, timing_cache: Path | None = None, jobs: int | None = None
 ) -> dict[str, Manifest]:
     """Build the engines of all modules that have built ones. Returns their manifests by name. The package is replaced.
 
@@ -39,7 +34,7 @@ def build_pipeline(
         for name in names:
             with module_named(name):
                 manifest, settings = read_sources(package / name, timing_cache)
-                manifests[name] = finish_package(folder / name, manifest, settings, package, building, jobs)
+                manifests[name] = finish_package(folder / name, manifest, settings, package, jobs)
         modules = [msgspec.structs.replace(module, seal=read_seal(folder / module.name)) for module in pipeline.modules]
         (folder / FILE_NAME).unlink()  # it may be a hard link to the one that it replaces
         write_pipeline(folder, msgspec.structs.replace(pipeline, modules=modules))

@@ -11,8 +11,9 @@ from typing import Any
 
 from splitc.compiler.pipelines.facts import Dimension
 from splitc.compiler.pipelines.folder import FolderModule, ModelFolder
-from splitc.compiler.pipelines.folder_names import read_config, read_genai_section
+from splitc.compiler.pipelines.folder_names import read_genai_section
 from splitc.compiler.pipelines.names import ALIASES
+from splitc.runtime.files.written import read_config
 
 Config = Mapping[str, Any]
 Dimensions = Sequence[Dimension]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -10,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from splitc.compiler.errors import ModelError
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import needed
+from splitc.runtime.files.written import read_config
 
 NEEDS = "--export needs optimum's exporter: pip install optimum-onnx transformers torch"
 
@@ -22,10 +22,8 @@ def exported(model: str, package: Path) -> Iterator[Path]:
     It is beside the package, on the same disk, and is deleted in the end. Raises MisuseError where optimum is not
     installed, ModelError for a model that it can't export.
     """
-    try:
+    with needed(NEEDS):
         from optimum.exporters.onnx import main_export
-    except ImportError as error:
-        raise MisuseError(f"{NEEDS} ({error})") from error
     with TemporaryDirectory(prefix=f".{package.name}-exported-", dir=package.absolute().parent) as folder:
         try:
             with redirect_stdout(sys.stderr):  # what is printed there is the command's result
@@ -48,7 +46,7 @@ def _find_task(folder: Path) -> str:
     if (index := folder / "model_index.json").is_file():
         import diffusers
 
-        kind = getattr(diffusers, json.loads(index.read_text(encoding="utf-8"))["_class_name"])
+        kind = getattr(diffusers, read_config(index)["_class_name"])
         return str(TasksManager.infer_task_from_model(kind))
     config = transformers.AutoConfig.from_pretrained(str(folder))
     if not config.architectures:

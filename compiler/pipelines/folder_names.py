@@ -9,7 +9,7 @@ from typing import Any
 
 from splitc.compiler.errors import ModelError
 from splitc.compiler.pipelines.names import module_names
-from splitc.runtime.files.written import check_regular, parse_json
+from splitc.runtime.files.written import read_config
 from splitc.runtime.package.manifest_file import FILE_NAME as MANIFEST
 from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 
@@ -79,10 +79,3 @@ def _sections(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from walk(key, inner)
 
     return walk("model", read_config(folder / GENAI).get("model"))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises MisuseError if it is none."""
-    check_regular(path)
-    content = parse_json(path.read_bytes(), f"can't read {path}")
-    return content if isinstance(content, dict) else {}

@@ -9,11 +9,9 @@ from types import MappingProxyType
 
 import msgspec
 
-from splitc.compiler.packaging.builder import Building
 from splitc.compiler.packaging.building import BuildSettings, timing_cache_beside
 from splitc.compiler.packaging.package import compile_model
 from splitc.compiler.packaging.staging import check_target, full_disk_explained, written_aside
-from splitc.compiler.packaging.weight_files import Progress
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.pipelines.plan import PipelinePlan, module_named
 from splitc.compiler.pipelines.requests import divide_by_input
@@ -39,8 +37,6 @@ def compile_pipeline(
     jobs: int | None = None,
     build: BuildSettings = BuildSettings(),
     fills: Mapping[str, Fill] = MappingProxyType({}),
-    progress: Progress = lambda done, total: None,
-    building: Building = lambda done, total: None,
     warn: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Manifest]:
@@ -69,8 +65,6 @@ def compile_pipeline(
                     jobs=jobs,
                     build=_build_settings(build, module.plan.engine, target),
                     fills=divided[module.name],
-                    progress=progress,
-                    building=building,
                     warn=lambda text, name=module.name: warn(f"{name}: {text}"),  # type: ignore[misc]
                     say=lambda text, name=module.name: say(f"{name}: {text}"),  # type: ignore[misc]
                 )

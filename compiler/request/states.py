@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.units import named_values
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,4 @@ class AskedStates:
 
 def parse_states(texts: Sequence[str]) -> dict[str, str]:
     """Pairs of names from `past=present`. Raises MisuseError for any other text, and for a name that comes twice."""
-    states: dict[str, str] = {}
-    for text in texts:
-        name, _, output = text.rpartition("=")
-        if not name or not output:
-            raise MisuseError(f"can't read --state {text}: write INPUT=OUTPUT")
-        if name in states:
-            raise MisuseError(f"--state gives '{name}' twice, the second time by {text}: leave out one of them")
-        states[name] = output
-    return states
+    return named_values("--state", texts, "INPUT=OUTPUT")

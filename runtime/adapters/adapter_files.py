@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.adapters.adapter import MOST_RANK, Adapter, LowRank
-from splitc.runtime.adapters.peft_config import Scaling, read_config, scaling_of
+from splitc.runtime.adapters.peft_config import Scaling, read_scaling, scaling_of
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.onnx_types import read_type
 from splitc.runtime.arrays.torch_tensors import is_tensor, read_tensor
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, blamed, needed
 from splitc.runtime.files.written import parse_json
 from splitc.runtime.units import first_few
 
@@ -81,10 +81,8 @@ def adapter_of(arrays: Mapping[str, Any]) -> Adapter:
     """
     stored = {}
     for name, given in arrays.items():
-        try:
+        with blamed(f"the adapter's '{name}' can't be converted to an array"):
             array = read_tensor(given.cpu()) if is_tensor(given) else np.asarray(given)
-        except Exception as error:  # whatever the object's own conversion raises
-            raise MisuseError(f"the adapter's '{name}' can't be converted to an array: {error}") from error
         stored[str(name)] = _Stored(array.dtype.name, array.shape, partial(_same, array))
     return Adapter("that was given", _pair("the adapter that was given", stored, lambda module: Scaling()))
 
@@ -107,21 +105,17 @@ def find_file(path: Path) -> Path:
 
 def _safetensors(path: Path) -> tuple[dict[str, _Stored], Mapping[str, str]]:
     """The tensors of a file, and its metadata. The library checks sizes and places."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise MisuseError(f"adapters need safetensors: pip install splitc[adapters] ({error})") from error
-    try:
-        with safe_open(path, "np") as opened:
-            names = list(opened.keys())
-            slices = {name: opened.get_slice(name) for name in names}
-            known = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
-            metadata = opened.metadata() or {}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise MisuseError(f"can't read the adapter {path}: {error}") from error
+    with needed("adapters need safetensors: pip install splitc[adapters]"):
+        from safetensors import safe_open
+    damaged = f"can't read the adapter {path}"
+    with blamed(damaged), safe_open(path, "np") as opened:
+        names = list(opened.keys())
+        slices = {name: opened.get_slice(name) for name in names}
+        known = {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+        metadata = opened.metadata() or {}
 
     def read(name: str) -> Array:
-        with safe_open(path, "np") as opened:
+        with blamed(damaged), safe_open(path, "np") as opened:
             tensor: Array = opened.get_tensor(name)
             return tensor
 
@@ -132,7 +126,7 @@ def _safetensors(path: Path) -> tuple[dict[str, _Stored], Mapping[str, str]]:
 def _find_scaling(path: Path, metadata: Mapping[str, str]) -> Callable[[str], Scaling]:
     """The scaling of a module, by its name: of PEFT's config beside the file, or of diffusers' metadata in it."""
     if (text := metadata.get("lora_adapter_metadata")) is None:
-        scaling = read_config(path.parent)
+        scaling = read_scaling(path.parent)
         return lambda module: scaling
     content = parse_json(text.encode(), f"can't read the metadata of {path}")
     parts: dict[str, dict[str, Any]] = {}

@@ -18,7 +18,7 @@ from splitc.runtime.adapters.held import HeldSum
 from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.matching import Layer, match, need_matches
 from splitc.runtime.arrays.array import Array, number_type
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, blamed
 from splitc.runtime.package.manifest import Slot, Tensor
 from splitc.runtime.units import first_few
 
@@ -156,7 +156,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return self._kept.get(parts, rank, partial(self._add, adapters, rank))
 
     def _read(self, asked: Mapping[str, float] | str) -> Mapping[str, float]:
-        sums = {asked: 1.0} if isinstance(asked, str) else {name: float(times) for name, times in asked.items()}
+        with blamed("adapters are one's name, or numbers by names as in {'style': 0.8}"):
+            sums = {asked: 1.0} if isinstance(asked, str) else {name: float(times) for name, times in asked.items()}
         self._need(list(sums))
         if wrong := [name for name, times in sums.items() if not math.isfinite(times)]:
             raise MisuseError(f"the adapter '{wrong[0]}' is taken times {sums[wrong[0]]}, which is no number")

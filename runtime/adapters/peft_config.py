@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import check_regular, parse_json
+from splitc.runtime.files.written import read_config
 
 CONFIG = "adapter_config.json"
 
@@ -35,17 +35,13 @@ class Scaling:
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 
 
-def read_config(folder: Path) -> Scaling:
+def read_scaling(folder: Path) -> Scaling:
     """The scaling that PEFT's adapter_config.json gives, if there is one.
 
     Raises MisuseError, which names the kind, for adapters that are more than two matrices a module.
     """
     path = folder / CONFIG
-    if not path.is_file():
-        return Scaling()
-    check_regular(path)
-    content = parse_json(path.read_bytes(), f"can't read {path}")
-    return scaling_of(content if isinstance(content, dict) else {}, str(path))
+    return scaling_of(read_config(path), str(path)) if path.is_file() else Scaling()
 
 
 def scaling_of(config: Mapping[str, Any], where: str) -> Scaling:
@@ -59,8 +55,10 @@ def scaling_of(config: Mapping[str, Any], where: str) -> Scaling:
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         raise MisuseError(f"{where} trains biases too (bias={config.get('bias')}), and only matrices are known")
     if saved := config.get("modules_to_save"):
-        raise MisuseError(f"{where} has whole modules beside its matrices ({', '.join(map(str, saved))})")
+        raise MisuseError(f"{where} has whole modules beside its matrices ({saved})")
     patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise MisuseError(f"{where} has an alpha_pattern that is no object of alphas by names: {patterns}")
     alphas = [config.get("lora_alpha"), *patterns.values()]
     if not all(alpha is None or isinstance(alpha, int | float) for alpha in alphas):
         raise MisuseError(f"{where} has an alpha that is no number: {alphas}")

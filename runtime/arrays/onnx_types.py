@@ -11,8 +11,6 @@ CODES = {
     "float8_e5m2fnuz": 20,
     "float8_e8m0fnu": 24,
 }
-# The names of these by ONNX's codes.
-NAMES = {code: name for name, code in CODES.items()}
 # ONNX's codes of all types that ONNX Runtime's Python interface supports, by numpy's and ml_dtypes' names: no strings,
 # no complex numbers, none smaller than a byte.
 KNOWN = {
@@ -22,6 +20,9 @@ KNOWN = {
     **{"float16": 10, "float32": 1, "float64": 11},
     **CODES,
 }
+# The names of all these by ONNX's codes.
+NAMES = {code: name for name, code in KNOWN.items()}
+
 # ONNX Runtime's own names of types, if they differ from numpy's and ml_dtypes'.
 _OTHERS = {
     "float": "float32",

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from splitc.runtime.arrays.array import number_type
-from splitc.runtime.arrays.onnx_types import KNOWN, NAMES
+from splitc.runtime.arrays.onnx_types import CODES, KNOWN, NAMES
 
 
 def host_value(array: npt.NDArray[Any]) -> ort.OrtValue:
@@ -32,7 +32,7 @@ def _code(dtype: np.dtype[Any]) -> int | None:
 def host_array(value: ort.OrtValue) -> npt.NDArray[Any]:
     """The value as an array that shares its memory, also for types that numpy lacks and ONNX Runtime can't convert."""
     name = NAMES.get(value.element_type())
-    if name is None:
+    if name not in CODES:
         return np.asarray(value.numpy())
     dtype = number_type(name)
     memory = (ctypes.c_uint8 * (math.prod(value.shape()) * dtype.itemsize)).from_address(value.data_ptr())

@@ -26,7 +26,7 @@ def shown_bars() -> Iterator[None]:
         known: dict[str, TaskID] = {}
         lock = Lock()  # several threads count
 
-        def show(what: str, done: int, total: int) -> None:
+        def show(what: str, done: float, total: int) -> None:
             with lock:
                 if what not in known:
                     known[what] = bars.add_task(what, total=total)

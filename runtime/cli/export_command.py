@@ -22,6 +22,7 @@ from splitc.runtime.serving.serving_file import Serving
 from splitc.runtime.serving.triton_ensemble import export_ensemble
 from splitc.runtime.serving.triton_plans import export_plans
 from splitc.runtime.serving.triton_repository import MOST_ROWS, export_triton
+from splitc.runtime.units import named_values
 
 _SESSION = {"name", "sequences", "capacity", "idle", "device", "threads", "ranks", "in_flight", "adapter"}
 # The servers, and the options that say something to some of them only.
@@ -71,9 +72,6 @@ def _serving(
         help="An adapter (LoRA) that requests may ask for by their parameter 'adapter', repeatable.",
     ),
 ) -> Serving:
-    for text in adapter:
-        if not text.partition("=")[2]:
-            raise MisuseError(f"--adapter {text}: give it a name, as in --adapter style={text}")
     return Serving(
         "package",
         idle_seconds=idle,
@@ -82,7 +80,7 @@ def _serving(
         threads=threads,
         in_flight=in_flight,
         ranks=ranks,
-        adapters={text.partition("=")[0]: text.partition("=")[2] for text in adapter},
+        adapters=named_values("--adapter", adapter, "NAME=FILE, to give it a name", str.partition),
     )
 
 

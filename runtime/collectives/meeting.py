@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from splitc.runtime.arrays.array import Array
@@ -88,10 +88,8 @@ class MeetingEnd:
         self._library = load_library()
         self._handle = handle
 
-    @contextmanager
-    def registered(self) -> Iterator[Path]:
-        with registered(self._handle) as path:
-            yield path
+    def registered(self) -> AbstractContextManager[Path]:
+        return registered(self._handle)
 
     def connect(self) -> None:
         pass  # nothing to connect

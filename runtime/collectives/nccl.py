@@ -6,9 +6,9 @@ import ctypes
 import importlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,14 +103,8 @@ class NcclCommunicator:
         """Receive what a rank of the communicator sends."""
         self._communicator.recv(value.pointer, value.nbytes, _BYTES, source, stream)
 
-    @contextmanager
-    def registered(self) -> Iterator[Path]:
-        if self._meeting is not None:
-            with self._meeting.registered() as path:
-                yield path
-            return
-        with registered(self._make_end()) as path:
-            yield path
+    def registered(self) -> AbstractContextManager[Path]:
+        return registered(self._make_end()) if self._meeting is None else self._meeting.registered()
 
     def connect(self) -> None:
         kernels = None if self.kernels is None else self.kernels.pointer

@@ -11,7 +11,7 @@ import numpy as np
 from splitc.runtime.arrays.array import Array, number_type
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Fill, Tensor
-from splitc.runtime.units import shortened
+from splitc.runtime.units import named_values, shortened
 
 # How ends of random numbers are written, and how large they may be.
 _NUMBER, MOST = re.compile(r"-?[0-9]{1,30}"), 1 << 63
@@ -28,23 +28,23 @@ def parse_fills(texts: Sequence[str]) -> dict[str, Fill]:
 
     Raises MisuseError for any other text.
     """
-    fills = {}
-    for text in texts:
-        name, _, how = text.rpartition("=")
-        word, *ends = how.split(":")
-        if name in fills:
-            raise MisuseError(f"--fill gives '{name}' twice, the second time by {text}: leave out one of them")
-        if name and how in FILLS:
-            fills[name] = FILLS[how]
-        elif name and word == "randint" and len(ends) == 2 and all(map(_NUMBER.fullmatch, ends)):
-            fills[name] = Fill("randint", *map(int, ends))
-        else:
-            raise MisuseError(f"can't read --fill {text}: write NAME= and {', '.join(FILLS)}, or randint:LOW:HIGH")
-        if fills[name].kind == "randint" and fills[name].low >= fills[name].high:
-            raise MisuseError(f"--fill {text}: LOW ({ends[0]}) must be less than HIGH ({ends[1]})")
-        if fills[name].kind == "randint" and not -MOST <= fills[name].low < fills[name].high <= MOST:
-            raise MisuseError(f"--fill {shortened(text)}: numbers must be from -2^63 to 2^63")
-    return fills
+    form = f"NAME= and {', '.join(FILLS)}, or randint:LOW:HIGH"
+    return {name: _read_fill(name, how, form) for name, how in named_values("--fill", texts, form).items()}
+
+
+def _read_fill(name: str, how: str, form: str) -> Fill:
+    if how in FILLS:
+        return FILLS[how]
+    where = f"--fill {name}={shortened(how)}"
+    word, *ends = how.split(":")
+    if word != "randint" or len(ends) != 2 or not all(map(_NUMBER.fullmatch, ends)):
+        raise MisuseError(f"can't read {where}: write {form}")
+    low, high = map(int, ends)
+    if low >= high:
+        raise MisuseError(f"{where}: LOW ({low}) must be less than HIGH ({high})")
+    if not -MOST <= low < high <= MOST:
+        raise MisuseError(f"{where}: numbers must be from -2^63 to 2^63")
+    return Fill("randint", low, high)
 
 
 def check_fills(fills: Iterable[str], names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of a batch: how many each of several takes, and their part of each array."""
+"""Rows of a batch: how many each of several takes, their part of each array, and micro-batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TypeVar
 import numpy as np
 
 from splitc.runtime.arrays.array import Array, Zeros
+from splitc.runtime.errors import FeedError, MisuseError
 from splitc.runtime.feeds.on_gpu import Feed, on_host
+from splitc.runtime.units import whole_number
 
 T = TypeVar("T", Array, Feed, Array | Zeros)
 
@@ -53,3 +55,32 @@ def _cut(array: T, axis: int, start: int, stop: int) -> T:
         return Zeros((*array.shape[:axis], stop - start, *array.shape[axis + 1 :]), array.dtype)
     places = (slice(None),) * axis + (slice(start, stop),)
     return np.ascontiguousarray(on_host(array)[places])
+
+
+def cut_batches(
+    feeds: Mapping[str, Array], axes: Mapping[str, int] | None, rows: int, sources: Collection[str] = ()
+) -> list[dict[str, Array]]:
+    """Micro-batches of `rows` rows. For the `sources` see `count_rows`.
+
+    Raises MisuseError if the model has no known batch axis, FeedError if inputs disagree on its length.
+    """
+    rows = whole_number("micro_batch", rows, 1, of=" of rows")
+    if axes is None:
+        raise MisuseError(
+            "micro_batch: rows of a batch may depend on each other in this model: the compiler found no batch axis "
+            "that goes from the inputs to all outputs"
+        )
+    if (whole := count_rows(feeds, axes, sources)) is None:
+        lengths = {name: array.shape[axes[name]] for name, array in feeds.items() if name in axes}
+        raise FeedError(f"micro_batch: the inputs have batches of different lengths: {lengths}")
+    starts = range(0, max(1, whole), rows)  # an empty batch is one micro-batch
+    return [cut_rows(feeds, axes, whole, start, min(start + rows, whole)) for start in starts]
+
+
+def join_batches(pieces: Sequence[Mapping[str, Array]], axes: Mapping[str, int] | None) -> dict[str, Array]:
+    """The outputs of all micro-batches, joined along the batch axis of each output. One without is the same in all."""
+    assert axes is not None
+    return {
+        name: np.concatenate([piece[name] for piece in pieces], axes[name]) if name in axes else first
+        for name, first in pieces[0].items()
+    }

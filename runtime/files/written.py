@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from splitc.runtime.errors import MisuseError, SplitcError
-from splitc.runtime.units import format_bytes
+from splitc.runtime.units import format_bytes, shortened
 
 # The most bytes of a file that is read whole. A choice: plans, settings and prompts are far smaller, and a file that is
 # larger by mistake would fill the memory.
@@ -46,6 +46,18 @@ def parse_json(content: bytes, what: str, pairs: Callable[[list[tuple[str, Any]]
         return json.loads(content, object_pairs_hook=pairs)
     except (ValueError, RecursionError) as error:
         raise MisuseError(f"{what}: {error}") from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises MisuseError for a file that can't be read, or has something else in it."""
+    check_regular(path)
+    try:
+        content = parse_json(path.read_bytes(), f"{path} is no JSON")
+    except OSError as error:
+        raise MisuseError(f"can't read {path}: {error.strerror}") from error
+    if not isinstance(content, dict):
+        raise MisuseError(f'{path} should be a JSON object ({{"name": value}}): it is {shortened(json.dumps(content))}')
+    return content
 
 
 def indented(value: Any) -> bytes:

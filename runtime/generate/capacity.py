@@ -5,9 +5,12 @@ from __future__ import annotations
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.signature import LanguageSignature
 from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.units import whole_number
 
 # Tokens to generate, unless the caller says how many. A choice: a paragraph.
 USUAL = 100
+# Tokens of a sequence at most on servers, where the package knows no limit. A choice, which --context replaces.
+USUAL_CONTEXT = 4096
 
 
 def find_capacity(manifest: Manifest, signature: LanguageSignature) -> int | None:
@@ -44,8 +47,8 @@ def count_tokens(manifest: Manifest, signature: LanguageSignature, prompt: int, 
 
     The last one is not read again. Raises MisuseError for a number below 0, and for more than the capacity.
     """
-    if asked is not None and (not isinstance(asked, int) or asked < 0):
-        raise MisuseError(f"max_new_tokens={asked!r}: it is a number of tokens, 0 or more")
+    if asked is not None:
+        asked = whole_number("--max-new-tokens", asked, 0, of=" of tokens")
     capacity = find_capacity(manifest, signature)
     if capacity is None:
         return USUAL if asked is None else asked

@@ -12,7 +12,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.bound_model import BoundModel
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
 from splitc.runtime.generate.feeder import Feeder
-from splitc.runtime.generate.signature import find_signature, find_token_inputs
+from splitc.runtime.generate.signature import find_signature, find_token_inputs, of_role
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.generate.wiring import (
     STATES_AXES,
@@ -21,7 +21,6 @@ from splitc.runtime.generate.wiring import (
     find_masks,
     find_wanted,
     find_wiring,
-    mask_inputs,
 )
 from splitc.runtime.package.manifest import Manifest, Tensor
 
@@ -44,7 +43,7 @@ class EncoderDecoder:
     @property
     def decoder(self) -> Manifest:
         """The manifest of the decoder that reads the newest token."""
-        return self._sessions[self.wiring.decoders[-1]].manifest
+        return self._sessions[self.wiring.decoder].manifest
 
     @property
     def encoder(self) -> Manifest | None:
@@ -55,7 +54,11 @@ class EncoderDecoder:
         """Run the encoder on its feeds. Its mask is among what it gives: the decoder reads the same positions."""
         if self.encoder is None:
             return {}
-        masks = {mask.name: np.asarray(feeds[mask.name]) for mask in mask_inputs(self.encoder) if mask.name in feeds}
+        masks = {
+            mask.name: np.asarray(feeds[mask.name])
+            for mask in of_role(self.encoder.inputs, "mask")
+            if mask.name in feeds
+        }
         return {**masks, **self._sessions[str(self.wiring.encoder)].run(feeds)}
 
     def encode_tokens(self, tokens: Sequence[int]) -> Mapping[str, Array]:
@@ -76,33 +79,24 @@ class EncoderDecoder:
 
         For the options, what is returned, and errors, see `generate.tokens.generate`.
         """
-        first, step = self._decoders(encoded)
-        if step is None:
-            assert first is not None
-            return generate(first, prompt, **options)
-        return generate(step, prompt, prefill=first, **options)
+        decoder, prefill = self._decoders(encoded)
+        return generate(decoder, prompt, prefill=prefill, **options)
 
     def logits_after(self, encoded: Mapping[str, Array], tokens: Sequence[int]) -> Array:
         """The logits of the decoder's next token after these, [vocabulary]."""
-        first, step = self._decoders(encoded)
-        session = step or first
-        assert session is not None
-        signature = find_signature(session.manifest, None if first is None else first.manifest)
-        conversation = Conversation(session, signature, len(tokens), None)
+        decoder, prefill = self._decoders(encoded)
+        signature = find_signature(decoder.manifest, None if prefill is None else prefill.manifest)
+        conversation = Conversation(decoder, signature, len(tokens), None)
         try:
-            if first is not None and step is not None:
-                return conversation.read_prompt_with(first, tokens)
+            if prefill is not None:
+                return conversation.read_prompt_with(prefill, tokens)
             return conversation.read_prompt(tokens, len(tokens))
         finally:
             conversation.close()
 
-    def _decoders(self, encoded: Mapping[str, Array]) -> tuple[BoundModel | None, BoundModel | None]:
-        """The decoder's two uses, bound to what they read of the encoder. One may be missing."""
-        first, step = (
-            None if name is None else BoundModel(self._sessions[name], self._cross_feeds(name, encoded))
-            for name in (self.wiring.first, self.wiring.step)
-        )
-        return first, step
+    def _decoders(self, encoded: Mapping[str, Array]) -> tuple[BoundModel, BoundModel | None]:
+        """The decoder's uses, bound to what they read of the encoder: see DecoderUses."""
+        return self.wiring.opened(lambda name: BoundModel(self._sessions[name], self._cross_feeds(name, encoded)))
 
     def _cross_feeds(self, decoder: str, encoded: Mapping[str, Array]) -> dict[str, Array]:
         """What a decoder reads of its encoder, and masks of it. Without one of the encoder's, nothing is padding."""
@@ -110,7 +104,7 @@ class EncoderDecoder:
             return {}
         manifest = self._sessions[decoder].manifest
         feeds = {name: encoded[output] for name, output in find_links(manifest, self.encoder).items()}
-        own = mask_inputs(self.encoder)
+        own = of_role(self.encoder.inputs, "mask")
         fixed = [size for mask in own for size in (mask.shape or ())[1:] if isinstance(size, int)]
         masks = find_masks(manifest, find_wanted(manifest), fixed)
         return {**feeds, **{mask.name: _cross_mask(mask, own, encoded) for mask in masks}}
@@ -141,7 +135,7 @@ def reads_sound(encoder: Manifest | None) -> bool:
 
 def reads_text(encoder: Manifest) -> bool:
     """Whether an encoder takes tokens."""
-    return any(tensor.role is not None and tensor.role.kind == "indices" for tensor in encoder.inputs)
+    return bool(of_role(encoder.inputs, "indices"))
 
 
 def describe_encoder(encoder: Manifest) -> str:

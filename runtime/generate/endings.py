@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import check_regular, parse_json
+from splitc.runtime.files.written import read_config
 from splitc.runtime.units import shortened
 
 # The files that may name them, of which the first that does counts, and the keys.
@@ -23,6 +23,8 @@ INSIDE = "model"
 # Where transformers lists tokens that were added to a tokenizer later.
 ADDED = "added_tokens_decoder"
 
+_ADVICE = "Name the token that ends a text by its id, as --stop 2"
+
 # The number of a token; None if the tokenizer has no such token.
 Lookup = Callable[[str], int | None]
 
@@ -32,21 +34,16 @@ def find_endings(folder: Path, lookup: Lookup) -> list[int]:
     for name in CONFIGS:
         if not os.path.lexists(file := folder / name):
             continue
-        config = _read(file)
+        try:
+            config = read_config(file)
+        except MisuseError as error:
+            raise MisuseError(f"{error}. {_ADVICE}") from error
         inside = config.get(INSIDE)
         for key in KEYS:
             value = config.get(key, inside.get(key) if isinstance(inside, dict) else None)
             if tokens := _tokens(file, key, value, _with_added(config, lookup)):
                 return tokens
     return []
-
-
-def _read(file: Path) -> dict[str, Any]:
-    check_regular(file)
-    config = parse_json(file.read_bytes(), f"{file} is no JSON")
-    if not isinstance(config, dict):
-        raise MisuseError(f"{file} should be a JSON object that names the token that ends a text: {_advice(config)}")
-    return config
 
 
 def _with_added(config: dict[str, Any], lookup: Lookup) -> Lookup:
@@ -69,11 +66,8 @@ def _tokens(file: Path, key: str, value: Any, lookup: Lookup) -> list[int]:
         if number is None:  # not given, or not known to the tokenizer
             continue
         if not isinstance(number, int) or isinstance(number, bool):
-            raise MisuseError(f"{file}: '{key}' should be the token that ends a text: {_advice(value)}")
+            is_this = shortened(json.dumps(value))
+            raise MisuseError(f"{file}: '{key}' should be the token that ends a text: it is {is_this}. {_ADVICE}")
         if number >= 0:  # some write -1 for none
             tokens.append(number)
     return tokens
-
-
-def _advice(value: Any) -> str:
-    return f"it is {shortened(json.dumps(value))}. Name the token that ends a text by its id, as --stop 2"

@@ -10,7 +10,7 @@ from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.signature import TokenInputs, may_have
 from splitc.runtime.package.manifest import Manifest, Tensor
-from splitc.runtime.units import format_shape
+from splitc.runtime.units import format_shape, whole_number
 
 
 class Feeder:
@@ -34,8 +34,7 @@ class Feeder:
 
         Raises MisuseError if `wanted` is no number of tokens, and for a model with a fixed length above 1.
         """
-        if not isinstance(wanted, int) or wanted < 1:
-            raise MisuseError(f"prompt_chunk={wanted!r}: it is a number of tokens, 1 or more")
+        wanted = whole_number("--prompt-chunk", wanted, 1, of=" of tokens")
         ids = self._inputs[self.signature.ids]
         fixed = None if ids.shape is None else ids.shape[1]
         if isinstance(fixed, int) and fixed != 1:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, blamed, needed
 from splitc.runtime.generate.image_prompt import ImagePrompt
 from splitc.runtime.generate.package_configs import find_beside
 
@@ -52,33 +52,26 @@ def read_positions(package: Path, module: str, prompt: ImagePrompt) -> Positions
             "computes them: compile the folder in which it is"
         )
     method = _find_method(file)
-    try:
+    with blamed(f"transformers can't compute positions by {file}"):
         import torch
 
         ids = torch.tensor([list(prompt.ids)])
         wanted = [name for name in TAKEN if name in signature(method).parameters and name in prompt.arrays]
         arrays = {name: torch.as_tensor(prompt.arrays[name]) for name in wanted}
         places, shift = method(ids, **arrays, attention_mask=torch.ones_like(ids))
-    except Exception as error:  # models are programs of their authors
-        raise MisuseError(f"transformers can't compute positions by {file}: {error}") from error
     return Positions(places[:, 0].numpy(), int(shift.flatten()[0]))
 
 
 def _find_method(config: Path) -> Callable[..., Any]:
     """The method of the model's class, on a model whose weights take no memory."""
-    try:
+    with needed(
+        "the decoder takes positions in an image, which transformers computes with torch: pip install transformers "
+        "torch"
+    ):
         import torch
         from transformers import AutoConfig, AutoModel
-    except ImportError as error:
-        raise MisuseError(
-            "the decoder takes positions in an image, which transformers computes with torch: pip install transformers "
-            f"torch ({error})"
-        ) from error
-    try:
-        with torch.device("meta"):
-            model = AutoModel.from_config(AutoConfig.from_pretrained(str(config.parent)))
-    except Exception as error:  # transformers' errors have no base of their own
-        raise MisuseError(f"transformers can't make a model by {config}: {error}") from error
+    with blamed(f"transformers can't make a model by {config}"), torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.from_pretrained(str(config.parent)))
     method: Callable[..., Any] | None = getattr(model, METHOD, None)
     if method is None:
         raise MisuseError(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, blamed, needed
 from splitc.runtime.files.written import check_regular
 from splitc.runtime.generate.package_configs import find_beside, generation_config
 
@@ -42,26 +42,20 @@ def read_images(package: Path, module: str, question: str, paths: Sequence[Path]
             "which it is"
         )
     processor, images = _load_processor(folder), [_open_image(path) for path in paths]
-    try:
+    with blamed("the model's processor can't read the question and the images"):  # they are programs of models' authors
         text = _with_images(processor, question, len(images))
         made = processor(text=[text], images=images, return_tensors="np")
-    except Exception as error:  # processors are programs of models' authors
-        raise MisuseError(f"the model's processor can't read the question and the images: {error}") from error
     arrays = {name: np.asarray(array) for name, array in made.items()}
     ids = arrays.pop("input_ids")[0]
     return ImagePrompt([int(token) for token in ids], _image_token(processor, package, module), arrays)
 
 
 def _load_processor(folder: Path) -> Any:
-    try:
+    with needed("--image needs transformers and Pillow: pip install 'splitc[images]'"):
         import PIL  # noqa: F401  # which processors need, and transformers does not
         from transformers import AutoProcessor
-    except ImportError as error:
-        raise MisuseError(f"--image needs transformers and Pillow: pip install 'splitc[images]' ({error})") from error
-    try:
+    with blamed(f"transformers can't read the processor of {folder}"):
         return AutoProcessor.from_pretrained(str(folder))
-    except Exception as error:  # transformers' errors have no base of their own
-        raise MisuseError(f"transformers can't read the processor of {folder}: {error}") from error
 
 
 def _open_image(path: Path) -> Any:
@@ -70,10 +64,8 @@ def _open_image(path: Path) -> Any:
     if not path.exists():
         raise MisuseError(f"no such image: {path}")
     check_regular(path)
-    try:
+    with blamed(f"can't read the image {path}"):
         return Image.open(path).convert("RGB")
-    except Exception as error:  # Pillow raises many kinds for damaged files
-        raise MisuseError(f"can't read the image {path}: {error}") from error
 
 
 def _with_images(processor: Any, question: str, images: int) -> str:

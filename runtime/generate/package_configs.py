@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import check_regular, parse_json
+from splitc.runtime.files.written import read_config
 from splitc.runtime.package.pipeline_file import read_pipeline
 
 # Where folders have it.
@@ -41,13 +41,7 @@ def find_tokenizer(package: Path, module: str | None) -> Path | None:
 def read_beside(package: Path, module: str, name: str) -> dict[str, Any]:
     """The JSON object of a file, as `find_beside` finds it; empty if there is none. Raises MisuseError for others."""
     path = find_beside(package, module, name)
-    if path is None:
-        return {}
-    check_regular(path)
-    content = parse_json(path.read_bytes(), f"{path} is no JSON")
-    if not isinstance(content, dict):
-        raise MisuseError(f"{path} is no JSON object")
-    return content
+    return {} if path is None else read_config(path)
 
 
 def generation_config(package: Path, module: str) -> dict[str, Any]:
@@ -62,5 +56,5 @@ def understood(what: str) -> Iterator[None]:
     """Raise MisuseError where a config, which `what` names, has something else than it should."""
     try:
         yield
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise MisuseError(f"can't understand {what}: {type(error).__name__}: {error}") from error

@@ -24,6 +24,7 @@ from splitc.runtime.generate.sound import read_sound
 from splitc.runtime.generate.token_rules import read_rules
 from splitc.runtime.generate.tokens import LIMIT, Timings
 from splitc.runtime.generate.vision_language import find_vision_wiring, generate_about_images
+from splitc.runtime.units import whole_number
 
 PREPROCESSOR = "preprocessor_config.json"
 # Where configs say how many tokens a decoder has positions for.
@@ -86,7 +87,7 @@ def generate_from_encoder(
     encoder does not take, and for a damaged config.
     """
     model = EncoderDecoder(modules)
-    decoder = model.wiring.decoders[-1]
+    decoder = model.wiring.decoder
     config = generation_config(package, decoder)
     if (beams := config.get("num_beams") or 1) > 1:
         warn(f"the generation config asks for {beams} beams; splitc takes the likeliest token each time")
@@ -172,6 +173,7 @@ def _most_tokens(config: Mapping[str, Any], prompt: int, asked: int | None) -> i
     """
     positions = next((config[key] for key in POSITIONS if isinstance(config.get(key), int)), None)
     if asked is not None:
+        asked = whole_number("--max-new-tokens", asked, 0, of=" of tokens")
         if positions is not None and prompt + asked - 1 > positions:
             raise MisuseError(
                 f"the decoder has {positions} positions, and {prompt} tokens of its prompt and {asked} new ones need "

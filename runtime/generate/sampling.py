@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import EngineError, MisuseError
 
 # Lower temperatures choose as 0 does: logits divided by them would be infinite.
 COLDEST = 1e-6
@@ -40,9 +40,21 @@ class Sampling:
 
 
 def choose_token(logits: npt.NDArray[Any], sampling: Sampling, generator: np.random.Generator) -> int:
-    """Choose a token by its logits, a vector with one number for each token of the vocabulary."""
-    if sampling.temperature < COLDEST:
-        return int(np.argmax(logits))
+    """Choose a token by its logits, a vector with one number for each token of the vocabulary.
+
+    Raises EngineError if one of them is no number, or if all are ruled out.
+    """
+    likeliest = int(np.argmax(logits))  # or the first one that is no number
+    largest = float(logits[likeliest])
+    if math.isnan(largest):
+        raise EngineError(
+            f"the model's logits are not a number (NaN) for the token {likeliest}: numbers inside it may be too large "
+            "for its type, or its weights damaged. 'splitc check' says whether the unsplit model gives the same"
+        )
+    if largest == -math.inf:
+        raise EngineError("no token may come next: the model and its generation config rule all of them out")
+    if sampling.temperature < COLDEST or largest == math.inf:
+        return likeliest
     scaled = logits.astype(np.float64) / sampling.temperature
     order = np.argsort(-scaled, kind="stable")
     if sampling.top_k:

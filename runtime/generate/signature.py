@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.units import shortened
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def find_token_inputs(manifest: Manifest, prefill: Manifest | None = None) -> To
     handed = {} if prefill is None else find_handed(manifest, {tensor.name for tensor in prefill.outputs})
     states = {state.input for state in manifest.states}
     inputs = [tensor for tensor in manifest.inputs if tensor.name not in states | handed.keys()]
-    masks, positions, ids = (_of_role(inputs, role) for role in ("mask", "positions", "indices"))
+    masks, positions, ids = (of_role(inputs, role) for role in ("mask", "positions", "indices"))
     rest = [tensor for tensor in inputs if tensor not in (*masks, *positions)]
     ids = ids or [tensor for tensor in rest if "ids" in tensor.name.lower()]
     if len(ids) != 1 or len(rest) > 1 or len(masks) > 1 or len(positions) > 1 or not may_have(ids[0], 2):
@@ -69,7 +71,7 @@ def find_token_inputs(manifest: Manifest, prefill: Manifest | None = None) -> To
 
 def find_logits(manifest: Manifest) -> list[Tensor]:
     """The outputs that may be logits: those with such a name, or with as many columns as the model knows tokens."""
-    rows = {tensor.role.rows for tensor in _of_role(manifest.inputs, "indices") if tensor.role is not None}
+    rows = {tensor.role.rows for tensor in of_role(manifest.inputs, "indices") if tensor.role is not None}
     outputs = [tensor for tensor in manifest.outputs if may_have(tensor, 3)]
     named = [tensor for tensor in outputs if "logits" in tensor.name.lower()]
     return named or [tensor for tensor in outputs if tensor.shape is not None and tensor.shape[-1] in rows]
@@ -77,6 +79,8 @@ def find_logits(manifest: Manifest) -> list[Tensor]:
 
 def need_tokens(manifest: Manifest, logits: str, tokens: Collection[int]) -> None:
     """Raise MisuseError for tokens to end at that the model, by the shape of its logits, never gives."""
+    if not isinstance(tokens, Collection) or not all(isinstance(token, Integral) for token in tokens):
+        raise MisuseError(f"the tokens to end at are a list of token ids, as in [2], not {shortened(repr(tokens))}")
     shape = next(tensor.shape for tensor in manifest.outputs if tensor.name == logits)
     vocabulary = None if shape is None else shape[-1]
     end = vocabulary if isinstance(vocabulary, int) else math.inf
@@ -108,7 +112,8 @@ def _without_end(first: str, second: str) -> tuple[str, str]:
     return first, second
 
 
-def _of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
+def of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
+    """The inputs of a role."""
     return [tensor for tensor in inputs if tensor.role is not None and tensor.role.kind == role]
 
 

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, blamed, needed
 from splitc.runtime.files.written import check_regular
 from splitc.runtime.generate.endings import find_endings
 from splitc.runtime.units import shortened
 
 # A token's number as users write it.
 NUMBER = re.compile(r"\s*[+-]?[0-9]{1,30}\s*")
-
-
-@contextmanager
-def _library(failed: str) -> Iterator[None]:
-    """Whatever the library tokenizers raises becomes a MisuseError that begins with `failed`.
-
-    Its errors have no base of their own, and its panics derive from BaseException.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        raise MisuseError(f"{failed}: {error}") from error
 
 
 @dataclass
@@ -43,16 +28,14 @@ class Text:
     @staticmethod
     def load(path: Path) -> Text:
         """Read `tokenizer.json`, or the one in a folder. Raises MisuseError if it or the library is missing."""
-        try:
+        with needed("--tokenizer needs the library tokenizers: pip install 'splitc[generate]'"):
             from tokenizers import Tokenizer
             from tokenizers.decoders import DecodeStream
-        except ImportError:
-            raise MisuseError("--tokenizer needs the library tokenizers: pip install 'splitc[generate]'") from None
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.exists():
             raise MisuseError(f"no such tokenizer: {file}")
         check_regular(file)
-        with _library(f"{file} is no tokenizer.json"):
+        with blamed(f"{file} is no tokenizer.json"):
             tokenizer = Tokenizer.from_file(str(file))
             # Files of encoders have these set for batches: a prompt has neither more nor less tokens than its text.
             tokenizer.no_padding()
@@ -64,7 +47,7 @@ class Text:
         return find_endings(self.file.parent, self._number_of)
 
     def _number_of(self, token: str) -> int | None:
-        with _library(f"{self.file} can't look up {token!a}"):
+        with blamed(f"{self.file} can't look up {token!a}"):
             number: int | None = self.tokenizer.token_to_id(token)
         return number
 
@@ -85,17 +68,17 @@ class Text:
             raise MisuseError(
                 f"the prompt is no UTF-8: see {text[error.start]!a}, its character {error.start + 1}"
             ) from None
-        with _library(f"{self.file} can't read the prompt"):
+        with blamed(f"{self.file} can't read the prompt"):
             return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         """The text of tokens, special ones included if `special`."""
-        with _library(f"{self.file} can't decode tokens"):
+        with blamed(f"{self.file} can't decode tokens"):
             return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def step(self, token: int) -> str:
         """The text that one more token adds; empty as long as a character is incomplete."""
-        with _library(f"{self.file} can't decode the token {token}"):
+        with blamed(f"{self.file} can't decode the token {token}"):
             return self._stream.step(self.tokenizer, token) or ""
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from splitc.runtime.errors import MisuseError
+
 Logits = npt.NDArray[Any]
 
 
@@ -38,7 +40,7 @@ class TokenRules:
         if place in self.forced:
             return _only(changed, self.forced[place])
         if self.penalty != 1.0:
-            seen = np.unique(tokens)
+            seen = np.unique([token for token in tokens if token < len(changed)]).astype(np.int64)
             changed[seen] = np.where(changed[seen] > 0, changed[seen] / self.penalty, changed[seen] * self.penalty)
         banned = {words[-1] for words in self.never if list(tokens[place - len(words) + 1 :]) == list(words[:-1])}
         if self.repeats:
@@ -52,6 +54,8 @@ class TokenRules:
 
 
 def _only(logits: Logits, token: int) -> Logits:
+    if not 0 <= token < len(logits):
+        raise MisuseError(f"the generation config forces the token {token}, and the model has {len(logits)} of them")
     only = np.full_like(logits, -np.inf)
     only[token] = 0
     return only

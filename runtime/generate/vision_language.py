@@ -16,9 +16,9 @@ from splitc.runtime.generate.conversation import ModelRunner
 from splitc.runtime.generate.embedded_model import EmbeddedModel, Embedding, check_rows
 from splitc.runtime.generate.image_positions import Positions
 from splitc.runtime.generate.image_prompt import ImagePrompt
-from splitc.runtime.generate.signature import find_logits
+from splitc.runtime.generate.signature import find_logits, of_role
 from splitc.runtime.generate.tokens import Timings, generate
-from splitc.runtime.generate.wiring import find_wanted, fits
+from splitc.runtime.generate.wiring import DecoderUses, find_uses, find_wanted, fits
 from splitc.runtime.package.manifest import Manifest, Tensor
 
 # A token that no text has: of a prompt without images.
@@ -28,42 +28,32 @@ ROWS = 3
 
 
 @dataclass(frozen=True)
-class VisionWiring:
-    """The modules that take part. `first` and `step` are the decoder's uses, as in Wiring; one may be missing."""
+class VisionWiring(DecoderUses):
+    """The modules that take part."""
 
     vision: str
     embedding: str
-    first: str | None
-    step: str | None
-
-    @property
-    def decoder(self) -> str:
-        """The decoder that reads the newest token."""
-        return self.step or self.first or ""
 
 
 def find_vision_wiring(manifests: Mapping[str, Manifest]) -> VisionWiring | None:
     """Find the parts; None for modules that are something else."""
     decoders = [name for name, manifest in manifests.items() if _embeds_of(manifest) is not None]
-    steps = [name for name in decoders if manifests[name].states]
-    firsts = [name for name in decoders if name not in steps]
+    uses = find_uses(manifests, decoders)
     embeddings = [
         name
         for name, manifest in manifests.items()
         if name not in decoders and all(_makes_embeddings(manifest, manifests[decoder]) for decoder in decoders)
     ]
     visions = [name for name in manifests if name not in (*decoders, *embeddings) and _reads_pixels(manifests[name])]
-    if not decoders or len(steps) > 1 or len(firsts) > 1 or len(embeddings) != 1 or len(visions) != 1:
+    if uses is None or len(embeddings) != 1 or len(visions) != 1:
         return None
-    first, step = (names[0] if names else None for names in (firsts, steps))
-    return VisionWiring(visions[0], embeddings[0], first, step)
+    return VisionWiring(uses.first, uses.step, visions[0], embeddings[0])
 
 
 def _embeds_of(manifest: Manifest) -> Tensor | None:
     """The input of embeddings of a decoder that reads no tokens; None for other models."""
     wanted = find_wanted(manifest)
-    reads_tokens = any(tensor.role is not None and tensor.role.kind == "indices" for tensor in manifest.inputs)
-    if reads_tokens or len(wanted) != 1 or not find_logits(manifest):
+    if of_role(manifest.inputs, "indices") or len(wanted) != 1 or not find_logits(manifest):
         return None
     tensor = next(tensor for tensor in manifest.inputs if tensor.name == wanted[0])
     return tensor if len(tensor.shape or ()) == 3 else None
@@ -75,7 +65,7 @@ def _makes_embeddings(manifest: Manifest, decoder: Manifest) -> bool:
 
 
 def _ids_of(manifest: Manifest) -> Tensor | None:
-    ids = [tensor for tensor in manifest.inputs if tensor.role is not None and tensor.role.kind == "indices"]
+    ids = of_role(manifest.inputs, "indices")
     return ids[0] if len(ids) == 1 else None
 
 
@@ -109,11 +99,9 @@ def generate_about_images(
     timings = Timings() if timings is None else timings
     start = time.perf_counter()
     asked = prompt() if callable(prompt) else ImagePrompt(prompt, NO_IMAGE, {})
-    first, step = _embedded(modules, wiring, asked, positions)
+    decoder, prefill = _embedded(modules, wiring, asked, positions)
     timings.encoder_seconds += time.perf_counter() - start if asked.arrays else 0.0
-    model = step or first
-    assert model is not None
-    return (yield from generate(model, asked.ids, prefill=first if step else None, timings=timings, **options))
+    return (yield from generate(decoder, asked.ids, prefill=prefill, timings=timings, **options))
 
 
 def _embedded(
@@ -121,8 +109,8 @@ def _embedded(
     wiring: VisionWiring,
     prompt: ImagePrompt,
     positions: Callable[[ImagePrompt], Positions],
-) -> tuple[EmbeddedModel | None, EmbeddedModel | None]:
-    """The decoder's two uses, fed with tokens. One may be missing."""
+) -> tuple[EmbeddedModel, EmbeddedModel | None]:
+    """The decoder's uses, fed with tokens: see DecoderUses."""
     decoder, table = modules[wiring.decoder].manifest, modules[wiring.embedding].manifest
     embeds, ids = _embeds_of(decoder), _ids_of(table)
     assert embeds is not None and ids is not None
@@ -131,11 +119,7 @@ def _embedded(
     features = _see(modules[wiring.vision], prompt, embeds)
     places = _places(decoder, prompt, positions)
     embedding = Embedding(modules[wiring.embedding], ids, output.name, slot, prompt.image_token, features)
-    first, step = (
-        None if name is None else EmbeddedModel(modules[name], embeds.name, embedding, *places)
-        for name in (wiring.first, wiring.step)
-    )
-    return first, step
+    return wiring.opened(lambda name: EmbeddedModel(modules[name], embeds.name, embedding, *places))
 
 
 def _see(vision: ModelRunner, prompt: ImagePrompt, embeds: Tensor) -> Array:
@@ -164,8 +148,8 @@ def _places(
 
     Raises MisuseError for another number of them than transformers' model has.
     """
-    for tensor in decoder.inputs:
-        if tensor.role is None or tensor.role.kind != "positions" or len(tensor.shape or ()) != 3:
+    for tensor in of_role(decoder.inputs, "positions"):
+        if len(tensor.shape or ()) != 3:
             continue
         rows = (tensor.shape or [])[0]
         if not prompt.arrays:

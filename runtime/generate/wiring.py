@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.generate.signature import find_handed, find_logits
+from splitc.runtime.generate.signature import find_handed, find_logits, of_role
 from splitc.runtime.package.manifest import Manifest, Tensor
 
+T = TypeVar("T")
 # The number of axes of an encoder's states: batch, positions, width.
 STATES_AXES = 3
 
 
 @dataclass(frozen=True)
-class Wiring:
-    """The modules that take part. `first` reads the prompt and makes the caches that `step` goes on with.
+class DecoderUses:
+    """A decoder among modules. `first` reads the prompt and makes the caches that `step` goes on with.
 
     One of the two may be missing: `first` alone reads all tokens again for each new one, `step` alone begins with empty
-    caches. `encoder` makes what these two read besides tokens; None if they read nothing else.
+    caches.
     """
 
-    encoder: str | None
     first: str | None
     step: str | None
 
     @property
-    def decoders(self) -> list[str]:
-        """The modules that make logits."""
-        return [name for name in (self.first, self.step) if name is not None]
+    def decoder(self) -> str:
+        """The use that reads the newest token."""
+        return self.step or self.first or ""
+
+    def opened(self, make: Callable[[str], T]) -> tuple[T, T | None]:
+        """What `make` makes of the use that reads the newest token, and of that for the prompt, if it is another."""
+        return make(self.decoder), make(self.first) if self.first is not None and self.step is not None else None
+
+
+@dataclass(frozen=True)
+class Wiring(DecoderUses):
+    """The modules that take part. `encoder` makes what the decoder reads besides tokens; None if that is nothing."""
+
+    encoder: str | None
+
+
+def find_uses(manifests: Mapping[str, Manifest], decoders: Sequence[str]) -> DecoderUses | None:
+    """Which of these modules is which use of a decoder; None if they are none, or more than one of either."""
+    steps = [name for name in decoders if manifests[name].states]
+    firsts = [name for name in decoders if name not in steps]
+    if not decoders or len(steps) > 1 or len(firsts) > 1:
+        return None
+    return DecoderUses(firsts[0] if firsts else None, steps[0] if steps else None)
 
 
 def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
@@ -38,15 +59,12 @@ def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
     """
     there = f"the modules {', '.join(manifests)}"
     decoders = [name for name, manifest in manifests.items() if is_decoder(manifest)]
-    steps = [name for name in decoders if manifests[name].states]
-    firsts = [name for name in decoders if name not in steps]
-    if not decoders or len(steps) > 1 or len(firsts) > 1:
+    if (uses := find_uses(manifests, decoders)) is None:
         raise MisuseError(
             f"can't generate with {there}: splitc knows an encoder and its decoder, or a decoder in two uses (without "
             "caches, and with them). Name the one to generate with by --module; of several forms of them (fp16, int8), "
             "compile one: splitc compile FOLDER --module ENCODER --module DECODER"
         )
-    first, step = (names[0] if names else None for names in (firsts, steps))
     wanting = {name: find_wanted(manifests[name]) for name in decoders}
     encoders = [
         name
@@ -56,7 +74,7 @@ def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
     if len(encoders) > 1:
         raise MisuseError(f"can't generate with {there}: {' and '.join(encoders)} both compute what the decoder reads")
     encoder = encoders[0] if encoders else None
-    makers = [manifests[name] for name in (encoder, first) if name is not None]
+    makers = [manifests[name] for name in (encoder, uses.first) if name is not None]
     for name, wanted in wanting.items():
         known = {key for maker in makers for key in find_links(manifests[name], maker)}
         if missing := [needed for needed in wanted if needed not in known]:
@@ -64,13 +82,12 @@ def find_wiring(manifests: Mapping[str, Manifest]) -> Wiring:
                 f"can't generate with {there}: none computes '{missing[0]}', which {name} reads. Compile the folder "
                 "with the encoder and all uses of the decoder"
             )
-    return Wiring(encoder, first, step)
+    return Wiring(uses.first, uses.step, encoder)
 
 
 def is_decoder(manifest: Manifest) -> bool:
     """Whether a model takes tokens and gives logits."""
-    takes = any(tensor.role is not None and tensor.role.kind == "indices" for tensor in manifest.inputs)
-    return takes and bool(find_logits(manifest))
+    return bool(of_role(manifest.inputs, "indices") and find_logits(manifest))
 
 
 def find_wanted(manifest: Manifest) -> list[str]:
@@ -115,10 +132,5 @@ def find_masks(reader: Manifest, read: Collection[str], fixed: Collection[int]) 
         for size in tensor.shape[1:]
         if isinstance(size, str)
     }
-    masks = mask_inputs(reader)
+    masks = of_role(reader.inputs, "mask")
     return [mask for mask in masks if mask.shape and len(mask.shape) == 2 and mask.shape[1] in {*symbols, *fixed}]
-
-
-def mask_inputs(manifest: Manifest) -> list[Tensor]:
-    """The inputs that say which positions are read."""
-    return [tensor for tensor in manifest.inputs if tensor.role is not None and tensor.role.kind == "mask"]

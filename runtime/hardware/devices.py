@@ -18,7 +18,7 @@ from pathlib import Path
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.control_groups import cpu_limit, memory_limit
 from splitc.runtime.hardware.gpus import list_gpus
-from splitc.runtime.units import parse_bytes, shortened
+from splitc.runtime.units import parse_bytes, shortened, whole_number
 
 KINDS = ("cpu", "cuda")
 _ON_HOST = r"(?:host(?P<host>[0-9]{1,9})/)?"
@@ -181,10 +181,11 @@ def bound_cores() -> list[int]:
 
 
 @cache
-def cache_bytes() -> int:
+def cache_bytes(root: Path = Path("/")) -> int:
     """The size of the processor's last-level cache in bytes; 0 if the system does not say."""
-    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max((parse_bytes(f"{size}iB") for size in sizes), default=0)  # files have text such as 32768K
+    sizes = [path.read_text().strip() for path in root.glob("sys/devices/system/cpu/cpu0/cache/index*/size")]
+    # Files have text such as 32768K, and none on some virtual machines.
+    return max((parse_bytes(f"{size}iB") for size in sizes if size), default=0)
 
 
 # The most threads of a CPU device: more than cores of any machine, and a system may refuse to start more. A choice.
@@ -196,10 +197,10 @@ def threads_for(devices: Sequence[Device], threads: int | None) -> int:
 
     Raises MisuseError for more than MOST_THREADS, or less than one.
     """
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise MisuseError(f"{threads:,} threads for each CPU device: give 1 to {MOST_THREADS:,}")
+    if threads is not None:
+        return whole_number("--threads", threads, 1, MOST_THREADS, of=" for each CPU device")
     on_hosts = Counter(device.host for device in devices if device.kind == "cpu")
-    return threads or max(1, cores() // max(on_hosts.values(), default=1))
+    return max(1, cores() // max(on_hosts.values(), default=1))
 
 
 def free_bytes(devices: Sequence[Device]) -> list[int | None]:

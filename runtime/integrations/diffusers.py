@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import check_regular, parse_json
+from splitc.runtime.errors import MisuseError, needed
+from splitc.runtime.files.written import read_config
 from splitc.runtime.package.pipeline_file import PipelineFile, read_pipeline
 from splitc.runtime.session.pipeline import Pipeline
 from splitc.runtime.session.session import Session
@@ -38,12 +38,10 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
     path = Path(package)
     read, kind, components = _read_package(path)
     places = {module.name: _find_place(module.name, components) for module in read.modules}
-    try:
+    with needed(NEEDS):
         import diffusers
 
         from splitc.runtime.integrations.diffusers_parts import find_class, make_part, with_adapters
-    except ImportError as error:
-        raise MisuseError(f"{NEEDS} ({error})") from error
     of_sessions = {name: options.pop(name) for name in _session_options() & options.keys()}
     sessions = Pipeline(path, own=own, **of_sessions)
     try:
@@ -76,9 +74,7 @@ def _read_package(package: Path) -> tuple[PipelineFile, str, dict[str, tuple[str
         raise MisuseError(
             f"{package} has no {INDEX}: compile the folder of a pipeline that diffusers or optimum wrote, which has one"
         )
-    check_regular(index)
-    content = parse_json(index.read_bytes(), f"can't read {index}")
-    values = content if isinstance(content, dict) else {}
+    values = read_config(index)
     components = {
         name: (value[0], value[1])
         for name, value in values.items()

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import numpy as np
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from transformers.utils import ModelOutput
 
-from splitc.runtime.arrays.array import Array, number_type
+from splitc.runtime.arrays.torch_tensors import to_torch
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.integrations.arguments import ModelMethod, method_of, numbered_together
 from splitc.runtime.integrations.diffusers_adapters import MERGES, PackageAdapters
@@ -126,12 +125,9 @@ def _refused(kind: Any, name: str, sessions: Mapping[str, Session]) -> dict[str,
 def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors, arguments = method.bind(args, kwargs)
-        feeds = {tensor.name: _array(tensors[tensor.name], tensor) for tensor in method.inputs}
-        feeds |= {
-            tensor.name: _array(tensors[tensor.name], tensor) for tensor in method.optional if tensor.name in tensors
-        }
-        outputs = {name: _tensor(array) for name, array in session.run(feeds).items()}
-        made = answer(self, outputs)
+        known = [tensor for tensor in (*method.inputs, *method.optional) if tensor.name in tensors]
+        outputs = session.run({tensor.name: _fitted(tensors[tensor.name], tensor) for tensor in known})
+        made = answer(self, to_torch(outputs))
         return tuple(made.values()) if arguments.get("return_dict") is False else made
 
     return run
@@ -189,19 +185,9 @@ def _number_type(session: Session) -> torch.dtype:
     return next((dtype for dtype in types if dtype.is_floating_point), torch.float32)
 
 
-def _array(value: Any, tensor: Tensor) -> Array:
-    """A tensor as the array that an input takes: of its number type, and with an axis where it is a single number."""
-    value = torch.as_tensor(value).detach()
+def _fitted(value: Any, tensor: Tensor) -> torch.Tensor:
+    """A tensor as an input takes it: of its number type, and with an axis where it is a single number."""
+    value = torch.as_tensor(value)
     if value.ndim == 0 and tensor.shape is not None and len(tensor.shape) == 1:
         value = value.reshape(1)
-    value = value.to(HOST, getattr(torch, tensor.dtype)).contiguous()
-    if value.dtype == torch.bfloat16:  # numpy has none of its own
-        value = value.view(torch.int16)
-    return np.asarray(value).view(number_type(tensor.dtype))
-
-
-def _tensor(array: Array) -> torch.Tensor:
-    array = np.require(array, requirements=["C", "W"])
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return value.to(HOST, getattr(torch, tensor.dtype))

@@ -16,6 +16,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument
 
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.onnx_types import write_type
+from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.errors import EngineError, FeedError, MisuseError
 from splitc.runtime.integrations.io_binding import IoBinding
 from splitc.runtime.package.manifest import Tensor
@@ -189,8 +190,8 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
     ) -> list[Any]:
         """As `run`, with OrtValues."""
-        feeds = {name: value.numpy() for name, value in input_dict_ort_values.items()}
-        return [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in self.run(output_names, feeds)]
+        feeds = {name: host_array(value) for name, value in input_dict_ort_values.items()}
+        return list(map(host_value, self.run(output_names, feeds)))
 
     def _named(self, output_names: Sequence[str] | None) -> list[str]:
         known = [tensor.name for tensor in self.session.outputs]

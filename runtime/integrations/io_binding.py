@@ -8,9 +8,10 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import onnxruntime
 
 from splitc.runtime.arrays.array import Array, number_type
+from splitc.runtime.arrays.onnx_types import NAMES
+from splitc.runtime.arrays.ort_values import host_array, host_value
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Tensor
 
@@ -32,8 +33,8 @@ class IoBinding:
         self.feeds[name] = arr_on_cpu
 
     def bind_ortvalue_input(self, name: str, ortvalue: Any) -> None:
-        """Feed an OrtValue, which is read now."""
-        self.feeds[name] = ortvalue.numpy()
+        """Feed an OrtValue."""
+        self.feeds[name] = host_array(ortvalue)
 
     def bind_input(
         self, name: str, device_type: str, device_id: int, element_type: Any, shape: Sequence[int], buffer_ptr: int
@@ -59,22 +60,24 @@ class IoBinding:
 
     def bind_ortvalue_output(self, name: str, ortvalue: Any) -> None:
         """Ask for an output in the memory of an OrtValue."""
-        self.outputs[name] = _at("cpu", self._types[name], ortvalue.shape(), ortvalue.data_ptr())
+        _need_host(ortvalue.device_name())
+        self.outputs[name] = host_array(ortvalue)
 
     def fill(self, outputs: Mapping[str, Array]) -> None:
-        """Take the outputs of a run. Raises MisuseError for one that has another shape than its place."""
+        """Take the outputs of a run. Raises MisuseError for one that has another shape or type than its place."""
         self._made = []
         for name, place in self.outputs.items():
             array = outputs[name]
             if place is not None:
-                if place.shape != array.shape:
-                    raise MisuseError(f"output '{name}' has the shape {array.shape}, and its place {place.shape}")
+                if (place.shape, place.dtype) != (array.shape, array.dtype):
+                    own, other = (f"the shape {one.shape} and the type {one.dtype}" for one in (array, place))
+                    raise MisuseError(f"output '{name}' has {own}, and its place {other}")
                 place[...] = array
             self._made.append(array if place is None else place)
 
     def get_outputs(self) -> list[Any]:
         """The outputs of the last run, as OrtValues."""
-        return [onnxruntime.OrtValue.ortvalue_from_numpy(np.asarray(array, order="C")) for array in self._made]
+        return list(map(host_value, self._made))
 
     def copy_outputs_to_cpu(self) -> list[Array]:
         """The outputs of the last run."""
@@ -96,11 +99,16 @@ class IoBinding:
         """Nothing to wait for: outputs are on the host."""
 
 
-def _at(device_type: str, element_type: Any, shape: Sequence[int], address: int) -> Array:
-    """The array at an address of the host."""
+def _need_host(device_type: str) -> None:
     if device_type != "cpu":
         raise MisuseError(f"a binding of a package is on the host, not on {device_type}: see Session.run for GPUs")
-    kind = number_type(element_type) if isinstance(element_type, str) else np.dtype(element_type)
+
+
+def _at(device_type: str, element_type: Any, shape: Sequence[int], address: int) -> Array:
+    """The array at an address of the host. Its type is numpy's, or a name or ONNX's code of one."""
+    _need_host(device_type)
+    named = NAMES.get(element_type) if isinstance(element_type, int) else element_type
+    kind = number_type(named) if isinstance(named, str) else np.dtype(named)
     count = prod(shape)
     if not count:
         return np.empty(tuple(shape), kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.errors import MisuseError
+from splitc.runtime.errors import MisuseError, needed
 from splitc.runtime.generate.wiring import find_wiring
 from splitc.runtime.integrations.inference_session import InferenceSession
 from splitc.runtime.package.manifest_file import read_manifest
@@ -35,11 +35,9 @@ def load(package: str | Path, *, config: str | Path | None = None, **options: An
     Raises as Session does, and MisuseError where optimum is not installed, where there is no config, and for a model
     that optimum has no class for.
     """
-    try:
+    with needed(NEEDS):
         import optimum.onnxruntime as ort_models
         from transformers import AutoConfig, GenerationConfig
-    except ImportError as error:
-        raise MisuseError(f"{NEEDS} ({error})") from error
     package = Path(package)
     if (pipeline := read_pipeline(package)) is None:
         read_manifest(package)  # which says so where there is no package

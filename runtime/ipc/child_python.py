@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from subprocess import PIPE
+
+from splitc.runtime.errors import SplitcError
 
 
 def python_command(imports: str, call: str, *arguments: object) -> list[str]:
@@ -13,3 +19,23 @@ def python_command(imports: str, call: str, *arguments: object) -> list[str]:
     """
     program = f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; {imports}; gc.enable(); {call}"
     return [sys.executable, "-c", program, *map(str, arguments)]
+
+
+def last_lines(commands: Sequence[Sequence[str]], what: Sequence[str], inherited: Sequence[int] = ()) -> list[str]:
+    """The last lines that processes print, which run at once. None of them is left, whatever happens.
+
+    Raises SplitcError if one fails: `what` it was to do, and the last line of its errors.
+    """
+    with ExitStack() as stack:
+        running: list[subprocess.Popen[str]] = []
+        for command in commands:
+            started = subprocess.Popen(
+                command, stdout=PIPE, stderr=PIPE, text=True, errors="replace", pass_fds=inherited
+            )
+            running.append(stack.enter_context(started))
+            stack.callback(running[-1].kill)
+        said = [process.communicate() for process in running]
+    for process, (_, errors), doing in zip(running, said, what, strict=True):
+        if process.returncode:
+            raise SplitcError(f"can't {doing}: {(errors.strip().splitlines() or ['no message'])[-1]}")
+    return [printed.splitlines()[-1] for printed, _ in said]

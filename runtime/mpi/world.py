@@ -79,7 +79,8 @@ def started_by_mpi() -> bool:
 
 def _count() -> int | None:
     """How many processes were started, where that is said."""
-    return next((int(os.environ[name]) for name in COUNTS if name in os.environ), None)
+    said = (os.environ.get(name, "") for name in COUNTS)
+    return next((int(count) for count in said if count.isdecimal()), None)
 
 
 def find_world() -> World | None:

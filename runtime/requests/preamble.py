@@ -54,10 +54,10 @@ class PreambleEngine:
 
     def _is_plain(self, feeds: Mapping[str, Feed]) -> bool:
         """Whether it is known what masks hide: see `runtime.package.states.Preamble`."""
-        (rows,) = {feeds[length.input].shape[0] + added(length, feeds) for length in self._lengths}
+        rows, *others = {feeds[length.input].shape[0] + added(length, feeds) for length in self._lengths}
         ones = (feeds[name] for name in self._preamble.ones)
         batch = {feeds[name].shape[axis] for name, axis in self._preamble.batch.items()}
-        if any({feeds[name].shape[0]} != batch for name in self._preamble.batched):
+        if others or any({feeds[name].shape[0]} != batch for name in self._preamble.batched):
             return False
         return all(one.shape[-1] == rows and bool((on_host(one) == 1).all()) for one in ones)
 

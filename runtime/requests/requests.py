@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from splitc.runtime.adapters.kept import KeptSums
 from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.feeds.batches import join_batches
 from splitc.runtime.feeds.named_sizes import NamedSizes
+from splitc.runtime.feeds.rows import join_batches
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.ranks.request import InFlightRequest

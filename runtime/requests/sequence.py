@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from splitc.runtime.requests.empty_states import count_batch, empty_states
 from splitc.runtime.requests.lengths import added, check_lengths, filled_rows, length_feeds, lengthened, room_needed
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.threads.interrupts import later_interrupts
+from splitc.runtime.units import whole_number
 
 # The largest capacity of a sequence, in tokens.
 MOST_CAPACITY = (1 << 31) - 1
@@ -199,7 +199,7 @@ class StateSequence:
         uses it; SplitcError after `close`.
         """
         with self._alone():
-            if self._capacity is None or _check_capacity(capacity) < self._capacity:
+            if self._capacity is None or (capacity := _check_capacity(capacity)) < self._capacity:
                 raise MisuseError(f"a sequence with a capacity of {self._capacity} can't grow to {capacity}")
             self._capacity = capacity
 
@@ -279,6 +279,4 @@ def _drop(reference: weakref.ref[Requests], numbers: list[int]) -> None:
 
 def _check_capacity(capacity: int) -> int:
     """The capacity. Raises MisuseError if it is no number of tokens."""
-    if not isinstance(capacity, Integral) or isinstance(capacity, bool) or not 1 <= capacity <= MOST_CAPACITY:
-        raise MisuseError(f"capacity={capacity!r}: it is a number of tokens from 1 to {MOST_CAPACITY:,}")
-    return int(capacity)
+    return whole_number("--capacity", capacity, 1, MOST_CAPACITY, of=" of tokens")

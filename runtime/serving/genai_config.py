@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.generate.capacity import find_capacity
+from splitc.runtime.generate.capacity import USUAL_CONTEXT, find_capacity
 from splitc.runtime.generate.signature import LanguageSignature, find_signature, need_tokens
 from splitc.runtime.hardware.devices import device_named
 from splitc.runtime.package.manifest import EngineFile, Manifest, Rank
 from splitc.runtime.serving.cache_names import find_caches
 from splitc.runtime.serving.stage_engines import find_stages
 
-# Tokens in a sequence at most, where the package knows no limit. A choice, which --context replaces.
-USUAL_CONTEXT = 4096
 TYPE = "decoder-pipeline"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import check_regular, indented, link_file, parse_json
+from splitc.runtime.files.written import indented, link_file, read_config
 from splitc.runtime.generate.text import Text
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import find_module
@@ -63,9 +63,9 @@ def _find_base(folders: list[Path]) -> dict[str, Any] | None:
     """The unsplit model's own config, if one of the folders has it."""
     for path in (folder / FILE_NAME for folder in folders):
         if path.exists():
-            check_regular(path)
-            config = parse_json(path.read_bytes(), f"{path} is no JSON")
-            if not isinstance(config, dict) or not isinstance(config.get("model", {}).get("decoder"), dict):
+            config = read_config(path)
+            model = config.get("model")
+            if not isinstance(model, dict) or not isinstance(model.get("decoder"), dict):
                 raise MisuseError(f"{path} has no 'decoder' in its 'model', so it is no config of a decoder")
             return config
     return None

@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from splitc.runtime.files.written import indented, written_whole
 from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.serving.interface import find_interface, public_form
-from splitc.runtime.serving.served_folders import find_packages, link_adapters, link_package, new_models
-from splitc.runtime.serving.serving_file import FILE_NAME, Serving, write_serving
+from splitc.runtime.serving.served_folders import find_packages, new_models, put_package
+from splitc.runtime.serving.serving_file import FILE_NAME, Serving
 from splitc.runtime.session.session import choose_devices
 
 MODEL = "splitc.runtime.serving.mlserver_model.SplitcModel"
@@ -60,9 +58,7 @@ def write_model(folder: Path, name: str, package: Path, manifest: Manifest, serv
         "outputs": list(_describe(interface.outputs)),
         "parameters": {"uri": f"./{FILE_NAME}"},
     }
-    link_package(package, manifest, folder / serving.package)
-    linked = link_adapters(serving.adapters, manifest, folder)
-    write_serving(folder, msgspec.structs.replace(serving, adapters=linked))
+    put_package(package, manifest, serving, folder)
     _write_json(folder / "model-settings.json", settings)
 
 

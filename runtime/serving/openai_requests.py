@@ -153,7 +153,7 @@ def read_asked(body: bytes, wanted: str) -> Asked:
             if value not in (None, [], {}, *neutral):
                 raise RequestError(name, f"'{name}' is {shortened(str(value))}, which this server lacks: leave it out")
         asked = msgspec.convert(content, Asked)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         place = re.search(r"at `\$\.(\w+)", str(error)) or re.search(r"field `(\w+)`", str(error))
         if place is None:
             raise MisuseError(f"can't read the request: {error}") from error
@@ -178,7 +178,7 @@ def _as_template_takes(message: Message) -> dict[str, Any]:
 def _arguments(call: ToolCall) -> Any:
     try:
         return msgspec.json.decode(call.function.arguments)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         named = f"the arguments of the call of '{call.function.name}'"
         raise RequestError("messages", f"{named} are no JSON: {error}") from error
 

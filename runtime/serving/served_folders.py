@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import secrets
-import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+
+import msgspec
 
 from splitc.runtime.adapters.adapter_files import find_file
 from splitc.runtime.adapters.kept import KeptSums
@@ -18,10 +18,12 @@ from splitc.runtime.adapters.loaded import Adapters
 from splitc.runtime.adapters.peft_config import CONFIG
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.files.written import link_file
+from splitc.runtime.files.written_folder import written_folder
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import FILE_NAME, read_manifest
 from splitc.runtime.package.pipeline_file import find_module, read_pipeline
 from splitc.runtime.package.verification import check_size
+from splitc.runtime.serving.serving_file import Serving, write_serving
 from splitc.runtime.threads.progress import Bytes, counting
 
 
@@ -56,24 +58,27 @@ def new_models(target: Path, names: Iterable[str]) -> Iterator[list[Path]]:
         yield [stack.enter_context(new_folder(target / name)) for name in names]
 
 
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A folder that becomes `target` if the block succeeds, and is removed if it fails.
+def new_folder(target: Path) -> AbstractContextManager[Path]:
+    """A folder that becomes `target` if the block succeeds: see `written_folder`. Nothing may be there before."""
+    _check_new(target)  # which may be a link to nothing
+    return written_folder(target, _check_new)
 
-    Raises MisuseError if there is something at `target`, or no folder to write it into.
-    """
+
+def _check_new(target: Path) -> None:
     if os.path.lexists(target):
         raise MisuseError(f"{target} exists already: remove it, or choose another name")
     if not target.absolute().parent.is_dir():
         raise MisuseError(f"there is no folder {target.absolute().parent} to write {target.name} into")
-    aside = target.with_name(f".splitc-{secrets.token_hex(8)}")
-    try:
-        aside.mkdir()
-        yield aside
-        aside.rename(target)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+
+
+def put_package(package: Path, manifest: Manifest, serving: Serving, folder: Path) -> None:
+    """Put a package into the folder that a server opens it from, with its adapters and the file that says how.
+
+    Raises as `link_package` and `link_adapters`.
+    """
+    link_package(package, manifest, folder / serving.package)
+    linked = link_adapters(serving.adapters, manifest, folder)
+    write_serving(folder, msgspec.structs.replace(serving, adapters=linked))
 
 
 def link_adapters(adapters: Mapping[str, str], manifest: Manifest, folder: Path) -> dict[str, str]:

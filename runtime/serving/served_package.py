@@ -10,7 +10,7 @@ from pathlib import Path
 
 from splitc.runtime.adapters.asked import read_names
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.errors import FeedError, MisuseError, SplitcError
+from splitc.runtime.errors import EngineError, FeedError, MisuseError, SplitcError
 from splitc.runtime.feeds.on_gpu import is_on_gpu
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.requests.metrics import Metrics
@@ -50,7 +50,7 @@ class ServedPackage:
         self.serving: Serving = read_serving(file)
         self._most = None if counts_sequences else self.serving.most_sequences
         self._opening, self._waits = threading.Lock(), Waits()
-        self._before = Metrics()
+        self._before, self._closed = Metrics(), False
         with self._waits.loading():
             self._session, self._sequences = self._open()
         self.interface: Interface = find_interface(self._session.manifest, self.serving.sequences)
@@ -124,8 +124,10 @@ class ServedPackage:
         return answers
 
     def need_session(self) -> Session:
-        """The session, opened again if it is broken. Raises EngineError while it is too early to try."""
+        """The session, opened again if it is broken. Raises EngineError while it is too early, and at the end."""
         with self._opening:
+            if self._closed:
+                raise EngineError("this model was unloaded")
             try:
                 self._session.check_usable()
             except SplitcError as error:
@@ -205,6 +207,8 @@ class ServedPackage:
 
     def close(self) -> None:
         """End the session, in bounded time. Requests that have begun complete; all are answered."""
+        with self._opening:  # a request that comes late would open it again
+            self._closed = True
         self._end()
         self._pool.shutdown()
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from splitc.runtime.errors import MisuseError
-from splitc.runtime.files.written import parse_json
-from splitc.runtime.generate.capacity import find_capacity
+from splitc.runtime.errors import MisuseError, blamed, needed
+from splitc.runtime.files.written import read_config
+from splitc.runtime.generate.capacity import USUAL_CONTEXT, find_capacity
 from splitc.runtime.generate.chances import Chances
 from splitc.runtime.generate.package_configs import understood
 from splitc.runtime.generate.sampling import Sampling
@@ -22,8 +22,6 @@ from splitc.runtime.generate.tokens import STOP
 from splitc.runtime.serving.tool_calls import Message, read_calls, why_no_tools
 from splitc.runtime.session.session import Session
 
-# The most tokens of a prompt with its answer, where neither the export nor the package says: as for onnxruntime-genai.
-USUAL_CONTEXT = 4096
 # transformers finds its names when they are imported, and not for two threads at once: models are loaded together.
 _IMPORTING = threading.Lock()
 NEEDS = "chat templates need transformers and Jinja: pip install 'splitc[openai]'"
@@ -82,20 +80,15 @@ class Texts:
         self._ends = self._text.find_endings()
         self._templates = _load_templates(folder)
         config = folder / "generation_config.json"
-        self._config = parse_json(config.read_bytes(), f"{config} is no JSON") if config.exists() else {}
+        self._config = read_config(config) if config.exists() else {}
 
     def write_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The prompt of a conversation. Raises MisuseError without a template, and for what the template refuses."""
         if not self._templates.chat_template:
             raise MisuseError("the model's tokenizer has no chat template: ask for completions of a text instead")
-        try:
-            return str(
-                self._templates.apply_chat_template(
-                    list(messages), tools=list(tools) or None, add_generation_prompt=True, tokenize=False
-                )
-            )
-        except Exception as error:  # a template is a program of the model's author, and may raise anything
-            raise MisuseError(f"the model's chat template refuses these messages: {error}") from error
+        how = {"tools": list(tools) or None, "add_generation_prompt": True, "tokenize": False}
+        with blamed("the model's chat template refuses these messages"):  # which is a program of the model's author
+            return str(self._templates.apply_chat_template(list(messages), **how))
 
     def why_no_tools(self) -> str | None:
         """Why the model can't be offered tools; None if it can."""
@@ -169,13 +162,8 @@ class Texts:
 
 def _load_templates(folder: Path) -> Any:
     """transformers' tokenizer of the folder, for its chat template."""
-    try:
-        with _IMPORTING:
-            import jinja2  # noqa: F401  # which templates need, and transformers does not
-            from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise MisuseError(f"{NEEDS} ({error})") from error
-    try:
+    with needed(NEEDS), _IMPORTING:
+        import jinja2  # noqa: F401  # which templates need, and transformers does not
+        from transformers import PreTrainedTokenizerFast
+    with blamed(f"transformers can't read the tokenizer of {folder}"):
         return PreTrainedTokenizerFast.from_pretrained(str(folder))
-    except Exception as error:  # transformers' errors have no base of their own
-        raise MisuseError(f"transformers can't read the tokenizer of {folder}: {error}") from error

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.requests.device_arrays import DeviceArrays
 from splitc.runtime.requests.rank_kinds import choose_ranks
 from splitc.runtime.serving.interface import find_interface, find_rows, why_not_batched
-from splitc.runtime.serving.served_folders import find_packages, link_adapters, link_package, new_models
-from splitc.runtime.serving.serving_file import Serving, write_serving
+from splitc.runtime.serving.served_folders import find_packages, new_models, put_package
+from splitc.runtime.serving.serving_file import Serving
 from splitc.runtime.serving.triton_config import model_config
 from splitc.runtime.session.session import choose_devices
 
@@ -68,9 +66,7 @@ def _write_model(
         config = model_config(name, interface, rows=rows, on_gpus=takes_gpu_arrays(manifest, serving))
     version = folder / "1"
     version.mkdir()
-    link_package(package, manifest, version / serving.package)
-    linked = link_adapters(serving.adapters, manifest, version)
-    write_serving(version, msgspec.structs.replace(serving, adapters=linked))
+    put_package(package, manifest, serving, version)
     (version / "model.py").write_text(MODEL, encoding="utf-8")
     (folder / "config.pbtxt").write_text(config, encoding="utf-8")
 

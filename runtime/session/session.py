@@ -16,9 +16,9 @@ from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.built_here import check_built_here, check_host_code, newer_named
 from splitc.runtime.engines.kinds import choose_engine, make_backend
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.feeds.batches import cut_batches, join_batches
 from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.feeds.on_gpu import Feed, on_host
+from splitc.runtime.feeds.rows import cut_batches, join_batches
 from splitc.runtime.files.listing import Listed, Listing
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.gpu.weight_places import SwapBuffer
@@ -51,13 +51,13 @@ from splitc.runtime.session import asynchronous
 from splitc.runtime.session.shared_ranks import SharedRanks
 from splitc.runtime.threads.futures import in_order, then
 from splitc.runtime.threads.interrupts import later_interrupts
-from splitc.runtime.units import first_few, format_shape
+from splitc.runtime.units import first_few, format_shape, whole_number
 
 # Adapters by name, each with what it is taken times; or one's name; or none.
 Asked = Mapping[str, float] | str | None
 # The most requests in flight. Each has its feeds, activations and outputs in memory. A choice: far more than any
 # machine holds, so that a number with too many digits is refused in words.
-MOST_IN_FLIGHT = 10_000
+MOST_AT_ONCE = 10_000
 
 
 class Session(Requests, Listed):
@@ -101,12 +101,11 @@ class Session(Requests, Listed):
         shared: SharedRanks | None = None,
     ) -> None:
         self.package = find_module(Path(package), module)
-        if in_flight is not None and (not isinstance(in_flight, int) or not 1 <= in_flight <= MOST_IN_FLIGHT):
-            raise MisuseError(f"in_flight={in_flight}: it is a number from 1 to {MOST_IN_FLIGHT:,}")
         check_word(verify)
         world = begin() if ranks in (None, MPI) else None
         manifest = read_manifest(self.package)
         own = choose_devices(manifest, devices)
+        self.in_flight = whole_number("--in-flight", 2 * len(own) if in_flight is None else in_flight, 1, MOST_AT_ONCE)
         check_host_code(self.package, manifest, host_code)
         kind = choose_ranks(ranks, own, world, shared.processes.devices if shared else ())
         super().__init__(manifest, own, kind)
@@ -118,8 +117,7 @@ class Session(Requests, Listed):
         self._begins = Inputs(begun, manifest.optional, manifest.fixed) if self._states else None
         hashes = NEVER if kind == MPI else verify
         verification = Verification(self.package, manifest.files, hashes, engine_files(manifest))
-        self.threads = threads_for(own, threads or manifest.threads)
-        self.in_flight = in_flight or 2 * len(own)
+        self.threads = threads_for(own, manifest.threads if threads is None else threads)
         self.adapters.use_files(adapters)
         self._cuda_graphs, self._kind = cuda_graphs, kind
         own_threads = (threads or 0) if kind == MPI else self.threads
@@ -236,7 +234,7 @@ class Session(Requests, Listed):
         if on_device:
             raise MisuseError("on_device: the outputs of micro-batches are joined on the host: leave one of both out")
         arrays = {name: on_host(feed) for name, feed in self._take(feeds).items()}
-        batches = cut_batches(arrays, self.manifest.batch, micro_batch)
+        batches = cut_batches(arrays, self.manifest.batch, micro_batch, self.manifest.row_sources)
         held = self.adapters.sum(adapters)
         answers = list(
             in_order((self._answer(InFlightRequest(batch, adapters=held)) for batch in batches), self.in_flight)
@@ -289,7 +287,11 @@ class Session(Requests, Listed):
         Feeds are taken lazily. The first failed request ends the iteration with its error.
         """
         submit = partial(self.submit, adapters=adapters)
-        return in_order(map(submit, feeds), min(in_flight or self.in_flight, self.in_flight))
+        return in_order(map(submit, feeds), self._at_once(in_flight))
+
+    def _at_once(self, asked: int | None) -> int:
+        """How many requests of a stream are in flight."""
+        return self.in_flight if asked is None else min(whole_number("--in-flight", asked, 1), self.in_flight)
 
     async def run_async(self, feeds: Mapping[str, npt.ArrayLike], *, adapters: Asked = None) -> dict[str, Array]:
         """As `run`, for asyncio: `asyncio.wait_for` gives it a time, and a task that is cancelled cancels the request.
@@ -304,7 +306,7 @@ class Session(Requests, Listed):
     ) -> AsyncIterator[dict[str, Array]]:
         """As `map`, for asyncio: `async for outputs in session.map_async(feeds)`."""
         run = partial(self.run_async, adapters=adapters)
-        return asynchronous.run_each(run, feeds, min(in_flight or self.in_flight, self.in_flight))
+        return asynchronous.run_each(run, feeds, self._at_once(in_flight))
 
     def start(self, capacity: int | None = None, *, adapters: Asked = None) -> StateSequence:
         """Open a sequence: its states (caches, recurrent states) stay on the ranks from request to request.

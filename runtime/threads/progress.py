@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from threading import Lock
 from typing import TypeVar
 
 T = TypeVar("T")
 # Takes what is done, how much of it, and how much there is.
-Listener = Callable[[str, int, int], None]
+Listener = Callable[[str, float, int], None]
 
 
 class Bytes(int):
@@ -20,25 +21,38 @@ class Bytes(int):
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
+def telling(what: str) -> Callable[[float, int], None]:
+    """A function for any thread to say how much is done, and of how much. The listener is this thread's."""
+    return partial(_listener.get() or (lambda *_: None), what)
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """The listener is told when the block begins and when it has ended."""
+    tell = telling(what)
+    tell(0, 1)
+    yield
+    tell(1, 1)
+
+
 def counted(what: str, items: Sequence[T]) -> Iterator[T]:
     """The items; the listener is told as each one is done. `what` names them: `candidates`."""
-    tell = _listener.get() or (lambda *_: None)
-    tell(what, 0, len(items))
+    tell = telling(what)
+    tell(0, len(items))
     for number, item in enumerate(items):
         yield item
-        tell(what, number + 1, len(items))
+        tell(number + 1, len(items))
 
 
 def counting(what: str, total: int) -> Callable[[int], None]:
     """A function for any thread to say how much more of `total` is done. The listener is this thread's."""
-    listener, lock, done = _listener.get(), Lock(), 0
+    tell, lock, done = telling(what), Lock(), 0
 
     def add(more: int) -> None:
         nonlocal done
         with lock:
             done += more
-            if listener is not None:
-                listener(what, done, total)
+            tell(done, total)
 
     if total:
         add(0)

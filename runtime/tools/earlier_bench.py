@@ -65,8 +65,11 @@ def read_bench(path: Path) -> EarlierBench:
     check_regular(path)
     try:
         content = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
-        return EarlierBench(path.name, msgspec.json.decode(content["time"], type=EarlierTimes))
-    except (msgspec.MsgspecError, KeyError) as error:
+        earlier = EarlierBench(path.name, msgspec.json.decode(content["time"], type=EarlierTimes))
+        if min(earlier.time.rate, earlier.time.latency.median) <= 0:
+            raise msgspec.ValidationError("its requests take no time")
+        return earlier
+    except (msgspec.MsgspecError, KeyError, RecursionError) as error:
         raise MisuseError(
             f"{path} is not what 'splitc bench --json' prints: {error}. Make it with 'splitc bench ... --json > {path}'"
         ) from error

@@ -7,7 +7,6 @@ runs it on the inputs in the file, and prints what it costs as JSON.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,11 +22,10 @@ import numpy.typing as npt
 
 from splitc.runtime.engines import Backend, Engine
 from splitc.runtime.engines.kinds import ONNXRUNTIME, make_backend
-from splitc.runtime.errors import SplitcError
 from splitc.runtime.gpu.array import Tape
 from splitc.runtime.gpu.device import GpuDevice
 from splitc.runtime.hardware.devices import Device, parse_devices
-from splitc.runtime.ipc.child_python import python_command
+from splitc.runtime.ipc.child_python import last_lines, python_command
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.threads.failures import Failure, attempt
 from splitc.runtime.tools.rank_memory import peak_bytes, read_arrays, resident_bytes, write_arrays
@@ -68,11 +66,8 @@ def measure_engine(
             inputs,
             msgspec.json.encode(in_place).decode(),
         )
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        reason = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise SplitcError(f"can't measure a block on {device}: {reason[0]}")
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=EngineCosts)
+        (printed,) = last_lines([command], [f"measure a block on {device}"])
+    return msgspec.json.decode(printed, type=EngineCosts)
 
 
 def main() -> None:

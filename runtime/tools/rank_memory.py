@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +27,9 @@ from splitc.runtime.collectives.meeting import Meeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.threads import connect
 from splitc.runtime.engines import Backend, Communicator, Engine, LoadOptions
 from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
-from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds.on_gpu import on_host
 from splitc.runtime.hardware.memory_use import RankMemory
-from splitc.runtime.ipc.child_python import python_command
+from splitc.runtime.ipc.child_python import last_lines, python_command
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.package.manifest import Manifest, Rank
 from splitc.runtime.package.manifest_file import read_manifest
@@ -91,28 +89,24 @@ def _measure_group(
     `shards` are each rank's of a sum of adapters, if there is one.
     """
     memory = create_memory(shared_bytes(len(group))) if len(group) > 1 else -1
-    processes = []
+    try:
+        commands = []
+        for number in group:
+            inputs, outputs = folder / f"inputs{number}", folder / f"outputs{number}"
+            wanted = {name for engine in ranks[number].engines for name in engine.inputs}
+            wanted |= {step.value for step in ranks[number].program if isinstance(step, Receive)}
+            given = _cut_feeds(ranks[number], {name: array for name, array in values.items() if name in wanted})
+            write_arrays(inputs, given if shards is None else {**given, **shards[number]})
+            arguments = [package, number, threads, inputs, outputs, memory, int(shards is not None)]
+            commands.append(python_command(f"from {__name__} import main", "main()", *arguments))
+        what = [f"measure the memory of rank {number} ({ranks[number].device})" for number in group]
+        printed = last_lines(commands, what, [memory] if memory >= 0 else [])
+    finally:
+        if memory >= 0:
+            os.close(memory)
     for number in group:
-        inputs, outputs = folder / f"inputs{number}", folder / f"outputs{number}"
-        wanted = {name for engine in ranks[number].engines for name in engine.inputs}
-        wanted |= {step.value for step in ranks[number].program if isinstance(step, Receive)}
-        given = _cut_feeds(ranks[number], {name: array for name, array in values.items() if name in wanted})
-        write_arrays(inputs, given if shards is None else {**given, **shards[number]})
-        arguments = [package, number, threads, inputs, outputs, memory, int(shards is not None)]
-        command = python_command(f"from {__name__} import main", "main()", *arguments)
-        pipe, inherited = subprocess.PIPE, [memory] if memory >= 0 else []
-        processes.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, pass_fds=inherited))
-    if memory >= 0:
-        os.close(memory)
-    measured = {}
-    results = [(process.communicate(), process.returncode) for process in processes]
-    for number, ((shown, errors), code) in zip(group, results, strict=True):
-        if code:
-            reason = errors.strip().splitlines()[-1:] or ["no message"]
-            raise SplitcError(f"can't measure the memory of rank {number} ({ranks[number].device}): {reason[0]}")
-        measured[number] = msgspec.json.decode(shown, type=RankMemory)
         values.update(read_arrays(folder / f"outputs{number}"))
-    return measured
+    return {number: msgspec.json.decode(line, type=RankMemory) for number, line in zip(group, printed, strict=True)}
 
 
 def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -188,9 +182,9 @@ def peak_bytes() -> int:
     # getrusage would include the memory of the parent process when it forked.
     if (peak := _status("VmHWM")) is not None:
         return peak
-    import resource  # where there is no /proc: macOS, which counts in bytes
+    import resource  # on macOS, which counts in bytes, and in sandboxes whose /proc does not say
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _status(name: str) -> int | None:

@@ -17,7 +17,7 @@ from splitc.compiler.frontend.states import find_states
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.runtime import Session
-from splitc.runtime.arrays.settings import parse_settings
+from splitc.runtime.arrays.settings import parse_settings, setting_array
 from splitc.runtime.cli.app import app
 from splitc.runtime.errors import FeedError, MisuseError, OutputsDifferError
 from splitc.runtime.package.manifest_file import read_manifest
@@ -256,6 +256,15 @@ def test_settings_as_the_command_line_takes_them() -> None:
         "d": [1, 2],
         "e": 0.5,
     }
-    for text in ("a", "=1", "a=b", "a="):
+    for text in ("a", "=1", "a=b", "a=", "a=" + "[" * 100_000):
         with pytest.raises(MisuseError, match="can't read --set"):
             parse_settings([text])
+
+
+def test_settings_are_rounded_to_the_type_and_no_other() -> None:
+    assert setting_array("scale", 0.1, "float32", []) == np.float32(0.1)
+    assert setting_array("scale", [0.1, 7.5], "bfloat16", [2]).tolist() == [0.10009765625, 7.5]
+    assert setting_array("count", 2**64 - 1, "uint64", []) == 2**64 - 1
+    for given, dtype in ((0.1, "int64"), (1e39, "float32"), (-1, "uint8"), ([[1], 2], "int64")):
+        with pytest.raises(MisuseError, match=r"no such value|its lists have several lengths"):
+            setting_array("x", given, dtype, None)

@@ -16,6 +16,7 @@ from splitc.compiler.packaging.writer import HashedFile
 from splitc.runtime import MisuseError, Session, SplitcError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.threads.progress import listening
 from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 
 
@@ -65,21 +66,23 @@ def test_missing_folder_is_named(plan: Plan, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), RuntimeError("a bug")])
 def test_interrupted_compile_leaves_nothing(plan: Plan, tmp_path: Path, error: BaseException) -> None:
-    def interrupt(*_: int) -> None:
-        raise error
+    def interrupt(what: str, done: float, total: int) -> None:
+        if done and what == "writing weights":
+            raise error
 
-    with pytest.raises(type(error)):
-        compile_model(plan, tmp_path / "package", progress=interrupt)
+    with pytest.raises(type(error)), listening(interrupt):
+        compile_model(plan, tmp_path / "package")
     assert not list(tmp_path.iterdir())
 
 
 def test_interrupted_replacement_leaves_the_old_package(plan: Plan, decoder: Path, tmp_path: Path) -> None:
-    def interrupt(*_: int) -> None:
-        raise KeyboardInterrupt
+    def interrupt(what: str, done: float, total: int) -> None:
+        if done and what == "writing weights":
+            raise KeyboardInterrupt
 
     compile_model(plan, tmp_path / "package")
-    with pytest.raises(KeyboardInterrupt):
-        compile_model(plan, tmp_path / "package", force=True, progress=interrupt)
+    with pytest.raises(KeyboardInterrupt), listening(interrupt):
+        compile_model(plan, tmp_path / "package", force=True)
     feeds = decoder_feeds()
     with Session(tmp_path / "package") as session:
         assert_close(session.run(feeds), run_whole(decoder, feeds))

@@ -31,6 +31,7 @@ from splitc.runtime.package.manifest import BuildOptions, Manifest
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Reduce
 from splitc.runtime.package.verification import verify_files
+from splitc.runtime.threads.progress import listening
 from tests.conftest import DECODER, decoder_feeds
 from tests.helpers.command import splitc
 
@@ -115,7 +116,8 @@ def test_what_is_written_later_is_built_where_it_runs(
     assert not list(package.rglob("*.engine")) and not list(package.rglob("model.plan*"))
     before = {path: path.stat().st_mtime_ns for path in package.rglob("*.onnx")}
     told: list[tuple[float, int]] = []
-    built = build_package(package, building=lambda done, total: told.append((done, total)))
+    with listening(lambda what, done, total: told.append((done, total)) if what == "building engines" else None):
+        built = build_package(package)
     assert built.build is not None and built.build.built is not None
     assert built == read_manifest(package)
     count = 2 * (2 * LAYERS + 1)

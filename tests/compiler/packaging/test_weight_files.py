@@ -18,6 +18,7 @@ from splitc.compiler.packaging import weight_files
 from splitc.compiler.packaging import writer as package_writer
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
 from splitc.compiler.packaging.writer import WRITE, PackageWriter
+from splitc.runtime.threads.progress import listening
 
 FLOAT, HALF, INT4 = ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT4
 
@@ -91,8 +92,9 @@ def test_bytes_are_those_of_the_tensors(tmp_path: Path, jobs: int) -> None:
     ]
     files = [WeightFile(tmp_path / str(n), tuple(in_source_order(each))) for n, each in enumerate(wanted)]
     writer = PackageWriter(tmp_path)
-    told: list[tuple[int, int]] = []
-    write_weight_files(files, writer, jobs, lambda done, total: told.append((done, total)))
+    told: list[tuple[float, int]] = []
+    with listening(lambda what, done, total: told.append((done, total))):
+        write_weight_files(files, writer, jobs)
     for file, entry in zip(files, writer.files):
         assert file.path.read_bytes() == content(list(file.tensors))
         assert entry.blake3 == blake3(file.path.read_bytes()).hexdigest()
@@ -116,14 +118,15 @@ def test_interrupt_ends_all_threads(tmp_path: Path) -> None:
     data = Data(tmp_path / "data")
     source = data.tensor(FLOAT, 1000, 8)
     files = [WeightFile(tmp_path / str(n), (cut(source, {1: slice(n, n + 1)}),)) for n in range(8)]
-    before, done = threading.active_count(), []
+    before, done = threading.active_count(), list[float]()
 
-    def interrupt(count: int, _: int) -> None:
-        done.append(count)
-        raise KeyboardInterrupt
+    def interrupt(what: str, count: float, total: int) -> None:
+        if count:
+            done.append(count)
+            raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        write_weight_files(files, PackageWriter(tmp_path), 2, interrupt)
+    with pytest.raises(KeyboardInterrupt), listening(interrupt):
+        write_weight_files(files, PackageWriter(tmp_path), 2)
     assert len(done) <= len(files), "a piece of each, since each ends"
     assert threading.active_count() == before
 

@@ -187,7 +187,13 @@ def test_what_is_refused(
         for file, why in ((other, "another model"), (tmp_path / "bad.safetensors", "can't read the adapter")):
             with pytest.raises(MisuseError, match=why):
                 session.adapters.load("style", file)
-        for asked, why in (("pose", "no adapter 'pose' is loaded: there are style"), ({"style": np.nan}, "no number")):
+        refused: list[tuple[Any, str]] = [
+            ("pose", "no adapter 'pose' is loaded: there are style"),
+            ({"style": np.nan}, "no number"),
+            ({"style": "much"}, "could not convert string to float"),
+            (["style"], "adapters are one's name, or numbers by names"),
+        ]
+        for asked, why in refused:
             with pytest.raises(MisuseError, match=why):
                 session.run(decoder_feeds(), adapters=asked)
             with pytest.raises(MisuseError, match=why):

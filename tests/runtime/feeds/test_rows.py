@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitc.runtime.arrays.array import Zeros
-from splitc.runtime.feeds.rows import count_rows, cut_rows, share_rows
+from splitc.runtime.errors import FeedError
+from splitc.runtime.feeds.rows import count_rows, cut_batches, cut_rows, share_rows
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,9 @@ def test_rows_lie_along_any_axis_and_what_has_none_stays_whole() -> None:
     assert count_rows(one, axes, ["b"]) is None
     assert count_rows(one, axes, ["a"]) == 4, "one row stands for all"
     assert cut_rows(one, axes, 4, 1, 3)["b"] is one["b"]
+    assert [batch["b"] is one["b"] for batch in cut_batches(one, axes, 3, ["a"])] == [True, True]
+    with pytest.raises(FeedError, match="batches of different lengths"):
+        cut_batches(one, axes, 3)
     cut = cut_rows(arrays, axes, 4, 1, 3)
     assert cut["a"].tolist() == [[3, 4, 5], [6, 7, 8]]
     assert cut["b"].tolist() == [[1, 2], [5, 6]]

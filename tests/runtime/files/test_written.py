@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from splitc.runtime.errors import MisuseError, SplitcError
-from splitc.runtime.files.written import check_output, link_file, written_whole
+from splitc.runtime.files.written import check_output, link_file, read_config, written_whole
 
 
 def names(folder: Path) -> list[str]:
@@ -131,3 +131,13 @@ def test_files_are_linked_or_copied_where_links_can_not_be(tmp_path: Path, monke
     monkeypatch.setattr("os.link", refused)
     link_file(tmp_path / "a", tmp_path / "copied")
     assert (tmp_path / "copied").read_bytes() == b"a" and not (tmp_path / "copied").samefile(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"{", "is no JSON"), (b"[1]", r"should be a JSON object .*: it is \[1\]")]
+)
+def test_config_is_an_object(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(MisuseError, match=said):
+        read_config(path)

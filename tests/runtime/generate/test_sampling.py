@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from splitc.runtime.errors import EngineError
 from splitc.runtime.generate.sampling import Sampling, choose_token
 
 
@@ -16,3 +18,13 @@ def test_sampling_follows_the_chances() -> None:
     assert {choose_token(logits, Sampling(temperature=1.0, top_p=0.6), generator) for _ in range(200)} == {0, 1}
     assert {choose_token(logits, Sampling(temperature=1.0, top_p=0.4), generator) for _ in range(200)} == {0}
     assert choose_token(logits, Sampling(), generator) == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_logits_that_are_no_numbers_are_said(temperature: float) -> None:
+    generator, sampling = np.random.default_rng(0), Sampling(temperature=temperature)
+    with pytest.raises(EngineError, match=r"not a number \(NaN\) for the token 1"):
+        choose_token(np.array([2, np.nan, 1], np.float16), sampling, generator)
+    with pytest.raises(EngineError, match="no token may come next"):
+        choose_token(np.full(3, -np.inf, np.float32), sampling, generator)
+    assert choose_token(np.array([2, np.inf, -np.inf], np.float32), sampling, generator) == 1

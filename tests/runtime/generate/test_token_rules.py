@@ -9,6 +9,7 @@ import pytest
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.decoder_prompt import find_prompt
+from splitc.runtime.generate.package_configs import understood
 from splitc.runtime.generate.token_rules import read_rules
 
 LOGITS = np.array([5.0, 4.0, 3.0, 2.0, 1.0, -1.0], np.float32)
@@ -47,6 +48,14 @@ def order(config: dict[str, Any], tokens: list[int], prompt: int = 1, most: int 
 )
 def test_rules(config: dict[str, Any], tokens: list[int], permitted: list[int]) -> None:
     assert order(config, tokens) == permitted
+
+
+def test_tokens_that_the_model_lacks() -> None:
+    with pytest.raises(MisuseError, match="forces the token 6, and the model has 6 of them"):
+        order({"forced_bos_token_id": 6}, [7])
+    assert order({"repetition_penalty": 4.0}, [0, 70]) == [1, 2, 3, 0, 4, 5], "which may be the prompt's"
+    with pytest.raises(MisuseError, match="can't understand a config: IndexError"), understood("a config"):
+        find_prompt({**SPEECH, "lang_to_id": {"<|en|>": 99}}, None, None, lambda tokens: LOGITS)
 
 
 def likely(tokens: list[int]) -> Any:

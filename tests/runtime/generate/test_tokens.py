@@ -157,6 +157,10 @@ def test_a_tokenizer_may_know_more_ends_than_the_model(package: Path, decoder: P
     with Session(package, threads=1) as session:
         ended = session.generate(PROMPT, max_new_tokens=8, other_stop_tokens=[96, expected[4]])
         assert list(ended) == expected[: expected.index(expected[4])]
+        wrong: list[Any] = [5, ["w5"]]
+        for stops in wrong:
+            with pytest.raises(MisuseError, match="the tokens to end at are a list of token ids"):
+                next(session.generate(PROMPT, stop_tokens=stops))
 
 
 SMALL = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=50)

@@ -1,5 +1,6 @@
 import math
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -9,6 +10,7 @@ from splitc.runtime.errors import EngineError, MisuseError
 from splitc.runtime.hardware.control_groups import cpu_limit, memory_limit
 from splitc.runtime.hardware.devices import (
     bound_cores,
+    cache_bytes,
     cores,
     free_bytes,
     list_devices,
@@ -175,10 +177,18 @@ def test_threads_are_divided_unless_given() -> None:
     assert threads_for(devices, 3) == 3
 
 
-@pytest.mark.parametrize("threads", [0, -1, 10**6, 10**20])
-def test_threads_that_no_system_starts(threads: int) -> None:
-    with pytest.raises(MisuseError, match="threads for each CPU device: give 1 to 1,024"):
+@pytest.mark.parametrize("threads", [0, -1, 10**6, 10**20, "2", 1.5, True])
+def test_threads_that_no_system_starts(threads: Any) -> None:
+    with pytest.raises(MisuseError, match="it is a number for each CPU device from 1 to 1,024"):
         threads_for(parse_devices(["2xcpu"]), threads)
+
+
+def test_cache_of_unknown_size(tmp_path: Path) -> None:
+    for number, text in enumerate(("32K\n", "32768K\n", "\n")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{number}"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(text)
+    assert cache_bytes(tmp_path) == 32 << 20
 
 
 def test_machine_has_memory() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -15,6 +16,7 @@ import pytest
 from models.writer import Writer, save
 from splitc.compiler import compile_model, plan_model
 from splitc.runtime import InferenceSession, MisuseError
+from splitc.runtime.arrays.ort_values import host_array, host_value
 from tests.conftest import decoder_feeds
 
 CPU = ["CPUExecutionProvider"]
@@ -144,6 +146,37 @@ def test_ort_values(own: InferenceSession) -> None:
     feeds = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in decoder_feeds().items()}
     (logits,) = own.run_with_ort_values(["logits"], feeds)
     np.testing.assert_array_equal(logits.numpy(), own.run(["logits"], decoder_feeds())[0])
+
+
+def test_types_that_numpy_lacks(tmp_path: Path) -> None:
+    """And outputs go where they fit: ONNX Runtime keeps a bound value, which its caller may drop."""
+    w = Writer()
+    x = w.input("x", ir.DataType.BFLOAT16, ["n"])
+    wide = w.op("Cast", x, to=ir.DataType.FLOAT)
+    w.output(w.op("Cast", w.op("Mul", wide, wide), to=ir.DataType.BFLOAT16), "y", ir.DataType.BFLOAT16, ["n"])
+    save(w.model(), tmp_path / "model.onnx")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"]), tmp_path / "package")
+    opened = InferenceSession(tmp_path / "package", providers=CPU)
+    fed, place = host_value(np.array([1, 2, 3], ml_dtypes.bfloat16)), np.zeros(3, ml_dtypes.bfloat16)
+    (squared,) = opened.run_with_ort_values(None, {"x": fed})
+    assert host_array(squared).tolist() == [1, 4, 9]
+    binding = opened.io_binding()
+    binding.bind_ortvalue_input("x", fed)
+    binds: list[Callable[[], None]] = [
+        lambda: binding.bind_output("y"),
+        lambda: binding.bind_ortvalue_output("y", host_value(np.zeros(3, ml_dtypes.bfloat16))),
+        lambda: binding.bind_output("y", "cpu", 0, ir.DataType.BFLOAT16.value, (3,), place.ctypes.data),
+    ]
+    for bind in binds:
+        bind()
+        opened.run_with_iobinding(binding)
+        (value,) = binding.get_outputs()
+        assert host_array(value).tolist() == [1, 4, 9]
+    assert place.tolist() == [1, 4, 9]
+    binding.bind_ortvalue_output("y", host_value(np.zeros(3, np.int8)))
+    with pytest.raises(MisuseError, match=r"the type bfloat16, and its place .* the type int8"):
+        opened.run_with_iobinding(binding)
+    opened.session.close()
 
 
 def test_options(package: Path) -> None:

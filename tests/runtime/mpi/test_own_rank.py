@@ -13,6 +13,7 @@ from splitc.runtime.errors import PackageError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.mpi import rank as mpi_rank
 from splitc.runtime.mpi import ranks as mpi_ranks
+from splitc.runtime.mpi import world
 from splitc.runtime.mpi.messages import Join, Left
 from splitc.runtime.mpi.ranks import MpiRanks
 from splitc.runtime.mpi.wire import OwnControl
@@ -68,3 +69,11 @@ def test_host_without_the_library_is_named(decoder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(mpi_rank, "load_library", missing)
     with pytest.raises(PackageError, match="rank 0 on one: this machine has no library"):
         mpi_rank._prepare(world, join)
+
+
+@pytest.mark.parametrize(("said", "several"), [("", False), ("1", False), ("many", False), ("4", True)])
+def test_counts_that_are_no_numbers_say_nothing(monkeypatch: pytest.MonkeyPatch, said: str, several: bool) -> None:
+    for name in (*world.NUMBERS, *world.COUNTS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", said)
+    assert world.started_by_mpi() == several

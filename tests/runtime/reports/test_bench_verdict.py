@@ -75,10 +75,13 @@ def test_earlier_bench_is_compared(package: Path, tmp_path: Path) -> None:
     earlier = read_bench(then)
     rows = {row[0]: row[3] for row in earlier.rows(result(0.1, 0.1, 0.1, rate=2 * earlier.time.rate))}
     assert rows["rate"] == "2.00" and len(rows) == 9
+    then.write_text(json.dumps({"time": {**json.loads(then.read_text())["time"], "rate": 0}}))
+    with pytest.raises(MisuseError, match="its requests take no time"):
+        read_bench(then)
 
 
 def test_another_file_is_no_bench(package: Path, tmp_path: Path) -> None:
-    for content in ("{}", "[]", "no", json.dumps({"time": {"rate": 1}})):
+    for content in ("{}", "[]", "no", "[" * 200_000, json.dumps({"time": {"rate": 1}})):
         (tmp_path / "other.json").write_text(content)
         with pytest.raises(MisuseError, match="is not what 'splitc bench --json' prints"):
             read_bench(tmp_path / "other.json")

@@ -75,6 +75,15 @@ def test_what_is_missing_or_wrong_is_said(package: Path, tmp_path: Path, options
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", '{"model": []}', '{"model": {"decoder": 1}}'])
+def test_config_of_another_model_is_said(package: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "genai_config.json").write_text(content, encoding="utf-8")
+    options = ["-o", tmp_path / "genai", "--tokenizer", tmp_path / "tokenizer"]
+    found = splitc("export", "genai", package, *options, code=2)
+    assert "genai_config.json " in found.stderr, "has no decoder, or is no object"
+
+
 @needs_caches
 def test_caches_in_place_are_not_the_servers(decoder: Path, tmp_path: Path) -> None:
     """Engines take their length, which only this runtime gives."""

@@ -88,8 +88,9 @@ def test_wrong_requests_name_the_field(fields: dict[str, Any], message: str) -> 
     with pytest.raises(RequestError, match=message) as caught:
         read(**fields)
     assert caught.value.field == next(iter(fields))
-    with pytest.raises(MisuseError, match="can't read the request"):
-        read_asked(b"{", "messages")
+    for body in (b"{", b'{"model": ' + b"[" * 200_000):
+        with pytest.raises(MisuseError, match="can't read the request"):
+            read_asked(body, "messages")
 
 
 def test_parts_that_are_no_text_are_refused() -> None:
@@ -97,6 +98,9 @@ def test_parts_that_are_no_text_are_refused() -> None:
         read(messages=[{"role": "user", "content": [{"type": "image_url"}]}]).conversation()
     with pytest.raises(RequestError, match="arguments of the call of 'f' are no JSON"):
         call = {"function": {"name": "f", "arguments": "{"}}
+        read(messages=[{"role": "assistant", "tool_calls": [call]}]).conversation()
+    with pytest.raises(RequestError, match="are no JSON: maximum recursion depth"):
+        call = {"function": {"name": "f", "arguments": "[" * 200_000}}
         read(messages=[{"role": "assistant", "tool_calls": [call]}]).conversation()
     for fields, name in (
         ({"n": 0}, "choices"),

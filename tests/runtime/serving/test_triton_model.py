@@ -271,5 +271,7 @@ def test_adapters_that_are_not_exported(slotted: Path, package: Path, adapters: 
         assert not list((tmp_path / "models").iterdir())
     said = splitc("export", "triton", slotted, "-o", tmp_path / "bad", "--adapter", adapters["style"], code=2)
     assert "give it a name" in said.stderr
+    twice = ["--adapter", f"style={adapters['style']}"] * 2
+    assert "twice" in splitc("export", "triton", slotted, "-o", tmp_path / "bad", *twice, code=2).stderr
     splitc("export", "triton", slotted, "-o", tmp_path / "good", "--adapter", f"style={adapters['style']}")
     assert (tmp_path / "good" / "decoder" / "1" / "adapters" / "style" / "adapter_config.json").is_file()

@@ -59,6 +59,12 @@ def test_model_that_is_there_is_not_written_over(package: Path, tmp_path: Path) 
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_what_a_killed_export_left_is_removed_by_the_next(package: Path, tmp_path: Path) -> None:
+    (tmp_path / ".decoder.partial" / "1").mkdir(parents=True)
+    splitc("export", "triton", package, "-o", tmp_path, "--name", "decoder")
+    assert [path.name for path in tmp_path.iterdir()] == ["decoder"]
+
+
 def test_servers_and_options_without_effect_are_refused(package: Path, tmp_path: Path) -> None:
     for server in ("tritn", "triton --ensemble"):
         found = splitc("export", server, package, "-o", tmp_path, code=2)

@@ -114,3 +114,11 @@ def test_package_that_can_not_be_loaded_again(
     type(opened[-1]).breaks = False
     assert ask(served) == ""
     served.close()
+
+
+def test_requests_after_the_end_open_nothing(package: Path, tmp_path: Path, opened: list[Any]) -> None:
+    served = serve(package, tmp_path)
+    served.close()
+    (answer,) = served.submit([ServedRequest(decoder_feeds())])
+    assert "this model was unloaded" in str(answer.exception())
+    assert len(opened) == 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from splitc.runtime import EngineError, FeedError, MisuseError, PackageError, Session, SplitcError
-from splitc.runtime.feeds.batches import cut_batches, join_batches
+from splitc.runtime.feeds.rows import cut_batches, join_batches
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import assert_close, decoder_feeds, run_whole
 
@@ -184,6 +184,17 @@ def test_what_is_no_package_is_refused(tmp_path: Path, name: str, message: str) 
 def test_in_flight_is_a_number_of_requests(package: Path, in_flight: Any) -> None:
     with pytest.raises(MisuseError, match="it is a number from 1 to 10,000"):
         Session(package, in_flight=in_flight)
+    with pytest.raises(MisuseError, match="it is a number for each CPU device from 1 to 1,024"):
+        Session(package, threads=0)
+
+
+def test_numbers_may_be_numpys(package: Path) -> None:
+    with Session(package, in_flight=np.int64(3)) as session:  # type: ignore[arg-type]
+        assert session.in_flight == 3
+        tokens = session.generate([1, 2], max_new_tokens=np.int64(2), prompt_chunk=np.int32(1))
+        assert len(list(tokens)) == 2
+        with pytest.raises(MisuseError, match="it is a number from 1 on"):
+            session.map([], in_flight=0)
 
 
 def test_an_empty_batch_is_one_micro_batch() -> None:

@@ -25,7 +25,9 @@ from tests.helpers.packages import compile_mode
 
 # What loading a package counts.
 LOADING = ("comparing hashes", "loading ranks")
-Heard = list[tuple[str, int, int]]
+# What compiling a model counts that is compared with the unsplit one.
+COMPILING = {"analyzing the model", "planning candidates", "writing weights", "checking the package", "loading ranks"}
+Heard = list[tuple[str, float, int]]
 
 
 def test_listener_hears_of_each_item() -> None:
@@ -81,6 +83,7 @@ def test_export_and_check_count_what_takes_long(package: Path, decoder: Path, tm
     ("command", "named"),
     [
         (["plan", "MODEL", "-d", "2xcpu"], {"analyzing the model", "planning candidates"}),
+        (["compile", "MODEL", "-o", "OUTPUT", "-d", "2xcpu", "--force"], COMPILING),
         (["check", "PACKAGE", "--model", "MODEL", "--no-memory", "--verify", "always"], {*LOADING}),
         (["bench", "PACKAGE", "--runs", "2", "--no-memory", "--verify", "always"], {*LOADING, "timing"}),
         (["run", "PACKAGE", "--inputs", "INPUTS", "--outputs", "OUTPUTS", "--verify", "always"], {*LOADING}),
@@ -92,6 +95,7 @@ def test_bars_are_on_terminals_only(
     """And what is no terminal gets the results alone."""
     save_arrays(tmp_path / "inputs.npz", decoder_feeds())
     places = {"MODEL": decoder, "PACKAGE": package, "INPUTS": tmp_path / "inputs.npz", "OUTPUTS": tmp_path / "o.npz"}
+    places["OUTPUT"] = tmp_path / "compiled"
     asked = [str(places.get(word, word)) for word in command]
     assert splitc(*asked).stderr == ""
     made: list[Progress] = []

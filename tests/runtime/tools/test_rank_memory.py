@@ -20,6 +20,7 @@ from splitc.runtime.cli.run_tables import print_memory
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.hardware.memory_use import RankMemory
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.tools import rank_memory
 from splitc.runtime.tools.rank_memory import _measure_group, measure_memory
 from tests.conftest import decoder_feeds
 from tests.helpers.adapters import random_pairs, write_peft
@@ -28,6 +29,11 @@ from tests.helpers.needs import needs_parts_freed
 
 # What an ONNX Runtime session takes for itself, about 12 MiB, and as much again for how the system counts.
 ENGINE = 32 << 20
+
+
+def test_peak_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_memory, "_status", lambda name: None)
+    assert rank_memory.peak_bytes() >= rank_memory.resident_bytes() // 2
 
 
 def test_ranks_hold_what_was_predicted(tmp_path: Path) -> None:
