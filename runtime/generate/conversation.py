@@ -89,7 +89,7 @@ class Conversation:
             self._capacity = round_capacity(self._least) if self._session.replays else self._least
 
     def _open(self, capacity: int | None) -> None:
-        self._capacity = self._feeder.capacity = capacity
+        self._capacity = capacity
         if self._session.manifest.states:
             self._sequence = self._session.start(capacity)
 
@@ -146,7 +146,6 @@ class Conversation:
             return self._read(new)
         self._choose_capacity(total)
         self._sequence.grow(self._capacity)
-        self._feeder.capacity = self._capacity
         return self._or_with_least_capacity(partial(self._read, new), new)
 
     def _read(self, new: Sequence[int]) -> Logits:

@@ -12,7 +12,7 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.generate.bound_model import BoundModel
 from splitc.runtime.generate.conversation import Conversation, ModelRunner
 from splitc.runtime.generate.feeder import Feeder
-from splitc.runtime.generate.signature import find_signature, find_token_inputs, of_role
+from splitc.runtime.generate.signature import find_signature, find_token_inputs
 from splitc.runtime.generate.tokens import generate
 from splitc.runtime.generate.wiring import (
     STATES_AXES,
@@ -22,7 +22,7 @@ from splitc.runtime.generate.wiring import (
     find_wanted,
     find_wiring,
 )
-from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor, of_role
 
 
 class EncoderDecoder:

@@ -19,13 +19,6 @@ class Feeder:
     def __init__(self, manifest: Manifest, signature: TokenInputs) -> None:
         self.signature = signature
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
-        # Caches that are written in place have their capacity from the beginning, and the mask is as long. Then no size
-        # changes from token to token, and requests can be replayed. Where the ranks are told how many rows are filled,
-        # the mask is as long as these.
-        grow = any(state.grows is not None for state in manifest.states)
-        in_place = grow and all(state.in_place for state in manifest.states)
-        self._in_place = in_place and not manifest.lengths
-        self.capacity: int | None = None
         shape = self._inputs[signature.positions].shape if signature.positions is not None else None
         self._is_vector = shape is not None and len(shape) == 1
 
@@ -53,9 +46,9 @@ class Feeder:
         return {name: array.astype(self._inputs[name].dtype) for name, array in feeds.items()}
 
     def _mask(self, tensor: Tensor, new: int, total: int) -> Array:
-        """Ones for the tokens so far, and zeros up to the caches' capacity.
+        """Ones for the tokens so far, and zeros up to a fixed length.
 
-        Raises MisuseError for a mask that is not one number per token, and for a sequence that exceeds the capacity.
+        Raises MisuseError for a mask that is not one number per token, and for a sequence that exceeds the length.
         """
         if not may_have(tensor, 2):
             raise MisuseError(f"can't generate with a mask of {format_shape(tensor.shape)} ('{tensor.name}')")
@@ -63,7 +56,7 @@ class Feeder:
         ids = self._inputs[self.signature.ids]
         if tensor.shape == ids.shape and length is not None:
             return np.ones((1, new))
-        capacity = length if isinstance(length, int) else (self.capacity if self._in_place else None) or total
-        if total > capacity:
-            raise MisuseError(f"the model has room for {capacity} tokens, and the sequence comes to {total}")
-        return (np.arange(capacity) < total)[None]
+        room = length if isinstance(length, int) else total
+        if total > room:
+            raise MisuseError(f"the model has room for {room} tokens, and the sequence comes to {total}")
+        return (np.arange(room) < total)[None]

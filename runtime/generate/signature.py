@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor, of_role
 from splitc.runtime.units import shortened
 
 
@@ -110,11 +110,6 @@ def _without_end(first: str, second: str) -> tuple[str, str]:
     while first and second and first[-1] == second[-1]:
         first, second = first[:-1], second[:-1]
     return first, second
-
-
-def of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
-    """The inputs of a role."""
-    return [tensor for tensor in inputs if tensor.role is not None and tensor.role.kind == role]
 
 
 def may_have(tensor: Tensor, dimensions: int) -> bool:

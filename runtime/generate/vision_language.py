@@ -16,10 +16,10 @@ from splitc.runtime.generate.conversation import ModelRunner
 from splitc.runtime.generate.embedded_model import EmbeddedModel, Embedding, check_rows
 from splitc.runtime.generate.image_positions import Positions
 from splitc.runtime.generate.image_prompt import ImagePrompt
-from splitc.runtime.generate.signature import find_logits, of_role
+from splitc.runtime.generate.signature import find_logits
 from splitc.runtime.generate.tokens import Timings, generate
 from splitc.runtime.generate.wiring import DecoderUses, find_uses, find_wanted, fits
-from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Manifest, Tensor, of_role
 
 # A token that no text has: of a prompt without images.
 NO_IMAGE = -1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from splitc.runtime.errors import MisuseError
-from splitc.runtime.generate.signature import find_handed, find_logits, of_role
-from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.generate.signature import find_handed, find_logits
+from splitc.runtime.package.manifest import Manifest, Tensor, of_role
 
 T = TypeVar("T")
 # The number of axes of an encoder's states: batch, positions, width.

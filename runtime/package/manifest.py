@@ -62,6 +62,11 @@ class Tensor(Struct, frozen=True):
     role: Role | None = None
 
 
+def of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
+    """The inputs of a role."""
+    return [tensor for tensor in inputs if tensor.role is not None and tensor.role.kind == role]
+
+
 class Slot(Struct, frozen=True):
     """A layer's place for adapters: optional inputs A, [inputs, rank], and B, [rank, outputs].
 

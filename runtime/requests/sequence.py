@@ -17,6 +17,7 @@ from splitc.runtime.feeds.checks import Inputs
 from splitc.runtime.ranks.request import InFlightRequest
 from splitc.runtime.requests.empty_states import count_batch, empty_states
 from splitc.runtime.requests.lengths import added, check_lengths, filled_rows, length_feeds, lengthened, room_needed
+from splitc.runtime.requests.masks import find_cache_masks
 from splitc.runtime.requests.requests import Requests
 from splitc.runtime.threads.interrupts import later_interrupts
 from splitc.runtime.units import whole_number
@@ -51,6 +52,7 @@ class StateSequence:
         self._fed = Inputs(self._given, manifest.optional, manifest.fixed)
         self._states = [tensor for tensor in manifest.inputs if tensor.name in inputs]
         self._outputs = {state.output for state in manifest.states}
+        self._masks = find_cache_masks(manifest)
         self._carried: dict[str, Array] = {}
         self._loaded: dict[str, Array] = {}
         # Feeds that are the same in all requests.
@@ -79,7 +81,7 @@ class StateSequence:
         with self._alone():
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
-            arrays = self._fed.on_host(feeds)
+            arrays = self._masks.with_room(self._fed.on_host(feeds), self._capacity or 0)
             filled = self._fill(arrays)
             self._failed = True  # until the end: whatever comes between may leave states that nobody knows
             request = self._next_request(arrays)
