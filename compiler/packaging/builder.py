@@ -14,7 +14,7 @@ from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.package.manifest import BuildOptions, Built
 
-# Called with the number of engines that are built, with a fraction for the current one, and the number of all.
+# Called with the number of engines built so far, plus the fraction of the current one, and with the number of all.
 Building = Callable[[float, int], None]
 
 
@@ -25,7 +25,7 @@ class BuildError(SplitcError):
 
 
 class Builder(Protocol):
-    """Builds engines of one kind or several, named by `engine`."""
+    """Builds engines of one or several kinds, named by `engine`."""
 
     def check_here(self, engine: str) -> None:
         """Raise MisuseError if this machine can't build such engines."""
@@ -50,13 +50,13 @@ class Builder(Protocol):
     ) -> Built:
         """Build engines, `at_once` of them side by side if memory allows; None for as many as there are cores.
 
-        Builders that measure kernels keep the timings in the file `timing_cache`. `building` may be called by threads.
+        Builders that measure kernels keep the timings in the file `timing_cache`. Threads may call `building`.
 
         Raises MisuseError if the engine's library is missing, BuildError if an engine can't be built.
         """
 
     def find_refused(self, engine: str, jobs: Sequence[Job]) -> list[tuple[Job, Refusal]]:
-        """The nodes of the jobs' ONNX files that are not supported. Nothing is built."""
+        """The nodes in the jobs' ONNX files that are not supported. Builds nothing."""
 
 
 def find_builder(engine: str) -> Builder:

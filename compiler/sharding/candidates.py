@@ -22,8 +22,8 @@ from splitc.compiler.sharding.partial import find_sums
 # The latency of a collective, in bytes, which is added to those that it moves. A choice: by the devices' profiles it is
 # 100 KB on GPUs and 300 KB on CPUs. With 16 or 256 KiB the plans of 42 of 43 models on three devices are the same.
 SUM_BYTES = 64 << 10
-# Minimum gain of an atom that is split, relative to the gain of all atoms together. It is not relative to the best one: a
-# few weights that are read for one token, where others are read for thousands, need next to no sums. A choice: with
+# Minimum gain of an atom that is split, relative to the gain of all atoms together. It is not relative to the best one:
+# a few weights that are read for one token, where others are read for thousands, need next to no sums. A choice: with
 # 1/64 or 1/16 the plans of 41 of 43 models are the same.
 LEAST_GAIN_RATIO = 1 / 32
 # Minimum bytes that splitting an embedding table saves on each rank: it saves memory only, since a run reads few rows.

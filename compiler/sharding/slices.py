@@ -23,9 +23,7 @@ from splitc.compiler.sharding.shares import assign_units
 
 @dataclass(frozen=True)
 class Work:
-    """A rank's work in a round: the values that it takes for the first time, and the products with columns of its
-    own.
-    """
+    """A rank's work in a round: values that it takes for the first time, and products that it has columns of."""
 
     takes: tuple[ir.Value, ...]
     products: tuple[Product, ...]
