@@ -69,12 +69,12 @@ def softmax(op: Operation) -> None:
 
 
 def concat(op: Operation) -> None:
-    """Inputs are the result's scale and zero point, then value, scale and zero point of each part."""
+    """Inputs are the result's scale and zero point, then the value, scale and zero point of each part."""
     join(op, range(2, len(op.inputs), 3))
 
 
 def pool(op: Operation) -> None:
-    """Each channel by itself."""
+    """Each channel is pooled by itself."""
     if not op.number("channels_last", 0):
         op.relate_all(op.input(0)[:2], op.output()[:2])
 

@@ -1,6 +1,4 @@
-"""The input sizes of each engine, for engines that are built for them. The ranks' programs run on shapes instead of
-data.
-"""
+"""The input sizes of engines that are built for known sizes: the ranks' programs run on shapes instead of data."""
 
 from __future__ import annotations
 

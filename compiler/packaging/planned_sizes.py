@@ -13,9 +13,7 @@ from splitc.runtime.units import format_shape
 
 
 def check_sizes_tried(analysis: Analysis, fills: Mapping[str, Fill], say: Callable[[str], None]) -> None:
-    """Report how the planned sizes were tried. Raises ModelError if the model does not run on them, even with
-    `fills`.
-    """
+    """Report how the planned sizes were tried. Raises ModelError if the model does not run, even with `fills`."""
     fitted = analysis.fitted
     problem = fitted.problem
     if problem is not None and fills and fitted.tried == WHOLE:
