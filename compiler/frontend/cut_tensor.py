@@ -30,9 +30,7 @@ class CutTensor(ir.LazyTensor):
 
 
 def read_alone(tensor: ir.TensorProtocol) -> npt.NDArray[Any]:
-    """A tensor's elements. A copy of an ExternalTensor is read, since that keeps its file and all touched pages
-    mapped.
-    """
+    """A tensor's elements. A copy of an ExternalTensor is read: the original would keep all touched pages mapped."""
     if isinstance(tensor, ir.ExternalTensor):
         tensor = part_of_file(tensor, 0, tensor.nbytes, ir.Shape(tensor.shape.numpy()), tensor.name or "")
     return tensor.numpy()

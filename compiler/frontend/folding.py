@@ -26,8 +26,8 @@ Array = npt.NDArray[Any]
 # The most elements of a shape vector. Anything longer is data. With 64, or without a limit, the plans of 43 models are
 # the same; without one, tables would be folded too.
 LONGEST = 1024
-# The most results that are kept for other nodes that compute the same, in this model or the next. A choice: a
-# result is a short array, and what is dropped is computed again.
+# The most results that are cached for nodes that compute the same, in this model or the next. A choice: a result is a
+# short array, and dropped ones are recomputed.
 MOST_RESULTS = 4096
 
 
