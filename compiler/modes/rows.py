@@ -94,9 +94,7 @@ def _numbered(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -
 def _search(
     analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found]
 ) -> tuple[Rows | None, Mapping[ir.Node, str]]:
-    """The rows by the axes that `find` returns for opaque nodes, tried; None if there are none. Also the opaque
-    nodes.
-    """
+    """The rows by the axes that `find` returns for opaque nodes, tried; None if there are none. And these nodes."""
     graph, opaque = analysis.graph, dict[ir.Node, str]()
     while True:
         looked = find(opaque)

@@ -10,9 +10,9 @@ from splitc.runtime.errors import MisuseError
 
 @dataclass(frozen=True)
 class AskedStates:
-    """Outputs by the inputs that they replace in the next run. With `alone` there are no others.
+    """Outputs by the inputs that they replace in the next run. With `alone` there are no other states.
 
-    `where` is where they are given, for messages.
+    `where` names the place where they are given, for messages.
     """
 
     outputs: Mapping[str, str] = field(default_factory=dict)
@@ -21,7 +21,7 @@ class AskedStates:
 
 
 def parse_states(texts: Sequence[str]) -> dict[str, str]:
-    """Pairs of names from `past=present`. Raises MisuseError for any other text, and for a name that comes twice."""
+    """Parse pairs of names from `past=present`. Raises MisuseError for other text, and for a name that occurs twice."""
     states: dict[str, str] = {}
     for text in texts:
         name, _, output = text.rpartition("=")

@@ -1,4 +1,4 @@
-"""The progress bar of compile and build: one bar, for what is being done at the moment."""
+"""The progress bar of compile and build: a single bar, for the current step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRITING, CHECKING, BUILDING = "writing weights", "checking the package", "buildi
 
 @contextmanager
 def shown_progress() -> Iterator[tuple[Written, Building]]:
-    """A bar for bytes written, and for engines built. It shows on terminals only, and disappears at the end."""
+    """A bar for written bytes, and for built engines. It shows on terminals only, and disappears at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(20), _Amount(Column(no_wrap=True)), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         bar.add_task(WRITING, total=None)
