@@ -99,7 +99,7 @@ class Costs:
         return list(dict.fromkeys(weight for node in nodes for weight in self.graph.weights(node)))
 
     def held(self, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:
-        """Bytes of the constants that an engine of the nodes holds: weights, or what was folded from them."""
+        """Bytes of the constants that an engine of the nodes holds: weights, or values folded from them."""
         running = [node for node in nodes if node not in self.graph.folded]
         read = dict.fromkeys(value for node in running for value in self._constants[node])
         return {value: self._constant_bytes(value) for value in read}

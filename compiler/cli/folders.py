@@ -68,7 +68,7 @@ def compile_folder(
     as_json: bool,
     options: Mapping[str, Any],
 ) -> None:
-    """Write the package of a folder. `options` are those of `compile_pipeline`. `given`: see `need_nothing_given`."""
+    """Write the package of a folder. `options` are those of `compile_pipeline`, `given` says what the user gave."""
     if plan_path is None:
         with shown_bars():
             plan = plan_pipeline(folder, devices, request, wanted, swap)

@@ -38,7 +38,7 @@ from splitc.runtime.package.manifest import Fill
 # that a busy machine finds the same sizes. A choice, against a search without end.
 MOST_CHANGES, MOST_TRIES = 32, 500
 # Lengths are tried by doubling up to LARGEST, or one by one up to COUNTED. A choice: images and sounds have up to some
-# thousand positions a side, and what divides no power of two (windows, patches) is small.
+# thousand positions per side, and lengths that divide no power of two (windows, patches) are small.
 LARGEST, COUNTED = 1 << 14, 64
 
 # How sizes were tried.

@@ -82,7 +82,7 @@ def _infer_in_order(
     constants = [value.const_value for value in values]
     context = ShapeInferenceContext(model.opset_imports)
     for node in nodes:
-        if folds and fold(node):  # rules create symbols even for what is known, as that of Where
+        if folds and fold(node):  # some rules, such as Where's, create symbols even for known values
             continue
         present[node.domain, node.op_type](context, node)
         if context.generated_dim_names:
@@ -115,7 +115,7 @@ def _find_rule(domain: str, name: str, version: int) -> Rule | None:
 def _is_function(operator: str, version: int) -> bool:
     """Whether ONNX defines the operator as a function in this opset version. (The oldest versions have no bodies.)"""
     try:
-        schema: Any = onnx.defs.get_schema(operator, version)  # the library's stubs lack what is asked of it
+        schema: Any = onnx.defs.get_schema(operator, version)  # the library's stubs lack these attributes
     except onnx.defs.SchemaError:
         return False
     return bool(schema.has_function or schema.has_context_dependent_function)

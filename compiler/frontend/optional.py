@@ -60,7 +60,7 @@ def unmark(value: ir.Value) -> None:
 
 
 def source_of(value: ir.Value | None) -> OptionalOrigin | None:
-    """The optional input that an initializer comes from, or None."""
+    """The optional input that an initializer comes from; None for other initializers."""
     if value is None or _MARK not in value.meta:  # a get of a missing key is slow: it raises an error inside
         return None
     source: OptionalOrigin = value.meta[_MARK]

@@ -142,7 +142,7 @@ def crashes(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def _can_be_tried(node: ir.Node, inputs: Sequence[ir.Value], bound: BoundShapes) -> bool:
-    """Whether all that decides if a node runs is known. Shape arithmetic is not tried, since it has been folded."""
+    """Whether all that decides if a node runs is known, and it is no shape arithmetic, which has been folded."""
     values = [*inputs, *(value for value in node.outputs if value.name)]
     if holds_graphs(node) or not all(map(_is_plain, values)) or all(v.const_value is not None for v in inputs):
         return False

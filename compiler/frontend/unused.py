@@ -1,4 +1,4 @@
-"""Removes what nothing reads. Values that only a removed node's subgraphs read count as unread."""
+"""Removes unread nodes and values. Values that only a removed node's subgraphs read count as unread."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Placement:
 def place_values(graph: ir.Graph) -> Placement:
     """Where ONNX Runtime keeps the results of a graph's nodes, which are sorted.
 
-    Inputs and constants lie where they are read. So does what is computed from constants: it is folded.
+    Inputs and constants lie where they are read. So do values that are computed from constants: they are folded.
     """
     on_cpu: set[ir.Value] = set()
     sizes: set[ir.Value] = set()
@@ -114,7 +114,7 @@ def _is_folded(node: ir.Node, sizes: Collection[ir.Value], folded: Collection[ir
 
 
 def _is_left(node: ir.Node, on_cpu: Collection[ir.Value], folded: Collection[ir.Value]) -> bool:
-    """Whether a node stays on the CPU although it has a kernel for GPUs, since all that it reads follows from sizes."""
+    """Whether a node stays on the CPU although it has a kernel for GPUs: all its computed inputs are on the CPU."""
     on_host = host_inputs(node)
     if not any(value in on_cpu for value in node.inputs):
         return False

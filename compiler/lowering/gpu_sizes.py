@@ -1,6 +1,6 @@
 """Moves sizes to a GPU without a copy, so that ONNX Runtime captures the graph.
 
-What exporters compute from sizes stays on the CPU (cpu_values) until a node on the GPU reads it: a length that
+Values that exporters compute from sizes stay on the CPU (cpu_values) until a node on the GPU reads them: a length that
 positions are compared with, a root that divides scores. ONNX Runtime copies such a value in each run, and refuses to
 capture a graph with copies. Range takes its numbers from the CPU, as arguments of its kernel: Range(n, n + 1, 1) writes
 n on the GPU. Numbers that are not integers are recomputed on the GPU from integers.

@@ -68,7 +68,7 @@ class _RankGraph:
         restore_types(self._graph)
 
     def build(self) -> ir.Graph:
-        """The graph, with what nothing reads any more."""
+        """The graph, including nodes without readers."""
         for node in list(self._graph):
             if (origin := origin_of(node)) is not None:  # None for nodes that compute borrowed sizes
                 self._rewrite(node, origin)

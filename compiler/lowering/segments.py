@@ -1,4 +1,6 @@
-"""Cut a rank's graph into segments at its joints: exchanges with other ranks, which are steps of the rank's program."""
+"""Cuts a rank's graph into segments at its joints: exchanges with other ranks, which are steps of the rank's
+program.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,9 @@ def cut_segments(
     With `ordered`, each joint follows the one before it. Ranks have different sums and transfers, so all must have them
     in one order.
 
-    A node goes into the last segment that is early enough for its readers. What is computed from weights alone is
-    repeated in each segment that needs it, since engines fold it. Shape arithmetic on the sizes of the graph's inputs
-    is repeated too: it is cheaper to repeat on the host than to pass between engines.
+    A node goes into the last segment that is early enough for its readers. Nodes that compute from weights alone are
+    repeated in each segment that needs them, since engines fold them. Shape arithmetic on the sizes of the graph's
+    inputs is repeated too: it is cheaper to repeat on the host than to pass between engines.
     """
     reads = {node: tuple(node_reads(node)) for node in graph}
     joints = frozenset(joined)

@@ -53,7 +53,7 @@ class SizeRewriter:
     _whole: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def rewrite(self, node: ir.Node, operation: Operation) -> None:
-        """Correct the sizes that a node reads, and record the sizes of shards that it gives."""
+        """Correct the sizes that a node reads, and record the sizes of shards that it returns."""
         if operator_of(node).reads_shape:
             self._note_shape(node, operation.inputs[0])
             return
@@ -223,6 +223,6 @@ def local_attribute(shards: Shards, node: ir.Node, name: str, sizes: Sizes) -> i
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:
-    """A constant's whole numbers."""
+    """A constant's integers; None for other values."""
     tensor = value.const_value if value is not None and value.is_initializer() else None
     return None if tensor is None else [int(number) for number in np.atleast_1d(tensor.numpy())]

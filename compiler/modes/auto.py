@@ -252,7 +252,7 @@ def _reason(chosen: Alternative, alternatives: Sequence[Alternative], request: R
 
 
 def _explain_misfit(alternatives: Sequence[Alternative]) -> str:
-    """A message with what each mode lacks on its largest number of devices, where it lacks least."""
+    """A message with what each mode lacks on its largest number of devices, on which it lacks least."""
     last = {candidate.mode: candidate for candidate in alternatives}
     lines = [f"  {candidate.name}: {candidate.refused}" for candidate in last.values()]
     return (

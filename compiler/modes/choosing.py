@@ -30,7 +30,7 @@ def make_plan(
 ) -> Plan:
     """Decide what each device holds of the model. `timer` measures the blocks; without one, times are estimated.
 
-    See `plan_model` for the errors that it raises.
+    For errors see `plan_model`.
     """
     devices = parse_devices(devices if isinstance(devices, str) else [str(device) for device in devices])
     if request.split_mode == AUTO and request.places_weights:

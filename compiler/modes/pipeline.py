@@ -1,4 +1,4 @@
-"""Shared by the modes with stages: the choice of cuts, the values that cross them, and the time of a pipeline."""
+"""Shared by modes with stages: the choice of cuts, the values that cross them, and a pipeline's time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> l
     """The best stages; for throughput, with the weights spread evenly enough (see UNEVEN).
 
     In a convolutional network the first stages take the time and the last ones hold the weights: by time alone, one
-    device would be full and the others nearly empty. If a block exceeds the limit, the limit is raised until it fits.
+    device would be full and the others nearly empty. If blocks do not fit within the limit, it is raised until they do.
     """
     spread = request.spread or request.tensor_split is not None
     slack = SLACK_MEASURED if request.profile else SLACK_ESTIMATED

@@ -20,7 +20,7 @@ from splitc.compiler.sharding.islands import find_islands
 from splitc.compiler.trials.trial import find_broken
 from splitc.runtime.hardware.profiles import Link
 
-# Whether an island is worth what its candidate axis costs.
+# Whether an island is worth the cost of its candidate axis.
 _Worth = Callable[[Island, Candidate], bool]
 
 

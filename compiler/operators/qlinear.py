@@ -61,7 +61,7 @@ def elementwise(*values: int) -> AxesRule:
 
 
 def softmax(op: Operation) -> None:
-    """Along one axis, or before opset 13 along all axes from the given one on."""
+    """Along one axis; before opset 13, along the given axis and all axes after it."""
     data, opset = op.input(0), op.number("opset", 13)
     first = op.number("axis", -1) % len(data)
     along = [first] if opset >= 13 else range(first, len(data))

@@ -77,7 +77,7 @@ def _write(plan: Plan, stage: Stage, folder: Path) -> Job:
 
 
 def _describe(plan: Plan, refusals: Sequence[tuple[Sequence[Stage], Refusal]]) -> list[str]:
-    """One line for each operator and reason."""
+    """Warnings, one for each operator and reason."""
     blocks: dict[tuple[str, str], dict[str, None]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     firsts: dict[tuple[str, str], str] = {}

@@ -40,7 +40,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The models of the folder `path`, the `files` that travel with them, and what is left out."""
+    """The models of the folder `path`, the `files` that travel with them, and the files that are left out."""
 
     path: Path
     modules: tuple[FolderModule, ...]

@@ -140,7 +140,7 @@ class Clock:
         return state_names(self.analysis.states)
 
     def cold(self, rank: RankPlan) -> float:
-        """The time that a copy from a rank takes beyond its link's measured time."""
+        """The time of a copy from a rank beyond its link's measured time."""
         return find_profile(rank.device.kind).cold_link
 
     def copy(self, one: RankPlan, other: RankPlan) -> Link:

@@ -34,7 +34,7 @@ def plan_page(plan: Plan) -> Page:
 
 
 def plan_chapter(title: str, plan: Plan, verdict: Sequence[str], why: Sequence[str] = ()) -> Chapter:
-    """What a model's ranks hold. `why` are notes of a module."""
+    """A chapter on what a model's ranks hold. `why` are notes of a module."""
     ranks = [
         ShownRank(
             str(rank.device),

@@ -103,7 +103,7 @@ def _devices_of(plan: Plan, placed: Placed) -> list[str]:
 
 
 def merged_in_words(merged: Merged) -> str:
-    """What an adapter changes: `adapter style.safetensors, x 0.8: merged into 28 of 32 layers`."""
+    """The effect of an adapter: `adapter style.safetensors, x 0.8: merged into 28 of 32 layers`."""
     scale = "" if merged.strength == 1 else f", x {merged.strength:g}"
     return f"adapter {merged.adapter.name}{scale}: merged into {len(merged.matches.updates)} of {merged.layers} layers"
 

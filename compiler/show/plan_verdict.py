@@ -17,7 +17,7 @@ FULL = 0.9
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """Sentences, the most important first."""
+    """Sentences about a plan, most important first."""
     held = [(str(rank.device), rank.memory.total, rank.budget) for rank in plan.ranks]
     return [*room_verdict(held), *split_verdict(plan), *estimates_verdict([plan])]
 
