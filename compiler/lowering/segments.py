@@ -1,6 +1,4 @@
-"""Cuts a rank's graph into segments at its joints: exchanges with other ranks, which are steps of the rank's
-program.
-"""
+"""Cuts a rank's graph into segments at joints: exchanges with other ranks, which are steps of its program."""
 
 from __future__ import annotations
 
