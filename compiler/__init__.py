@@ -1,4 +1,4 @@
-"""Split ONNX models over several devices, and write the package that `splitc.runtime` runs."""
+"""Splits ONNX models over several devices, and writes the package that `splitc.runtime` runs."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from splitc.runtime.threads.garbage import rare_garbage
 def plan_model(model: Given, devices: str | Sequence[str | Device], request: Request = Request()) -> Plan:
     """Decide which part of the model each device holds. `devices` may be names: `["cpu0", "cpu1"]`, `"2xcpu"`.
 
-    `model` is a path, or a model in memory: an onnx.ModelProto or an onnx_ir.Model. This is written to a temporary
-    folder, which is deleted with the plan.
+    `model` is a path, or a model in memory: an onnx.ModelProto or an onnx_ir.Model. A model in memory is written to a
+    temporary folder, which is deleted together with the plan.
 
     Raises MisuseError for a request that contradicts itself or the model, ModelError for a model that can't be used,
-    CannotSplitError for one that the mode can't split, DoesNotFitError if the devices can't hold the model. With
-    `fallback`, there is a plan in that mode and a warning instead of a CannotSplitError.
+    CannotSplitError for a model that the mode can't split, DoesNotFitError if the devices can't hold the model. With
+    `fallback`, the result is a plan in that mode and a warning, not a CannotSplitError.
     """
     with ModelFile(model) as file:
         plan = make_plan(file.path, devices, request, measure_blocks if request.profile else None)

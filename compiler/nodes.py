@@ -13,14 +13,14 @@ def operator_name(node: ir.Node) -> str:
 
 
 def describe_node(node: ir.Node) -> str:
-    """A node for messages: its name and operator, or its operator and what it makes if it has no name."""
+    """A node for messages: its name and operator; without a name, its operator and its output."""
     if not node.name:
         return f"the {node.op_type} node that makes '{node.outputs[0].name}'"
     return f"node '{node.name}' ({node.op_type})"
 
 
 def unused_name(name: str | None, used: Container[str | None]) -> str:
-    """The name, with as many primes (') as it takes to be none of those that are used."""
+    """The name, with as many primes (') as needed to make it unused."""
     name = name or ""
     while name in used:
         name += "'"

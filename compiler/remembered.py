@@ -1,4 +1,4 @@
-"""Remember what a function returned about an object for as long as the object lives."""
+"""Remembers a function's results for an object as long as the object lives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def remembered(function: F) -> F:
-    """The function, which runs once for each first argument, told apart by identity, and each of the others."""
+    """Wrap a function so that it runs once for each first argument, compared by identity, and other arguments."""
     results: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
     @wraps(function)

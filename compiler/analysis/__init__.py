@@ -1,1 +1,1 @@
-"""What is known about a graph before any decision: costs, blocks, stages, memory."""
+"""Facts about a graph before any decision: costs, blocks, stages, memory."""

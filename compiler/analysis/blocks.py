@@ -1,10 +1,10 @@
-"""Blocks: where a model may be cut, found from its structure.
+"""Finds blocks, where a model may be cut, from its structure.
 
-1. The *main path* is what is not rematerializable (`rematerialization`): most of the computation.
-2. The main path is put in an order with few live bytes. It may be cut in the *gaps* between heavy nodes, each where the
-   fewest bytes cross.
-3. The narrowest gaps divide it into *stretches* (attention, feed-forward). Stretches that repeat make blocks. If
-   nothing repeats, every gap bounds a block.
+- The *main path* consists of the nodes that are not rematerializable (`rematerialization`): most of the computation.
+- The main path is put in an order with few live bytes. It may be cut in the *gaps* between heavy nodes, each where the
+  fewest bytes cross.
+- The narrowest gaps divide it into *stretches* (attention, feed-forward). Repeated stretches form blocks. If nothing
+  repeats, every gap bounds a block.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from splitc.compiler.execution.liveness import crossing_values, total_bytes
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.slots import is_inside_slot, is_slot_sum
 
-# The shares and factors here are choices, so that blocks come out as people draw them. How much depends on each was
-# tried on 43 models of all kinds, split in layer mode over two devices: in brackets, how many plans stay with other
-# ones.
+# These shares and factors are choices: with them, blocks are those that people would draw. Their influence was measured
+# on 43 models of all kinds, split in layer mode over two devices. In brackets: other values, and how many plans stay
+# the same with them.
 
 # A node is heavy if it holds this share of the model's weights, or has this share of its products' operations. Cuts lie
 # between heavy nodes (3e-5: 32; 3e-4: 36).
@@ -39,9 +39,9 @@ ALIKE = 0.75
 ALIKE_AT_ENDS = 0.5
 # The least share of the main path's nodes that repeated blocks have in common (0.5: 42; 0.8: 39).
 REPEATED_SHARE = 2 / 3
-# The least share of the nodes that the best repetition covers which one with narrower gaps covers too (0.7, 1: 41).
+# A repetition with narrower gaps must cover this share of the nodes that the best repetition covers (0.7, 1: 41).
 COVERED_SHARE = 0.9
-# How many times as few live bytes another order must have than the model's own (1: 39; 4: 43).
+# The model's own order is replaced if it has more than this many times the live bytes of another (1: 39; 4: 43).
 BETTER_ORDER = 2
 # The most blocks that the planner chooses from if nothing repeats: its search takes time quadratic in them (64: 38;
 # 256: 42).
@@ -50,20 +50,20 @@ MOST_BLOCKS = 128
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive nodes of the main path. `kind` is `prologue`, `block` or `epilogue`, or PLACED (a part of one)."""
+    """Consecutive nodes of the main path. `kind` is `prologue`, `block`, `epilogue`, or PLACED (a part of a block)."""
 
     name: str
     kind: str
     nodes: tuple[ir.Node, ...]
 
 
-# The kind of what a block has on another device than the rest of it.
+# The kind of a block's part that is on another device than the rest of it.
 PLACED = "placed"
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The weights that a device holds apart from blocks, and what it runs of each block: the nodes that use them."""
+    """The weights that a device holds apart from blocks, and the nodes of each block that use them, which it runs."""
 
     device: str
     weights: tuple[ir.Value, ...]
@@ -74,10 +74,11 @@ class Placed:
 class Partition:
     """A graph's blocks in order, and the rematerializable nodes, which belong to no block.
 
-    `finest` says that every gap bounds a block, since nothing repeats or more blocks were wanted. `shapes` are the
-    Shape nodes whose sizes are all sizes of the model's inputs, so that a stage can do without the value that they
-    read. `upstream` maps each node of a block to the rematerializable nodes that it depends on. What is `placed` is in
-    none of the blocks.
+    - `finest`: every gap bounds a block, since nothing repeats or more blocks were wanted.
+    - `shapes`: the Shape nodes whose sizes are all sizes of the model's inputs, so that a stage does not need the value
+      that they read.
+    - `upstream`: maps each node of a block to the rematerializable nodes that it depends on.
+    - `placed`: placed weights with their nodes, which are in no block.
     """
 
     blocks: tuple[Block, ...]
@@ -89,7 +90,7 @@ class Partition:
 
     @cached_property
     def position(self) -> Mapping[ir.Node, int]:
-        """The index of each node in the order of the main path, with what is placed."""
+        """The index of each node in the order of the main path, including placed nodes."""
         return {node: index for index, node in enumerate(self.upstream)}
 
     def with_upstream(self, block: Block) -> frozenset[ir.Node]:
@@ -101,7 +102,7 @@ def find_blocks(graph: Graph, costs: Costs, wanted: int = 1) -> Partition:
     """The graph's blocks: the repeated ones, or finer ones if there are fewer repeated ones than `wanted`."""
     shapes = find_known_shapes(graph)
     rematerializable = find_rematerializable(graph, costs, shapes)
-    if len(rematerializable) == len(graph.nodes):  # a model so cheap that nothing is left of it
+    if len(rematerializable) == len(graph.nodes):  # in a very cheap model, no other nodes would be left
         rematerializable = shapes = frozenset()
     main_path = _order_main_path(graph, costs, rematerializable)
     upstream = find_upstream(graph, rematerializable, shapes, main_path)
@@ -127,7 +128,7 @@ def _order_main_path(graph: Graph, costs: Costs, rematerializable: frozenset[ir.
 
 
 def _size(costs: Costs, value: ir.Value) -> int:
-    """A value's bytes; one if its size is unknown, since it is not free to cut there."""
+    """A value's bytes; one if its size is unknown, so that a cut there is not free."""
     return max(1, costs.value_bytes(value))
 
 
@@ -192,13 +193,13 @@ def _find_gaps(
 
 
 def _splits_slot(node: ir.Node, crossing: Collection[ir.Value]) -> bool:
-    """Whether a cut before a node goes through a slot: where no request has an adapter, nothing of it is there."""
+    """Whether a cut before a node goes through a slot, whose nodes do not exist in requests without adapters."""
     within = is_inside_slot(node) or is_slot_sum(node)
     return within or any(is_inside_slot(value.producer()) for value in crossing)
 
 
 def _narrowest(gaps: Sequence[Gap], most: int) -> list[Gap]:
-    """The narrowest gaps. Of those as narrow as the widest of them, evenly spread ones."""
+    """The narrowest gaps. Among those of the widest allowed width, evenly spread ones."""
     if len(gaps) <= most:
         return list(gaps)
     limit = sorted(gap.bytes for gap in gaps)[most - 1]
@@ -212,8 +213,9 @@ def _narrowest(gaps: Sequence[Gap], most: int) -> list[Gap]:
 class Repetition:
     """A choice of gaps that bound repeated blocks. `bounds` are indices of stretches.
 
-    `alike` is the number of blocks that are like the most common one, `covered` the number of their nodes. `shared`
-    counts the nodes that all blocks have in common with it. `crossing` are the bytes that cross the bounds.
+    - `alike`: the number of blocks that are like the most common one. `covered`: the number of their nodes.
+    - `shared`: the number of nodes that all blocks have in common with it.
+    - `crossing`: the bytes that cross the bounds.
     """
 
     bounds: tuple[int, ...]
@@ -226,9 +228,8 @@ class Repetition:
 def _repeated_blocks(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[Block]:
     """Prologue, repeated blocks and epilogue; an empty list if too little repeats (see REPEATED_SHARE).
 
-    Only narrow gaps may bound a block. How narrow is not known beforehand: the limit is the least one with which the
-    blocks cover nearly what they cover with the best limit (COVERED_SHARE). Usually that is the width of the residual
-    stream.
+    Only narrow gaps may bound a block. The limit of their width is not known beforehand. It is the least limit with
+    which blocks cover nearly as much as with the best limit (COVERED_SHARE), usually the width of the residual stream.
     """
     repetitions: list[tuple[Repetition, list[Gap]]] = []
     limit = 0.0
@@ -250,10 +251,10 @@ def _repeated_blocks(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> list[
 
 
 def find_repetition(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> Repetition | None:
-    """The best bounds of repeated blocks, or None if nothing repeats.
+    """The best bounds of repeated blocks; None if nothing repeats.
 
-    The kind of a stretch is its sequence of operators. Each kind that repeats is tried as the last stretch of a block
-    (as the feed-forward is) and as the first.
+    The kind of a stretch is its sequence of operators. Each repeated kind is tried as the last stretch of a block (such
+    as the feed-forward), and as the first.
     """
     places = [0, *(gap.first for gap in gaps), len(main_path)]
     stretches = [tuple(node.op_type for node in main_path[start:end]) for start, end in itertools.pairwise(places)]
@@ -275,7 +276,7 @@ def find_repetition(main_path: Sequence[ir.Node], gaps: Sequence[Gap]) -> Repeti
 
 
 def _measure(bounds: tuple[int, ...], stretches: Sequence[tuple[str, ...]], widths: Sequence[int]) -> Repetition:
-    """Measure how well blocks between `bounds` repeat. Blocks at the ends that are unlike the others are left out."""
+    """Measure how well blocks between `bounds` repeat. Blocks at the ends that differ from the others are left out."""
     blocks = [tuple(itertools.chain(*stretches[start:end])) for start, end in itertools.pairwise(bounds)]
     kinds = Counter(blocks)
     common = Counter(kinds.most_common(1)[0][0])
@@ -307,9 +308,9 @@ _NUMBERED = re.compile(r"(?<![A-Za-z0-9])([A-Za-z][A-Za-z_]*[._])(\d+)(?![A-Za-z
 
 
 def _exporter_names(blocks: Sequence[Sequence[ir.Node]]) -> list[str]:
-    """For each block the most common numbered name in its nodes' scopes: `layers.3` of `/model/layers.3/mlp/MatMul`.
+    """For each block, the most common numbered name in its nodes' scopes: `layers.3` in `/model/layers.3/mlp/MatMul`.
 
-    The list is empty unless the numbers count up by one: other numbers (`MatMul_31`) are no help to a reader.
+    The list is empty unless the numbers count up by one: other numbers (`MatMul_31`) do not help a reader.
     """
     names: list[tuple[str, str]] = []
     for block in blocks:

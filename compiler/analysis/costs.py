@@ -1,4 +1,4 @@
-"""What a graph's nodes cost with bound shapes: floating point operations, bytes of weights and of values."""
+"""The costs of a graph's nodes with bound shapes: floating point operations, bytes of weights and of values."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from splitc.runtime.hardware.profiles import find_profile
 class Speed:
     """A device's floating point operations per second, and bytes per second to and from its memory.
 
-    Computed values of at most `cache` bytes are read from its cache, at `cached` bytes per second. `exposed` is the
-    share of the shorter of computing and moving bytes that does not overlap with the longer one.
+    Computed values of at most `cache` bytes are read from its cache, at `cached` bytes per second. Of computing and
+    moving bytes, the shorter one overlaps with the longer one except for the share `exposed`.
     """
 
     flops: float
@@ -45,15 +45,15 @@ def nominal_speed(kind: str) -> Speed:
     return Speed(profile.flops, profile.bytes)
 
 
-# What Linux maps of a file around a byte that is read (`fault_around_bytes`).
+# The bytes of a file that Linux maps around a byte that is read (`fault_around_bytes`).
 MAPPED_AROUND = 64 << 10
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Sizes and work of a graph with its inputs' shapes bound.
+    """Sizes and work of a graph with bound input shapes.
 
-    With `maps_weights` engines read embedding tables from their mapped files.
+    With `maps_weights`, engines read embedding tables from their mapped files.
     """
 
     graph: Graph
@@ -74,9 +74,9 @@ class Costs:
         return self.bound.shapes
 
     def value_bytes(self, value: ir.Value) -> int:
-        """Bytes of a value: by its bound shape, or of the stored tensor for a weight.
+        """Bytes of a value: by its bound shape; for a weight, of the stored tensor.
 
-        What engines fold counts 0: see `held`.
+        Values that engines fold count 0: see `held`.
         """
         size = self._bytes.get(value)
         if size is None:
@@ -99,15 +99,16 @@ class Costs:
         return list(dict.fromkeys(weight for node in nodes for weight in self.graph.weights(node)))
 
     def held(self, nodes: Iterable[ir.Node]) -> dict[ir.Value, int]:
-        """Bytes of the constants that an engine of the nodes holds: weights, or what was folded from them."""
+        """Bytes of the constants that an engine of the nodes holds: weights, or values folded from them."""
         running = [node for node in nodes if node not in self.graph.folded]
         read = dict.fromkeys(value for node in running for value in self._constants[node])
         return {value: self._constant_bytes(value) for value in read}
 
     def folding(self, nodes: Iterable[ir.Node]) -> int:
-        """The most bytes that an engine of the nodes takes while it folds: what it folded until then, in all steps.
+        """The most bytes that an engine of the nodes takes while it folds.
 
-        What a node is made of is read from its file beside that. Values that were only steps go when all is folded.
+        These are all values folded so far, including intermediate ones, and the weights that a node reads from its
+        file. Intermediate values are freed when everything is folded.
         """
         kept = most = 0
         for node in nodes:
@@ -119,7 +120,7 @@ class Costs:
 
     @cached_property
     def in_files(self) -> Mapping[ir.Value, int]:
-        """Bytes of embedding tables that stay in the mapped file: all but the pages around the rows of a request."""
+        """Bytes of embedding tables that stay in the mapped file: all except the pages around a request's rows."""
         if not self.maps_weights:
             return {}
         running = [node for node in self.graph.nodes if node not in self.graph.folded]
@@ -136,25 +137,25 @@ class Costs:
         }
 
     def weight_in_memory(self, weight: ir.Value, size: int) -> int:
-        """What an engine holds of a weight, or a shard of it, of `size` bytes: on CPUs of halves twice as much.
+        """The bytes of a weight, or a shard, in an engine. `size` are its own; on CPUs, float16 takes twice as many.
 
-        Their kernels compute in single precision. Rows are looked up in a table as it is.
+        CPU kernels compute in single precision. Tables whose rows are looked up stay as they are.
         """
         is_single = self.maps_weights and weight.dtype == ir.DataType.FLOAT16 and weight not in self.in_files
         return 2 * size if is_single else size
 
     def value_in_memory(self, value: ir.Value, size: int, is_given: bool) -> int:
-        """What an engine takes for a computed value, or a shard of it, of `size` bytes: on CPUs halves are singles.
+        """The bytes of a computed value, or a shard, in an engine. `size` are its own; on CPUs, float16 is float32.
 
-        What casts between two kernels of single precision is taken out (core/optimizer/insert_cast_transformer.cc).
-        One that is given is cast at last, and is there in both.
+        Casts between two single-precision kernels are removed (core/optimizer/insert_cast_transformer.cc). An output
+        (`is_given`) is cast in the end, and exists in both types.
         """
         if not self.maps_weights or value.dtype != ir.DataType.FLOAT16:
             return size
         return (3 if is_given else 2) * size
 
     def left_in_file(self, weight: ir.Value, size: int) -> int:
-        """What stays in the mapped file of a table, or of a shard of it with its share of rows, of `size` bytes."""
+        """The bytes that stay in a table's mapped file, for the table or a shard of its rows, of `size` bytes."""
         return self.in_files[weight] * size // max(1, self._constant_bytes(weight)) if weight in self.in_files else 0
 
     def packed_scales(self, nodes: Iterable[ir.Node]) -> frozenset[ir.Value]:
@@ -168,7 +169,7 @@ class Costs:
         return frozenset(value for value in scales if value is not None)
 
     def _constant_bytes(self, value: ir.Value) -> int:
-        """Bytes of a constant, also of one that engines fold."""
+        """Bytes of a constant, including constants that engines fold."""
         is_stored = value.const_value is not None
         return self.value_bytes(value) if is_stored else tensor_bytes(value, self.shapes.get(value.name or ""))
 
@@ -182,7 +183,7 @@ class Costs:
         }
 
     def count_run(self, nodes: Iterable[ir.Node]) -> int:
-        """How many nodes an engine on a CPU makes of these, those of their subgraphs included."""
+        """The number of nodes that an engine on a CPU makes of these, including those of their subgraphs."""
         running = [node for node in nodes if node not in self.graph.folded]
         return sum(operator_of(node).nodes + sum(map(self.count_run, subgraphs(node))) for node in running)
 
@@ -195,7 +196,7 @@ class Costs:
         return self._scratch.get(node, ())
 
     def is_product(self, node: ir.Node) -> bool:
-        """Whether a node takes more than two operations per element of its outputs, as products and convolutions do."""
+        """Whether a node takes more than two operations per output element, as products and convolutions do."""
         return node in self._products
 
     @cached_property
@@ -206,7 +207,7 @@ class Costs:
         return frozenset(node for node, flops in self._flops.items() if flops > 2 * elements(node))
 
     def seconds(self, node: ir.Node, speed: Speed) -> float:
-        """Estimated seconds of a node by the roofline model: the longer of computing and of moving bytes.
+        """Estimated seconds of a node by the roofline model: the longer of computing and moving bytes.
 
         The exposed share of the shorter one is added. A lookup reads only as many bytes of its table as it writes.
         """
@@ -232,7 +233,7 @@ class Costs:
         return inputs, outputs
 
     def scratch_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-        """As `scratch`, where inputs and outputs have these shapes."""
+        """As `scratch`, if inputs and outputs have these shapes."""
         operator, is_half = operator_of(node), node.outputs[0].dtype in HALVES and not self.maps_weights
         scratch = operator.half_scratch if is_half and operator.half_scratch else operator.scratch
         blocks = () if scratch is None else scratch(node, inputs, outputs)
@@ -245,14 +246,14 @@ class Costs:
         return elements * self._item_bytes(node) if elements else elements
 
     def _item_bytes(self, node: ir.Node) -> int:
-        """The bytes of an element of what a node makes, as its kernel computes it: on CPUs halves are singles."""
+        """The bytes of an element of a node's output as its kernel computes it: on CPUs, float16 as float32."""
         dtype = node.outputs[0].dtype
         size = dtype.bitwidth // 8 if dtype is not None else 0
         return 4 if self.maps_weights and dtype == ir.DataType.FLOAT16 else size
 
     @cached_property
     def _moved(self) -> dict[ir.Node, tuple[int, tuple[int, ...]]]:
-        """The bytes of weights and inputs that each node reads, and of each computed value that it reads or makes."""
+        """The bytes of weights and inputs that each node reads, and of each computed value that it reads or writes."""
         moved = {}
         for node, reads in self.graph.reads.items():
             written = tuple(map(self.value_bytes, node.outputs))
@@ -268,7 +269,7 @@ class Costs:
 def node_flops(node: ir.Node, shapes: Mapping[str, Shape]) -> int:
     """Floating point operations of one node with bound shapes: 2 M N K for a product, else one per output element.
 
-    A node with subgraphs costs as much as one run of its most expensive subgraph. Unknown shapes count as one element.
+    A node with subgraphs costs one run of its most expensive subgraph. Unknown shapes count as one element.
     """
     inner = [sum(node_flops(n, shapes) for n in graph) for graph in subgraphs(node)]
     if inner:

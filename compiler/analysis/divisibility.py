@@ -1,4 +1,4 @@
-"""Whether a model can be cut at all: it can't if one control flow node holds nearly all of it."""
+"""Checks whether a model can be cut at all: not if one control flow node holds nearly all of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from splitc.compiler.frontend.walks import ancestors, producers
 from splitc.compiler.nodes import describe_node
 
 # If a control flow node holds more than this share of the weights, other ranks would hold next to nothing. A choice:
-# merged decoders, which it is for, have all of them in one If; with a lower share, models that can be split are
-# refused.
+# it is meant for merged decoders, which have all weights in one If. With a lower share, models that can be split would
+# be refused.
 INDIVISIBLE = 0.9
-# An input of at most this many elements can be bound on the command line: a switch or a setting, not data. A
-# choice, which only decides what a message proposes.
+# An input of at most this many elements can be bound on the command line: a switch or a setting, not data. A choice,
+# for a message's advice alone.
 FEW = 16
 
 
@@ -36,9 +36,9 @@ def check_divisible(analysis: Analysis) -> None:
 
 
 def _way_out(graph: Graph, node: ir.Node) -> str:
-    """What a user can do: bind the inputs that an If depends on, if these are small.
+    """What users can do: bind the inputs that an If depends on, if these are small.
 
-    Tables of modes show what stands before the first colon.
+    Tables of modes show the text before the first colon.
     """
     deciding = _deciding_inputs(graph, node) if node.op_type == "If" else []
     if not deciding:

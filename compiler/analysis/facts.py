@@ -1,4 +1,4 @@
-"""All that is known about a model before any decision."""
+"""The known facts about a model before any decision."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from splitc.runtime.threads.progress import counting
 
 # The steps of an analysis that progress bars count: reading, opening, shapes, costs, blocks.
 PARTS = 5
-# A model that takes more operations is not run to try its sizes. On one core, these take a second or two.
+# A model with more operations is not run to try its sizes. On one core, these take a second or two.
 MOST_FLOPS = 3 * 10**9
 
 
@@ -43,9 +43,10 @@ MOST_FLOPS = 3 * 10**9
 class Analysis:
     """A model's graph, its bound input shapes, its costs with these, its states and its blocks.
 
-    `shapes` are the largest input shapes, which are planned for. Engines with a range of sizes also take the `smallest`
-    ones and are tuned for the `typical` ones. `fitted` says how the largest were determined and tried. `slotless` are
-    weights of layers that have no slot for adapters, with the reason.
+    - `shapes`: the largest input shapes, which are planned for. Engines with a range of sizes also take the `smallest`
+      ones and are tuned for the `typical` ones.
+    - `fitted`: how the largest shapes were determined and tried.
+    - `slotless`: weights of layers without a slot for adapters, with the reason.
     """
 
     graph: Graph
@@ -68,7 +69,7 @@ class Analysis:
 
     @property
     def added(self) -> frozenset[str]:
-        """The inputs that the model does not have: the runtime gives them."""
+        """The inputs that the runtime feeds, and the model does not have."""
         return frozenset(added_inputs(self.lengths, self.preamble))
 
 
@@ -86,13 +87,15 @@ def analyze(
 ) -> Analysis:
     """Open the model and find its blocks, at least `wanted_blocks` if it can be cut that finely.
 
-    The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
-    What was written out becomes one operator where that can be and `gains`. `adapters` are merged into the weights.
-    Layers get slots for adapters of the `slot_rank`, if it is given. With `maps_weights` engines read embedding
-    tables from their mapped files.
+    - `settings`: inputs that become constants.
+    - `trusts_data`: the model's external data may lie outside its folder.
+    - `gains`: fuse patterns where that is faster; None does not fuse.
+    - `adapters`: are merged into the weights.
+    - `slot_rank`: if given, layers get slots for adapters of this rank.
+    - `maps_weights`: engines read embedding tables from their mapped files.
 
-    Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes, settings,
-    states and adapters that do not fit the model.
+    Raises ModelError for a model that `read_model` or ONNX Runtime refuses, MisuseError for shapes, settings, states
+    and adapters that do not fit the model.
     """
     done = counting("analyzing the model", PARTS)
     proto, files = read_model(path, trusts_data)
@@ -159,19 +162,19 @@ def _analyze(
 
 
 def _with_added(fused: Fused, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The inputs' shapes with those of inputs that the model does not have, which are only planned in one size."""
+    """The inputs' shapes with those of added inputs, which are only planned in one size."""
     added = added_inputs(fused.lengths, fused.preamble)
     return {**shapes, **{name: fused.bound.shapes[name] for name in added if name in fused.bound.shapes}}
 
 
 def added_inputs(lengths: Sequence[Length], preamble: Preamble | None) -> list[str]:
-    """The inputs of the ranks' graphs that the model does not have, and those of the preamble's for lengths."""
+    """The inputs of the ranks' graphs that the model does not have: lengths, and the preamble's outputs."""
     own = [name for length in lengths for name in length.names]
     return [*own, *([] if preamble is None else preamble.outputs)]
 
 
 def _is_small(graph: Graph, bound: BoundShapes) -> bool:
-    """Whether the whole model may be run to try it."""
+    """Whether the whole model may run to try its sizes."""
     if any(size < 0 for shape in bound.shapes.values() for size in shape):
         return False
     costs = Costs(graph, bound)
@@ -179,5 +182,5 @@ def _is_small(graph: Graph, bound: BoundShapes) -> bool:
 
 
 def with_blocks(analysis: Analysis, wanted: int) -> Analysis:
-    """The analysis with at least so many blocks, if the model can be cut that finely."""
+    """The analysis with at least `wanted` blocks, if the model can be cut that finely."""
     return replace(analysis, partition=find_blocks(analysis.graph, analysis.costs, wanted))

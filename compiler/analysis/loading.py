@@ -1,4 +1,4 @@
-"""The weights of an engine as ONNX Runtime holds them on a CPU, and the most that it holds while it loads them."""
+"""The weights of an engine in ONNX Runtime on a CPU, and the peak memory while it loads them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.registry import operator_of
 
-# What a weight is there beside its blocks while it is put in these: as it was read, in another order, and as a tensor.
+# The copies of a kernel beside its blocks while it is rearranged: as read, in another order, and as a tensor.
 COPIES = 3
 
 
 def packed_bytes(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes) -> int:
-    """The bytes of weights as an engine holds them that runs the nodes. For `shapes` see `Held`."""
+    """The bytes of weights in an engine that runs the nodes. For `shapes` see `Held`."""
     more = sum(packed.bytes - packed.source for packed in _packed(costs, nodes, weights, shapes))
     return more + sum(costs.weight_in_memory(weight, size) for weight, size in weights.items())
 
 
 @dataclass(frozen=True)
 class Loading:
-    """The most bytes of weights at once while an engine is loaded, and while it is only optimized.
+    """The peak bytes of weights while an engine is loaded, and while it is only optimized.
 
-    `made` are those that optimizing leaves: what was folded, and kernels in blocks. They lie in no file.
+    `made` are the bytes that optimizing leaves: folded constants, and kernels in blocks. They lie in no file.
     """
 
     most: int = 0
@@ -41,17 +41,17 @@ class Loading:
 def find_loading(
     costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes
 ) -> Loading:
-    """What an engine of the nodes takes while it is loaded; nothing where engines do not pack weights.
+    """The memory of an engine of the nodes while it is loaded; nothing if engines do not pack weights.
 
-    First it folds (see `Costs.folding`), and multiplies kernels by the factors after them. Then it puts kernels of
-    convolutions in blocks, one by one (core/optimizer/nchwc_transformer.cc); kernels that were folded or multiplied go
-    when all are done. At last matrices are packed, one by one, out of their mapped files or of what was folded, each of
-    which then goes (PrepackConstantInitializedTensors, core/framework/session_state.cc). What is not packed is read by
-    requests.
+    First it folds (see `Costs.folding`), and multiplies kernels by the factors after them. Then it rearranges kernels
+    of convolutions into blocks, one by one (core/optimizer/nchwc_transformer.cc). Folded or multiplied kernels are
+    freed when all are done. Last it packs matrices, one by one, from their mapped files or from folded constants, each
+    of which is then freed (PrepackConstantInitializedTensors, core/framework/session_state.cc). Requests read the
+    weights that are not packed.
     """
     if not costs.maps_weights:
         return Loading()
-    # Halves are cast, which is folded as well.
+    # float16 weights are cast, and the casts are folded too.
     scaled = _scaled_kernels(costs, nodes)
     made = [w for w in weights if w.producer() is not None or costs.weight_in_memory(w, 1) > 1 or w in scaled]
     folded = {weight: costs.weight_in_memory(weight, weights[weight]) for weight in made}
@@ -66,7 +66,7 @@ def find_loading(
         waiting -= folded.get(own.weight, 0)
         done += own.bytes
         most = max(most, waiting + done + own.beside)
-    # What branches pack stays as it was until all have packed it.
+    # Weights of subgraphs are kept unpacked until all subgraphs have packed theirs.
     inner = sum(weights.get(weight, 0) for weight in costs.held(node for node in nodes if holds_graphs(node)))
     most = max(most, waiting + done + 2 * inner)
     return Loading(most, optimizing, made_bytes)
@@ -74,7 +74,7 @@ def find_loading(
 
 @dataclass(frozen=True)
 class _Packed:
-    """A weight that a product packs: its bytes, those that it takes then, and those that are read meanwhile."""
+    """A weight that a product packs: its own bytes, its packed bytes, and the bytes that are read meanwhile."""
 
     weight: ir.Value
     source: int
@@ -86,7 +86,7 @@ class _Packed:
 def _packed(
     costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes
 ) -> Iterator[_Packed]:
-    """The weights that products pack, in the order in which they do."""
+    """The weights that products pack, in the order of packing."""
     seen, scales = set[ir.Value](), costs.packed_scales(nodes)
     for node in nodes:
         padding = costs.padding_of(node, *shapes(node)) if costs.is_product(node) else None
@@ -97,7 +97,7 @@ def _packed(
         if not own:
             continue
         seen.update(own)
-        *_, largest = own = sorted(own, key=weights.__getitem__)  # scales are packed with what they belong to
+        *_, largest = own = sorted(own, key=weights.__getitem__)  # scales are packed with their weight
         for weight in own:
             size = costs.weight_in_memory(weight, weights[weight])
             more = padding * (weight is largest) + 2 * size * (weight in scales)
@@ -106,7 +106,7 @@ def _packed(
 
 
 def _scaled_kernels(costs: Costs, nodes: Collection[ir.Node]) -> set[ir.Value | None]:
-    """The kernels of convolutions of which a norm or a factor after them becomes a part."""
+    """The kernels of convolutions into which a norm or a factor after them is fused."""
     running, inside = [node for node in nodes if node not in costs.graph.folded], set(nodes)
     made = [value for node in running for value in node.outputs]
     kept = {v for v in made if v.is_graph_output() or any(use.node not in inside for use in v.uses())}
@@ -116,7 +116,7 @@ def _scaled_kernels(costs: Costs, nodes: Collection[ir.Node]) -> set[ir.Value | 
 
 
 def _folding(costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int]) -> int:
-    """`Costs.folding` of the shards that a rank holds of what is folded."""
+    """`Costs.folding` of a rank's shards of folded values."""
     whole = {value: size for value, size in costs.held(nodes).items() if value.producer() is not None}
     held = sum(weights.get(value, size) for value, size in whole.items())
     return costs.folding(nodes) * held // max(1, sum(whole.values()))

@@ -22,10 +22,11 @@ from splitc.runtime.package.states import State
 
 @dataclass(frozen=True)
 class Held:
-    """The bytes of a rank's shards: of its weights (see `Costs.held`), and by `size` of any computed value.
+    """The bytes of a rank's shards: `weights` (see `Costs.held`), and by `size` of any computed value.
 
-    `shapes` gives those of a node's inputs and outputs. `summed` values have the rank's part of them.
-    `rounds` are those of a rank of row mode.
+    - `shapes`: the shapes of a node's inputs and outputs.
+    - `summed`: maps summed values to the rank's summands.
+    - `rounds`: those of a rank in row mode.
     """
 
     weights: Mapping[ir.Value, int]
@@ -39,14 +40,17 @@ class Held:
 class StageMemory:
     """Bytes of one stage.
 
-    `cache` is the states' inputs and outputs; one that is always overwritten in place counts once. `activations` are
-    all other values, with the engine's scratch and what its allocator wastes. `loading` is what weights take while they
-    are loaded. `engines` is the memory of the engines' libraries, and what predictions may be off by. `in_files` are
-    those of the weights that stay in mapped files (`Costs.in_files`), and `passed` the inputs and outputs among the
-    activations. `nodes` is how many its engines run, and `few_bits` whether some of its weights have fewer than 32.
-
-    `adapters` is what requests with adapters take beside all that: A and B of a sum of the planned rank, which are
-    `sums`, and the engines with slots, with values and, on CPUs, weights of their own.
+    - `cache`: the states' inputs and outputs. A state that is always overwritten in place counts once.
+    - `activations`: all other values, with the engine's scratch and its allocator's waste. `passed`: the inputs and
+      outputs among them.
+    - `loading`: the memory of weights while they are loaded.
+    - `engines`: the memory of the engines' libraries, and the error of predictions.
+    - `in_files`: the part of the weights that stays in mapped files (`Costs.in_files`).
+    - `nodes`: the number of nodes that its engines run.
+    - `few_bits`: whether some weights have fewer than 32 bits.
+    - `sums`: A and B of an adapter sum of the planned rank.
+    - `adapters`: the additional memory for requests with adapters: `sums`, and the engines with slots, with values and,
+      on CPUs, weights of their own.
     """
 
     weights: int
@@ -78,22 +82,22 @@ class StageMemory:
 
 
 def stage_memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None = None) -> StageMemory:
-    """Predict the bytes that a rank holds with the bound shapes: of a whole stage, or of the shards in `held`."""
+    """Predict the bytes that a rank holds with the bound shapes: for a whole stage, or for the shards in `held`."""
     return _whole_memory(costs, tuple(states), stage) if held is None else _memory(costs, states, stage, held)
 
 
 @remembered
 def _whole_memory(costs: Costs, states: Sequence[State], stage: Stage) -> StageMemory:
-    """That of a whole stage. The search over cuts asks for the stages that are chosen, and so do plans."""
+    """The memory of a whole stage. It is remembered: the search over cuts and plans both ask for chosen stages."""
     return _memory(costs, states, stage, None)
 
 
 def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | None) -> StageMemory:
     """See `stage_memory`.
 
-    Inputs are held for the whole run, as ONNX Runtime does with an IO binding. What the nodes make is allocated in its
-    arena, in its order (see `arena_bytes`): states too, which count as cache, and as activations what the arena wastes
-    around them.
+    Inputs are held for the whole run, as in ONNX Runtime with an IO binding. Nodes' outputs are allocated in its arena,
+    in its order (see `arena_bytes`). This includes states, which count as cache; the arena's waste around them counts
+    as activations.
     """
     names, over = state_names(states), overwritten(states)
     ends = dict.fromkeys([*stage.takes, *stage.gives])
@@ -127,7 +131,7 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
     memory = StageMemory(
         weights=packed_bytes(costs, running, weights, shapes) + sum(weights[value] for value in cast),
         activations=fed + max(arena - states_made, given),
-        # Where requests may feed a past without room, the engine makes another one for the present.
+        # If requests may feed a past without room, the engine allocates another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
         loading=find_loading(costs, stage.nodes, weights, shapes),
         passed=fed + given,
@@ -139,10 +143,10 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
 
 
 def _cast_tables(costs: Costs, nodes: Iterable[ir.Node], held: Held) -> frozenset[ir.Value]:
-    """Tables in halves of which the rank has some rows: an engine on a CPU has them as singles, none in the file.
+    """Tables in float16 of which the rank has only some rows: engines on CPUs hold them in float32, not in the file.
 
-    Other ranks' rows are masked, in single precision, and the rows to look up are computed. ONNX Runtime lets no kernel
-    run in halves between such two (IsIsolatedFp16NodeOnCpu in core/optimizer/insert_cast_transformer.cc).
+    Other ranks' rows are masked, in single precision, and the rows to look up are computed. ONNX Runtime runs no
+    float16 kernel between two such nodes (IsIsolatedFp16NodeOnCpu in core/optimizer/insert_cast_transformer.cc).
     """
     return frozenset(
         table
@@ -154,22 +158,23 @@ def _cast_tables(costs: Costs, nodes: Iterable[ir.Node], held: Held) -> frozense
 
 
 def have_few_bits(weights: Iterable[ir.Value]) -> bool:
-    """Whether some of these weights have fewer than 32 bits: whole numbers, or halves."""
+    """Whether some of these weights have fewer than 32 bits: small integers, or half precision."""
     types = (weight.dtype for weight in weights if weight.dtype is not None)
     return any(dtype != ir.DataType.BOOL and dtype.bitwidth < 32 for dtype in types)
 
 
 def with_adapters(memory: StageMemory, costs: Costs, weights: Mapping[ir.Value, int]) -> StageMemory:
-    """The memory of a stage whose `weights` have A and B among them, with what adapters take as a term of its own."""
+    """The memory of a stage whose `weights` include A and B, with the adapters' memory as a term of its own."""
     sums = sum(size for weight, size in weights.items() if is_slot_input(weight))
     own = replace(memory, weights=memory.weights - sums, sums=sums)
     return replace(own, adapters=adapter_bytes(own, costs.maps_weights))
 
 
 def adapter_bytes(memory: StageMemory, packs: bool) -> int:
-    """What requests with adapters take beside others: a sum, and an engine with slots, loaded beside the other one.
+    """The additional bytes for requests with adapters: an adapter sum, and an engine with slots beside the other one.
 
-    It has values of its own. If it `packs` weights, as on CPUs, it has these too; on GPUs both engines share them.
+    That engine has values of its own. If it `packs` weights, as on CPUs, it has weights of its own too; on GPUs both
+    engines share them.
     """
     if not memory.sums:
         return 0

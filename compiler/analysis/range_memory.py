@@ -1,4 +1,4 @@
-"""The memory of ranges of blocks: a lower bound that is quick to compute, and the exact bytes, which take longer."""
+"""The memory of ranges of blocks: a lower bound that is computed quickly, and the exact bytes, which take longer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from splitc.runtime.package.states import State
 
 
 class RangeMemory:
-    """The bytes that a stage holds, for every range of blocks: from number `start` to before number `end`.
+    """The bytes of a stage, for every range of blocks from number `start` to before number `end`.
 
-    The search over cuts asks for thousands of ranges. The lower bound follows from single blocks: what a stage holds
-    throughout, and the highest peak that one of its blocks has by itself, with what is rematerialized for it.
+    The search over cuts asks for thousands of ranges. The lower bound follows from single blocks: the bytes that a
+    stage holds throughout, and the highest peak of a single block, with the nodes that are rematerialized for it.
     """
 
     def __init__(self, costs: Costs, states: Sequence[State], partition: Partition) -> None:
@@ -51,7 +51,7 @@ class RangeMemory:
         self._given = [sum(size(value) for value in given & outputs if value.name not in names) for given in made]
         self._crossing = self._find_crossing()
         self.cut_bytes = [sum(size(value) for value, _, _ in crossing) for crossing in self._crossing]
-        # What crosses a cut or leaves the model is held throughout, and not part of a peak.
+        # Values that cross a cut or leave the model are held throughout, and are no part of a peak.
         held = outputs.union(value for crossing in self._crossing for value, _, _ in crossing)
         self._peaks = [self._peak(nodes, held) for nodes in needed]
         self._outputs = outputs
@@ -59,7 +59,7 @@ class RangeMemory:
         self._exact: dict[tuple[int, int], int] = {}
 
     def _find_crossing(self) -> list[list[tuple[ir.Value, int, set[int]]]]:
-        """The values that cross each cut, each with the block that makes it and the blocks that read it."""
+        """The values that cross each cut, each with its producer's block and its readers' blocks."""
         home = {node: number for number, block in enumerate(self._partition.blocks) for node in block.nodes}
         uses: dict[ir.Value, tuple[int, set[int]]] = {}
         for node, number in home.items():
@@ -88,7 +88,7 @@ class RangeMemory:
         return self._weights.of(start, end)
 
     def at_least(self, start: int, end: int) -> int:
-        """A lower bound of `exact`; the exact bytes if they are known already."""
+        """A lower bound of `exact`; the exact bytes if they are already known."""
         if (start, end) in self._exact:
             return self._exact[start, end]
         if (start, end) not in self._bounds:
@@ -96,7 +96,7 @@ class RangeMemory:
         return self._bounds[start, end]
 
     def exact(self, start: int, end: int) -> int:
-        """Bytes of weights, cache and activations: those of `stage_memory`."""
+        """Bytes of weights, cache and activations, by `stage_memory`."""
         if (start, end) not in self._exact:
             ends = sorted({start, end, len(self._partition.blocks)} - {0})
             stages = divide_blocks(self._costs.graph, self._partition, ends)
@@ -105,9 +105,9 @@ class RangeMemory:
         return self._exact[start, end]
 
     def _bound(self, start: int, end: int) -> int:
-        """What is held throughout (weights, inputs and states, what is received), and the highest peak.
+        """The bytes that are held throughout (weights, inputs and states, received values), and the highest peak.
 
-        At a block's peak there is also what blocks before it give.
+        A block's peak includes the values that earlier blocks give to later stages or the caller.
         """
         size = self._costs.value_bytes
         received = {value for value, _, readers in self._crossing[start] if any(start <= r < end for r in readers)}
@@ -139,7 +139,7 @@ class _Held:
                 own[numbers[0]] += sizes[value]
             else:
                 shared[tuple(numbers)] += sizes[value]
-        self._own: Sequence[int] = list(accumulate(own, initial=0))  # bytes that only one block needs, in all before it
+        self._own: Sequence[int] = list(accumulate(own, initial=0))  # prefix sums of bytes that a single block needs
         self._shared: Mapping[tuple[int, ...], int] = dict(shared)  # bytes by the blocks that need them
 
     def of(self, start: int, end: int) -> int:

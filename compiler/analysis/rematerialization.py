@@ -1,4 +1,4 @@
-"""Rematerializable nodes: masks, rotary tables, shapes, all that is cheap to compute from inputs and constants.
+"""Rematerializable nodes: masks, rotary tables, shapes, and others that are cheap to compute from inputs and constants.
 
 Each stage that needs such a value computes it itself, so that it does not cross a cut.
 """
@@ -15,14 +15,14 @@ from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.walks import producers
 
 # A node is rematerializable if it and its ancestors have at most this share of the model's operations and weight bytes,
-# and at most this many bytes of weights: then what stages repeat is small beside the stages. With any share from 0.003
-# to 0.03, the blocks of 56 of 57 models are the same. The bytes only matter in models of more than 6 GiB, where a
-# choice keeps what is held several times below 64 MiB a stage.
+# and at most this many bytes of weights: then stages repeat little. With any share from 0.003 to 0.03, the blocks of 56
+# of 57 models are the same. The bytes only matter in models of more than 6 GiB. They are a choice: weights that are
+# held several times stay below 64 MiB per stage.
 REMATERIALIZABLE_SHARE = 0.01
 REMATERIALIZABLE_WEIGHT_BYTES = 64 << 20
 # A node with more bytes of weights than this stays on the main path if all its readers lie within this share of the
-# path: it belongs to one block. What several blocks share is read over a longer distance. With any share from 0.125 to
-# 0.5, the blocks of all 57 models are the same.
+# path: it belongs to one block. Values that several blocks share are read over a longer distance. With any share from
+# 0.125 to 0.5, the blocks of all 57 models are the same.
 NEGLIGIBLE_WEIGHT_BYTES = 1024
 LOCAL_SHARE = 0.25
 
@@ -30,8 +30,8 @@ LOCAL_SHARE = 0.25
 def find_rematerializable(graph: Graph, costs: Costs, shapes: frozenset[ir.Node]) -> frozenset[ir.Node]:
     """The nodes that are cheap together with all their ancestors, so that each stage may compute them itself.
 
-    What depends on weights alone (a transposed or dequantized weight) is rematerializable at any cost: engines fold it.
-    So are the Shape nodes in `shapes`: a stage without the value reads its sizes from another one.
+    Nodes that depend on weights alone (a transposed or dequantized weight) are rematerializable at any cost: engines
+    fold them. So are the Shape nodes in `shapes`: a stage without the value reads its sizes from another one.
     """
     most_flops = REMATERIALIZABLE_SHARE * sum(costs.flops(node) for node in graph.nodes)
     most_bytes = min(REMATERIALIZABLE_SHARE * costs.weight_bytes(graph.nodes), REMATERIALIZABLE_WEIGHT_BYTES)
@@ -80,7 +80,7 @@ def _read_in_one_place(graph: Graph, cheap: frozenset[ir.Node]) -> frozenset[ir.
 def find_upstream(
     graph: Graph, rematerializable: frozenset[ir.Node], shapes: frozenset[ir.Node], main_path: Sequence[ir.Node]
 ) -> dict[ir.Node, frozenset[ir.Node]]:
-    """For each node of the main path the rematerializable nodes that it depends on."""
+    """For each node of the main path, the rematerializable nodes that it depends on."""
     cones: dict[ir.Node, frozenset[ir.Node]] = {}
     for node in graph.nodes:
         makers = (maker for maker in producers(graph.reads[node]) if maker in rematerializable)

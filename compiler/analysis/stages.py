@@ -1,4 +1,4 @@
-"""Stages: runs of blocks, and what each takes from other stages and from the caller."""
+"""Stages: runs of blocks, and the values that each takes from other stages and from the caller."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Place = tuple[ir.Value, int]
 class Stage:
     """What one group of devices runs, in terms of the whole model's values.
 
-    `nodes` are those of its blocks and the rematerializable ones that they need, in the model's order. `feeds` are
-    inputs of the model, `outputs` its outputs. `receives` come from earlier stages, `sends` go to later ones.
-    `borrowed` are shape vectors of values that the stage does not have: it reads the same sizes from other values.
+    - `nodes`: those of its blocks and the rematerializable ones that they need, in the model's order.
+    - `feeds`: inputs of the model. `outputs`: its outputs.
+    - `receives`: values from earlier stages. `sends`: values for later ones.
+    - `borrowed`: shape vectors of values that the stage does not have. It reads the same sizes from other values.
     """
 
     blocks: tuple[Block, ...]
@@ -46,9 +47,9 @@ class Stage:
 
 
 def divide_blocks(graph: Graph, partition: Partition, ends: Sequence[int]) -> list[Stage]:
-    """Stages of consecutive blocks, then one for each device that what is placed has.
+    """Stages of consecutive blocks, followed by one for each device with placed weights.
 
-    `ends` are, for each of the former, the number of its last block plus one. The first stage gives outputs that only
+    `ends` are, for each stage of blocks, the number of its last block plus one. The first stage gives outputs that only
     depend on rematerializable nodes (a mask).
     """
     runs = [partition.blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -75,7 +76,7 @@ def _stage(
 ) -> Stage:
     """One stage without its `sends`.
 
-    Its nodes are found upstream from its blocks and outputs, through rematerializable nodes, up to other stages.
+    Its nodes are those upstream of its blocks and outputs, through rematerializable nodes, up to other stages.
     """
 
     def reads(node: ir.Node) -> Sequence[ir.Value]:
@@ -97,7 +98,7 @@ def _stage(
     present = {*feeds, *receives, *(value for node in nodes for value in node.outputs)}
     absent = dict.fromkeys(n for n in nodes if n in partition.shapes and present.isdisjoint(graph.reads[n]))
     borrowed = [node.outputs[0] for node in absent]
-    # Where values come and go while a stage runs, one may come too late to read sizes off it.
+    # If values are received while a stage runs, one may arrive too late to read sizes from it.
     seen = feeds if partition.placed else [*receives, *feeds]
     fed = {*feeds, *_missing_sizes(graph, borrowed, seen)}
 
@@ -117,14 +118,14 @@ def _stage(
 
 
 def _is_for_its_sizes(value: ir.Value) -> bool:
-    """Whether nothing of a caller's input is read but its sizes: they may differ from those that share their names."""
+    """Whether only the sizes of a caller's input are read, which may differ from other values with its symbols."""
     if not value.is_graph_input() or says_a_size(value):
         return False
     return all(use.node.op_type == "Shape" for use in value.uses())
 
 
 def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir.Value]) -> list[ir.Value]:
-    """The model's inputs that a stage takes only for their sizes, which no other value that it takes has."""
+    """The model's inputs that a stage takes only for their sizes, since no other value that it takes has these."""
     needed: list[ir.Value] = []
     for value in borrowed:
         for size in borrowed_sizes(value):
@@ -136,7 +137,7 @@ def _missing_sizes(graph: Graph, borrowed: Sequence[ir.Value], seen: Sequence[ir
 
 
 def borrowed_sizes(value: ir.Value) -> list[int | ir.SymbolicDim]:
-    """The sizes that a Shape node gives: those of the value that it reads, from `start` to `end`."""
+    """The sizes that a Shape node returns: those of its input, from `start` to `end`."""
     node = producer_of(value)
     source = node.inputs[0]
     assert source is not None and source.shape is not None
@@ -144,7 +145,7 @@ def borrowed_sizes(value: ir.Value) -> list[int | ir.SymbolicDim]:
 
 
 def find_size(size: ir.SymbolicDim, values: Sequence[ir.Value]) -> Place | None:
-    """The first value with an axis of this size, and the axis. Not one with room behind it, or that may be left out."""
+    """The first value with an axis of this size, and the axis. Not one with room, or that may be left out."""
     for value in values:
         for axis, other in enumerate(value.shape or ()):
             if other == size and not says_nothing(value, axis):

@@ -41,7 +41,7 @@ TENSORRT: dict[str, Any] = {"rich_help_panel": "TensorRT"}
 
 
 def _modules(given: Mapping[str, Any], incomplete: str) -> list[str]:
-    """The models of a folder, for completion."""
+    """The names of a folder's models, for completion."""
     folder = Path(given["model"])
     return [name for name, _ in name_models(folder, find_models(list(files_of_folder(folder))))]
 
@@ -56,7 +56,7 @@ MODEL = typer.Argument(
 
 
 def _source_there(context: typer.Context, model: Path) -> Path | None:
-    """The path, which with --export may be another's to know, as a Hub's id."""
+    """The path. With --export it may also be an id on a Hub, which is not checked."""
     return model if context.params.get("export") else model_there(model)
 
 
@@ -305,7 +305,7 @@ def _decide(
     build: BuildSettings,
     given: Callable[[str], bool],
 ) -> Plan:
-    """The plan in the file, or a new one."""
+    """The plan in the file; without a file, a new plan."""
     from splitc.compiler.api import plan_model
     from splitc.compiler.modes.replanning import plan_from_file
     from splitc.compiler.packaging.building import check_settings
@@ -321,7 +321,7 @@ def _decide(
 
 
 def _need_folder(model: Path, modules: list[str], swap: bool) -> None:
-    """Raise MisuseError if something is asked of a single model that is for several."""
+    """Raise MisuseError for an option of folders with a single model."""
     if swap:
         raise MisuseError(f"--swap is for the models of a folder, and {model} is one model: leave it out")
     if modules:

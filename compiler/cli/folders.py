@@ -35,7 +35,7 @@ def plan_folder(
     report: Path | None,
     as_json: bool,
 ) -> None:
-    """Show what each module of a folder would hold on each device. See `plan_pipeline` for errors."""
+    """Show what each module of a folder would hold on each device. For errors see `plan_pipeline`."""
     if explain:
         raise MisuseError(f"--explain is for one model, and {folder} is a folder: name the ONNX file in it")
     if output:
@@ -67,7 +67,7 @@ def compile_folder(
     as_json: bool,
     options: Mapping[str, Any],
 ) -> None:
-    """Write the package of a folder. `options` are those of `compile_pipeline`. `given` tells what the user gave."""
+    """Write the package of a folder. `options` are those of `compile_pipeline`, `given` says what the user gave."""
     if plan_path is None:
         with shown_bars():
             plan = plan_pipeline(folder, devices, request, wanted, swap)

@@ -1,4 +1,4 @@
-"""The options of plan and compile that a Request has fields for."""
+"""The options of plan and compile that are fields of a Request."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ COMPLETERS: Mapping[str, Callable[..., Any]] = {
     "main_device": completion.devices,
     "engine": one_of(KINDS.keys()),
 }
-# Help that is known only where the field is not: the modes are in a table of their own.
+# Help that a field can't contain: the modes are in a table of their own.
 HELP: Mapping[str, str] = {"split_mode": describe_modes()}
 
 
 def request_reader(make: Callable[[Request], T]) -> Callable[..., T]:
-    """A function that takes the options as keyword arguments, named as the fields, and calls `make` with a Request.
+    """A function that takes the options as keyword arguments, named like the fields, and calls `make` with a Request.
 
     Typer reads its signature.
     """

@@ -1,4 +1,4 @@
-"""Whether ONNX Runtime accepts a model. Only one node of each form is loaded, in a fraction of the whole's time."""
+"""Checks that ONNX Runtime accepts a model. Only one node of each form is loaded, in a fraction of the whole's time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RefusedError(ModelError):
 
 @contextmanager
 def refusals_first(path: Path, trusts_data: bool = False) -> Iterator[None]:
-    """Raise RefusedError in place of another error if ONNX Runtime refuses the model too: its message is clearer."""
+    """Raise RefusedError instead of another error if ONNX Runtime refuses the model too: its message is clearer."""
     try:
         yield
     except RefusedError:
@@ -42,8 +42,8 @@ def refusals_first(path: Path, trusts_data: bool = False) -> Iterator[None]:
 def check_accepted(graph: Graph, file: onnx.ModelProto) -> None:
     """Raise RefusedError if ONNX Runtime refuses the model.
 
-    Nodes that are like another one are left out, and their outputs become inputs: see `_repeated`. The whole
-    model is only loaded if what is left is refused, so that the message is the one that the user would see.
+    Nodes that repeat an earlier one are left out, and their outputs become inputs: see `_repeated`. The whole model is
+    only loaded if the rest is refused, so that the message is the one that the user would see.
     """
     _check_crashes(graph)
     if not _holds_its_data(file) or _refuses(_without(graph, file).SerializeToString()):
@@ -51,7 +51,7 @@ def check_accepted(graph: Graph, file: onnx.ModelProto) -> None:
 
 
 def _check_crashes(graph: Graph) -> None:
-    """Raise RefusedError for a node that ONNX Runtime loads, and that ends the process when it runs."""
+    """Raise RefusedError for a node that ONNX Runtime loads, but that ends the process when it runs."""
     if release(onnxruntime.__version__) >= (1, 32):
         return
     for node in graph.nodes:
@@ -73,7 +73,7 @@ def check_whole(path: Path, trusts_data: bool = False) -> None:
 
 
 def _refuses(model: Path | bytes, trusts_data: bool = False) -> Exception | None:
-    """Why ONNX Runtime refuses to load a model, or None if it does not."""
+    """The error with which ONNX Runtime refuses to load a model; None if it does not."""
     try:
         load_unoptimized(model, trusts_data=trusts_data)
     except onnxruntime_build.NotImplemented:
@@ -90,7 +90,7 @@ def _holds_its_data(file: onnx.ModelProto) -> bool:
 
 
 def _without(graph: Graph, file: onnx.ModelProto) -> onnx.ModelProto:
-    """The model without most of its repeated nodes and without its large weights, which become inputs too."""
+    """The model without most of its repeated nodes and without its large weights, which become inputs."""
     kept = _kept(graph, _repeated(graph))
     made = {value for node in kept for value in node.outputs}
     reduced = onnx.ModelProto(ir_version=max(file.ir_version, 4))
@@ -117,7 +117,7 @@ def _without(graph: Graph, file: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _repeated(graph: Graph) -> set[ir.Node]:
-    """The nodes that agree with an earlier one in their operator, attributes, and what is known of their inputs."""
+    """The nodes whose operator, attributes, and known facts about inputs equal those of an earlier node."""
     forms: set[Hashable] = set()
     repeated = set()
     for node in graph.nodes:
@@ -129,7 +129,7 @@ def _repeated(graph: Graph) -> set[ir.Node]:
 
 
 def _known(value: ir.Value | None) -> Hashable:
-    """What ONNX Runtime may look at of an input: its type and shape, and its elements if it is small."""
+    """What ONNX Runtime may check of an input: its type and shape, and its elements if it is small."""
     if value is None:
         return None
     tensor = value.const_value
@@ -140,7 +140,7 @@ def _known(value: ir.Value | None) -> Hashable:
 
 
 def _kept(graph: Graph, repeated: Collection[ir.Node]) -> list[ir.Node]:
-    """The nodes that are not repeated, and those that make outputs, or values of unknown type that kept nodes read."""
+    """The nodes that are not repeated, and producers of outputs and of values of unknown type that kept nodes read."""
     needed = set(graph.graph.outputs)
     kept = []
     for node in reversed(graph.nodes):

@@ -1,4 +1,4 @@
-"""Whether other sizes of a model's inputs fit: no shape is lost, and sizes agree where operators want them to."""
+"""Checks whether other sizes of a model's inputs fit: no shape is lost, and sizes agree as operators require."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.compiler.request.shapes import Shape
 
 
 def fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
-    """Whether shapes are known as far as the given ones, and agree where operators want them to."""
+    """Whether as many shapes are known as with the given sizes, and sizes agree as operators require."""
     if len(made.uncertain) > len(bound.uncertain):
         return False
     certain = {name: shape for name, shape in made.shapes.items() if name not in made.uncertain}
@@ -22,10 +22,10 @@ def fits(graph: Graph, made: BoundShapes, bound: BoundShapes) -> bool:
 
 
 def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
-    """Whether sizes are as an operator wants them.
+    """Whether sizes are as an operator requires.
 
-    Factors agree along the axis that a product sums over, and what is put together along all other axes. What is
-    reshaped has as many elements as before. Attention has as many keys as values.
+    Factors of a product agree along the axis that is summed over, parts of a Concat along all other axes. A Reshape
+    keeps the number of elements. Attention has as many keys as values.
     """
     read = [shapes.get(value.name or "") if value is not None else None for value in node.inputs]
     if operator_of(node).is_attention:

@@ -1,4 +1,4 @@
-"""Bind inputs to constants (`--set`), and fold what follows: branches, choices, unused inputs.
+"""Binds inputs to constants (`--set`), and folds what follows: branches, choices, unused inputs.
 
 onnxscript's optimizer takes branches too, but no choices (Where), and would be one more library to install.
 """
@@ -26,14 +26,14 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Fixed:
-    """An input that was removed, with the value that it was bound to; None if nothing reads it any more."""
+    """A removed input, with the value that it was bound to; None if it was removed because nothing reads it."""
 
     input: ir.Value
     value: Array | None
 
 
 def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
-    """Make constants of the inputs in `settings`, in place, and fold what follows from them.
+    """Replace the inputs in `settings` by constants, in place, and fold what follows from them.
 
     Inputs that nothing reads afterwards are removed too. Returns all removed inputs. Raises MisuseError for an unknown
     input, or for a value that does not fit the input's type or shape.
@@ -58,7 +58,7 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
 
 
 def _make_constant(graph: ir.Graph, value: ir.Value, array: Array) -> ir.Value:
-    """Replace an input by an initializer, and return that."""
+    """Replace an input by an initializer, and return the initializer."""
     if value.is_initializer():  # an optional input
         unmark(value)
         del graph.initializers[value.name or ""]
@@ -82,10 +82,10 @@ def _keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
 
 
 def _take_choices(model: ir.Model) -> int:
-    """Replace each Where with a single known condition by the input that it takes. Returns how many.
+    """Replace each Where with a single known condition by the input that it selects. Returns how many were replaced.
 
-    A Where broadcasts its inputs, so it stays if the other input makes the result larger. Shapes are inferred to find
-    that out, since the file's own may be wrong.
+    A Where broadcasts its inputs, so it stays if the other input makes the result larger. To see that, shapes are
+    inferred, since the file's own may be wrong.
     """
     choices = [node for node in model.graph if node.op_type == "Where" and _is_known_choice(node)]
     if not choices:

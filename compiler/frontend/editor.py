@@ -46,7 +46,7 @@ class Editor:
         return self.constant(np.array(number, like.dtype.numpy() if like.dtype is not None else np.float32))
 
     def lists(self, operator: str, **lists: Sequence[int]) -> tuple[list[ir.Value], dict[str, Any]]:
-        """Lists of numbers as an operator takes them in the graph's opset: as inputs behind its data, or attributes."""
+        """An operator's lists of numbers, as in the graph's opset: as inputs after its data, or as attributes."""
         if self.graph.opset_imports.get("", 17) < LISTS_AS_INPUTS[operator]:
             return [], lists
         return [self.constant(np.array(numbers, np.int64)) for numbers in lists.values()], {}
@@ -84,9 +84,9 @@ class Editor:
         dtype: ir.DataType | None = None,
         **attributes: Any,
     ) -> ir.Value:
-        """Insert a node after the one that makes a value. Its result replaces the value and takes over its name.
+        """Insert a node after the producer of a value. Its result replaces the value and takes over its name.
 
-        The old value's name gets the `suffix`. The result is of its type, unless another one is given.
+        The `suffix` is appended to the old value's name. The result has its type, unless `dtype` is given.
         """
         uses = list(old.uses())
         node = ir.node(operator, inputs, attributes)

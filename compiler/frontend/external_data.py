@@ -1,6 +1,6 @@
 """The files beside a model that hold its weights. They are checked once, when the model is opened.
 
-A model is untrusted: it must not make us copy /etc/passwd into a package.
+A model is untrusted: it must not make splitc copy /etc/passwd into a package.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from splitc.compiler.frontend.protos import Contents
 
 
 def check_external_data(contents: Contents, path: Path, trusted: bool = False) -> frozenset[Path]:
-    """Check that each tensor of the model lies whole in a file below the model's folder. Returns these files.
+    """Check that each tensor of the model lies completely in a file below the model's folder. Returns these files.
 
     If the model's path is a link (as in caches that store files by hash), they may also lie below the folder of its
     target; if the data are `trusted`, anywhere. Tensors other than a graph's weights are read into the model. Raises
@@ -40,7 +40,7 @@ def _weights(contents: Contents) -> Iterator[onnx.TensorProto]:
 
 
 def _others(contents: Contents) -> Iterator[onnx.TensorProto]:
-    """All tensors but the weights of the model's graphs: attributes, and what functions hold."""
+    """All tensors except the weights of the model's graphs: attributes, and tensors in functions."""
     for graph in contents.in_functions:
         yield from graph.initializer
     for graph in (*contents.graphs, *contents.in_functions):
@@ -97,7 +97,7 @@ class _Files:
             )
 
     def read(self, tensor: onnx.TensorProto) -> None:
-        """Read a tensor that was checked into the model."""
+        """Read a checked tensor into the model."""
         place = self._place(tensor)
         with (self._folder / place.location).open("rb") as file:
             file.seek(place.offset or 0)
@@ -149,7 +149,7 @@ def settle_weights(model: ir.Model, folder: Path) -> None:
     """Set the full paths of checked weights, and the types of their values, in place.
 
     With relative paths, onnx_ir checks them at each read, and refuses files with hard links, which packages may make.
-    The types that the file states may be wrong. Small weights become arrays, which are faster to read than protobufs.
+    The types that the file declares may be wrong. Small weights become arrays, which are faster to read than protobufs.
     """
     paths: dict[object, Path] = {}
     for value in chain.from_iterable(graph.initializers.values() for graph in model.graphs()):

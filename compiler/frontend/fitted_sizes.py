@@ -1,8 +1,8 @@
-"""Sizes of inputs that fit together: made up, tried in ONNX Runtime, and changed where it refuses them.
+"""Sizes of inputs that fit together: made up, tried in ONNX Runtime, and changed if it refuses them.
 
-No rules say what each operator demands of sizes (as many channels as a Conv's kernel has, a length that its kernel
-reaches, a cache with the queries' head size): ONNX Runtime knows. The first node that it refuses shows which inputs are
-wrong. Sizes of these are tried until the node runs.
+No rules describe what each operator requires of sizes (as many channels as a Conv's kernel, a length that its kernel
+fits into, a cache with the queries' head size): ONNX Runtime knows. The first node that it refuses shows which inputs
+are wrong. Other sizes of these are tried until the node runs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from splitc.compiler.nodes import describe_node
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Fill
 
-# The most sizes that are changed, one after the other, and the most that are tried for each. These are counts, not
-# seconds, so that a busy machine finds the same sizes. A choice, against a search
-# without end.
+# The most sizes that are changed, one after the other, and the most tries for each. These are counts, not seconds, so
+# that a busy machine finds the same sizes. A choice, against a search without end.
 MOST_CHANGES, MOST_TRIES = 32, 500
 # Lengths are tried by doubling up to LARGEST, or one by one up to COUNTED. A choice: images and sounds have up to some
-# thousand positions a side, and what divides no power of two (windows, patches) is small.
+# thousand positions per side, and lengths that divide no power of two (windows, patches) are small.
 LARGEST, COUNTED = 1 << 14, 64
 
 # How sizes were tried.
@@ -50,9 +49,11 @@ Changes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Sizes of inputs, the shapes that they bind, and values of integer inputs that sizes depend on (`fills`).
+    """Sizes of inputs, and the shapes that they bind.
 
-    `problem` is why the model does not run on them, None if it does. `tried` says how that was determined.
+    - `problem`: why the model does not run on them; None if it does.
+    - `tried`: how that was determined.
+    - `fills`: values of integer inputs that sizes depend on.
     """
 
     inputs: InputSizes
@@ -70,10 +71,12 @@ class Fitted:
 
 @dataclass(frozen=True)
 class _Refused:
-    """A node that ONNX Runtime does not run, and why.
+    """A node that ONNX Runtime does not run, and the reason.
 
-    `names` are those of its outputs, `above` is the model up to it. `numbers` are sizes and attributes of the node,
-    `steps` the strides and the like of the nodes above.
+    - `names`: the names of its outputs.
+    - `above`: the model up to the node.
+    - `numbers`: sizes and attributes of the node.
+    - `steps`: strides, kernels and the like of the nodes above.
     """
 
     reason: str
@@ -84,12 +87,12 @@ class _Refused:
 
 
 def fit_sizes(graph: Graph, first: InputSizes, trial: Trial, is_small: Callable[[BoundShapes], bool]) -> Fitted:
-    """Change sizes that are made up until the model runs on them: whole if it `is_small`, or else node by node.
+    """Change made-up sizes until the model runs on them: whole if it `is_small`, else node by node.
 
-    Sizes that are given stay as they are.
+    Given sizes stay as they are.
     """
     search = _Search(graph, first, trial, is_small)
-    if _only_in_caches(graph, first):  # an empty cache demands nothing of its other sizes
+    if _only_in_caches(graph, first):  # with an empty cache, its other sizes would not be tested
         search.inputs = first.changed(dict.fromkeys(first.past, DEFAULT_LENGTH))
         search.fit()
         search.inputs = search.inputs.changed(dict.fromkeys(first.past, 0))
@@ -97,7 +100,7 @@ def fit_sizes(graph: Graph, first: InputSizes, trial: Trial, is_small: Callable[
 
 
 def _only_in_caches(graph: Graph, first: InputSizes) -> set[str]:
-    """The symbols that only inputs with a growing length have, and that are made up."""
+    """The made-up symbols that occur only in inputs with a growing length."""
     inputs = [symbols_of(value) for value in graph.graph.inputs]
     elsewhere = frozenset(chain.from_iterable(symbols for symbols in inputs if symbols.isdisjoint(first.past)))
     free = first.made_up.keys() - first.fixed.keys() - first.stated.keys() - first.past - elsewhere
@@ -119,7 +122,7 @@ class _Search:
         self._may_be_odd = False
 
     def fit(self) -> Fitted:
-        """Change sizes until the model runs on them, or none are found."""
+        """Change sizes until the model runs on them, or until there are no more to try."""
         for _ in range(MOST_CHANGES):
             fitted, refused = self._try()
             if refused is None:
@@ -132,7 +135,7 @@ class _Search:
         return fitted
 
     def _try(self) -> tuple[Fitted, _Refused | None]:
-        """Try the sizes so far. Returns what came of it, and the first node that they are wrong for, if any."""
+        """Try the sizes so far. Returns the result, and the first node for which they are wrong, if any."""
         model = self._graph.model
         shapes = self.inputs.shapes(model)
         with bound_model(model, shapes, defaults=True) as (bound_copy, bound):
@@ -152,16 +155,16 @@ class _Search:
         return fitted, _Refused(wrong[1], names, above, numbers, _steps(above))
 
     def _odd(self, model: ir.Model, bound: BoundShapes) -> tuple[ir.Node, str] | None:
-        """The first node that ONNX Runtime runs, though its sizes are hardly meant."""
+        """The first node that ONNX Runtime runs, although its sizes are hardly intended."""
         if self._may_be_odd:
             return None
         return first_emptied(model, bound) or first_stretched(model, bound, self._declared)
 
     def _change(self, refused: _Refused) -> bool:
-        """Change one size or several so that the node runs, and those that were refused before. Returns whether it did.
+        """Change sizes so that this node runs, and those that were refused before. Returns whether that succeeded.
 
-        If the node is refused for another reason after a change, the change is taken for a part of what is needed, and
-        the search goes on from there.
+        If the node is refused for another reason after a change, the change counts as a part of the solution, and the
+        search goes on from there.
         """
         symbols = self._free(refused.above)
         tries, known = count(), dict[frozenset[tuple[str, int]], str | None]()
@@ -187,7 +190,7 @@ class _Search:
         return False
 
     def _why_not(self, refused: _Refused, changes: Changes) -> str | None:
-        """Why the node is refused after a change, "" if another one is; None if none is: the change is kept then."""
+        """Why the node is refused after a change; "" if another node is. None if none is: then the change is kept."""
         changed = self.inputs.changed(changes)
         for model in (refused.above, *self._changed):
             with bound_model(model, changed.shapes(model), defaults=True) as (copy, bound):
@@ -219,7 +222,7 @@ class _Search:
         return fitted
 
     def _free(self, model: ir.Model) -> list[str]:
-        """The symbols of a model's inputs that may be changed: those that are made up, then those that are stated."""
+        """The symbols of a model's inputs that may be changed: made-up ones, then stated ones."""
         read = {value.name for node in model.graph for value in node_reads(node)}
         symbols = frozenset(chain.from_iterable(symbols_of(v) for v in model.graph.inputs if v.name in read))
         free = [name for name in (*self.inputs.made_up, *self.inputs.stated) if name not in self.inputs.fixed]
@@ -236,7 +239,7 @@ class _Search:
     ) -> Iterator[Changes]:
         """Sizes to try, likely ones first: a cache of one row, or none; doubled ones; those in `near`. If `far`, many.
 
-        Symbols in `part` have been changed already: they are changed again one at a time, not in groups.
+        Symbols in `part` have been changed already. They are changed again one at a time, not in groups.
         """
         sizes = self.inputs.sizes
         groups = self._groups([name for name in symbols if name not in part])
@@ -254,7 +257,7 @@ class _Search:
         yield from ({name: size} for name in symbols for size in _grown(sizes[name]))
 
     def _may_be_nothing(self, name: str) -> bool:
-        """Whether a size only occurs in sums, as a past length does in a mask's where the model has no caches."""
+        """Whether a size only occurs in sums, such as a past length in a mask's length if the model has no caches."""
         changed = self.inputs.changed({name: 0})
         shapes = changed.shapes(self._graph.model)
         reads = [shapes[value.name or ""] for value in self._graph.graph.inputs if name in symbols_of(value)]
@@ -274,7 +277,7 @@ class _Search:
 
 
 def _number_fills(trial: Trial) -> Iterator[dict[str, Fill]]:
-    """Other values for inputs of one integer: one input after the other, then all."""
+    """Other values for inputs of one integer: for one input after the other, then for all."""
     names = [tensor.name for tensor in trial.inputs if tensor.fill == Fill("ones") and tensor.shape in ([], [1])]
     for size in (2, 4, 8, 16, 32, 64):
         fill = Fill("randint", size, size + 1)
@@ -283,7 +286,7 @@ def _number_fills(trial: Trial) -> Iterator[dict[str, Fill]]:
 
 
 def _known(trial: Trial, fills: Mapping[str, Fill]) -> dict[str, npt.NDArray[Any]]:
-    """The values as arrays."""
+    """The fills as arrays."""
     inputs = {tensor.name: tensor for tensor in trial.inputs}
     return {name: np.full(len(inputs[name].shape or ()) * (1,), f.low, inputs[name].dtype) for name, f in fills.items()}
 
@@ -316,14 +319,14 @@ def _numbers(node: ir.Node, shapes: Mapping[str, Shape]) -> list[int]:
 
 
 def _steps(model: ir.Model) -> list[int]:
-    """The numbers in lists that a model's nodes have as attributes: strides and kernels of convolutions."""
+    """The numbers in list attributes of a model's nodes: strides and kernels of convolutions."""
     attributes = (attribute for node in model.graph for attribute in node.attributes.values())
     lists = [attribute.as_ints() for attribute in attributes if attribute.type == ir.AttributeType.INTS]
     return sorted({number for numbers in lists for number in numbers if 1 < number <= COUNTED})
 
 
 def _near(reason: str, numbers: Sequence[int]) -> list[int]:
-    """Sizes that a node may need: those in the message with which it is refused, then others."""
+    """Sizes that a node may need: the numbers in the error message first."""
     named = [int(number) for number in re.findall(r"\d{1,5}", reason)]
     return list(dict.fromkeys([*(size for size in named if 1 < size <= LARGEST), *numbers]))
 
@@ -334,7 +337,7 @@ def _kind(reason: str) -> str:
 
 
 def _above(model: ir.Model, names: frozenset[str | None]) -> ir.Model:
-    """A copy of the model with the nodes that these values depend on; of the whole model if no node makes them."""
+    """A copy of the model with only the ancestors of these values; of the whole model if no node computes them."""
     copy = model.clone()
     kept = ancestors([node for node in copy.graph if names & {value.name for value in node.outputs}], node_reads)
     if kept:

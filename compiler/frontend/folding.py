@@ -1,6 +1,6 @@
-"""Compute shape arithmetic: small integer values that follow from constants and known shapes.
+"""Computes shape arithmetic: small integer values that follow from constants and known shapes.
 
-onnxscript's folding replaces nodes, weights included. Here values become known, and the graph stays as it is.
+onnxscript's folding replaces nodes, including weights. Here values become known, and the graph stays as it is.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ Array = npt.NDArray[Any]
 # The most elements of a shape vector. Anything longer is data. With 64, or without a limit, the plans of 43 models are
 # the same; without one, tables would be folded too.
 LONGEST = 1024
-# The most results that are kept for other nodes that compute the same, in this model or the next. A choice: a
-# result is a short array, and what is dropped is computed again.
+# The most results that are cached for nodes that compute the same, in this model or the next. A choice: a result is a
+# short array, and dropped ones are recomputed.
 MOST_RESULTS = 4096
 
 
 def fold_shapes(graph: ir.Graph) -> int:
-    """Set the `const_value` of the outputs of shape arithmetic, in place. Returns the number of nodes that were folded.
+    """Set the `const_value` of the outputs of shape arithmetic, in place. Returns the number of folded nodes.
 
-    Shape inference can't always follow the sizes that Reshape and Expand are given by itself.
+    Shape inference alone can't always follow the sizes that are given to Reshape and Expand.
     """
     return sum(map(fold, graph))
 
 
 def fold_from(graph: ir.Graph, known: set[ir.Value]) -> int:
-    """As `fold_shapes`, but only for what depends on a value in `known`, to which folded values are added."""
+    """As `fold_shapes`, but only for nodes that depend on a value in `known`. Folded values are added to `known`."""
     count = 0
     for node in graph:
         if any(value in known for value in node.inputs) and fold(node):
@@ -93,12 +93,12 @@ def _evaluate(node: ir.Node) -> list[Array] | None:
 
 @lru_cache(maxsize=MOST_RESULTS)
 def _results(content: Hashable) -> list[list[Array] | None]:
-    """What nodes with this content compute: nothing yet, to be appended to."""
+    """The cached results of nodes with this content: an empty list at first, to be appended to."""
     return []
 
 
 def _content(node: ir.Node) -> Hashable:
-    """A key that is equal for nodes that compute the same; None for a node that is compared with no other."""
+    """A key that is equal for nodes that compute the same; None for a node that can't be compared."""
     if (key := node_key(node)) is None:
         return None
     return (
@@ -110,7 +110,7 @@ def _content(node: ir.Node) -> Hashable:
 
 
 def _run(node: ir.Node) -> list[Array] | None:
-    """What a node with known inputs computes in ONNX Runtime; None if it can't."""
+    """The results of a node with known inputs in ONNX Runtime; None if it fails."""
     try:
         return run_alone(serialized(node_alone(node, lambda _: True)), {})
     except ERRORS:
@@ -119,7 +119,7 @@ def _run(node: ir.Node) -> list[Array] | None:
 
 
 def _gives_short(node: ir.Node, arrays: list[Array]) -> bool:
-    """Whether an operator whose result may have any size gives at most LONGEST elements."""
+    """Whether an operator whose result may have any size returns at most LONGEST elements."""
     if node.op_type == "Range":
         start, limit, delta = (float(array.item()) for array in arrays)
         return abs(limit - start) <= LONGEST * abs(delta)
@@ -134,7 +134,7 @@ def _gives_short(node: ir.Node, arrays: list[Array]) -> bool:
 
 
 def take_branches(graph: ir.Graph) -> int:
-    """Replace each If whose condition is known by the branch that is taken. Returns how many.
+    """Replace each If with a known condition by the branch that is taken. Returns the number of replaced nodes.
 
     If the condition depends on sizes, the other branch may be invalid with these sizes.
     """
@@ -163,9 +163,9 @@ def take_branches(graph: ir.Graph) -> int:
 
 
 def _named_sizes(inner: ir.Shape | None, outer: ir.Shape | None) -> ir.Shape | None:
-    """The shape of a branch's output, with the symbols that the model has for it outside.
+    """The shape of a branch's output, with the symbols that the model has for it outside the branch.
 
-    Those inside may be new names for the same sizes.
+    Symbols inside may be new names for the same sizes.
     """
     if inner is None or outer is None or len(inner) != len(outer):
         return inner

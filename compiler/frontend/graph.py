@@ -32,14 +32,16 @@ class Graph:
     """A model's main graph in normal form, with what each node reads.
 
     The normal form: functions are inlined, nodes are in topological order, unused ones are removed, constants and the
-    subgraphs' initializers are initializers of the main graph, no initializer is an input, and a node of its own makes
-    every output.
+    subgraphs' initializers are initializers of the main graph, no initializer is an input, and each output has a
+    producer.
 
-    `reads` maps a node to the values of the main graph that it needs: its inputs and those that its subgraphs capture.
-    `declared` are the shapes that the file has for intermediate values, by name. `passed` are outputs that are inputs:
-    they are not in the graph, but kept with their place among the outputs. `fixed` are the inputs that were bound or
-    removed. `optional` are the weights that a request may override. `data_files` hold the model's external data, which
-    with `trusts_data` may lie outside its folder.
+    - `reads`: maps a node to the values of the main graph that it needs: its inputs and those that its subgraphs
+      capture.
+    - `declared`: the shapes of intermediate values in the file, by name.
+    - `passed`: outputs that are inputs. They are not in the graph, but kept with their place among the outputs.
+    - `fixed`: the inputs that were bound or removed.
+    - `optional`: the weights that a request may override.
+    - `data_files`: the files of the model's external data. With `trusts_data` they may lie outside its folder.
     """
 
     path: Path
@@ -69,12 +71,12 @@ class Graph:
         return tuple(values)
 
     def are_alike(self, one: ir.Value, other: ir.Value) -> bool:
-        """Whether two values have the same shape in each request, by the file: in numbers, or by names of sizes."""
+        """Whether two values have the same shape in every request, according to the file: in numbers, or by symbols."""
         sizes = self._written_sizes(one)
         return sizes is not None and sizes == self._written_sizes(other)
 
     def _written_sizes(self, value: ir.Value) -> list[int | str] | None:
-        """A value's sizes as the file has them, or as they follow where all are numbers; None if one is not known."""
+        """A value's sizes as the file declares them, or as inferred if all are numbers; None if one is not known."""
         shape = self.declared.get(value.name or "", value.shape)
         if shape is None:
             return None
@@ -90,7 +92,7 @@ class Graph:
 
     @cached_property
     def axis_counts(self) -> Mapping[ir.Value, int]:
-        """The number of axes of each value for which it is known."""
+        """The number of axes of each value, if known."""
         return count_axes(self.model)
 
     @cached_property
@@ -105,7 +107,7 @@ class Graph:
 
     @cached_property
     def folded(self) -> frozenset[ir.Node]:
-        """The constant nodes that engines fold. They do not fold dequantization: quantized weights stay packed."""
+        """The constant nodes that engines fold. Dequantization is not folded: quantized weights stay packed."""
         return computed_from_weights(self.reads, lambda node: is_random(node) or operator_of(node).dequantizes)
 
     def is_constant(self, value: ir.Value) -> bool:
@@ -114,8 +116,8 @@ class Graph:
 
     @cached_property
     def uses(self) -> Mapping[ir.Value, tuple[ir.Node, ...]]:
-        """For each weight the nodes that read it, or what constant nodes compute from it, these included."""
-        behind: dict[ir.Node, dict[ir.Value, None]] = {}  # the weights that constant nodes compute from
+        """For each weight, the nodes that read it, or a value that constant nodes compute from it; with these nodes."""
+        behind: dict[ir.Node, dict[ir.Value, None]] = {}  # the weights that each constant node computes from
         uses: dict[ir.Value, list[ir.Node]] = {}
         for node, reads in self.reads.items():
             weights = dict.fromkeys(self.weights(node))
@@ -156,8 +158,7 @@ def open_graph(
     """The graph of a model that `read_model` read from `path`. Weights stay on disk.
 
     The inputs in `settings` become constants. With `trusts_data`, the model's external data may lie outside its folder.
-
-    Raises ModelError for a model that is not valid, MisuseError for settings that do not fit the model.
+    Raises ModelError for an invalid model, MisuseError for settings that do not fit the model.
     """
     with invalid_model_explained(path):
         lift_constants(proto.graph)

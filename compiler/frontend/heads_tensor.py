@@ -1,4 +1,4 @@
-"""A weight's columns for heads, as a matrix of each head: it refers to the weight, and reads it when it is needed."""
+"""A weight's columns as one matrix for each head: it refers to the weight, and reads it when needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from splitc.compiler.frontend.cut_tensor import read_alone
 class HeadsTensor(ir.LazyTensor):
     """[heads, rows, columns], or with `turned` [heads, columns, rows], of `source` [rows, heads x width].
 
-    Of each head's width only the `columns` are taken. It takes no memory.
+    Only `columns` of each head's width are taken. It takes no memory.
     """
 
     __slots__ = ("columns", "heads", "source", "turned")

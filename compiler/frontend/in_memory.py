@@ -1,4 +1,4 @@
-"""Models that are in memory, not in a file: splitc reads files, so they are written to one."""
+"""Models in memory: splitc reads files, so they are written to one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import onnx_ir as ir
 from splitc.compiler.errors import ModelError
 from splitc.runtime.errors import MisuseError
 
-# What a model may be given as.
+# The types of a given model.
 Given = str | Path | onnx.ModelProto | ir.Model
 
 
 class ModelFile:
-    """The file of a model: its own, or one that is written to a temporary folder.
+    """The file of a model: its own, or one in a temporary folder.
 
-    As a context, the folder is there until its end, or as long as what `keep` was called with.
+    As a context, the folder exists until its end, or as long as the object that was given to `keep`.
     """
 
     def __init__(self, model: Given) -> None:
@@ -44,7 +44,7 @@ class ModelFile:
         return self
 
     def keep(self, user: object) -> None:
-        """The file is there as long as this object, which reads its weights later."""
+        """Keep the file as long as this object exists, which reads its weights later."""
         if self._folder is not None:
             finalize(user, self._folder.cleanup)
             self._folder = None

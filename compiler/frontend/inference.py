@@ -1,4 +1,4 @@
-"""Symbolic shape inference by onnx-shape-inference, with rules that leave a node unknown instead of failing."""
+"""Symbolic shape inference by onnx-shape-inference. If a rule fails, the node's shapes stay unknown."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ _observed: ContextVar[set[str]] = ContextVar("splitc.observed")
 
 
 def infer_shapes_and_types(model: ir.Model, folds: bool = False) -> frozenset[str]:
-    """Set the shapes and types that follow from the inputs, in place. What can't be inferred stays unknown.
+    """Set the shapes and types that follow from the inputs, in place. Others stay unknown.
 
-    If it `folds`, shape arithmetic is computed on the way where that can be, so that what reads it is known at once.
-
+    If it `folds`, shape arithmetic is computed on the way if possible, so that its readers' shapes are known at once.
     Returns the operators that had to be run in ONNX Runtime, since they have no rule or it failed.
     """
     observed: set[str] = set()
@@ -69,8 +68,8 @@ def _infer_in_order(
 ) -> bool:
     """Run the rules of a model's nodes one after the other. Returns whether that suffices; if not, nothing is set.
 
-    It does not if an operator has a body in place of a rule, or if a rule creates symbols, which the library relates to
-    others afterwards. Where it does, the library's own loop sets the same, in four times the time.
+    It does not if an operator has a function body instead of a rule, or if a rule creates symbols, which the library
+    relates to others afterwards. If it does, the library's own loop gives the same result, in four times the time.
     """
     sizes = chain.from_iterable(value.shape or () for value in model.graph.inputs)
     present = {operator: rule for operator, rule in rules.items() if rule is not None}
@@ -83,7 +82,7 @@ def _infer_in_order(
     constants = [value.const_value for value in values]
     context = ShapeInferenceContext(model.opset_imports)
     for node in nodes:
-        if folds and fold(node):  # rules create symbols even for what is known, as that of Where
+        if folds and fold(node):  # some rules, such as Where's, create symbols even for known values
             continue
         present[node.domain, node.op_type](context, node)
         if context.generated_dim_names:
@@ -97,7 +96,7 @@ def _infer_in_order(
 def _find_rule(domain: str, name: str, version: int) -> Rule | None:
     """The rule of an operator; None for a function of other operators, which is inferred through these.
 
-    One that the library lacks for this version is registered.
+    If the library has none for this version, one is registered.
     """
     registered: Rule | None = RULES.get(domain, name, version)
     if registered is not None:
@@ -114,9 +113,9 @@ def _find_rule(domain: str, name: str, version: int) -> Rule | None:
 
 
 def _is_function(operator: str, version: int) -> bool:
-    """Whether ONNX defines the operator by others in this opset version. (It writes no bodies for the oldest ones.)"""
+    """Whether ONNX defines the operator as a function in this opset version. (The oldest versions have no bodies.)"""
     try:
-        schema: Any = onnx.defs.get_schema(operator, version)  # the library's stubs lack what is asked of it
+        schema: Any = onnx.defs.get_schema(operator, version)  # the library's stubs lack these attributes
     except onnx.defs.SchemaError:
         return False
     return bool(schema.has_function or schema.has_context_dependent_function)
@@ -153,7 +152,7 @@ def _forgiving(rule: Rule | None) -> Rule:
 def _tell_bodies(value: ir.Value) -> None:
     """Set the type of a sequence, or an optional value, in the bodies of loops that carry it.
 
-    The library would take it for a tensor there: it hands on the elements' type only.
+    The library would take it for a tensor there, since it passes on only the type of the elements.
     """
     if value.type is None or isinstance(value.type, ir.TensorType):
         return
@@ -167,9 +166,9 @@ def _tell_bodies(value: ir.Value) -> None:
 
 
 def count_axes(model: ir.Model) -> dict[ir.Value, int]:
-    """The number of axes of each input and computed value: by its shape, or else by ONNX's own inference.
+    """The number of axes of each input and computed value, from its shape, or else by ONNX's own inference.
 
-    That infers fewer sizes, but follows the bodies of Scan and computed shapes.
+    ONNX's inference finds fewer sizes, but follows the bodies of Scan and computed shapes.
     """
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs if value.name)]
     counts = {value: len(value.shape) for value in values if value.shape is not None}
@@ -182,8 +181,10 @@ def count_axes(model: ir.Model) -> dict[ir.Value, int]:
 
 
 def _with_constants_inside(model: ir.Model) -> ir.Model:
-    """Copy short constants into the bodies that read them, in place: ONNX's own inference follows sizes that are
-    computed in a body, but not from constants outside it."""
+    """Copy short constants into the bodies that read them, in place.
+
+    ONNX's own inference follows sizes that are computed in a body, but not from constants outside it.
+    """
     for node in all_nodes(model.graph):
         if node.graph is model.graph or node.graph is None:
             continue
@@ -198,7 +199,7 @@ def _with_constants_inside(model: ir.Model) -> ir.Model:
 
 
 def add_types(model: ir.Model) -> None:
-    """Set types that are missing, by ONNX's own inference."""
+    """Set missing types, by ONNX's own inference."""
     inferred = _inferred_by_onnx(model.clone())
     types = {value.name: value.type for node in inferred.graph for value in node.outputs}
     for value in (value for node in model.graph for value in node.outputs):
@@ -209,9 +210,9 @@ def add_types(model: ir.Model) -> None:
 
 
 def _inferred_by_onnx(model: ir.Model) -> ir.Model:
-    """The model with the shapes and types that ONNX's own inference tells. Long weights become inputs.
+    """The model with the shapes and types of ONNX's own inference. Long weights become inputs.
 
-    onnx_ir's pass would take a sequence for a tensor. A model that ONNX finds wrong stays as it is.
+    onnx_ir's pass would take a sequence for a tensor. A model that ONNX considers invalid stays as it is.
     """
     for value in tuple(model.graph.initializers.values()):
         if value.const_value is not None and value.const_value.size > MOST_SIZES:
@@ -227,7 +228,7 @@ def _inferred_by_onnx(model: ir.Model) -> ir.Model:
 
 
 def _not_beyond(rule: Rule) -> Rule:
-    """The rule for Slice, except that a constant end may lie beyond the axis."""
+    """The rule for Slice, but a constant end may lie beyond the axis."""
 
     def infer(context: Any, node: ir.Node) -> None:
         rule(context, node)
@@ -243,7 +244,7 @@ def _not_beyond(rule: Rule) -> Rule:
 
 
 def _of_both_branches(rule: Rule) -> Rule:
-    """The rule for If, except that a result has no shape if only one branch tells one: that may be the other's."""
+    """The rule for If, but a result has no shape if only one branch's is known: the other one's may differ."""
 
     def infer(context: Any, node: ir.Node) -> None:
         rule(context, node)
@@ -259,14 +260,14 @@ CORRECTED = {("", "Slice"): _not_beyond, ("", "If"): _of_both_branches}
 
 
 def _least(size: int | ir.SymbolicDim, cut: int | ir.SymbolicDim) -> int | ir.SymbolicDim | None:
-    """The size of a sliced axis: `cut`, or less if the axis is shorter. (At least 1 if it is not empty.)"""
+    """The size of a sliced axis: `cut`, or less if the axis is shorter. (At least 1 unless it is empty.)"""
     if isinstance(size, int) or not isinstance(cut, int) or cut <= 1:
         return cut
     return ir.SymbolicDim(f"Min({size.value}, {cut})") if size.value and size.value.isidentifier() else None
 
 
 def _own_registry() -> OpShapeInferenceRegistry:
-    """The library's rules, all forgiving, with the shape functions that it lacks."""
+    """The library's rules, all wrapped by `_forgiving`, with shape functions for operators that it lacks."""
     rules = OpShapeInferenceRegistry()
     registry.collect()
     own = {operator.name for operator in REGISTRY.values() if operator.shapes is not None}
@@ -283,10 +284,10 @@ def _own_registry() -> OpShapeInferenceRegistry:
 
 
 def _without_common_factor(one: sympy.Expr, other: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """Two equal numbers of elements without the factors that both have, as the library finds them.
+    """Two equal numbers of elements without their common factors, a replacement of the library's own function.
 
-    It simplifies what is left by all that sympy knows, which takes up to a second for the windows of a picture whose
-    sides may change. To cancel factors suffices, and takes a twentieth.
+    That one simplifies the rest by all means of sympy, which takes up to a second for the windows of an image with
+    dynamic sides. To cancel factors suffices, and takes a twentieth of the time.
     """
     try:
         factor = sympy.gcd(one, other)
@@ -299,7 +300,7 @@ def _without_common_factor(one: sympy.Expr, other: sympy.Expr) -> tuple[sympy.Ex
 
 @contextmanager
 def _own_rules() -> Iterator[None]:
-    """Have the library infer by our rules meanwhile."""
+    """Let the library infer by our rules inside the context."""
     with _lock:
         theirs = _constraints._reduce_common_factor
         _registry.registry, _constraints._reduce_common_factor = RULES, _without_common_factor

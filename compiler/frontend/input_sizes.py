@@ -21,10 +21,11 @@ DEFAULT_BATCH, DEFAULT_LENGTH = 1, 16
 
 @dataclass(frozen=True)
 class InputSizes:
-    """The `given` shapes of some inputs, and a size for each symbol of all.
+    """The `given` shapes of some inputs, and a size for each symbol of all inputs.
 
-    `fixed` sizes follow from the given shapes. `stated` ones are from a config beside the model, and hold unless they
-    are given. The others are `made_up`, those in `past` (lengths of caches) as 0.
+    - `fixed`: sizes that follow from the given shapes.
+    - `stated`: sizes from a config beside the model, unless they are given.
+    - `made_up`: all other sizes. Those in `past` (lengths of caches) are 0.
     """
 
     given: Mapping[str, Shape]
@@ -39,7 +40,7 @@ class InputSizes:
         return {**self.made_up, **self.stated, **self.fixed}
 
     def changed(self, changes: Mapping[str, int]) -> InputSizes:
-        """With other sizes for symbols that are not fixed."""
+        """The same with other sizes for symbols that are not fixed."""
         made_up = {symbol: changes.get(symbol, size) for symbol, size in self.made_up.items()}
         stated = {symbol: changes.get(symbol, size) for symbol, size in self.stated.items()}
         return replace(self, made_up=made_up, stated=stated)
@@ -59,9 +60,9 @@ def input_sizes(
     stated: Mapping[str, Sequence[int | None]] = MappingProxyType({}),
     ignored: Collection[ir.Value] = (),
 ) -> InputSizes:
-    """A size for every symbol of the inputs. Shapes of `ignored` inputs (which were removed) fix symbols too.
+    """A size for each symbol of the inputs. Shapes of `ignored` (removed) inputs fix symbols too.
 
-    A symbol that is neither given nor stated gets the largest size given, since exporters give one length several
+    A symbol that is neither given nor stated gets the largest given size, since exporters give one length several
     symbols: that of first dimensions if it is one, else that of the others. If none is given, it gets a default.
 
     Raises MisuseError for a shape of an unknown input, or one that contradicts the model or another one.
@@ -85,13 +86,13 @@ def input_sizes(
 
 
 def symbols_of(value: ir.Value) -> frozenset[str]:
-    """The symbols in an input's sizes: the names, and the parts of those that may be expressions."""
+    """The symbols in an input's sizes: the names, and the parts of names that may be expressions."""
     dynamic = [size for size in value.shape or () if isinstance(size, ir.SymbolicDim) and size.value]
     return frozenset(symbol for size in dynamic for symbol in (size.value or "", *size.free_symbols()))
 
 
 def _symbols(inputs: Mapping[str, ir.Value]) -> dict[str, bool]:
-    """Each symbol, and whether it is a first dimension: of an input with several, or wherever it occurs."""
+    """Each symbol, and whether it is a first dimension: of an input with several, or of all inputs that have it."""
     sizes = [
         (size, axis, len(value.shape or ()))
         for value in inputs.values()
@@ -146,7 +147,7 @@ def _check_given(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> 
 
 
 def _given_symbols(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -> dict[str, int]:
-    """The sizes of symbols in the given shapes. Another size replaces a 1, which may be broadcast to it.
+    """The sizes of symbols in the given shapes. Any other size replaces 1, which may be broadcast to it.
 
     Raises MisuseError for a symbol with two sizes.
     """
@@ -169,7 +170,7 @@ def _given_symbols(inputs: Mapping[str, ir.Value], given: Mapping[str, Shape]) -
 def _stated_symbols(
     inputs: Mapping[str, ir.Value], stated: Mapping[str, Sequence[int | None]], past: frozenset[str]
 ) -> dict[str, int]:
-    """The sizes of symbols that are stated, except lengths of caches."""
+    """The sizes of stated symbols, except lengths of caches."""
     pairs = [
         (symbol.value, size)
         for name, sizes in stated.items()

@@ -1,4 +1,4 @@
-"""Weights side by side as one: it refers to them, and reads them when it is needed."""
+"""Concatenated weights: they refer to their parts, and read them when needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from splitc.compiler.frontend.cut_tensor import read_alone
 
 
 class JoinedTensor(ir.LazyTensor):
-    """Tensors of one type, one behind the other along an axis. It takes no memory."""
+    """Tensors of one type, concatenated along an axis. It takes no memory."""
 
     __slots__ = ("axis", "parts")
 

@@ -1,4 +1,4 @@
-"""Where a layer takes its input and gives its result in floating point, so that an adapter's update can be added."""
+"""Where a layer has its input and result in floating point, so that an adapter's update can be added."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TO_FLOAT = ("com.microsoft", "MatMulIntegerToFloat")
 
 @dataclass(frozen=True)
 class Place:
-    """A node that multiplies with a layer's weight, with the layer's input `data` and the node that gives its result.
+    """A node that multiplies by a layer's weight, the layer's input `data`, and the producer `last` of its result.
 
-    They are the node's own, but where the input is quantized as it comes.
+    These are the node's own input and the node itself, unless the input is quantized dynamically.
     """
 
     node: ir.Node
@@ -27,7 +27,7 @@ class Place:
 
 
 def place_of(node: ir.Node) -> Place | str:
-    """The place of a node that multiplies with a weight, or why it has none."""
+    """The place of a node that multiplies by a weight, or the reason why it has none."""
     data = node.inputs[0]
     if data is None or node.attributes.get_int("transA", 0) == 1:
         return "its input is turned"
@@ -48,9 +48,9 @@ def place_of(node: ir.Node) -> Place | str:
 
 
 def _scaled(node: ir.Node, scale: ir.Value) -> ir.Node | None:
-    """The node that gives the product of integers times the input's `scale` and a constant; None if there is none.
+    """The producer of the integer product times the input's `scale` and a constant; None if there is none.
 
-    The integers become floating point first. The factors may be multiplied with each other before.
+    The integers are cast to floating point first. The two factors may be multiplied with each other before.
     """
     last = only_reader(node.outputs[0])
     if last is None or last.op_type != "Cast":
@@ -67,7 +67,7 @@ def _scaled(node: ir.Node, scale: ir.Value) -> ir.Node | None:
 
 
 def _leaves(value: ir.Value) -> Iterator[ir.Value]:
-    """The factors of a product of two values; else the value."""
+    """The factors of a product of two values; for any other value, the value."""
     maker = value.producer()
     if maker is not None and maker.op_type == "Mul" and not maker.domain:
         yield from (factor for factor in maker.inputs if factor is not None)

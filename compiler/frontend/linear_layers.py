@@ -1,4 +1,4 @@
-"""The layers whose weight an adapter may change, products and convolutions, with the names that they go by."""
+"""The products and convolutions whose weight an adapter may change, with their names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ QUANTIZED = "its weight is quantized: --lora-slots adds adapters beside it"
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A layer's weight, the nodes that multiply with it, how, and in numbers of which type.
+    """A layer: its weight, the nodes that multiply by it, and the type in which they compute.
 
-    The weight is [outputs, inputs, ...], or with `is_transposed` [inputs, outputs]. The product is multiplied by
-    `factor`. A `why_not` says why no adapter can be added to this weight.
+    - `weight`: [outputs, inputs, ...], or with `is_transposed` [inputs, outputs].
+    - `factor`: multiplies the product.
+    - `why_not`: why no adapter can be added to this weight.
     """
 
     layer: Layer
@@ -36,7 +37,7 @@ class LinearLayer:
 
 
 def find_linear_layers(graph: Graph) -> list[LinearLayer]:
-    """The linear layers of a model, in its order: one for each weight."""
+    """The linear layers of a model, in its order, one for each weight."""
     layers: dict[ir.Value, LinearLayer] = {}
     for node in graph.nodes:
         if (layer := _layer_of(node)) is not None:
@@ -46,7 +47,7 @@ def find_linear_layers(graph: Graph) -> list[LinearLayer]:
 
 
 def _layer_of(node: ir.Node) -> LinearLayer | None:
-    """The linear layer that a node is; None if it is none."""
+    """The linear layer of a node; None if it is none."""
     reader, at, quantized = _READERS.get((node.domain, node.op_type), (None, 0, False))
     if reader is None or len(node.inputs) <= at or node.inputs[at] is None:
         return None
@@ -71,12 +72,12 @@ def _layer_of(node: ir.Node) -> LinearLayer | None:
     if not dtype.is_floating_point():
         if not quantized:
             return None
-        dtype = ir.DataType.FLOAT  # what is quantized as it comes is always that
+        dtype = ir.DataType.FLOAT  # dynamically quantized inputs are always of this type
     return replace(layer, why_not=QUANTIZED if quantized else layer.why_not, dtype=dtype)
 
 
 def _turns(node: ir.Node) -> bool:
-    """Whether a node turns a matrix."""
+    """Whether a node transposes a matrix."""
     order = node.attributes.get_ints("perm", None)
     return node.op_type == "Transpose" and not node.domain and (order is None or list(order) == [1, 0])
 
@@ -134,7 +135,7 @@ def _made(
 
 
 def _names(node: ir.Node, weight: ir.Value) -> Iterator[str]:
-    """The names that exporters leave of a layer: its weight's, its node's, or those of the scopes it is in."""
+    """The names of a layer that exporters keep: from its weight's name, its node's, and its scope's."""
     if re.search(r"[./]", name := weight.name or ""):
         yield re.sub(r"[./](base_layer|MatMul|weight|qweight|weight_\w+)(?=$|[./])", "", name)
     if "/" in (name := node.name or ""):

@@ -1,4 +1,4 @@
-"""Read a model's file lazily, and check that it is complete."""
+"""Reads a model's file lazily, and checks that it is complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from splitc.runtime.engines.onnx_session import too_large
 
 
 def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, frozenset[Path]]:
-    """Read a model's file, and check that its weights, which stay on disk, are there. Returns it and their files.
+    """Read a model's file, and check that its weights, which stay on disk, exist. Returns the model and their files.
 
     With `trusts_data`, these may lie outside the model's folder.
 
@@ -41,7 +41,7 @@ def read_model(path: Path, trusts_data: bool = False) -> tuple[onnx.ModelProto, 
 
 @contextmanager
 def invalid_model_explained(path: Path) -> Iterator[None]:
-    """Raise ModelError for what onnx_ir finds wrong with a model, in whichever of its passes."""
+    """Raise ModelError for errors in a model that any pass of onnx_ir reports."""
     try:
         yield
     except (ir.serde.SerdeError, ir.passes.PassError, ValueError, TypeError, KeyError) as error:
@@ -52,7 +52,7 @@ def invalid_model_explained(path: Path) -> Iterator[None]:
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
-    """An ONNX file as it is, its weights on disk. Raises ModelError if it is missing or no ONNX model."""
+    """An ONNX file unchanged, its weights on disk. Raises ModelError if it is missing or no ONNX model."""
     if not path.is_file():
         what = "is a folder: name the ONNX file in it" if path.is_dir() else "is no regular file"
         raise ModelError(f"{path} {what}" if path.exists() else f"no such model file: {path}")
@@ -81,7 +81,7 @@ def _check_texts(contents: Contents, path: Path) -> None:
 
 
 def _graphs(graph: onnx.GraphProto, outside: frozenset[str]) -> Iterator[tuple[onnx.GraphProto, frozenset[str]]]:
-    """A graph and its subgraphs, with the names that are visible from outside of each."""
+    """A graph and its subgraphs, each with the names that are visible from outside."""
     yield graph, outside
     given = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     names = outside.union(given, chain.from_iterable(node.output for node in graph.node))
@@ -110,7 +110,7 @@ def _check_maps(graph: onnx.GraphProto, path: Path) -> None:
 
 
 def _check_names(graph: onnx.GraphProto, path: Path, outside: frozenset[str]) -> None:
-    """Raise ModelError for a name of two values, which tools resolve differently.
+    """Raise ModelError if two values have one name, which tools resolve differently.
 
     (An input may have an initializer of the same name, its default.) Of two weights with the same name, ONNX Runtime
     takes the first if they are large, and the last if they are small.

@@ -1,4 +1,4 @@
-"""How to make up plausible arrays for a model's inputs, by their roles."""
+"""Chooses how to make up plausible arrays for a model's inputs, by their roles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from splitc.runtime.package import manifest as m
 def choose_fill(value: ir.Value, role: m.Role | None) -> m.Fill:
     """How to fill the input `value`.
 
-    Indices are below the number of rows of their table, positions count up, masks are ones. Other floating point inputs
-    are normally distributed; other integers and booleans are ones, since they are switches and lengths.
+    Indices are below the number of rows of their table, positions count up, masks are ones. Other floating-point inputs
+    are normally distributed. Other integers and booleans are ones, since they are switches and lengths.
     """
     if role is not None and role.kind == "indices":
         return m.Fill("randint", high=role.rows)
@@ -23,7 +23,7 @@ def choose_fill(value: ir.Value, role: m.Role | None) -> m.Fill:
 
 
 def describe_tensor(value: ir.Value) -> m.Tensor:
-    """An input or output as a manifest has it."""
+    """The manifest's entry for an input or output."""
     assert isinstance(value.type, ir.TensorType)
     shape = value.shape
     sizes = None if shape is None else [size if isinstance(size, int) else size.value for size in shape]
@@ -31,7 +31,7 @@ def describe_tensor(value: ir.Value) -> m.Tensor:
 
 
 def describe_fixed(fixed: Fixed) -> m.FixedInput:
-    """A bound or removed input as a manifest has it."""
+    """The manifest's entry for a bound or removed input."""
     tensor = describe_tensor(fixed.input)
     shape = tensor.shape if fixed.value is None else list(fixed.value.shape)
     return m.FixedInput(tensor.name, tensor.dtype, shape, None if fixed.value is None else fixed.value.tolist())

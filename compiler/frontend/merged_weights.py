@@ -1,4 +1,4 @@
-"""Weights with adapters added to them: computed one at a time, when they are read."""
+"""Weights with merged adapters: computed one at a time, when they are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from splitc.runtime.arrays.array import Array
 
 
 class MergedTensor(ir.LazyTensor):
-    """A weight with the product of two matrices added. It takes no memory: it is computed each time that it is read."""
+    """A weight plus the product of two matrices. It takes no memory, and is computed each time that it is read."""
 
     __slots__ = ("base", "layer", "strength", "update")
 
@@ -33,7 +33,7 @@ class MergedTensor(ir.LazyTensor):
 
 
 def _product(update: LowRank) -> Array:
-    """B A: [outputs, inputs], with a kernel's elements beside the inputs."""
+    """B A: [outputs, inputs], with a kernel's elements along the inputs."""
     a, b = update.read_a(), update.read_b()
     product: Array = b.astype(np.float32).reshape(len(b), -1) @ a.astype(np.float32).reshape(len(a), -1)
     return product
@@ -41,9 +41,11 @@ def _product(update: LowRank) -> Array:
 
 @dataclass(frozen=True)
 class Merged:
-    """An adapter that was merged, and by which strength: what it changed among so many layers, and what has no layer.
+    """A merged adapter and its strength.
 
-    `weights` are those that it changed, by the names of initializers.
+    - `layers`: the number of the model's linear layers.
+    - `matches`: the updates of layers, and those that match no layer.
+    - `weights`: the changed weights, by the names of initializers.
     """
 
     adapter: Adapter
@@ -54,9 +56,10 @@ class Merged:
 
 
 def merge(graph: Graph, adapters: Sequence[tuple[Adapter, float]]) -> tuple[Merged, ...]:
-    """Add adapters to the weights of a graph, in place, each times its strength.
+    """Add adapters to the weights of a graph, in place, each multiplied by its strength.
 
-    Raises MisuseError for an adapter of another model. What else does not match is in the result, with the reason.
+    Raises MisuseError for an adapter of another model. Other updates that do not match are in the result, with the
+    reason.
     """
     merged = []
     layers = find_linear_layers(graph) if adapters else []

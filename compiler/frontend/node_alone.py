@@ -1,4 +1,4 @@
-"""One node as a model of its own, run in ONNX Runtime."""
+"""A model of a single node, run in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Array = npt.NDArray[Any]
 
 
 def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequence[Sequence[int]] = ()) -> ir.Graph:
-    """A graph of the node alone. It is the same for all nodes that compute the same.
+    """A graph of the node alone. It is equal for all nodes that compute the same.
 
-    Constants for which `keeps` is true are initializers; other inputs are the graph's, with these `shapes`.
+    Constants for which `keeps` is true are initializers. Other inputs are inputs of the graph, with these `shapes`.
     """
     remaining = iter(shapes)
     inputs: list[ir.Value | None] = []
@@ -25,7 +25,7 @@ def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequenc
         elif keeps(value) and (tensor := value.const_value) is not None:
             # A tensor of its own: it gets the input's name, and holds its data.
             own = ir.Tensor(tensor.numpy(), tensor.dtype)
-            kind = ir.TensorType(own.dtype)  # what was just computed has none yet
+            kind = ir.TensorType(own.dtype)  # a value that was just folded has none yet
             inputs.append(ir.Value(name=f"input{number}", shape=own.shape, type=kind, const_value=own))
         else:
             inputs.append(ir.Value(name=f"input{number}", shape=ir.Shape(next(remaining)), type=value.type))
@@ -44,19 +44,19 @@ def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequenc
 
 
 def open_alone(content: bytes) -> ort.InferenceSession:
-    """A serialized model of one node in a session with one thread. Raises what ONNX Runtime raises."""
+    """A session of a serialized model of one node, with one thread. Raises ONNX Runtime's errors."""
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
 def run_alone(content: bytes, feeds: Mapping[str | None, Array]) -> list[Array]:
-    """What a serialized model of one node computes, in one thread. Raises what ONNX Runtime raises."""
+    """The results of a serialized model of one node, in one thread. Raises ONNX Runtime's errors."""
     arrays: list[Array] = open_alone(content).run(None, feeds)
     return arrays
 
 
 def serialized(graph: ir.Graph) -> bytes:
-    """A graph of one node as a model."""
+    """A graph of one node as a serialized model."""
     content: bytes = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
     return content

@@ -1,4 +1,4 @@
-"""What nodes say, as keys: nodes with equal keys that read the same compute the same."""
+"""Keys of nodes: nodes with equal keys and equal inputs compute the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COMPARED = frozenset(
 
 
 def node_key(node: ir.Node) -> Hashable:
-    """A node's operator and attributes; None for a node that is compared with no other, such as an If."""
+    """A node's operator and attributes; None for a node that can't be compared, such as an If."""
     attributes = node.attributes.data.values()  # the mapping's own views take five times as long
     if any(attribute.type not in _COMPARED or attribute.is_ref() for attribute in attributes):
         return None

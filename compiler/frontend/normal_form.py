@@ -1,4 +1,4 @@
-"""The normal form that all later passes expect of a model. `frontend.graph.Graph` defines it."""
+"""Brings a model into the normal form that all later passes expect. `frontend.graph.Graph` defines it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from splitc.compiler.frontend.unused import remove_unused
 def lift(model: ir.Model) -> None:
     """Inline functions, and turn all constants into initializers of the main graph, in place.
 
-    Each pass walks the whole model, and most models need none.
+    Each pass walks the whole model, and most models need none, so it is checked first.
     """
     if model.functions:
         passes.InlinePass()(model)
@@ -26,7 +26,7 @@ def lift(model: ir.Model) -> None:
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     if has_subgraphs(model.graph):
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
-        passes.NameFixPass()(model)  # what was lifted may have the name of a value of another branch
+        passes.NameFixPass()(model)  # a lifted value may have the name of a value in another branch
     bypass_same(model.graph)
     replace_cast_like(model)
     part_picks(model.graph)
@@ -34,10 +34,10 @@ def lift(model: ir.Model) -> None:
 
 
 def replace_cast_like(model: ir.Model) -> None:
-    """Let CastLike be Cast, in place.
+    """Replace CastLike by Cast, in place.
 
-    torch's exporter casts constants so, if it does not optimize. They would seem to depend on the numbers of what has
-    their type.
+    torch's exporter casts constants so, if it does not optimize. They would seem to depend on the data of the value
+    whose type they get.
     """
     casts = [node for node in all_nodes(model.graph) if node.op_type == "CastLike" and not node.domain]
     if any(node.inputs[1] is not None and node.inputs[1].dtype in UNKNOWN for node in casts):
@@ -51,10 +51,10 @@ def replace_cast_like(model: ir.Model) -> None:
 
 
 def bypass_same(graph: ir.Graph) -> None:
-    """Let readers of what concatenates one value, or is the same as a weight, read that, in place.
+    """Bypass a Concat of one value, and an Identity of a weight, in place.
 
-    Exporters write the first where the rest was empty: transformers' first cache begins as no rows. The second is how
-    TorchScript's exporter shares a weight among layers. Engines hold it once.
+    Exporters write the first if the other parts were empty: transformers' first cache has no rows. TorchScript's
+    exporter writes the second to share a weight among layers. Engines hold it once.
     """
     for node in all_nodes(graph):
         value = node.inputs[0] if node.inputs and not node.domain else None
@@ -66,7 +66,7 @@ def bypass_same(graph: ir.Graph) -> None:
 
 
 class NameInitializerOutputs(ir.passes.InPlacePass):
-    """Insert an Identity before each output that is an initializer, so that a node makes each output."""
+    """Insert an Identity before each output that is an initializer, so that each output has a producer."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         indices = [index for index, value in enumerate(model.graph.outputs) if value.producer() is None]
@@ -95,7 +95,7 @@ class SortUnsorted(ir.passes.InPlacePass):
 
 
 class RemoveUnused(ir.passes.InPlacePass):
-    """Remove what nothing reads, if there is anything: to check that first takes a tenth of the time."""
+    """Remove everything unread, if there is anything: the check takes a tenth of the time of the pass."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
@@ -106,7 +106,7 @@ class RemoveUnused(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, True)
 
 
-# Every node is needed, every output is made by a node, and nodes come after what they read.
+# Afterwards every node is needed, every output has a producer, and nodes are sorted.
 COMPLETE = ir.passes.Sequential(RemoveUnused(), passes.OutputFixPass(), NameInitializerOutputs(), SortUnsorted())
 
 

@@ -1,7 +1,7 @@
-"""Dimensions that an exporter calls by a number, as a string: it may be that number, or any size.
+"""Dimensions that an exporter names by a number, as a string: they may be fixed to that number, or dynamic.
 
-torch's exporter writes so what it found to be fixed, such as a number of heads. Others name axes 0 and 1. ONNX Runtime
-takes both for any size.
+torch's exporter writes dimensions so that it considers fixed, such as a number of heads. Others name axes 0 and 1. ONNX
+Runtime treats both as dynamic.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from splitc.compiler.request.shapes import Shape
 
 
 def name_numbered_sizes(graph: Graph, given: Mapping[str, Shape]) -> None:
-    """Give dimensions of inputs that are called by numbers names, in place, if they may have other sizes.
+    """Rename input dimensions that are named by numbers, in place, if they may have other sizes.
 
-    They may if the shapes that are `given` say so, or if the model's shapes follow from others as well as from these.
+    They may if the shapes that are `given` have other sizes, or if the model's shapes can be inferred with others as
+    well.
     """
     numbered = {str(size) for value in graph.graph.inputs for size in value.shape or () if _is_numbered(size)}
     if not numbered:
@@ -52,7 +53,7 @@ def _named(size: int | ir.SymbolicDim) -> str:
 
 
 def _say_others(graph: Graph, given: Mapping[str, Shape]) -> bool:
-    """Whether a given size is another than the number."""
+    """Whether a given size differs from the number that names its dimension."""
     pairs = (
         (size, number)
         for value in graph.graph.inputs

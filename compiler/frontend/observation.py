@@ -25,12 +25,12 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 MOST_SIZES = 64
 Shape = tuple[int, ...]
 Size = int | ir.SymbolicDim
-# Where a size of an output comes from: a fixed number, or (input, axis); None if neither.
+# The origin of an output's size: a fixed number, or (input, axis); None if neither.
 Origin = None | int | tuple[int, int]
 # The shape and data type of each output: those of one run, and those that follow from several runs.
 Made = list[tuple[Shape, ir.DataType]]
 Observed = list[tuple[tuple[Size | None, ...], ir.DataType]]
-# What running a node raises; numpy raises the last ones for types that it lacks.
+# The errors that running a node raises. numpy raises the last ones for types that it lacks.
 FAILURES: tuple[type[Exception], ...] = (*ERRORS, TypeError, ValueError, AttributeError)
 
 
@@ -43,12 +43,12 @@ class Origins:
     dtypes: tuple[ir.DataType, ...]
 
     def hold(self, shapes: Sequence[Sequence[Size]]) -> bool:
-        """Whether this applies to inputs of these shapes."""
+        """Whether it applies to inputs of these shapes."""
         pairs = zip(self.sizes, shapes, strict=True)
         return all(known in (None, size) for sizes, shape in pairs for known, size in zip(sizes, shape, strict=True))
 
     def resolve(self, shapes: Sequence[Sequence[Size]]) -> Observed:
-        """The outputs' shapes and types, for inputs of these shapes."""
+        """The outputs' shapes and types for inputs of these shapes."""
         outputs = (
             tuple(shapes[origin[0]][origin[1]] if isinstance(origin, tuple) else origin for origin in origins)
             for origins in self.outputs
@@ -56,18 +56,18 @@ class Origins:
         return list(zip(outputs, self.dtypes, strict=True))
 
 
-# The most signatures. A choice: an observation is a few numbers, and what is dropped is observed again.
+# The most signatures. A choice: an observation is a few numbers, and dropped ones are observed again.
 @lru_cache(maxsize=1024)
 def _observed(signature: Hashable) -> list[Origins]:
-    """The observations of nodes with this `signature` so far, to be appended to."""
+    """A list of the observations of nodes with this `signature`, to be appended to."""
     return []
 
 
 def observe(node: ir.Node) -> Observed | None:
     """The shapes and types of a node's outputs; None if they depend on data, or if the node fails to run.
 
-    The node runs twice, with other primes for the symbolic sizes: these show where the outputs' sizes come from. The
-    result is reused for similar nodes, so that those with large sizes need not run.
+    The node runs twice, with different primes for the symbolic sizes, which show where the outputs' sizes come from.
+    The result is reused for similar nodes, so that those with large sizes need not run.
     """
     inputs = [value for value in node.inputs if value is not None and not _is_kept(value)]
     if any(value.shape is None or value.dtype is None for value in inputs) or (key := signature(node)) is None:
@@ -100,13 +100,13 @@ def _is_kept(value: ir.Value) -> bool:
 
 
 def signature(node: ir.Node) -> Hashable:
-    """A key that is equal for nodes that differ only in the sizes of their inputs; None if none can be compared."""
+    """A key that is equal for nodes that differ only in the sizes of their inputs; None if they can't be compared."""
     key = node_key(node)
     return None if key is None else (key, tuple([None if value is None else _known(value) for value in node.inputs]))
 
 
 def _known(value: ir.Value) -> Hashable:
-    """What is known of an input beside the sizes that requests have."""
+    """What is known about an input, without sizes that depend on the request."""
     if value.const_value is None:
         return value.dtype, len(value.shape or ())
     return tensor_key(value.const_value) if _is_kept(value) else (value.dtype, tuple(value.const_value.shape.numpy()))
@@ -141,7 +141,7 @@ def _primes(after: int) -> Iterator[int]:
 
 
 def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[Origin, ...]:
-    """Where the sizes of one output come from. `made` are its shapes in the tries."""
+    """The origins of one output's sizes. `made` are its shapes in the tries."""
     if len({len(shape) for shape in made}) > 1:
         return (None,)
     places = [(place, axis) for place, shape in enumerate(tries[0]) for axis in range(len(shape))]
@@ -155,10 +155,10 @@ def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[O
 def refusal(
     node: ir.Node, shapes: Sequence[Shape | None], fills: Sequence[Any] = (np.zeros,), made: Sequence[Shape | None] = ()
 ) -> str | None:
-    """Why ONNX Runtime does not run the node on inputs of these shapes (None: of no input); None if it does.
+    """Why ONNX Runtime does not run the node on inputs of these shapes (None: a missing input); None if it does.
 
-    Of several `fills` it is enough that it runs one. None too if the CPU provider has no kernel for the node's types.
-    `made` are the outputs' shapes, where known.
+    One of several `fills` that it runs with suffices. None too if the CPU provider has no kernel for the node's types.
+    `made` are the outputs' shapes, if known.
     """
     pairs = zip(node.inputs, shapes, strict=True)
     made_up = [shape or () for value, shape in pairs if value is not None and not _is_kept(value)]
@@ -182,7 +182,7 @@ def refusal(
 
 
 def _examples(node: ir.Node, shapes: Sequence[Shape | None], made: Sequence[Shape | None]) -> dict[str | None, Any]:
-    """What inputs hold where not any data will do, by their names in the graph of the node alone."""
+    """Made-up values of inputs for which not any data will do, by their names in the graph of the node alone."""
     if (example := operator_of(node).example_input) is None:
         return {}
     inputs, outputs = (
@@ -195,7 +195,7 @@ def _examples(node: ir.Node, shapes: Sequence[Shape | None], made: Sequence[Shap
 
 
 def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
-    """The outputs' shapes and types for inputs of these shapes; None if they differ for zeros and ones, or it fails."""
+    """The outputs' shapes and types for inputs of these shapes; None if zeros and ones differ in these, or it fails."""
     graph = node_alone(node, _is_kept, shapes)
     try:
         session = open_alone(serialized(graph))
@@ -211,7 +211,7 @@ def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
 def _filled(
     graph: ir.Graph, fill: Any, examples: Mapping[str | None, Any] = MappingProxyType({})
 ) -> dict[str | None, Any]:
-    """Inputs of zeros or ones for the graph of one node, or of what `examples` has for them."""
+    """Inputs for the graph of one node: from `examples`, else zeros or ones."""
     return {
         v.name: fill(v.shape.numpy(), v.dtype.numpy())
         if v.name not in examples

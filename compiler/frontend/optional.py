@@ -1,4 +1,4 @@
-"""Optional inputs: initializers that are inputs too. A request may override the model's own value.
+"""Optional inputs: initializers that are also inputs. A request may override the model's own value.
 
 In the graph they are weights with a mark: they may be sharded, but not folded.
 """
@@ -26,7 +26,7 @@ _MARK = "splitc.optional"
 
 @dataclass(frozen=True)
 class OptionalOrigin:
-    """The optional input that an initializer is, or is a shard of. A shard has the elements `places` along these axes.
+    """The optional input that an initializer is, or is a shard of. `places` are a shard's indices along each cut axis.
 
     `declared` is the model's shape of the input, which may have dynamic sizes although the default has none.
     """
@@ -60,8 +60,8 @@ def unmark(value: ir.Value) -> None:
 
 
 def source_of(value: ir.Value | None) -> OptionalOrigin | None:
-    """The optional input that an initializer comes from, or None."""
-    if value is None or _MARK not in value.meta:  # to get what is missing is slow: it raises an error inside
+    """The optional input that an initializer comes from; None for other initializers."""
+    if value is None or _MARK not in value.meta:  # a get of a missing key is slow: it raises an error inside
         return None
     source: OptionalOrigin = value.meta[_MARK]
     return source
@@ -87,7 +87,7 @@ def mark_part(part: ir.Value, whole: ir.Value, places: Mapping[int, npt.NDArray[
 
 @contextmanager
 def defaults_hidden(graph: ir.Graph) -> Iterator[None]:
-    """Hide the default values of optional inputs meanwhile, so that nothing is folded from them."""
+    """Hide the default values of optional inputs inside the context, so that nothing is folded from them."""
     hidden = [(value, value.const_value, value.shape) for value in optional_inputs(graph)]
     for value, _, _ in hidden:
         value.const_value = None

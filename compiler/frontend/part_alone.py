@@ -1,4 +1,4 @@
-"""Part of a graph as a model of its own, run in ONNX Runtime."""
+"""A model of a part of a graph, run in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def nodes_between(known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -
 
 
 def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -> list[Array]:
-    """What the `wanted` values are, by the `known` ones and by weights. Only the nodes between them are copied.
+    """Compute the `wanted` values from the `known` ones and from weights. Only the nodes between them are copied.
 
-    Raises what ONNX Runtime raises, ValueError for a value that is needed and not known.
+    Raises ONNX Runtime's errors, and ValueError if a value is needed but not known.
     """
     made = dict(known)
     if asked := [value for value in wanted if value not in known]:
@@ -46,7 +46,7 @@ def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[
 
 
 def with_own_tensors(graph: ir.Graph | ir.GraphView) -> ir.Graph:
-    """A copy of a graph that holds its weights: those of the model may lie in a file, or have other names."""
+    """A copy of a graph with copies of its weights: those of the model may lie in a file, or have other names."""
     copy = graph.clone()
     for value in copy.initializers.values():
         if (tensor := value.const_value) is not None:

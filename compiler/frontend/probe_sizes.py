@@ -1,4 +1,4 @@
-"""Probe sizes to find axes with: distinct, since sizes that happen to be equal would relate unrelated axes."""
+"""Probe sizes to find axes with: distinct, since equal sizes would relate unrelated axes by accident."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, shape_of
 from splitc.compiler.request.shapes import Shape
 
-# Sizes of an image may have to be multiples of the given ones, or of a part of these.
+# Multiples of the given sizes to try: sizes of an image may have to be multiples of these, or of a divisor.
 FACTORS = (3, 5, 7, 2)
-# For each symbol alone shapes are inferred again, for each of its sizes: more symbols would take too long.
+# Shapes are inferred for each size of each symbol: more symbols would take too long.
 MOST_SYMBOLS = 6
-# Probe sizes, in the order in which they are tried, from which models make sizes of less than two. Images are made 32
-# times smaller, and sounds some 300 times.
+# The smallest primes, in this order, for symbols from which axes of less than two elements follow. Models reduce the
+# sides of images to a 32nd, and the length of sounds to about a 300th.
 LARGER = (67, 1031)
-# The most elements of all inputs with larger sizes, which a package is compared on. A choice.
+# The most elements of all inputs with larger sizes, with which a package is compared. A choice.
 MOST_ELEMENTS = 1 << 16
 
-# Makes sizes of symbols, from the `smallest` prime on.
+# Returns sizes of symbols, from the `smallest` prime on.
 Way = Callable[..., dict[str, int]]
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Probes:
-    """Other sizes for the symbols of a graph's inputs than the given `shapes` have, with which all shapes are `bound`.
+    """Probe sizes for the symbols of a graph's inputs. All shapes are `bound` to the given `shapes`.
 
-    What they bind has only those `constants`, and entries of constants (`mixed`), that do not depend on sizes.
+    The results have only those `constants`, and entries of constants (`mixed`), that do not depend on sizes.
     """
 
     graph: Graph
@@ -49,11 +49,13 @@ class Probes:
         """Shapes with a distinct prime for each symbol of the inputs. No prime divides any size of a weight.
 
         Exporters do not record relations between symbols. So if a symbol's given size is the sum of two others' (total,
-        past and new length), its probe size is the sum of theirs. If that leaves more shapes unknown, no sums are kept;
-        then the same axis of several inputs gets one symbol where its size is the same, since some exporters name each
-        axis anew. The given shapes are returned if all that leaves more shapes unknown (an image whose sides must be
-        multiples of the patch size). Where operators agree on none of these sizes, since the model has one as a number,
-        that symbol keeps its given size.
+        past and new length), its probe size is the sum of theirs. If that leaves more shapes unknown, no sums are kept.
+        If that does too, the same axis of several inputs gets one symbol if its size is the same, since some exporters
+        name each axis anew.
+
+        The given shapes are returned if all of these leave more shapes unknown (an image whose sides must be multiples
+        of the patch size). If operators agree on none of these sizes, since the model has one as a number, that symbol
+        keeps its given size.
         """
         if not self._symbols:
             return self.bound
@@ -70,8 +72,8 @@ class Probes:
     def with_same_axes(self) -> BoundShapes | None:
         """Shapes with a prime for each symbol, the same for symbols of inputs' same axis with the same given size.
 
-        Some exporters give the rows of each input a name of their own. None if no two symbols are so, or it leaves more
-        shapes unknown.
+        Some exporters name the rows of each input differently. None if there are no two such symbols, or if that leaves
+        more shapes unknown.
         """
         return self._first_probed([partial(self._numbers, True, self._same)]) if self._same else None
 
@@ -84,12 +86,17 @@ class Probes:
         return None if probed is not self.bound and self._fits(probed) else self._multiplied()
 
     def different(self) -> BoundShapes:
-        """Shapes with another size for each symbol of the inputs, distinct if that can be.
+        """Shapes with another size for each symbol of the inputs, distinct if possible.
 
-        Those of `distinct`, if they fit; else caches that have symbols of their own get the same size. Else each symbol
-        gets a prime or, where that does not fit, a multiple of its given size. The given shapes are returned if some
-        symbol takes none of these. A size that is the same though the model's own shapes do not tell so may be by
-        chance, where many samples become few tokens: larger primes are taken then, if they tell more such sizes apart.
+        The first of these that fit:
+
+        - Those of `distinct`.
+        - Primes, with the same one for all caches that have symbols of their own.
+        - For each symbol a prime, or a multiple of its given size.
+        - The given shapes.
+
+        A size may be unchanged by chance, although the model's own shapes do not say so, if many samples become few
+        tokens. Then larger primes are taken if they change more of these sizes.
         """
         other = self._different()
         alike = _count_alike(self.graph, other, self.bound) if other is not self.bound else 0
@@ -109,11 +116,11 @@ class Probes:
 
     @cached_property
     def _caches(self) -> Mapping[str, str]:
-        """As `_same`, for axes behind those of the batch and of heads."""
+        """As `_same`, for axes after those of the batch and of heads."""
         return self._same_axes(2)
 
     def _same_axes(self, first: int) -> dict[str, str]:
-        """Symbols of an input's axis, from the `first` on, and the first one of that axis with the same given size."""
+        """Symbols of inputs' axes from the `first` on, each with the first symbol of the same axis and given size."""
         firsts: dict[tuple[int, int], str] = {}
         same: dict[str, str] = {}
         for value in self.graph.graph.inputs:
@@ -130,7 +137,7 @@ class Probes:
         return bind_shapes(self.graph.model, self._input_shapes(numbers))
 
     def _multiplied(self) -> BoundShapes | None:
-        """Other sizes for symbols, multiples of the given ones where primes do not fit. Some may keep theirs.
+        """Other sizes for symbols, multiples of the given ones if primes do not fit. Some may keep theirs.
 
         None if all do, or if there are too many.
         """
@@ -138,9 +145,9 @@ class Probes:
         return None if made is None else self._fixed(made)
 
     def _first_probed(self, ways: Sequence[Way]) -> BoundShapes | None:
-        """Shapes with the first of these symbols' sizes that leave no more shapes unknown, and that operators agree on.
+        """Shapes with the first of these sizes that leave no more shapes unknown, and that operators agree on.
 
-        If none are agreed on, the first that leave no more unknown. None if all do.
+        If they agree on none, the first that leave no more unknown. None if all do.
         """
         first = None
         for way, sizes in ((one, sizes) for one in ways for sizes in _enlarged(self.graph, one())):
@@ -152,10 +159,10 @@ class Probes:
         return first
 
     def _lengthened(self, way: Way, sizes: Mapping[str, int], probed: BoundShapes) -> BoundShapes:
-        """These shapes, or those of larger sizes, if fewer axes have one element then that the graph does not call one.
+        """These shapes, or those of larger sizes if these leave fewer axes with one element by accident.
 
-        Such are windows of a length, of which there may be one: the order of axes does not show. Batches stay as they
-        are. Those that have one element still, though they have more with the planned sizes, are its `ones`.
+        Such axes are windows of a length: with a single one, the order of axes does not show. Batches keep their size.
+        Axes that still have one element, but more with the planned sizes, are the result's `ones`.
         """
         ones = _unnamed_ones(self.graph, probed)
         batches = {
@@ -178,7 +185,7 @@ class Probes:
         return replace(probed, ones=by_chance)
 
     def _different(self) -> BoundShapes:
-        """Other sizes than the given ones, by themselves."""
+        """Other sizes than the given ones, without larger primes."""
         probed = self.distinct()
         if probed is not self.bound and self._fits(probed) and self._differs(probed):
             return probed
@@ -189,14 +196,15 @@ class Probes:
         return self.bound if varied is None or not self._differs(varied) else self._fixed(varied)
 
     def _bind_different(self, numbers: Mapping[str, int]) -> BoundShapes | None:
-        """Shapes with these numbers for symbols; None if they do not fit, or differ nowhere."""
+        """Shapes with these sizes for symbols; None if they do not fit, or are not all different."""
         made = self._bind(numbers)
         return made if self._fits(made) and self._differs(made) else None
 
     def _one_by_one(self, keeps: bool = False) -> BoundShapes | None:
-        """Shapes with another size for each symbol and those of the same axis, each tried by itself.
+        """Shapes with another size for each symbol and those of the same axis, tried one symbol at a time.
 
-        None if there are too many, or if one takes no other size, unless it `keeps` its own; then if all do.
+        None if there are too many symbols, or if one takes no other size. If it `keeps`, such a symbol keeps its own;
+        None if all do.
         """
         kinds = [name for name in self._symbols if name not in self._same]
         if not 0 < len(kinds) <= MOST_SYMBOLS:
@@ -217,10 +225,10 @@ class Probes:
         return made
 
     def _differs(self, made: BoundShapes) -> bool:
-        """Whether each size of inputs and outputs that follows from symbols of inputs is another one than given.
+        """Whether each size of inputs and outputs that follows from symbols of inputs differs from the given one.
 
-        A prime may be a given size by chance, and so may a sum, as of a past and a new length. A model may name a size
-        of an output by a symbol that it is not.
+        A prime may equal a given size by chance, and so may a sum, such as that of a past and a new length. A model may
+        declare a symbol for a size of an output that is wrong.
         """
         known = _symbols(self.graph, self.bound.shapes)
         for value in (*self.graph.graph.inputs, *self.graph.graph.outputs):
@@ -234,7 +242,7 @@ class Probes:
         return True
 
     def _fixed(self, made: BoundShapes) -> BoundShapes:
-        """With only the constants, and entries of constants, that are equal with both sizes."""
+        """The same with only the constants, and entries of constants, that are equal with both sizes."""
         same, mixed = {}, {}
         for name, array in made.constants.items():
             if (other := self.bound.constants.get(name)) is None or other.shape != array.shape:
@@ -253,9 +261,12 @@ class Probes:
         skipped: int = 0,
         smallest: int = 3,
     ) -> dict[str, int]:
-        """A probe size for each symbol. With `sums`, one that is the sum of two others, each at least `least`, is so.
+        """A probe size for each symbol: a prime, or with `sums` the sum of two others' if the given sizes are so.
 
-        They are primes from the `smallest` on, of which so many are `skipped`. Some symbols have the `same` as others.
+        - `same`: symbols that get the same size as another one.
+        - `least`: the least given size of a summand.
+        - `skipped`: the number of primes to skip.
+        - `smallest`: the first prime.
         """
         primes = itertools.islice(primes_of(self.graph, smallest), skipped, None)
         symbols, numbers = self._symbols, dict[str, int]()
@@ -285,7 +296,7 @@ class Probes:
 
 
 def _unnamed_ones(graph: Graph, bound: BoundShapes) -> list[tuple[str, int]]:
-    """The axes of computed values that have one element, and that the graph does not say to have one."""
+    """The axes of computed values that have one element, although the graph does not declare that."""
     ones = []
     for value in (value for node in graph.nodes for value in node.outputs):
         own = value.shape if value.shape is not None else ()
@@ -296,9 +307,9 @@ def _unnamed_ones(graph: Graph, bound: BoundShapes) -> list[tuple[str, int]]:
 
 
 def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]:
-    """These sizes, and before them larger ones for symbols of which axes are made that would have one element, or none.
+    """These sizes, and before them larger ones for symbols from which axes of less than two elements follow.
 
-    Axes of one element say nothing, and operators that make images smaller refuse such.
+    Axes of one element relate to nothing, and operators that make images smaller refuse empty ones.
     """
     sizes = {size for node in graph.nodes for value in node.outputs for size in value.shape or ()}
     derived = [size for size in sizes if isinstance(size, ir.SymbolicDim) and size.value not in (None, *numbers)]
@@ -316,9 +327,9 @@ def _enlarged(graph: Graph, numbers: dict[str, int]) -> Iterator[dict[str, int]]
 
 
 def _count_alike(graph: Graph, made: BoundShapes, bound: BoundShapes) -> int:
-    """How many sizes of computed values are the same as the given ones, where the model's own shapes do not say so.
+    """The number of sizes of computed values that equal the given ones, although the model's own shapes do not say so.
 
-    They do where a size is a number, or a symbol that is one.
+    They do if a size is a number, or a symbol that is one.
     """
     count = 0
     for value in (value for node in graph.nodes for value in node.outputs):
@@ -341,7 +352,7 @@ def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def primes_of(graph: Graph, smallest: int = 3) -> Iterator[int]:
-    """The odd primes from the smallest on that divide no size of a weight."""
+    """The odd primes from `smallest` on that divide no size of a weight."""
     avoid = {size for weight in graph.graph.initializers.values() for size in shape_of(weight)}
     for number in itertools.count(smallest, 2):
         is_prime = all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))

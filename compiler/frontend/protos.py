@@ -11,10 +11,11 @@ import onnx
 
 @dataclass(frozen=True)
 class Contents:
-    """What a model's file holds.
+    """The contents of a model's file.
 
-    `graphs` are its graph and the subgraphs of its nodes, `in_functions` the subgraphs of its functions' nodes. `nodes`
-    are those of all these graphs, and of the functions.
+    - `graphs`: its graph and the subgraphs of its nodes.
+    - `in_functions`: the subgraphs of its functions' nodes.
+    - `nodes`: the nodes of all these graphs, and of the functions.
     """
 
     graphs: tuple[onnx.GraphProto, ...]
@@ -23,7 +24,7 @@ class Contents:
 
 
 def contents_of(proto: onnx.ModelProto) -> Contents:
-    """All graphs and nodes of a model, collected once: that takes longer than most of what is done with them."""
+    """All graphs and nodes of a model, collected once: that takes longer than most uses of them."""
     loose = tuple(chain.from_iterable(function.node for function in proto.functions))
     graphs = (proto.graph, *_graphs_inside(proto.graph.node))
     in_functions = tuple(_graphs_inside(loose))
@@ -50,8 +51,8 @@ def inner_graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 def lift_constants(graph: onnx.GraphProto) -> None:
     """Turn the graph's Constant nodes that hold a tensor into initializers, in place.
 
-    Half of an export's nodes are such. onnx_ir's pass does so for any Constant, but takes longer than all the rest of
-    reading a model.
+    Half of an export's nodes are such Constants. onnx_ir's pass does so for any Constant, but takes longer than all the
+    rest of reading a model.
     """
     outputs = {value.name for value in graph.output}
     kept = onnx.GraphProto()

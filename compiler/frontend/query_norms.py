@@ -1,7 +1,7 @@
-"""Norms of queries and keys inside of GroupQueryAttention, taken out of it.
+"""Moves norms of queries and keys out of GroupQueryAttention.
 
-onnxruntime-genai's builder hands their weights to the operator, for models such as Qwen3. Only its kernel for GPUs
-takes them, and models are tried, and packages may run, on CPUs.
+onnxruntime-genai's builder passes their weights to the operator, for models such as Qwen3. Only its kernel for GPUs
+takes them, but models are tried on CPUs, and packages may run there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from splitc.compiler.frontend.external_data import settle_weights
 from splitc.compiler.nodes import operator_name
 
 OPERATOR, NORM = "com.microsoft.GroupQueryAttention", "SimplifiedLayerNormalization"
-# The places of the weights for queries and keys.
+# The operator's inputs that are the weights for queries and keys.
 WEIGHTS = (14, 15)
 EPSILON = "qk_norm_epsilon"
 _TAKEN_OUT = "splitc.query_norms"
@@ -46,13 +46,13 @@ def take_out_norms(model: ir.Model) -> None:
 
 
 def took_out_norms(model: ir.Model) -> bool:
-    """Whether the model's file has norms inside of its attention."""
+    """Whether the model's file has norms inside its attention."""
     return _TAKEN_OUT in model.meta
 
 
 @contextmanager
 def runnable_file(model: ir.Model, path: Path) -> Iterator[tuple[Path, bool]]:
-    """The file of a model that CPUs run, for as long as the context lasts, and whether it is the model's own."""
+    """The file of a model that CPUs can run, inside the context, and whether it is the model's own."""
     if not took_out_norms(model):
         yield path, True
         return
@@ -66,7 +66,7 @@ def runnable_file(model: ir.Model, path: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _take_apart(node: ir.Node, heads: list[int], size: int, editor: Editor) -> None:
-    """Let the operator read queries, keys and values that were packed in one as three."""
+    """Split packed queries, keys and values before the operator."""
     counts = editor.constant(np.array([heads[0], heads[1], heads[1]], np.int64) * size)
     split = ir.node("Split", [node.inputs[0], counts], {"axis": -1}, num_outputs=3)
     editor.graph.insert_before(node, split)

@@ -1,4 +1,4 @@
-"""What nodes read: inputs, values that subgraphs capture, sizes of values. Which nodes draw random numbers."""
+"""What nodes read: inputs, values that subgraphs capture, sizes of values. Also which nodes draw random numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def holds_graphs(node: ir.Node) -> bool:
-    """Whether a node has subgraphs: also one without nodes, which gives constants, and is false by itself."""
+    """Whether a node has subgraphs. One without nodes, which only returns constants, is false as a truth value."""
     return bool(node.attributes) and next(subgraphs(node), None) is not None
 
 
@@ -49,9 +49,9 @@ def is_random(node: ir.Node) -> bool:
 
 
 def node_reads(node: ir.Node) -> Iterator[ir.Value]:
-    """The values of the main graph that one of its nodes reads, itself or in subgraphs, each once, in order of reading.
+    """The values of the main graph that one of its nodes reads, itself or in subgraphs, once each, in order of reading.
 
-    onnx_ir's analysis of implicit usage gives sets, but files need a fixed order.
+    onnx_ir's analysis of implicit usage returns sets, but files need a fixed order.
     """
     graphs = list(subgraphs(node)) if node.attributes else []
     if not graphs:
@@ -63,12 +63,12 @@ def node_reads(node: ir.Node) -> Iterator[ir.Value]:
 
 
 def given_sizes(node: ir.Node, sizes: Iterable[T]) -> list[T]:
-    """Those of a value's sizes that a Shape gives, which may have a first and a last one."""
+    """The sizes of a value that a Shape returns: it may have a `start` and an `end`."""
     return list(sizes)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
 
 
 def read_sizes(node: ir.Node, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """What a node that reads sizes gives for a value of this shape."""
+    """The result of a node that reads sizes, for a value of this shape."""
     if node.op_type == "Size":
         return np.array(np.prod(shape, dtype=np.int64))
     return np.array(given_sizes(node, shape), np.int64)

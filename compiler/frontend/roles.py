@@ -1,6 +1,6 @@
-"""The roles of a model's inputs: indices, positions or masks, by what the graph does with them.
+"""The roles of a model's inputs: indices, positions or masks, from what the graph does with them.
 
-An input's name decides only where the graph does not.
+An input's name decides only if the graph does not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find_roles(graph: Graph) -> dict[ir.Value, Role]:
 
 
 def planned_roles(graph: Graph, known: Mapping[ir.Value, Role], shapes: Mapping[str, Shape]) -> dict[ir.Value, Role]:
-    """The roles of the inputs as they are planned: what picks rows of a computed value, too, is below their number."""
+    """The inputs' roles with planned shapes: indices into computed values are below their number of rows, too."""
     roles = dict(known)
     for value in graph.graph.inputs:
         role = roles.get(value, Role("indices"))
@@ -45,7 +45,7 @@ def planned_roles(graph: Graph, known: Mapping[ir.Value, Role], shapes: Mapping[
 
 
 def _named(value: ir.Value) -> Role | None:
-    """The role by the input's name, as the last resort."""
+    """The role from the input's name, as the last resort."""
     name = (value.name or "").lower()
     return Role("positions") if "position" in name else Role("mask") if "mask" in name else None
 
@@ -64,7 +64,7 @@ def _uses(value: ir.Value, passes_on: Callable[[ir.Node], bool] = _rearranges) -
 
     def passed_on(value: ir.Value) -> Iterator[ir.Value]:
         for node, number in value.uses():
-            # Rearranging operators pass on their first input (others are sizes), and Concat any of them.
+            # Rearranging operators pass on their first input (others are sizes), and Concat all of its inputs.
             if passes_on(node) and (number == 0 or node.op_type == "Concat" or not _rearranges(node)):
                 yield from node.outputs
 
@@ -83,7 +83,7 @@ def _lookups(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
 def _table_rows(value: ir.Value, shapes: Mapping[str, Shape] = MappingProxyType({})) -> list[int]:
     """The number of rows of each table of known size that a value indexes, to read or to write.
 
-    `shapes` are planned ones.
+    `shapes` are the planned ones.
     """
     tables = [*_lookups(value), *_picked(value)]
     known = ((node, shapes.get(table.name or "", table.shape)) for node, table in tables)
@@ -92,7 +92,7 @@ def _table_rows(value: ir.Value, shapes: Mapping[str, Shape] = MappingProxyType(
 
 
 def _picked(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """Each node that writes at places along one axis, or has a list of places with one number each, with its table."""
+    """Each node that writes at indices along one axis, or has a list of single indices, with its table."""
     for node, number in _uses(value):
         places = node.inputs[1].shape if len(node.inputs) > 1 and node.inputs[1] is not None else None
         if number != 1 or node.inputs[0] is None or not places:
@@ -123,7 +123,7 @@ def _rotates(rows: ir.Value) -> bool:
 
 
 def _tell_apart(graph: Graph, rows: dict[ir.Value, int]) -> dict[ir.Value, Role]:
-    """Which inputs that look up rows are tokens, and which are positions.
+    """The roles of inputs that look up rows: tokens or positions.
 
     The vocabulary is the table with as many rows as an output has columns (logits), or else the largest table. Another
     input of the same shape as the tokens is positions if its table has more than MOST_TOKEN_TYPES rows. If there is
@@ -145,7 +145,7 @@ def _tell_apart(graph: Graph, rows: dict[ir.Value, int]) -> dict[ir.Value, Role]
 
 
 def _above_masks(graph: Graph) -> dict[ir.Value, str]:
-    """The inputs that attention masks are made from ("mask"), and those added to the scores as they are ("bias")."""
+    """The inputs that attention masks are computed from ("mask"), and those added to scores unchanged ("bias")."""
     masks: dict[ir.Value, None] = {}
     for node in graph.nodes:
         if node.op_type == "Softmax" and node.inputs[0] is not None:
@@ -178,7 +178,7 @@ def _may_precede_softmax(node: ir.Node) -> bool:
 
 
 def _added_to_scores(value: ir.Value) -> Iterator[ir.Value]:
-    """The values that are added to scores before a softmax, or that choose among them by Where."""
+    """The values that are added to scores before a softmax, or that select among them by a Where."""
 
     def scores(value: ir.Value) -> list[ir.Value]:
         node = value.producer()
@@ -193,7 +193,7 @@ def _added_to_scores(value: ir.Value) -> Iterator[ir.Value]:
 
 
 def _comes_from_product(value: ir.Value) -> bool:
-    """Whether a value is the result of a product or norm, perhaps scaled or rearranged."""
+    """Whether a value is the result of a product or norm, maybe scaled or rearranged."""
 
     def data(value: ir.Value) -> Sequence[ir.Value]:
         node = value.producer()

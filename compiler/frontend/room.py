@@ -1,7 +1,7 @@
-"""Inputs whose sizes say nothing of other values, whatever symbols they have.
+"""Marks of inputs whose sizes are not those of other values, whatever their symbols.
 
-Some have room along an axis behind what fills it: caches that an engine writes in place. Others may be left out of a
-request. And inputs that are there to say a size of others: the runtime feeds them.
+Some have room along an axis after their filled part: caches that an engine writes in place. Others may be left out of a
+request. A third mark is for inputs that only exist for a size of others: the runtime feeds them.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ _SAYS_SIZE = "splitc.says_size"
 
 
 def give_room(value: ir.Value, axis: int) -> None:
-    """Note that an input may be longer along this axis than what fills it."""
+    """Mark an input that may be longer along this axis than its filled part."""
     value.meta[_ROOM] = axis
 
 
 def may_be_left_out(value: ir.Value) -> None:
-    """Note that requests may leave an input out."""
+    """Mark an input that requests may leave out."""
     value.meta[_LEFT_OUT] = True
 
 
 def says_nothing(value: ir.Value, axis: int) -> bool:
-    """Whether a size of an input is not to be read as that of other values."""
+    """Whether a size of an input must not be taken for the size of other values."""
     return _LEFT_OUT in value.meta or value.meta.get(_ROOM) == axis
 
 
 def may_have_room(value: ir.Value) -> bool:
-    """Whether an input may be longer than what fills it."""
+    """Whether an input may be longer than its filled part."""
     return _ROOM in value.meta
 
 
 def is_to_say_a_size(value: ir.Value) -> None:
-    """Note that an input is there for a size that others have."""
+    """Mark an input that exists only for a size that others have."""
     value.meta[_SAYS_SIZE] = True
 
 
 def says_a_size(value: ir.Value) -> bool:
-    """Whether an input is there for a size that others have."""
+    """Whether an input exists only for a size that others have."""
     return _SAYS_SIZE in value.meta

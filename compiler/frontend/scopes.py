@@ -1,4 +1,4 @@
-"""The names of modules that exporters leave at nodes."""
+"""The names of modules that exporters record at nodes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 
 import onnx_ir as ir
 
-# What torch's newer exporter writes at a node: the modules that it is in, from the model's on, as a list in text.
+# The key of torch's newer exporter for a node's modules, outermost first, as the text of a list.
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def modules_of(node: ir.Node) -> list[str]:
-    """The names of the modules that a node is in, the outermost first."""
+    """The names of the modules that a node belongs to, outermost first."""
     try:
         scopes = json.loads(node.metadata_props.get(_SCOPES, "[]").replace("'", '"'))
     except ValueError:

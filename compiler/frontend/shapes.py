@@ -28,13 +28,14 @@ LONGEST = 200
 
 @dataclass(frozen=True)
 class BoundShapes:
-    """Bound shapes of values by name. A size that depends on data (NonZero) counts as 1; its value is `uncertain`.
+    """Bound shapes of values, by name.
 
-    `unknown` are the axes of a value whose size depends on data. `constants` are the results of shape arithmetic with
-    these shapes. `observed` are the operators without a shape rule, which ONNX Runtime ran on made-up inputs.
-    `mixed` are results of shape arithmetic of which some
-    entries are known for any sizes, with None in place of the others. `ones` are the axes of a value that have one
-    element with these sizes, and more with others.
+    - `shapes`: sizes that depend on data (NonZero) count as 1.
+    - `uncertain`: the values with such sizes. `unknown`: their axes with such sizes.
+    - `constants`: the results of shape arithmetic with these shapes.
+    - `observed`: operators without a shape rule, which ONNX Runtime ran on made-up inputs.
+    - `mixed`: results of shape arithmetic of which some entries are known for any sizes, with None for the others.
+    - `ones`: the axes of a value that have one element with these sizes, and more with others.
     """
 
     shapes: Mapping[str, Shape]
@@ -63,7 +64,7 @@ def read_symbols(model: ir.Model) -> None:
 
 
 def _is_readable(size: int | ir.SymbolicDim) -> bool:
-    """Whether a size is a number, a name, or an expression of such, as exporters write them.
+    """Whether a size is a number, a name, or an expression, as exporters write them.
 
     Powers are refused: 9**9**9**9 would be computed for ever.
     """
@@ -80,8 +81,8 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
 def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
     """Infer every value's symbolic shape and type from the inputs, in place.
 
-    The file's own shapes are dropped first, since exporters write wrong ones. Where inference fails, shapes stay
-    unknown, which later passes allow for; only outputs then keep the file's shape. See `infer_shapes_and_types`.
+    The file's own shapes are dropped first, since exporters write wrong ones. If inference fails, shapes stay unknown,
+    which later passes allow for; only outputs then keep the file's shape. See `infer_shapes_and_types`.
     """
     declared = {value: value.shape for value in model.graph.outputs}
     for node in all_nodes(model.graph):
@@ -95,7 +96,7 @@ def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
 
 
 def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | None:
-    """The value of an expression with these symbols; None if it has others."""
+    """The value of an expression with these symbols; None if it has other ones."""
     result = size.evaluate(bindings)
     return int(result) if isinstance(result, (int, sympy.Integer)) else None
 
@@ -160,8 +161,10 @@ def bound_model(
 
 @contextmanager
 def _scratch(model: ir.Model) -> Iterator[ir.Model]:
-    """The model itself, whose values are restored afterwards; or a copy if it has control flow, since with known sizes
-    the branches that are taken replace their If."""
+    """The model itself, whose values are restored afterwards; or a copy if it has control flow.
+
+    With known sizes, the branches that are taken replace their If.
+    """
     if has_subgraphs(model.graph):
         yield model.clone()
         return
@@ -193,7 +196,7 @@ def _bind(
         if (numbers := known.get(value.name or "")) is not None:
             value.const_value = ir.tensor(numbers, name=value.name)
     observed = infer_shapes(bound, folds=True)
-    # Where shapes could not be inferred in order, they allow more shape arithmetic to be folded, and vice versa.
+    # Unless shapes were inferred in order, new shapes allow more folding, and vice versa.
     while fold_shapes(bound.graph) + take_branches(bound.graph) and not _is_known(bound.graph):
         observed |= infer_shapes(bound, folds=True)
     values = [*bound.graph.inputs, *(value for node in bound.graph for value in node.outputs)]
@@ -204,7 +207,7 @@ def _bind(
         frozenset(
             name
             for name, value in named.items()
-            if not _has_sizes(value) and (value.uses() or value.is_graph_output())  # what is unread does not matter
+            if not _has_sizes(value) and (value.uses() or value.is_graph_output())  # unread values don't matter
         ),
         {name: value.const_value.numpy() for name, value in named.items() if value.const_value is not None},
         observed,

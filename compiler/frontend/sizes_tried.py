@@ -1,4 +1,4 @@
-"""Try a model on made-up inputs: whole in ONNX Runtime, or node by node."""
+"""Tries a model on made-up inputs: whole in ONNX Runtime, or node by node."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from splitc.runtime.package.manifest import Fill, Tensor
 from splitc.runtime.tools.unsplit import fixed_feeds
 from splitc.runtime.units import format_shape
 
-# The most bytes of weights of a model, and of what a node reads, that are tried; the seconds that a run may take.
-# A choice: a plan should come in seconds. Larger models are planned untried.
+# The most bytes of a model's weights and of a node's inputs that are tried, and the most seconds of a run. A choice: a
+# plan should come in seconds. Larger models are planned untried.
 LARGEST, LARGEST_NODE, LONGEST = 256 << 20, 32 << 20, 10.0
 # The most elements of an input that is made up: up to 128 MiB. A choice: a model with a larger input is not tried, and
 # not compared.
@@ -45,7 +45,7 @@ class Trial:
 
     @cached_property
     def inputs(self) -> list[Tensor]:
-        """The inputs, with how they are filled."""
+        """The inputs, with their fills."""
         roles = find_roles(self._graph)
         values = self._graph.graph.inputs
         return [
@@ -56,7 +56,7 @@ class Trial:
     def refusal(self, shapes: Mapping[str, Shape], fills: Mapping[str, Fill]) -> str | None:
         """Why ONNX Runtime does not run the model on inputs of these shapes; None if it does.
 
-        None too if it takes longer than LONGEST, or if this machine's CPU lacks a kernel: neither tells of sizes.
+        None too if it takes longer than LONGEST, or if this machine's CPU lacks a kernel: neither depends on sizes.
         """
         inputs = [msgspec.structs.replace(tensor, sample_shape=[*shapes[tensor.name]]) for tensor in self.inputs]
         feeds = make_inputs(inputs, fills=fills)
@@ -104,7 +104,7 @@ def _has_arrays(dtype: ir.DataType) -> bool:
 def first_refused(
     model: ir.Model, bound: BoundShapes, accepted: set[Hashable], leave_large: bool = True
 ) -> tuple[ir.Node, str] | None:
-    """The first node that ONNX Runtime does not run alone, on inputs of the bound shapes, and why. None if it runs all.
+    """The first node that ONNX Runtime does not run alone on inputs of the bound shapes, and why. None if it runs all.
 
     `model` has the results of shape arithmetic. Forms in `accepted` are not tried again; new ones are added. Shape
     arithmetic, control flow, and nodes whose sizes depend on data are left out. So are large ones if `leave_large`;
@@ -131,7 +131,7 @@ def first_refused(
 
 
 def crashes(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
-    """Where ONNX Runtime ends the process when it runs a node on inputs of these shapes; None if it does not."""
+    """Why ONNX Runtime ends the process when it runs a node on inputs of these shapes; None if it does not."""
     operator = operator_of(node)
     first = node.inputs[0] if operator.crashes_empty else None
     if first is not None and 0 in [shape_of(first, shapes)[axis] for axis in operator.crashes_empty]:
@@ -142,7 +142,7 @@ def crashes(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def _can_be_tried(node: ir.Node, inputs: Sequence[ir.Value], bound: BoundShapes) -> bool:
-    """Whether all that decides if a node runs is known, and it is not shape arithmetic, which has been folded."""
+    """Whether all that decides if a node runs is known, and it is no shape arithmetic, which has been folded."""
     values = [*inputs, *(value for value in node.outputs if value.name)]
     if holds_graphs(node) or not all(map(_is_plain, values)) or all(v.const_value is not None for v in inputs):
         return False
@@ -173,16 +173,16 @@ def first_stretched(
 
 
 def first_emptied(model: ir.Model, bound: BoundShapes) -> tuple[ir.Node, str] | None:
-    """The first node whose window is larger than what it moves over, so that it should make nothing of something.
+    """The first node whose window is larger than its input, so that its output should be empty.
 
-    ONNX Runtime rounds a pool's size up to 1 then.
+    ONNX Runtime rounds a pool's output size up to 1 then.
     """
     emptied = ((node, _emptied(node, bound.shapes)) for node in model.graph)
     return next(((node, why) for node, why in emptied if why is not None), None)
 
 
 def _emptied(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
-    """Why a node makes nothing of something; None if it does not."""
+    """Why a node's output is empty although its input is not; None if it is not so."""
     if "kernel_shape" not in node.attributes or node.inputs[0] is None:
         return None
     read, made = shape_of(node.inputs[0], shapes), shape_of(node.outputs[0], shapes)
@@ -190,14 +190,14 @@ def _emptied(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def _refuses(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
-    """Why a node is refused, with ones and with zeros: ones may be invalid as indices, zeros as divisors."""
+    """Why a node is refused with both ones and zeros: ones may be invalid as indices, zeros as divisors."""
     bound = [None if value is None else shape_of(value, shapes) for value in node.inputs]
     made = [shape_of(value, shapes) if value.name else None for value in node.outputs]
     return refusal(node, bound, (np.ones, np.zeros), made)
 
 
 def _may_be_sizes(value: ir.Value, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a value that is not known may be a list of sizes or offsets, which decide what a node accepts."""
+    """Whether an unknown value may be a list of sizes or offsets, which decide what a node accepts."""
     is_known = value.const_value is not None or value.is_graph_input()
     return not is_known and value.dtype == ir.DataType.INT64 and len(shape_of(value, shapes)) <= 1
 

@@ -1,6 +1,6 @@
-"""Slots for adapters: two optional inputs at a layer, whose product is added to what the layer gives.
+"""Slots for adapters: two optional inputs at a layer, whose product is added to the layer's result.
 
-Engines are made twice, with their slots and without: what is not used costs nothing.
+Engines are made twice, with and without their slots, so that unused slots cost nothing.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from splitc.runtime.package.manifest import Slot, Tensor
 _SLOT, _INSIDE = "splitc.slot", "splitc.slot.inside"
 # The symbol of adapters' ranks.
 RANK = "lora_rank"
-# The rank that memory is planned for where a model has slots and nothing was asked for. A choice: most files have 4 to
-# 32.
+# The rank that memory is planned for if a model has slots and no rank was asked for. A choice: most files have 4 to 32.
 USUAL_RANK = 16
-# The largest. A choice: more than the sides of most matrices, so that a product of two would be larger than these.
+# The largest rank. A choice: it exceeds the sides of most matrices, so A and B would be larger than the matrix.
 MOST_RANK = 1 << 16
-# What says where a convolution looks. B's looks at each place that A's gives.
+# The attributes of a convolution's windows. A's convolution has the layer's; B's is 1 x 1 over its result.
 _PLACES = ("strides", "pads", "dilations", "auto_pad")
 
 
 def planned_rank(asked: int | None) -> int:
-    """The rank that memory is planned for: that of the ranks' arrays for adapters of the rank that was asked for.
+    """The adapters' rank that memory is planned for: the padded rank of arrays for the rank that was asked for.
 
-    Raises MisuseError for one that is too large.
+    Raises MisuseError if it is too large.
     """
     if asked is not None and asked > MOST_RANK:
         raise MisuseError(f"--lora-slots {asked}: the rank of adapters is at most {MOST_RANK:,}")
@@ -50,7 +49,7 @@ def planned_rank(asked: int | None) -> int:
 
 @dataclass(frozen=True)
 class Grafted:
-    """The slots that layers were given, and why the other layers have none, by their weights' names."""
+    """The slots of layers, and why other layers have none, by their weights' names."""
 
     slots: tuple[Slot, ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
@@ -91,14 +90,14 @@ def _zeros(name: str, shape: Sequence[Any], dtype: ir.DataType, rank: int) -> ir
 
 
 def _shapes(layer: Layer) -> tuple[list[Any], list[Any]]:
-    """The shapes of A and B: those of a convolution are as PEFT has them."""
+    """The shapes of A and B. Those of a convolution are as in PEFT."""
     if not layer.kernel:
         return [layer.inputs, RANK], [RANK, layer.outputs]
     return [RANK, layer.inputs, *layer.kernel], [layer.outputs, RANK, *(1 for _ in layer.kernel)]
 
 
 def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
-    """Add the product of a layer's input with both to its result, which the sum takes the place of."""
+    """Add the product of a layer's input with A and B to its result. The sum replaces the result."""
     made, attributes = place.last.outputs[0], place.node.attributes
     name, uses = made.name or "", list(made.uses())
     operator = "Conv" if "Conv" in place.node.op_type else "MatMul"
@@ -128,7 +127,7 @@ def _described(layer: Layer, a: ir.Value, b: ir.Value, factor: float = 1.0) -> S
 
 
 def find_slots(graph: Graph, rank: int) -> tuple[Slot, ...]:
-    """The slots that a model has itself: a product with two optional inputs, which is added to something else.
+    """The model's own slots: a product with two optional inputs, which is added to another value.
 
     Olive and others write them, with empty defaults. Their sums are marked, in place, and memory is planned for
     adapters of this rank.
@@ -138,7 +137,7 @@ def find_slots(graph: Graph, rank: int) -> tuple[Slot, ...]:
 
 
 def _own_slot(down: ir.Node, rank: int) -> Slot | None:
-    """The slot whose first product is this node; None if it is of none."""
+    """The slot whose first product is this node; None if there is none."""
     up = only_reader(down.outputs[0])
     if up is None or up.op_type != "MatMul" or up.domain or up.inputs[0] is not down.outputs[0]:
         return None
@@ -172,7 +171,7 @@ def _own_slot(down: ir.Node, rank: int) -> Slot | None:
 
 
 def _kept(node: ir.Node) -> int | None:
-    """Of a slot's sum, the input that is left without the slot; None for another node."""
+    """The input of a slot's sum that remains without the slot; None for any other node."""
     origin = origin_of(node)
     number: int | None = node.meta.get(_SLOT, None if origin is None else origin.meta.get(_SLOT))
     return number
@@ -189,12 +188,12 @@ def is_slot_input(value: ir.Value) -> bool:
 
 
 def is_slot_sum(node: ir.Node) -> bool:
-    """Whether a node adds a slot's update to what its layer gives."""
+    """Whether a node adds a slot's update to its layer's result."""
     return _SLOT in node.meta
 
 
 def without_slots(graph: ir.Graph) -> ir.Graph | None:
-    """A copy of a rank's graph that has no slots; None if it has none itself."""
+    """A copy of a rank's graph without slots; None if it has no slots."""
     if all(_kept(node) is None for node in graph):
         return None
     plain = graph.clone()
@@ -212,9 +211,9 @@ def without_slots(graph: ir.Graph) -> ir.Graph | None:
 
 
 def need_slots(graph: ir.Graph, inputs: Collection[str]) -> None:
-    """Make the slots' `inputs` in a rank's graph plain ones, in place: without defaults, all of them have to be fed.
+    """Turn the slots' `inputs` in a rank's graph into inputs without defaults, in place: all of them have to be fed.
 
-    ONNX Runtime binds no values in place of initializers, and plans memory by the sizes of these.
+    ONNX Runtime binds no values in place of initializers, and plans memory by the initializers' sizes.
     """
     for value in optional_inputs(graph):
         source = source_of(value)

@@ -1,4 +1,4 @@
-"""Sizes of states that the operators which make them say, where the file has symbols."""
+"""Sizes of states that their operators determine, if the file has symbols for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from splitc.compiler.operators.registry import operator_of
 
 
 def settle_state_sizes(graph: Graph) -> None:
-    """Give the model's inputs and outputs that are states these sizes, in place (`Operator.state_sizes`)."""
+    """Set these sizes on the model's inputs and outputs that are states, in place (`Operator.state_sizes`)."""
     for node in graph.nodes:
         operator = operator_of(node)
         if operator.state_sizes is None:

@@ -1,4 +1,4 @@
-"""Which inputs are states: fed with an output of the previous run (a cache's past and present)."""
+"""Finds states: inputs that take an output of the previous run (a cache's past and present)."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
 
 
 def written_in_place(graph: Graph, states: Sequence[State]) -> list[State]:
-    """The states as they are in a graph that was rewritten, which may write others in place than before."""
+    """The states of a graph that was rewritten, which may write other states in place than before."""
     ends = {value.name: value for value in (*graph.graph.inputs, *graph.graph.outputs)}
     return [replace(state, in_place=_is_in_place(ends[state.input], ends[state.output])) for state in states]
 
 
 def _check_asked(graph: Graph, asked: AskedStates) -> dict[ir.Value, ir.Value]:
-    """The inputs by the outputs that replace them. Raises MisuseError for unknown names, and for pairs that differ."""
+    """The inputs, by the outputs that replace them. Raises MisuseError for unknown names, and for pairs that differ."""
     inputs = {value.name or "": value for value in graph.graph.inputs}
     outputs = {value.name or "": value for value in graph.graph.outputs}
     pairs: dict[ir.Value, ir.Value] = {}
@@ -84,13 +84,13 @@ def _may_follow(past: ir.Shape, present: ir.Shape) -> bool:
 
 
 def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
-    """Inputs by the outputs that replace them.
+    """Inputs, by the outputs that replace them.
 
     An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer pair has
-    taken it. Of several that are as near, inputs and outputs are paired in order.
+    taken it. Of several at the same distance, inputs and outputs are paired in order.
 
-    To be alike is not enough. An output that contains the input's product with a weight is a layer's result (with a
-    residual or without), unless it is longer. And a model has an input and an output besides its states.
+    Likeness is not enough. An output that contains the input's product with a weight is a layer's result (with or
+    without a residual), unless it is longer. And a model has an input and an output besides its states.
     """
     distances = sorted(
         (distance, graph.graph.outputs.index(output), order, output, value)
@@ -124,8 +124,8 @@ def _grows(past: ir.Value, present: ir.Value) -> int | None:
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
     """The model's inputs within FARTHEST nodes above `output`, nearest first, with their distances.
 
-    The walk ends at products: a past is concatenated, written to, or updated element by element. From an If it goes to
-    what its branches make this output of, and from what a node makes of a state to the state alone.
+    The walk ends at products: a past is concatenated, written to, or updated element by element. From an If it goes on
+    to the values in its branches that this output comes from, and from an operator with states to the state alone.
     """
 
     def above(value: ir.Value) -> Sequence[ir.Value]:
@@ -153,7 +153,7 @@ def _is_layer(graph: Graph, past: ir.Value, present: ir.Value) -> bool:
     readers = [graph.position[use.node] for use in past.uses() if use.node in graph.position]
     if producer is None or not readers:
         return False
-    multiplied = {past: False}  # the values that depend on the past, and whether by a product with a weight
+    multiplied = {past: False}  # the values that depend on the past: whether through a product with a weight
     for node in graph.nodes[min(readers) : graph.position[producer] + 1]:
         reads = () if operator_of(node).reads_shape else graph.reads[node]
         if dependent := [multiplied[value] for value in reads if value in multiplied]:
@@ -164,15 +164,15 @@ def _is_layer(graph: Graph, past: ir.Value, present: ir.Value) -> bool:
 
 
 def _is_product(node: ir.Node, value: ir.Value) -> bool:
-    """Whether a node's output is a product. Attention's first output is; the others are its caches."""
+    """Whether a node's output is a product. Attention's first output is; its others are caches."""
     operator = operator_of(node)
     return value is node.outputs[0] if operator.is_attention else operator.is_product
 
 
 def _is_in_place(past: ir.Value, present: ir.Value) -> bool:
-    """Whether an in-place operator makes the present from the past.
+    """Whether an in-place operator computes the present from the past.
 
-    What else reads the past must be for that operator alone, which then writes when it was read.
+    Other readers of the past must serve that operator alone, which then writes after they have read.
     """
     maker = present.producer()
     if maker is None or not operator_of(maker).writes_in_place:

@@ -1,6 +1,6 @@
-"""Weights whose elements are all equal. Exporters merge those of one shape, whatever they are for: biases of zeros.
+"""Weights whose elements are all equal. Exporters merge those of one shape, for any purpose, such as biases of zeros.
 
-What reads one says nothing about what else reads it: each use may be cut differently.
+So one reader says nothing about the other readers: each use may be cut differently.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
 
-# Larger weights are not read, to see whether they are so. A choice: exporters of today merge up to a thousand elements,
-# and zero points of a matrix with 4 bits take as much.
+# Larger weights are not read to check this. A choice: today's exporters merge up to a thousand elements, and the zero
+# points of a 4-bit matrix take as much.
 MOST_BYTES = 1 << 20
 
 
 @remembered
 def is_uniform(weight: ir.Value) -> bool:
-    """Whether a weight has several axes, and equal elements only, of which there are some."""
+    """Whether a weight has several axes and at least one element, and all elements are equal."""
     tensor = weight.const_value
     if tensor is None or not 0 < tensor.nbytes <= MOST_BYTES or tensor.dtype == ir.DataType.STRING:
         return False
@@ -31,9 +31,9 @@ def is_uniform(weight: ir.Value) -> bool:
 
 
 def part_picks(graph: ir.Graph) -> None:
-    """Let each reader of what is picked out of a uniform weight have a node of its own, in place.
+    """Give each reader of a part of a uniform weight its own copy of the node that selects the part, in place.
 
-    Exporters merge such nodes too. ONNX Runtime does again, where they stay alike.
+    Exporters merge such nodes too. ONNX Runtime merges those again that stay alike.
     """
     picks: dict[ir.Value, ir.Node] = {}
     for node in (node for node in graph if _picks(node)):
@@ -47,14 +47,14 @@ def part_picks(graph: ir.Graph) -> None:
 
 
 def _picks(node: ir.Node) -> bool:
-    """Whether a node has elements of its first input, and no others."""
+    """Whether a node's output consists of elements of its first input only."""
     operator = operator_of(node)
     picks = (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
     return picks and len(node.outputs) == 1
 
 
 def _twin(graph: ir.Graph, node: ir.Node, names: set[str | None]) -> ir.Value:
-    """The result of a copy of a node, behind it."""
+    """The result of a copy of a node, inserted after it."""
     attributes = node.attributes.values()
     twin = ir.Node(
         node.domain, node.op_type, node.inputs, attributes, version=node.version, metadata_props=node.metadata_props

@@ -1,4 +1,4 @@
-"""Remove what nothing reads. What only a removed node's subgraphs read counts as unread."""
+"""Removes unread nodes and values. Values that only a removed node's subgraphs read count as unread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def remove_unused(graph: ir.Graph) -> None:
 
 
 def remove_unused_inputs(graph: ir.Graph, among: Collection[ir.Value] | None = None) -> list[ir.Value]:
-    """Remove the graph's inputs that nothing reads, in place: all of them, or those `among` some. Returns them."""
+    """Remove the graph's unread inputs, in place, or those of them that are `among` some. Returns the removed ones."""
     candidates = graph.inputs if among is None else among
     unused = [v for v in candidates if v.is_graph_input() and not v.uses() and not v.is_graph_output()]
     for value in unused:

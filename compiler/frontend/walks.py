@@ -1,4 +1,4 @@
-"""Walks over a graph: everything that is reached from some nodes or values."""
+"""Walks over a graph: everything that can be reached from some nodes or values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def levels(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[list[T]]:
-    """The starts, then all that is one `step` away from them, then two: breadth first, each item once."""
+    """The starts, then everything one `step` away from them, then two: breadth first, each item once."""
     level = list(dict.fromkeys(starts))
     seen = set(level)
     while level:
@@ -23,29 +23,29 @@ def levels(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[li
 
 
 def reached(starts: Iterable[T], step: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """The starts and all that `step` leads to from them, each once, nearest first."""
+    """The starts and everything that `step` leads to from them, once each, nearest first."""
     return chain.from_iterable(levels(starts, step))
 
 
 def producers(values: Iterable[ir.Value | None]) -> Iterator[ir.Node]:
-    """The nodes that make these values. Inputs, initializers and None have none."""
+    """The producers of these values. Inputs, initializers and None have none."""
     return (node for value in values if value is not None and (node := value.producer()) is not None)
 
 
 def producer_of(value: ir.Value) -> ir.Node:
-    """The node that makes a value that is no input and no initializer."""
+    """The producer of a value that is neither an input nor an initializer."""
     (node,) = producers([value])
     return node
 
 
 def only_reader(value: ir.Value) -> ir.Node | None:
-    """The node that reads a value, if nothing else does, and the value once."""
+    """The only reader of a value, if it reads it once and the value is no output; else None."""
     uses = value.uses()
     return None if len(uses) != 1 or value.is_graph_output() else next(iter(uses)).node
 
 
 def ancestors(nodes: Iterable[ir.Node], reads: Callable[[ir.Node], Iterable[ir.Value]]) -> set[ir.Node]:
-    """The nodes and all nodes that they depend on. `reads` gives what a node reads."""
+    """The nodes and all nodes that they depend on. `reads` returns the values that a node reads."""
     return set(reached(nodes, lambda node: producers(reads(node))))
 
 

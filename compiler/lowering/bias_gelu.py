@@ -1,8 +1,8 @@
-"""A bias and the Gelu after it become one operator on GPUs in half precision.
+"""Fuses a bias with the Gelu after it, on GPUs in half precision.
 
-ONNX Runtime does so for single precision. In half precision it leaves forms apart, which go through the memory again:
-on an H100 gated layers by two products take 1.2 times as long so (tests/benchmarks/fused_attention.py). Gelu is an
-operator, or written out (fusion/gelu.py).
+ONNX Runtime fuses them in single precision. In half precision it leaves some forms unfused, which read and write the
+data once more: on an H100, gated layers of two products take 1.2 times as long unfused
+(tests/benchmarks/fused_attention.py). The Gelu may be an operator, or decomposed (fusion/gelu.py).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ DOMAIN, OPERATOR = "com.microsoft", "BiasGelu"
 
 
 def fuse_bias_gelus(graph: ir.Graph) -> None:
-    """Replace each Gelu of what a bias was added to, in half precision, by one operator for both, in place.
+    """Fuse each Gelu in half precision with the addition of a bias before it, in place.
 
-    What nothing reads any more stays.
+    Nodes that have no reader afterwards stay.
     """
     editor = Editor(graph)
     for node in list(graph):
@@ -34,7 +34,7 @@ def fuse_bias_gelus(graph: ir.Graph) -> None:
 
 
 def _find_operator(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """What a Gelu that is an operator reads and makes."""
+    """The input and the output of a node that is an exact Gelu; None for any other node."""
     exact = node.attributes.get_string("approximate", "none") == "none"
     if node.op_type != "Gelu" or node.domain not in ("", DOMAIN) or not exact or node.inputs[0] is None:
         return None
@@ -42,7 +42,7 @@ def _find_operator(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _find_bias(total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
-    """What was added to give a value in half precision: data, and a bias for each place of its last axis."""
+    """The data and the bias of a sum in half precision, [..., n] and [n]; None for other sums."""
     node = total.producer()
     if node is None or node.op_type != "Add" or node.domain or described(total).dtype != ir.DataType.FLOAT16:
         return None

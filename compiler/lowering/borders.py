@@ -1,4 +1,4 @@
-"""Values that enter or leave an island: ranks join their shards into the whole value, or cut them out of it."""
+"""Values that enter or leave an island: ranks join their shards into the whole value, or cut their shards out of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: C
 
 
 def leave(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> None:
-    """Give all readers of a value the shard of it that they need outside the island."""
+    """Give all readers of a value outside the island the shard that they need."""
     if crossing.is_joined(shards.ranges):
         value = _join(editor, shards, ranks, value, crossing)
     if crossing.is_cut(shards.ranges):
@@ -83,7 +83,7 @@ def _slice(editor: Editor, value: ir.Value, runs: dict[int, Range], suffix: str)
 
 
 def _pad(editor: Editor, value: ir.Value, pads: dict[int, tuple[int, int]], axes: int) -> ir.Value:
-    """A value padded with zeros: so many before and after it along each axis."""
+    """A value padded with zeros: `pads` are their numbers before and after it along each axis."""
     pairs = [pads.get(number, (0, 0)) for number in range(axes)]
     flat = [first for first, _ in pairs] + [last for _, last in pairs]
     sizes, attributes = editor.lists("Pad", pads=flat)

@@ -14,7 +14,7 @@ from splitc.compiler.nodes import unused_name
 
 
 class ChainedGraph:
-    """A graph, and the token of the last of its chained operators. The first one takes a constant for it."""
+    """A graph, and the token of its last chained operator. The first operator takes a constant instead."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
@@ -24,7 +24,7 @@ class ChainedGraph:
         self._likes: dict[ir.DataType, ir.Value] = {}
 
     def send(self, value: ir.Value, peer: int) -> ir.Value:
-        """Send a value to a rank. Returns the value for nodes that must run after that."""
+        """Send a value to a rank. Returns the same value, for nodes that must run after the send."""
         assert value.dtype is not None
         return self._transfer(SEND, value, value.dtype, peer, f"{value.name}/sent{peer}")
 
@@ -36,7 +36,7 @@ class ChainedGraph:
         return value
 
     def run_before(self, values: Sequence[ir.Value]) -> None:
-        """Let operators that are chained later run after the nodes that make these values."""
+        """Let operators that are chained later run after the nodes that compute these values."""
         (self._token,) = self._operator(AFTER, [self._last, *values], {}, [f"{values[0].name}/computed"])
 
     def finish(self) -> ir.Graph:
@@ -52,7 +52,7 @@ class ChainedGraph:
 
     @property
     def _last(self) -> ir.Value:
-        """The token of the operator that was chained last; at first a constant."""
+        """The token of the last chained operator; at first a constant."""
         if self._token is None:
             self._token = first_token(self._graph)
         return self._token

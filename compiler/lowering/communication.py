@@ -1,7 +1,7 @@
-"""Nodes by which a rank exchanges values with others while it runs its graph.
+"""Nodes by which a rank exchanges values with others while its graph runs.
 
-All-reduces are `COLLECTIVE` nodes, as TensorRT has them. Transfers are operators of splitc's library. Tokens chain
-them, so that all ranks run them in one order. Engines that can have both inside do; see `engine_segments`.
+All-reduces are `COLLECTIVE` nodes, as in TensorRT. Transfers are operators of splitc's library, chained by tokens so
+that all ranks run them in one order. Engines that can run both inside do; see `engine_segments`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from splitc.compiler.lowering.rank_forms import COLLECTIVE
 
 DOMAIN = "splitc"
 ALL_REDUCE, SEND, RECEIVE = "AllReduce", "Send", "Receive"
-# Orders the operators that are chained later after what a rank computes by itself.
+# Orders operators that are chained later after nodes that exchange nothing.
 AFTER = "After"
 # The suffix of operators for values in half precision. If they took any type, ONNX Runtime would run them in single
 # precision on CPUs wherever their neighbours run so, which may differ between ranks.
 HALF = "Half"
-# How many numbers the first token has. On GPUs, ONNX Runtime runs a node on the CPU if all that it takes is there, or a
-# constant of at most 100 (GetCpuPreferredNodes, core/framework/fallback_cpu_capability.cc). An exchange must stay.
+# The elements of the first token. ONNX Runtime moves a node from the GPU to the CPU if all its inputs are there, or are
+# constants of at most 100 elements (GetCpuPreferredNodes, core/framework/fallback_cpu_capability.cc). An exchange must
+# stay on the GPU.
 FIRST = 128
 # The attribute `operation` of an all-reduce.
 _OPERATIONS = {"sum": 0, "max": 1}
@@ -43,9 +44,9 @@ def kind_of(node: ir.Node) -> str:
 def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
     """Replace the collectives in `graph` by operators, in place, and keep only the named `outputs`. Returns the graph.
 
-    Each operator takes the token of the one before it, the first one a constant, so all ranks run them in one order,
-    however their engines order independent nodes. If this rank does not read the result of the last one, its token
-    becomes an output: other ranks wait for that operator.
+    Each operator takes the token of the one before it, the first one a constant. So all ranks run them in one order,
+    however their engines order independent nodes. If this rank does not read the last operator's result, that
+    operator's token becomes an output: other ranks wait for the operator.
     """
     for place, value in reversed(list(enumerate(graph.outputs))):
         if value.name not in outputs:
@@ -65,7 +66,7 @@ def use_operators(graph: ir.Graph, outputs: Collection[str]) -> ir.Graph:
 
 
 def first_token(graph: ir.Graph) -> ir.Value:
-    """A constant of the graph that the first of its exchanges takes for a token."""
+    """A constant of the graph that its first exchange takes as its token."""
     return add_initializer(graph, ir.tensor(np.zeros(FIRST, np.uint8), name="splitc_first"))
 
 

@@ -1,7 +1,7 @@
-"""Which values ONNX Runtime keeps on the CPU beside its CUDA provider, and which it copies to the GPU and back.
+"""Predicts which values ONNX Runtime's CUDA provider keeps on the CPU, and which are copied to the GPU or back.
 
-It refuses to capture a graph in which it copies any. Its rules are those of fallback_cpu_capability.cc of ONNX Runtime
-1.31: what is computed from sizes alone stays on the CPU, and so does a node for which there is no kernel.
+ONNX Runtime refuses to capture a graph with such copies. The rules are those of fallback_cpu_capability.cc of ONNX
+Runtime 1.31: what is computed from sizes alone stays on the CPU, and so does a node without a CUDA kernel.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.operators.gpu_kernels import HALVES, has_gpu_kernel, host_inputs
 from splitc.compiler.operators.registry import operator_of
 
-# The most numbers of a constant that a node on the CPU may take: kSmallInitializerThreshold.
+# The most elements of a constant that a node on the CPU may read: kSmallInitializerThreshold.
 SMALL = 100
 
 
 @dataclass(frozen=True)
 class Read:
-    """A node's input of this number, and its value."""
+    """Input `number` of a node, and its value."""
 
     node: ir.Node
     number: int
@@ -31,9 +31,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Placement:
-    """The values in the host's memory, and the reads for which one is copied to the GPU, or to the CPU.
+    """The values in host memory, and the reads that need a copy.
 
-    `sizes` are those on the CPU that follow from sizes alone: each has as many numbers in every request.
+    - `sizes`: values on the CPU that follow from sizes alone. Their number of elements is the same in every request.
+    - `to_gpu`, `to_cpu`: reads of a value that lies in the other memory.
     """
 
     on_cpu: frozenset[ir.Value]
@@ -43,9 +44,9 @@ class Placement:
 
 
 def place_values(graph: ir.Graph) -> Placement:
-    """Where ONNX Runtime has the values that a graph's nodes make, which are in order.
+    """Where ONNX Runtime keeps the results of a graph's nodes, which are sorted.
 
-    Inputs and constants lie where they are read, and so does what follows from constants: it is folded.
+    Inputs and constants lie where they are read. So do values that are computed from constants: they are folded.
     """
     on_cpu: set[ir.Value] = set()
     sizes: set[ir.Value] = set()
@@ -76,7 +77,7 @@ def place_values(graph: ir.Graph) -> Placement:
 
 
 def why_not_captured(graph: ir.Graph) -> str:
-    """Why ONNX Runtime will not capture the graph on a GPU, by a node of it; "" if nothing prevents it."""
+    """The reason why ONNX Runtime will not capture the graph on a GPU, naming a node; "" if it will."""
     for node in graph:
         if any(True for _ in subgraphs(node)):
             return f"{_title(node)} is control flow"
@@ -95,13 +96,13 @@ def _title(node: ir.Node) -> str:
 
 
 def runs_on_gpu(node: ir.Node) -> bool:
-    """Whether there is a kernel for GPUs for the node."""
+    """Whether the node has a kernel for GPUs."""
     first = node.inputs[0] if node.inputs else None
     return has_gpu_kernel(node, None if first is None else described(first).dtype)
 
 
 def _is_folded(node: ir.Node, sizes: Collection[ir.Value], folded: Collection[ir.Value]) -> bool:
-    """Whether ONNX Runtime computes a node when it loads the graph: from constants, or from sizes that are numbers."""
+    """Whether ONNX Runtime folds a node when it loads the graph: it reads constants, or static sizes."""
     operator = operator_of(node)
     if operator.reads_shape:
         (value,) = node.inputs
@@ -113,7 +114,7 @@ def _is_folded(node: ir.Node, sizes: Collection[ir.Value], folded: Collection[ir
 
 
 def _is_left(node: ir.Node, on_cpu: Collection[ir.Value], folded: Collection[ir.Value]) -> bool:
-    """Whether a node is left on the CPU although it has a kernel for GPUs, since it reads what follows from sizes."""
+    """Whether a node stays on the CPU although it has a kernel for GPUs: all its computed inputs are on the CPU."""
     on_host = host_inputs(node)
     if not any(value in on_cpu for value in node.inputs):
         return False
@@ -132,5 +133,5 @@ def _is_static(value: ir.Value) -> bool:
 
 
 def _is_small(value: ir.Value) -> bool:
-    # A computed value may have a constant too, which inference found: ONNX Runtime may not.
+    # Inference may also have given a computed value a constant, which ONNX Runtime may not know.
     return value.is_initializer() and value.const_value is not None and value.const_value.size <= SMALL

@@ -1,4 +1,4 @@
-"""One engine for a rank's graph, if engines can exchange values while they run; else segments between exchanges."""
+"""One engine for a rank's graph, if exchanges can run inside engines; else segments between the exchanges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.runtime.hardware.devices import Device
 
 
 def engine_segments(graph: ir.Graph, outputs: Collection[str], engine: str, devices: Sequence[Device]) -> list[Segment]:
-    """What each engine of a rank runs of its graph, which gives the `outputs` named. `devices` are all ranks'."""
+    """The segments of a rank's graph, one for each engine, that give the named `outputs`. `devices` are all ranks'."""
     if has_operators(engine, devices):
         return [Segment(use_operators(graph, outputs), ())]
     inside = has_collectives(engine, devices)
@@ -23,5 +23,5 @@ def engine_segments(graph: ir.Graph, outputs: Collection[str], engine: str, devi
 
 
 def has_operators(engine: str, devices: Sequence[Device]) -> bool:
-    """Whether all exchanges are inside the engines, as operators of splitc's library."""
+    """Whether all exchanges run inside the engines, as operators of splitc's library."""
     return has_collectives(engine, devices) and find_kind(engine).uses_operators

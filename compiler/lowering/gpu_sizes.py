@@ -1,9 +1,9 @@
-"""Let sizes reach a GPU without a copy, so that ONNX Runtime captures the graph.
+"""Moves sizes to a GPU without a copy, so that ONNX Runtime captures the graph.
 
-What exporters compute from sizes stays on the CPU (cpu_values), until a node on the GPU reads it: a length that
-positions are compared with, a root that scores are divided by. ONNX Runtime copies such a value in each run, and
-refuses to capture a graph with copies. Range takes numbers from the CPU as arguments of its kernel: as one step from n
-to n + 1 it puts n on the GPU. What is not whole is computed there again, from whole numbers.
+Values that exporters compute from sizes stay on the CPU (cpu_values) until a node on the GPU reads them: a length that
+positions are compared with, a root that divides scores. ONNX Runtime copies such a value in each run, and refuses to
+capture a graph with copies. Range takes its numbers from the CPU, as arguments of its kernel: Range(n, n + 1, 1) writes
+n on the GPU. Numbers that are not integers are recomputed on the GPU from integers.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from splitc.compiler.request.shapes import Shape
 Array = npt.NDArray[Any]
 
 WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
-# A list of sizes has as many numbers as a value has axes, or a few times as many: more are left to be copied.
+# The most elements of a list of sizes, which has one or a few for each axis of a value. Larger values are copied.
 MOST = 16
 CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv", "NhwcConv", "NhwcFusedConv")
 
 
 def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
-    """Spare a graph copies between the CPU and the GPU, in place, where its results stay the same to the bit.
+    """Remove copies between the CPU and the GPU, in place, where results stay the same to the bit.
 
-    `shapes` are those of the model's values. Range is there from opset 11 on.
+    `shapes` are those of the model's values. Range exists from opset 11 on.
     """
     editor = Editor(graph)
     for node in list(graph):
@@ -52,35 +52,35 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
 
 
 def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> str:
-    """Why engines of this model's graph will not be captured on GPUs, after that; "" if nothing prevents it."""
+    """Why engines of this model's graph can't be captured on GPUs even after `keep_on_gpu`; "" if they can."""
     engine = graph.clone()
     keep_on_gpu(engine, opset, shapes)
     return why_not_captured(engine)
 
 
 def convolves(node: ir.Node) -> bool:
-    """Whether ONNX Runtime's CUDA provider runs a node by cuDNN's plans, of one shape at a time."""
+    """Whether ONNX Runtime's CUDA provider runs a node with cuDNN, which plans for one shape at a time."""
     return node.op_type in CONVOLUTIONS
 
 
 def _give_kernel(node: ir.Node, editor: Editor) -> None:
-    """Let a node have a kernel that needs no copy where another operator, or another type, has the same results."""
+    """Replace an operator or a type that has no kernel for GPUs by one that has, with the same results."""
     if node.op_type == "OneHot" and not node.domain:
         _replace_one_hot(node, editor)
     value = node.inputs[0] if node.inputs else None
     if value is None or described(value).dtype != ir.DataType.INT32 or runs_on_gpu(node):
         return
     if node.op_type in ("ArgMax", "ArgMin"):
-        # A double holds each of these numbers.
+        # A double represents every int32 exactly.
         double = editor.before(node, "Cast", value, to=ir.DataType.DOUBLE)
         _describe(double, f"{node.outputs[0].name}/double", ir.DataType.DOUBLE, described(value).shape)
         node.replace_input_with(0, double)
 
 
 def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
-    """Let OneHot of constant places be Gather, which stays on the CPU if what it picks from does.
+    """Replace OneHot of constant places by Gather, which stays on the CPU if its data do.
 
-    torch's repeat_interleave is written so: it picks the number of times, and 1 for the other axes.
+    torch's repeat_interleave is exported so: it picks the number of repeats, and 1 for the other axes.
     """
     places, depth, values = node.inputs
     if places is None or depth is None or (wanted := _constant(places)) is None or (most := _constant(depth)) is None:
@@ -94,31 +94,31 @@ def _replace_one_hot(node: ir.Node, editor: Editor) -> None:
 
 
 def _constant(value: ir.Value) -> Array | None:
-    """The numbers of what no request changes."""
+    """The numbers of a constant; None for other values, and for those that a request can override."""
     tensor = value.const_value
     return None if tensor is None or not value.is_initializer() or value.is_graph_input() else tensor.numpy()
 
 
 @dataclass(frozen=True)
 class _Raising:
-    """Values that follow from sizes and are on the CPU, again on the GPU."""
+    """Recomputes values on the GPU that follow from sizes and are on the CPU."""
 
     editor: Editor
     sizes: frozenset[ir.Value]
     shapes: Mapping[str, Shape]
-    # The last node that was added behind each.
+    # The last node that was inserted after each producer.
     _last: dict[ir.Node, ir.Node] = field(default_factory=dict)
     _done: dict[ir.Value, ir.Value | None] = field(default_factory=dict)
 
     def raised(self, value: ir.Value) -> ir.Value | None:
-        """The value on the GPU, made there without a copy; None if that can't be."""
+        """The value on the GPU, computed there without a copy; None if that is not possible."""
         if value not in self._done:
             ranges = self._by_range(value) if described(value).dtype in WHOLE else None
             self._done[value] = ranges if ranges is not None else self._computed(value)
         return self._done[value]
 
     def _computed(self, value: ir.Value) -> ir.Value | None:
-        """By the same node, on what it reads, raised."""
+        """The value, by the same operator on raised inputs; None if one can't be raised, or has no kernel for GPUs."""
         node = value.producer()
         assert node is not None
         if len(node.outputs) != 1 or not runs_on_gpu(node):
@@ -136,7 +136,7 @@ class _Raising:
         )
 
     def _by_range(self, value: ir.Value) -> ir.Value | None:
-        """Each of its numbers by a Range of one step; None if there are too many."""
+        """The value, with one Range of one step for each of its numbers; None if there are too many."""
         shape = self._shape(value)
         if shape is None or not 0 < (count := math.prod(shape)) <= MOST:
             return None
@@ -164,7 +164,7 @@ class _Raising:
         return self._after(value, f"range{place}", ir.Shape([1]), "Range", [number, end, one])
 
     def _shape(self, value: ir.Value) -> Shape | None:
-        """The shape of what is computed from sizes, which no request changes."""
+        """The shape of a value that is computed from sizes. It is the same in every request."""
         known = described(value)
         if known.shape is not None and known.shape.is_static():
             return known.shape.numpy()
@@ -180,7 +180,7 @@ class _Raising:
         domain: str = "",
         **attributes: Any,
     ) -> ir.Value:
-        """A new node's result, of the value's type, behind the node that makes the value."""
+        """The result of a new node, of the value's type, inserted after the value's producer."""
         node, producer = ir.node(operator, inputs, attributes, domain=domain), value.producer()
         assert producer is not None
         self.editor.graph.insert_after(self._last.get(producer, producer), node)

@@ -1,7 +1,8 @@
-"""The products for the queries, keys and values of attention with a cache become one product, and a Split, on GPUs.
+"""Merges the query, key and value projections of attention with a cache into one product and a Split, on GPUs.
 
-A token's are small: those of an 8B decoder's keys and values read 8 MiB each, which takes a GPU little longer than a
-launch. On an H100 in half precision a token of such a decoder takes 1.05 times as long with three products.
+For a single token they are small: keys' and values' weights of an 8B decoder are 8 MiB each, which a GPU reads in
+little more than the time of a launch. On an H100 in half precision a token of such a decoder takes 1.05 times as long
+with three products.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from splitc.compiler.operators.registry import operator_of
 
 PRODUCTS = {("", "MatMul"), ("com.microsoft", "FusedMatMul")}
 ATTENTION = ("com.microsoft", "GroupQueryAttention")
-# The places of its queries, keys and values.
+# The operator's inputs that are queries, keys and values.
 PARTS = slice(3)
-# A Split into three parts of any sizes is a kernel of its own in ONNX Runtime (Split3Inner); one into two copies their
-# sizes to the GPU.
+# A Split into three parts of any sizes has a kernel of its own in ONNX Runtime (Split3Inner). One into two parts copies
+# their sizes to the GPU.
 COUNT = 3
 
 
 def join_products(graph: ir.Graph) -> None:
-    """Join the products that each attention with a cache reads and that are of one value, in place."""
+    """Merge the products of one value that attention with a cache reads, in place."""
     editor = Editor(graph)
     for node in list(graph):
         if (node.domain, node.op_type) == ATTENTION and len(node.inputs) > PAST and node.inputs[PAST] is not None:
@@ -44,7 +45,7 @@ def join_products(graph: ir.Graph) -> None:
 
 
 def _products(attention: ir.Node) -> set[ir.Node]:
-    """The last products by weights of their own before an attention's queries, keys and values."""
+    """The nearest products before an attention's queries, keys and values, if nothing else reads their weights."""
     above = reached(
         producers(attention.inputs[PARTS]),
         lambda node: () if _is_product(node) or operator_of(node).reads_shape else producers(node.inputs),
@@ -57,7 +58,7 @@ def _is_product(node: ir.Node) -> bool:
 
 
 def _has_own_weight(product: ir.Node) -> bool:
-    """Whether it multiplies by a matrix that nothing else reads."""
+    """Whether a product multiplies by a matrix that nothing else reads."""
     weight = product.inputs[1]
     return (
         weight is not None
@@ -68,25 +69,25 @@ def _has_own_weight(product: ir.Node) -> bool:
 
 
 def _weight(product: ir.Node) -> tuple[ir.Value, ir.TensorProtocol]:
-    """What it multiplies by, and the numbers of that."""
+    """A product's weight, and its tensor."""
     weight = product.inputs[1]
     assert weight is not None and weight.const_value is not None
     return weight, weight.const_value
 
 
 def _columns(product: ir.Node) -> int:
-    """The axis of its weight that is the last one of its result."""
+    """The axis of the weight that becomes the last axis of the result."""
     return 0 if product.attributes.get_int("transB", 0) else 1
 
 
 def _kind(product: ir.Node) -> Any:
-    """What products that can be joined have in common."""
+    """A key that is equal for products that can be merged."""
     _, tensor = _weight(product)
     return product.inputs[0], node_key(product), tensor.dtype, tensor.shape.numpy()[1 - _columns(product)]
 
 
 def _join(products: list[ir.Node], editor: Editor) -> None:
-    """Put one product, and a Split, where the first of these is."""
+    """Replace the products by one product and a Split, in the place of the first one."""
     first, axis = products[0], _columns(products[0])
     weights = [_weight(product) for product in products]
     name = unused_name("+".join(weight.name or "" for weight, _ in weights), editor.graph.initializers)

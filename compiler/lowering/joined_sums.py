@@ -1,6 +1,6 @@
-"""The sums of squares that two norms wait for, as of queries and of keys, become one collective.
+"""Merges the all-reduces of two norms, such as those of queries and of keys, into one.
 
-They are a number for each token, and so cost what a collective costs however little it moves.
+They sum one number per token. So they cost the latency of a collective, not its traffic.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from splitc.compiler.frontend.walks import ancestors, producer_of
 
 
 def join_sums(editor: Editor, one: ir.Value, other: ir.Value) -> None:
-    """Put one collective in the place of those that make two sums [..., 1], the other of which comes later.
+    """Replace the all-reduces of two sums [..., 1] by one. `other` is computed later than `one`.
 
-    What the later one needs, and stands between them, goes before both.
+    Nodes between them that the later one needs move before both.
     """
     graph, first, second = editor.graph, producer_of(one), producer_of(other)
     nodes, needed = list(graph), ancestors([second], node_reads)

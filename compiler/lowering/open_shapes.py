@@ -1,7 +1,7 @@
 """Open shapes: the number of a value's axes, without their sizes.
 
-An engine can't infer the number for a value that it receives, and some operators need it (Scan in ONNX Runtime). It is
-not told sizes: with sizes that it could not infer in the unsplit model, it would fuse more.
+An engine can't infer the number for a value that it receives, and some operators need it (Scan in ONNX Runtime). Sizes
+are left out: with sizes that it could not infer in the unsplit model, the engine would fuse more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's program: it runs segments, with exchanges between them; in a pipeline it receives first and sends last."""
+"""A rank's program: it runs segments with exchanges between them. In a pipeline it receives first and sends last."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rank_program(
 ) -> RankProgram:
     """The program that runs segments, with the exchanges of a group's ranks between them, and steps before and after.
 
-    It takes those of the `feeds` that its segments read or that it sends, and gives `outputs` to the caller.
+    It takes those `feeds` that its segments read or that it sends, and gives `outputs` to the caller.
     """
     steps = (*before, *_steps(segments, group), *after)
     taken = {value.name for segment in segments for value in segment.graph.inputs}
@@ -49,7 +49,7 @@ def stage_program(
 ) -> RankProgram:
     """The program of rank `number`: it receives from other stages, runs, and sends to others; see `rank_program`.
 
-    `transfers` are those of all ranks. What is inside engines is in the segments already.
+    `transfers` are those of all ranks. Transfers inside engines are in the segments already.
     """
     steps = [transfer for transfer in transfers if not transfer.inside]
     # Channels are first in, first out: a rank sends in the order in which the other one receives.
@@ -59,13 +59,13 @@ def stage_program(
 
 
 def kept_states(states: Iterable[State], rank: RankPlan, outputs: Iterable[str]) -> list[str]:
-    """The outputs that a rank keeps for its states while another rank gives them to the caller."""
+    """The state outputs that a rank keeps for its next request, although another rank gives them to the caller."""
     fed, made = set(names(rank.stage.feeds)), set(names(rank.stage.outputs)) - set(outputs)
     return [state.output for state in states if state.input in fed and state.output in made]
 
 
 def _steps(segments: Sequence[Segment], group: Sequence[int]) -> Iterator[Step]:
-    """Run the segments, and do what follows each."""
+    """Run each segment, then the exchanges that follow it."""
     engines = 0
     for segment in segments:
         if segment.graph.outputs:

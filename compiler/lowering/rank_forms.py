@@ -1,4 +1,4 @@
-"""Operators that need another form in a rank graph, since the rank has only a shard of their inputs."""
+"""Operators that need another form in a rank graph, since the rank has only shards of their inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def all_reduce(operation: str, ranks: int) -> dict[str, Any]:
 
 
 def mask_unowned(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> None:
-    """Replace by zeros what a node would sum over although another rank owns it.
+    """Replace elements that a node sums over, but another rank owns, by zeros.
 
     That is needed where the rank owns units of some sections and not of others. If it owns none, its whole result is
     multiplied by zero instead.
@@ -82,10 +82,11 @@ def set_split_lengths(editor: Editor, shards: Shards, node: ir.Node, operation: 
 
 
 def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
-    """Look up the rows that the rank has, and zeros for the others: a partial value.
+    """Look up the rows that the rank has, and zeros for the others. The result is partial.
 
     Two constants of the whole table's length map each row to its place in the rank's shard, and say whether it is
-    there. Looked up in these, negative indices still count from the end, and indices out of bounds still fail.
+    there. Indices are looked up in these first: so negative ones still count from the end, and those out of bounds
+    still fail.
     """
     (atom,) = ax.leaves(operation.contracted)
     own, indices, rows = shards.ranges[atom], node.inputs[1], node.outputs[0]
@@ -99,9 +100,9 @@ def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation)
 
 
 def reduce_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> ir.Value | None:
-    """Replace a node by what computes it of a shard and of a number that the ranks find of the whole value.
+    """Replace a node that reduces over a sharded axis: ranks all-reduce the statistic that it needs of the whole value.
 
-    Returns that number if it is a sum.
+    Returns the statistic if it is a sum.
     """
     if node.op_type == "DynamicQuantizeLinear":
         quantize_together(editor, ranks, node)
@@ -110,7 +111,7 @@ def reduce_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, o
 
 
 def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, axis: Axis) -> ir.Value:
-    """Replace RMSNormalization of a shard of the last axis: an all-reduce sums the squares, of each element once.
+    """Replace RMSNormalization over a sharded last axis: an all-reduce adds up the squares, of each element once.
 
     Returns the sum.
     """
@@ -145,7 +146,7 @@ def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node
 
 
 def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
-    """Replace DynamicQuantizeLinear of a shard by ONNX's definition, with the scale and zero point of the whole value.
+    """Replace DynamicQuantizeLinear of a shard by ONNX's definition, with the whole value's scale and zero point.
 
     An all-reduce of maxima gives the range of the whole value.
     """
@@ -173,12 +174,12 @@ def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
 
 
 def summed_type(kind: ir.DataType) -> ir.DataType:
-    """The number type in which ranks sum values of which all but one rank's are zeros."""
+    """The number type of a sum over the ranks to which all but one rank add zeros."""
     return kind if kind in _CHOSEN else ir.DataType.FLOAT if kind.is_floating_point() else ir.DataType.INT64
 
 
 def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
-    """Replace random numbers by a sum over the ranks. Only the rank that `draws` adds its numbers, the others zeros."""
+    """Replace random numbers by a sum over the ranks. The rank with `draws` adds its numbers, all others add zeros."""
     kind = value.dtype or ir.DataType.FLOAT
     summed = summed_type(kind)
     if summed != kind:
@@ -192,7 +193,7 @@ def draw_once(editor: Editor, ranks: int, value: ir.Value, draws: bool) -> None:
 
 
 def zero_added(editor: Editor, node: ir.Node, number: int) -> None:
-    """Have a node add zeros in place of an input, which may be infinite, and still depend on it."""
+    """Replace an input of an addition by zeros that depend on it: by a Where, since the input may be infinite."""
     value = node.inputs[number]
     assert value is not None
     zeros = editor.before(node, "Where", editor.constant(np.array(False)), value, editor.scalar(0, value))
@@ -201,9 +202,9 @@ def zero_added(editor: Editor, node: ir.Node, number: int) -> None:
 
 
 def drop_added(editor: Editor, node: ir.Node, added: frozenset[int], contracts: bool) -> ir.Value:
-    """Drop the inputs `added` of an addition, or of a product with a bias, since another rank adds them to the sum.
+    """Drop the inputs `added` of an addition, or of a product with a bias: another rank adds them to the sum.
 
-    `contracts` says that the node sums over a sharded axis itself. Returns the value that replaces its result.
+    `contracts` says that the node itself sums over a sharded axis. Returns the value that replaces its result.
     """
     operator = operator_of(node)
     if contracts:

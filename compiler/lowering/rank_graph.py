@@ -1,4 +1,4 @@
-"""The graph that one rank of a group runs: with shards of weights, corrected sizes, and a node for each collective."""
+"""The graph that one rank of a group runs, with shards of weights, corrected sizes, and a node for each collective."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def rank_graph(split: ShardedModel, stage: Stage, rank: int) -> ir.Graph:
 
     Values keep the model's names. The result of an all-reduce has the name of the whole value.
 
-    A rank leaves out what another one adds to a sum. If it then does not need an earlier sum, in which the others wait
-    for it, the graph is built again, with zeros in place of what depends on sums.
+    A rank drops inputs that another rank adds to a sum. That may make an earlier all-reduce unused here, while the
+    other ranks wait for this one in it. Then the graph is built again, with zeros instead of dropped inputs that depend
+    on sums.
     """
     graph = _RankGraph(split, stage, rank).build()
     count = _collectives(graph)
@@ -47,7 +48,7 @@ def rank_graph(split: ShardedModel, stage: Stage, rank: int) -> ir.Graph:
 
 
 class _RankGraph:
-    """One rank's graph under construction. With `waits` it depends on sums that it could leave out."""
+    """One rank's graph under construction. With `waits` it depends on sums that it could drop."""
 
     def __init__(self, split: ShardedModel, stage: Stage, rank: int, waits: bool = False) -> None:
         self._waits = waits
@@ -67,7 +68,7 @@ class _RankGraph:
         restore_types(self._graph)
 
     def build(self) -> ir.Graph:
-        """The graph, with what nothing reads any more."""
+        """The graph, including nodes without readers."""
         for node in list(self._graph):
             if (origin := origin_of(node)) is not None:  # None for nodes that compute borrowed sizes
                 self._rewrite(node, origin)
@@ -110,7 +111,7 @@ class _RankGraph:
                 borders.leave(self._editor, self._shards, self._split.ranks, result, crossing)
 
     def _draw_once(self, node: ir.Node, origin: ir.Node) -> None:
-        """Give all ranks the first one's random numbers."""
+        """Give all ranks the random numbers of rank 0."""
         for value, made in zip(list(node.outputs), origin.outputs, strict=True):
             if made in self._summed:
                 forms.draw_once(self._editor, self._split.ranks, value, self._rank == 0)
@@ -142,7 +143,7 @@ class _RankGraph:
             node.replace_input_with(number, shard)
 
     def _drop_added(self, node: ir.Node, origin: ir.Node, operation: Operation) -> ir.Value | None:
-        """Drop the inputs that another rank adds to the sum. Returns the new result; None if none is dropped."""
+        """Drop the inputs that another rank adds to the sum. Returns the new result; None if none was dropped."""
         added = self._split.sums.added_on_one_rank.get(origin, frozenset())
         if not added or self._split.adds(self._rank, operation):
             return None
@@ -156,7 +157,7 @@ class _RankGraph:
         return forms.drop_added(self._editor, node, added, contracts)
 
     def _globalize_outputs(self) -> None:
-        """Correct outputs that are sizes of shards to the sizes of whole values."""
+        """Replace sizes of shards by sizes of whole values in the graph's outputs."""
         for number, value in enumerate(self._graph.outputs):
             if value in self._sizes.read:
                 self._graph.outputs[number] = self._sizes.globalize_output(value)

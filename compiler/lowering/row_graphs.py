@@ -1,7 +1,7 @@
-"""Row mode: the graphs of ranks, which send and receive by operators that tokens chain in the order of rounds.
+"""Row mode: the ranks' graphs, which send and receive by operators that tokens chain in the order of rounds.
 
-In each round the main rank sends, multiplies its own columns while the other ranks multiply theirs, and receives. So no
-two ranks wait for each other.
+In each round the main rank sends inputs, multiplies its own columns while the other ranks multiply theirs, and receives
+their results. So no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from splitc.compiler.sharding.slices import SlicedProducts
 
 
 def row_graph(sliced: SlicedProducts, stage: Stage, number: int) -> ir.Graph:
-    """The graph of a rank. `stage` is that of the main rank, which is number 0."""
+    """The graph of rank `number`; 0 is the main rank, and `stage` is its stage."""
     return _helper_graph(sliced, number) if number else _main_graph(sliced, stage)
 
 
 def _main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
-    """The main rank's graph: the model, with sends, its own columns and receives in the place of each round."""
+    """The main rank's graph: the model, with sends, its own columns and receives in place of each round's products."""
     graph = stage_graph(sliced.graph, stage)
     restore_types(graph)
     outputs = [value for node in graph for value in node.outputs]
@@ -49,7 +49,7 @@ def _main_graph(sliced: SlicedProducts, stage: Stage) -> ir.Graph:
 
 
 def _join_columns(graph: ir.Graph, node: ir.Node, columns: Sequence[ir.Value], product: Product) -> ir.Value:
-    """Replace a product by a Concat of its columns."""
+    """Replace a product by a Concat of all ranks' columns."""
     (old,) = node.outputs
     joined = ir.node("Concat", columns, {"axis": product.axis}, name=f"{old.name}/columns")
     whole = joined.outputs[0]
@@ -73,7 +73,7 @@ def _helper_graph(sliced: SlicedProducts, number: int) -> ir.Graph:
 
 
 class _Builder(ChainedGraph):
-    """The graph of a rank of row mode, with its columns of products."""
+    """The graph of a rank in row mode under construction, with its columns of products."""
 
     def __init__(self, graph: ir.Graph) -> None:
         super().__init__(graph)

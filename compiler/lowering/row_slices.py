@@ -1,4 +1,4 @@
-"""Row mode's rounds, and the graphs of ranks' columns of the products of a round."""
+"""Row mode: rounds, and the graphs of a rank's columns of a round's products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find_rounds(graph: Graph, stage: Stage, products: Sequence[Product]) -> tupl
 
 
 def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[Block] = ()) -> Stage:
-    """A stage of the products and of the nodes that fold their weights."""
+    """A stage of the products and the nodes that compute their weights."""
     takes = dict.fromkeys(value for product in products for value in product.takes)
     nodes = ancestors(
         (product.node for product in products),
@@ -44,7 +44,7 @@ def product_stage(graph: Graph, products: Collection[Product], blocks: Sequence[
 
 
 def slice_graph(split: SlicedProducts, rank: int, products: Sequence[Product]) -> ir.Graph:
-    """The graph of a rank's columns of the products of one round. The columns have their `column_name`."""
+    """The graph of a rank's columns of one round's products. Outputs have their `column_name`."""
     graph = rank_graph(split.columns, product_stage(split.graph, products), rank)
     for value, product in zip(graph.outputs, products, strict=True):
         value.name = split.column_name(rank, product)

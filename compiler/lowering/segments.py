@@ -1,4 +1,4 @@
-"""Cut a rank's graph into segments at its joints: exchanges with other ranks, which are steps of the rank's program."""
+"""Cuts a rank's graph into segments at joints: exchanges with other ranks, which are steps of its program."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Nodes in order with what they read, and the joints among them. `gives` are the values that leave the nodes."""
+    """Sorted nodes with what they read, and the joints among them. `gives` are the values that leave the nodes."""
 
     reads: Mapping[ir.Node, tuple[ir.Value, ...]]
     joints: frozenset[ir.Node]
     gives: frozenset[ir.Value]
 
     def is_end(self, node: ir.Node) -> bool:
-        """Whether the node makes a value that leaves."""
+        """Whether the node computes a value that leaves."""
         return any(value in self.gives for value in node.outputs)
 
 
@@ -43,12 +43,12 @@ def cut_segments(
 ) -> list[Segment]:
     """The segments of `graph` between its nodes `joined`, in order. They only give the named `outputs`.
 
-    With `ordered`, each joint comes after the one before it: sums and transfers, of which ranks have different ones,
-    are in one order on all of them.
+    With `ordered`, each joint follows the one before it. Ranks have different sums and transfers, so all must have them
+    in one order.
 
-    A node goes into the last segment that is early enough for its readers. What is computed from weights alone is
-    repeated in each segment that needs it, since engines fold it. So is shape arithmetic on the sizes of the graph's
-    inputs: it is cheaper to repeat on the host than to pass between engines.
+    A node goes into the last segment that is early enough for its readers. Nodes that compute from weights alone are
+    repeated in each segment that needs them, since engines fold them. Shape arithmetic on the sizes of the graph's
+    inputs is repeated too: it is cheaper to repeat on the host than to pass between engines.
     """
     reads = {node: tuple(node_reads(node)) for node in graph}
     joints = frozenset(joined)
@@ -95,7 +95,7 @@ def _members(flow: Flow, repeated: Collection[ir.Node], needed: Collection[ir.No
 def _repeated_nodes(flow: Flow) -> frozenset[ir.Node]:
     """The nodes that compute from weights alone, and shape arithmetic on the sizes of the graph's inputs.
 
-    Joints and the nodes that make their inputs are never repeated, even if they compute from weights alone.
+    Joints and the producers of their inputs are never repeated, even if they compute from weights alone.
     """
     joined = set(producers(value for node in flow.joints for value in flow.reads[node]))
     single = joined.union(flow.joints, filter(flow.is_end, flow.reads))
@@ -121,22 +121,22 @@ def _is_shape_arithmetic(
 
 
 def _is_short_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
-    """Whether the value is at most LONGEST numbers that are computed from weights alone."""
+    """Whether a value is computed from weights alone and has at most LONGEST elements."""
     if not value.is_initializer() and value.producer() not in constant:
         return False
     return value.shape is not None and value.shape.is_static() and math.prod(value.shape.numpy()) <= LONGEST
 
 
 def _needed(flow: Flow, given: Collection[ir.Value]) -> set[ir.Node]:
-    """The joints, the nodes that make the given values, and the ancestors of both."""
+    """The joints, the producers of the given values, and the ancestors of both."""
     return ancestors([*flow.joints, *producers(given)], flow.reads.__getitem__)
 
 
 def _levels(flow: Flow, repeated: Collection[ir.Node]) -> dict[ir.Node, int]:
-    """The segment's number for each node that is not repeated. A joint has the number of the segment before it.
+    """The number of the segment of each node that is not repeated. A joint has the number of the segment before it.
 
-    There are as few segments as possible. A node is as late as its readers allow, but an output is made as early as
-    possible, so that it is not delayed.
+    There are as few segments as possible. A node is as late as its readers allow. The producer of an output is as early
+    as possible, so that the output is not delayed.
     """
     early: dict[ir.Node, int] = {}
     readers: dict[ir.Value, list[ir.Node]] = {}

@@ -1,7 +1,7 @@
-"""Shape vectors in a rank's graph, corrected where they hold sizes of shards instead of whole values, or vice versa.
+"""Corrects shape vectors in a rank's graph that hold sizes of shards instead of whole values, or vice versa.
 
-A Shape node reads the sizes of the rank's shard. A node that takes sizes (Reshape, Expand) needs those of the rank's
-shard of its result. All other readers need the sizes of whole values.
+A Shape node reads the sizes of the rank's shard. A node that takes sizes (Reshape, Expand) needs the sizes of the
+rank's shard of its result. All other readers need the sizes of whole values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class _Correction:
-    """What turns one size into another: multiply by `times`, divide by `over`; or replace it by `size`, if given."""
+    """A correction of one size: multiply by `times` and divide by `over`, or replace it by `size` if that is given."""
 
     times: int = 1
     over: int = 1
@@ -42,7 +42,7 @@ _SAME = _Correction()
 class SizeRewriter:
     """Rewrites the nodes of one rank's graph, which must be visited in order.
 
-    `read` maps each shape vector with sizes of shards to the axes whose sizes its entries are.
+    `read` maps each shape vector with sizes of shards to the axes that its entries are sizes of.
     """
 
     shards: Shards
@@ -53,7 +53,7 @@ class SizeRewriter:
     _whole: dict[ir.Value, ir.Value] = field(default_factory=dict)
 
     def rewrite(self, node: ir.Node, operation: Operation) -> None:
-        """Correct the sizes that a node reads, and record the sizes of shards that it gives."""
+        """Correct the sizes that a node reads, and record the sizes of shards that it returns."""
         if operator_of(node).reads_shape:
             self._note_shape(node, operation.inputs[0])
             return
@@ -87,7 +87,7 @@ class SizeRewriter:
             self.read[node.outputs[0]] = sizes
 
     def _passed_sizes(self, node: ir.Node) -> Sizes | None:
-        """The axes whose sizes the node passes on, if it picks entries by constant indices; None otherwise."""
+        """The axes of the sizes that a node passes on, if it picks entries by constant indices; else None."""
         if not any(value in self.read for value in node.inputs if value is not None):
             return None
         if node.op_type == "Concat":
@@ -110,7 +110,7 @@ class SizeRewriter:
         return entries
 
     def _entries(self, value: ir.Value) -> Sizes:
-        """For each entry of a shape vector the axis whose size it is; None if it is not the size of a shard."""
+        """The axis of each entry of a shape vector; None for entries that are not sizes of shards."""
         return self.read.get(value) or [None] * self.length_of(value)
 
     def globalize(self, node: ir.Node, value: ir.Value) -> ir.Value:
@@ -164,7 +164,7 @@ class SizeRewriter:
         return self._emit(node, "Concat", parts, axis=0)
 
     def _correction(self, have: Axis | None, want: Axis | None) -> _Correction:
-        """What turns the rank's size of the axis `have` into that of `want`. None means the size of a whole value."""
+        """The correction from the rank's size of `have` to that of `want`. None means the size of a whole value."""
         wanted, held = self._ratio(want), self._ratio(have)
         if wanted is None or held is None:
             return _Correction(size=self.shards.size(want) if want is not None else ax.size_of(have or ()))
@@ -172,11 +172,11 @@ class SizeRewriter:
         return _SAME if times == over else _Correction(times, over)
 
     def _ratio(self, axis: Axis | None) -> tuple[int, int] | None:
-        """The rank's size of an axis to the whole size; None if the rank has nothing of it."""
+        """The ratio of the rank's size of an axis to the whole size; None if the rank has nothing of it."""
         return (1, 1) if axis is None or not self.shards.is_split(axis) else self.shards.ratio(axis)
 
     def _correct(self, node: ir.Node, value: ir.Value, corrections: Sequence[_Correction]) -> ir.Value:
-        """Correct the entries that are sizes. Others (-1, or 1 for a repeated axis) are not divisible, and stay."""
+        """Correct the entries that are sizes. Others (-1, or 1 for a broadcast axis) are not divisible, and stay."""
         scalar = self.axes_of(value) == ()
         dtype = value.dtype.numpy() if value.dtype is not None else np.dtype(np.int64)
 
@@ -205,7 +205,7 @@ class SizeRewriter:
 
 
 def constant_sizes(shards: Shards, old: Array, sizes: Sizes, offsets: bool) -> Array:
-    """Replace whole sizes by the rank's. Other numbers (-1, 0, a 1 that is repeated) stay unless they are `offsets`."""
+    """Replace whole sizes by the rank's. Other numbers (-1, 0, 1 for broadcast axes) stay unless they are `offsets`."""
     new: Array = old.copy()
     for number, axis in enumerate(sizes):
         if axis is not None and shards.is_split(axis) and (offsets or old[number] == ax.size_of(axis)):
@@ -214,7 +214,7 @@ def constant_sizes(shards: Shards, old: Array, sizes: Sizes, offsets: bool) -> A
 
 
 def local_attribute(shards: Shards, node: ir.Node, name: str, sizes: Sizes) -> ir.Attr:
-    """An attribute of one size or several, with the rank's in place of whole ones."""
+    """An attribute of one or several sizes, with whole sizes replaced by the rank's."""
     attribute = node.attributes[name]
     if attribute.type == ir.AttributeType.INT:
         return ir.AttrInt64(name, int(constant_sizes(shards, np.array([attribute.as_int()]), sizes, False)[0]))
@@ -223,6 +223,6 @@ def local_attribute(shards: Shards, node: ir.Node, name: str, sizes: Sizes) -> i
 
 
 def _numbers(value: ir.Value | None) -> list[int] | None:
-    """A constant's whole numbers."""
+    """A constant's integers; None for other values."""
     tensor = value.const_value if value is not None and value.is_initializer() else None
     return None if tensor is None else [int(number) for number in np.atleast_1d(tensor.numpy())]

@@ -1,9 +1,11 @@
-"""A norm and the addition before it, as transformers have them around each residual, become one operator on GPUs.
+"""Fuses a norm with the residual addition before it, on GPUs.
 
 On an H100 in half precision LayerNorm with its addition is 1.7 to 2.1 times as fast, and RMSNorm 1.3 to 1.7 times
-(tests/benchmarks/fused_attention.py). On a core LayerNorm takes twice to five times as long, so CPU devices keep both.
+(tests/benchmarks/fused_attention.py). On a CPU core the fused LayerNorm takes two to five times as long, so CPU devices
+keep both nodes.
 
-It is done in each engine, after the model was cut: between blocks one value is passed, where it would be two.
+It is done in each engine, after the model was cut: the fused operator has two outputs, so a cut between blocks would
+pass two values instead of one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ OPERATORS = {
     "SimplifiedLayerNormalization": "SkipSimplifiedLayerNormalization",
     "RMSNormalization": "SkipSimplifiedLayerNormalization",
 }
-# The longest rows that its kernel has a size for: kMaxSize in skip_layer_norm_impl.cu of ONNX Runtime.
+# The longest rows that the operator's kernel supports: kMaxSize in skip_layer_norm_impl.cu of ONNX Runtime.
 LONGEST = 8192
 # The operator's number of outputs, and which of them is the sum.
 OUTPUTS, SUM = 4, 3
@@ -29,7 +31,7 @@ OUTPUTS, SUM = 4, 3
 
 @dataclass(frozen=True)
 class _Addition:
-    """What is normed: the sum of `first`, `second` and, if there is one, a `bias`, made by `node`."""
+    """The input of a norm: `first` + `second`, and a `bias` if there is one. `node` is the Add."""
 
     node: ir.Node
     first: ir.Value
@@ -38,21 +40,21 @@ class _Addition:
 
 
 def fuse_skips(graph: ir.Graph) -> None:
-    """Replace each norm of a sum in half precision by one operator for both, in place.
+    """Replace each norm of a sum in half precision, with the addition, by one operator, in place.
 
-    What added a bias stays, though nothing reads it any more.
+    The node that added a bias stays, without readers.
     """
     editor = Editor(graph)
     for norm in list(graph):
         addition = _find_addition(norm)
         if addition is not None:
             _write(norm, addition, editor)
-    # Scales may be computed after the addition, where the operator is now.
+    # The operator stands in the place of the addition, and its scale may be computed later.
     graph.sort()
 
 
 def _find_addition(norm: ir.Node) -> _Addition | None:
-    """The addition before a norm, if one operator can be both."""
+    """The addition before a norm; None if both can't become one operator."""
     total = norm.inputs[0] if norm.inputs else None
     if norm.op_type not in OPERATORS or norm.domain or total is None or any(v.uses() for v in norm.outputs[1:]):
         return None
@@ -73,7 +75,7 @@ def _find_addition(norm: ir.Node) -> _Addition | None:
 
 
 def _shape(value: ir.Value) -> tuple[int | str, ...] | None:
-    """A value's sizes, by number or by name; None unless all are known."""
+    """A value's sizes, as numbers or names; None unless all are known."""
     own = described(value)
     if own.const_value is not None:
         return tuple(own.const_value.shape.numpy())
@@ -84,7 +86,7 @@ def _shape(value: ir.Value) -> tuple[int | str, ...] | None:
 
 
 def _with_bias(addition: _Addition) -> _Addition:
-    """The same, with the bias that was added to one of both before."""
+    """The addition, with the bias that was added to one of its two inputs, if there is one."""
     for one, other in ((addition.first, addition.second), (addition.second, addition.first)):
         node = one.producer()
         if node is None or node.op_type != "Add" or node.domain or len(one.uses()) > 1 or one.is_graph_output():
@@ -98,7 +100,7 @@ def _with_bias(addition: _Addition) -> _Addition:
 
 
 def _write(norm: ir.Node, addition: _Addition, editor: Editor) -> None:
-    """Put the operator where the addition is, which later nodes may read too."""
+    """Insert the operator in the place of the addition, since nodes in between may read the sum."""
     total = addition.node.outputs[0]
     _, scale, *shift = norm.inputs
     weights = [scale, *(shift or [None])] if norm.op_type == "LayerNormalization" else [scale]
@@ -116,6 +118,6 @@ def _write(norm: ir.Node, addition: _Addition, editor: Editor) -> None:
         take_place(new, old)
     for value in made.outputs[1:SUM]:
         value.name = ""
-    # At once: another addition may look whether what both read has other readers.
+    # Now, not at the end: the search for another addition asks whether their inputs have other readers.
     for node in (norm, addition.node):
         editor.graph.remove(node, safe=True)

@@ -13,7 +13,7 @@ from splitc.compiler.lowering.open_shapes import note_axes, open_shape
 
 
 def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
-    """The stage as a new graph: from what it is fed and receives, to the model's outputs and what it sends."""
+    """The stage as a new graph, from its feeds and received values to the model's outputs and sent values."""
     note_axes(graph.axis_counts)
     result = view_of(graph.graph, [*stage.takes, *stage.borrowed], stage.gives, stage.nodes).clone()
     _compute_borrowed(result, stage)
@@ -22,7 +22,7 @@ def stage_graph(graph: Graph, stage: Stage) -> ir.Graph:
 
 
 def _restore_shapes(graph: Graph, result: ir.Graph) -> None:
-    """Restore the shapes of the model's file, so that an engine sees the same ones as in the unsplit model.
+    """Restore the shapes of the model's file, so that an engine sees the same shapes as in the unsplit model.
 
     splitc infers more shapes, with which ONNX Runtime fuses more. Results would then differ from the unsplit model's,
     and take longer on CPUs (SkipLayerNormalization: a tenth of an encoder's time).

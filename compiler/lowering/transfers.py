@@ -1,9 +1,9 @@
-"""The transfers between ranks that run whole nodes: which values go from which rank to which, when, and how.
+"""Transfers between ranks that run whole nodes: which values go from which rank to which, when, and how.
 
-All transfers have one order, that in which the model makes the values, and every rank takes part in its own in that
-order: so no two ranks wait for each other. Ranks that need each other's values in one request are a team, whose
-transfers take place while engines run: by operators inside these, or as steps between the segments that they are cut
-into. Between teams, as between the stages of a pipeline, a rank receives before its engine runs, and sends after that.
+All transfers have one order, that in which the model computes the values. Each rank runs its own transfers in that
+order, so no two ranks wait for each other. Ranks that need each other's values within a request are a team. A team's
+transfers run while its engines run: by operators inside them, or as steps between segments. Between teams, as between
+the stages of a pipeline, a rank receives before its engine runs and sends after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from splitc.compiler.planning.rank_plan import RankPlan
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value that goes from the rank `source` to the rank `target`. `inside` a team: while their engines run."""
+    """A value that goes from rank `source` to rank `target`. `inside`: within a team, while engines run."""
 
     value: ir.Value
     source: int
@@ -32,12 +32,12 @@ class Transfer:
     inside: bool = False
 
     def has(self, rank: int) -> bool:
-        """Whether the rank takes part in it."""
+        """Whether the rank sends or receives it."""
         return rank in (self.source, self.target)
 
 
 def rank_transfers(ranks: Sequence[RankPlan], position: Mapping[ir.Node, int]) -> list[Transfer]:
-    """The transfers between ranks, in their order. A rank exchanges values with those of its `part` in other groups."""
+    """The transfers between ranks, in order. A rank exchanges values with ranks of the same `part` in other groups."""
     transfers = []
     for part in sorted({rank.part for rank in ranks}):
         numbers = [number for number, rank in enumerate(ranks) if rank.part == part]
@@ -47,7 +47,7 @@ def rank_transfers(ranks: Sequence[RankPlan], position: Mapping[ir.Node, int]) -
 
 
 def find_transfers(stages: Sequence[Stage], position: Mapping[ir.Node, int]) -> list[Transfer]:
-    """The transfers between ranks of these stages, one each, in their order. `position` is that of nodes in blocks."""
+    """The transfers between these stages, one rank a stage, in order. `position` is that of nodes in blocks."""
     senders = {value: number for number, stage in enumerate(stages) for value in stage.sends}
     pairs = [(value, number) for number, stage in enumerate(stages) for value in stage.receives]
     pairs.sort(key=lambda pair: (position[producer_of(pair[0])], pair[0].index() or 0, pair[1]))
@@ -57,16 +57,16 @@ def find_transfers(stages: Sequence[Stage], position: Mapping[ir.Node, int]) -> 
 
 
 def find_teams(count: int, transfers: Sequence[Transfer]) -> dict[int, int]:
-    """For each rank the first one of its team: the ranks whose values it needs, and which need its own."""
+    """The first rank of each rank's team: the ranks whose values it needs and that need its own, directly or not."""
     leads = {rank: {transfer.target for transfer in transfers if transfer.source == rank} for rank in range(count)}
     after = {rank: set(reached(leads[rank], leads.__getitem__)) for rank in range(count)}
     return {rank: min({rank, *(other for other in after[rank] if rank in after[other])}) for rank in range(count)}
 
 
 def to_shards(transfers: Sequence[Transfer], parts: int) -> list[Transfer]:
-    """The transfers between ranks where the first stage is that of so many ranks with shards, and each other is one's.
+    """The transfers if the first stage has `parts` ranks, each with shards, and every other stage has one rank.
 
-    All of these ranks have what crosses, whole: the first one sends it, and all receive it.
+    All of the first stage's ranks have the whole values that cross: the first one sends them, and all receive.
     """
     first, others = range(parts), parts - 1
     return [
@@ -77,9 +77,9 @@ def to_shards(transfers: Sequence[Transfer], parts: int) -> list[Transfer]:
 
 
 def with_transfers(graph: ir.Graph, rank: int, transfers: Sequence[Transfer], peers: Mapping[int, int]) -> ir.Graph:
-    """A stage's graph with the transfers of its rank in place, which change it. `peers` are the numbers of the ranks.
+    """Insert a rank's transfers into its stage's graph, in place. `peers` are the numbers of the ranks.
 
-    What the rank receives is no input any more.
+    Received values are no inputs any more.
     """
     restore_types(graph)
     own = [transfer for transfer in transfers if transfer.has(rank)]
@@ -99,16 +99,16 @@ def with_transfers(graph: ir.Graph, rank: int, transfers: Sequence[Transfer], pe
 
 
 def with_steps(graph: ir.Graph, rank: int, transfers: Sequence[Transfer]) -> ir.Graph:
-    """A rank's graph with its transfers among its sums, which change it, for engines that are cut at both.
+    """Insert a rank's transfers among the all-reduces of its graph, in place, for engines that are cut at both.
 
-    `transfers` are those of all ranks, in the model's order, as the graph's nodes are. So ranks that have the same
-    nodes, each with its shards, have sums and transfers in one order: a value that comes stands behind the last one
-    that any of them sends before.
+    `transfers` are those of all ranks, in the model's order, as are the graph's nodes. A received value is inserted
+    after the last value that any rank sends before it. So ranks with shards of the same nodes have all-reduces and
+    transfers in one order.
     """
     number = {node: place for place, node in enumerate(graph)}
     values = {value.name: value for node in graph for value in node.outputs}
     coming = {value.name: value for value in graph.inputs}
-    before, last = graph[0], None  # what is inserted comes before the first node, then after the last that it follows
+    before, last = graph[0], None  # inserted before the first node, or after the last one that it must follow
     for transfer in transfers:
         name = transfer.value.name or ""
         if name in values:

@@ -1,8 +1,8 @@
-"""A weight that is transposed before a product is multiplied as it is, on GPUs.
+"""Multiplies by stored weights without their Transpose, on GPUs.
 
-Exporters write a linear layer as its weight, a Transpose and a product. ONNX Runtime folds the Transpose when it loads
-an engine: each of a rank's sessions would hold a transposed weight of its own. Its product com.microsoft.FusedMatMul
-reads a weight either way, so that all sessions share the one in the file.
+Exporters write a linear layer as a weight, a Transpose and a product. ONNX Runtime folds the Transpose when it loads an
+engine, so each of a rank's sessions would hold a transposed copy. ONNX Runtime's com.microsoft.FusedMatMul reads a
+weight in either layout, so all sessions share the weight in the file.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataTy
 
 
 def multiply_as_stored(graph: ir.Graph) -> None:
-    """Let products read matrices that are weights without a Transpose, in place. What nothing reads any more stays.
+    """Replace products with transposed weights by products with the weights as stored, in place.
 
-    A weight that is read in another way too stays as it is.
+    Nodes that have no reader afterwards stay. So do weights that anything else reads too.
     """
     editor = Editor(graph)
     for weight in list(graph.initializers.values()):
@@ -37,7 +37,7 @@ def multiply_as_stored(graph: ir.Graph) -> None:
 
 
 def _is_transpose(node: ir.Node) -> bool:
-    """Whether it swaps the axes of a matrix, for products alone."""
+    """Whether a node transposes a constant matrix, and its result is no output of the graph."""
     if node.op_type != "Transpose" or node.domain or node.outputs[0].is_graph_output():
         return False
     value = node.inputs[0]

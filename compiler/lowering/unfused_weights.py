@@ -1,8 +1,4 @@
-"""Dequantized weights that ONNX Runtime fuses with a product in a rank's graph, but not in the model, are kept apart.
-
-It does not in the model if several products read the weight, or if another node reads its scale. That must not change
-where a split separates these.
-"""
+"""Keeps dequantized weights unfused if ONNX Runtime would fuse them in a rank's graph, but not in the model."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ def keep_weights_unfused(graph: ir.Graph) -> ir.Graph:
 
 
 def _is_matrix(value: ir.Value | None) -> bool:
-    """Whether a value is a matrix of weights, or a turned one, which ONNX Runtime turns when it loads the model."""
+    """Whether a value is a matrix of weights, or its Transpose, which ONNX Runtime folds when it loads the model."""
     node = value.producer() if value is not None else None
     weight = node.inputs[0] if node is not None and node.op_type == "Transpose" else value
     return weight is not None and weight.is_initializer() and len(weight.shape or ()) == 2

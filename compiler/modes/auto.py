@@ -1,4 +1,4 @@
-"""Auto mode: plan in every way that the devices allow, predict the time of each plan, and choose."""
+"""Auto mode: makes a plan for each way to use the devices, predicts its time, and chooses."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from splitc.runtime.units import format_seconds
 # Alternatives are equally fast if their times differ by less than this share, by objective. Predictions of throughput
 # are less exact, since a stream hides delays of single devices.
 SLACK = {"throughput": 0.05, "latency": 0.02}
-# Minimum share of its memory by which another device must relieve the fullest one. A choice: with none, auto mode would
-# take another device for a few bytes. With 0 the plans of 11 models are the same; with 0.1 all but one.
+# Minimum share of its memory by which another device must relieve the fullest one. A choice: without a minimum, auto
+# mode would take another device for a few bytes. With 0 the plans of 11 models are the same; with 0.1 all but one.
 LEAST_MEMORY_GAIN = 0.02
 
 
@@ -55,7 +55,7 @@ class _Option:
 def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
     """The best plan for the request's objective among those that fit, in any mode on any number of the devices.
 
-    Among plans of about equal time it is the one that leaves the most free memory on its fullest device. Raises
+    Among plans of about equal time, it is the one that leaves the most free memory on its fullest device. Raises
     DoesNotFitError if none fits, with what each mode lacks; ModelError for a model that can't be used.
     """
     tried = plan_alternatives(model, resources, request)
@@ -71,8 +71,8 @@ def plan_auto(model: Path, resources: Resources, request: Request) -> Plan:
 def choose(alternatives: Sequence[Alternative], objective: str) -> Alternative:
     """The alternative with the most free memory on its fullest device, among those within SLACK of the fastest.
 
-    It uses no more hosts than needed for that speed, and no more devices than needed: another one must relieve the
-    fullest device by LEAST_MEMORY_GAIN.
+    It uses no more hosts than this speed needs, and no more devices than needed: another one must relieve the fullest
+    device by LEAST_MEMORY_GAIN.
     """
     good = _on_fewest_hosts(_about_as_fast(alternatives, objective))
     least = min(candidate.fullest for candidate in good)
@@ -92,14 +92,14 @@ def _on_fewest_hosts(alternatives: Sequence[Alternative]) -> list[Alternative]:
 
 
 def plan_alternatives(model: Path, resources: Resources, request: Request) -> list[tuple[Alternative, Plan | None]]:
-    """All alternatives that are tried, each with its plan, or None if it is refused."""
+    """All alternatives that are tried, each with its plan; None if it is refused."""
     analyses = _Analyses(model, resources.devices, request)
     options = counted("planning candidates", _options(resources, request))
     return [_try(option, analyses, resources, request) for option in options]
 
 
 class _Analyses:
-    """The model's analysis, with finer blocks where a plan needs more of them."""
+    """The model's analysis, with finer blocks if a plan needs more of them."""
 
     def __init__(self, model: Path, devices: Sequence[Device], asked: Request) -> None:
         self._first = analyze_for(model, devices, asked, 1)
@@ -119,8 +119,8 @@ class _Analyses:
 def _options(resources: Resources, request: Request) -> list[_Option]:
     """The alternatives to try: first those that keep the model's computation, then by growing numbers of devices.
 
-    All devices are used if the request gives shares or asks for `spread`. If it asks for groups that have the whole
-    model each, there are so many, of any size.
+    All devices are used if the request gives shares or asks for `spread`. If it asks for a number of groups, each with
+    the whole model, only that number is tried, with groups of any size.
     """
     count, hosts = len(resources.devices), host_sizes(resources.devices)
     numbers = sorted({*numbers_to_try(count), *(sum(hosts[:few]) for few in numbers_to_try(len(hosts)))})
@@ -136,9 +136,9 @@ def _options(resources: Resources, request: Request) -> list[_Option]:
 
 
 def _in_groups(mode: Mode, hosts: Sequence[int]) -> list[Way]:
-    """The ways to use all devices in several groups that have the whole model, with all of a group in the mode.
+    """The ways to use all devices in several groups, each with the whole model in this mode.
 
-    Groups are inside hosts, where these have as many devices.
+    Groups are inside hosts, if these have enough devices.
     """
     count = sum(hosts)
     ways = []
@@ -150,7 +150,7 @@ def _in_groups(mode: Mode, hosts: Sequence[int]) -> list[Way]:
 
 
 def _order(way: Way) -> tuple[bool, int, int, int]:
-    """Ways that keep the model's computation come first, then those of fewer devices."""
+    """A sort key: ways that keep the model's computation come first, then those with fewer devices."""
     size = way.devices // way.groups
     return way.stages < size, way.stages if way.stages < size else 0, way.groups, way.devices
 
@@ -158,11 +158,11 @@ def _order(way: Way) -> tuple[bool, int, int, int]:
 def _try(
     option: _Option, analyses: _Analyses, resources: Resources, request: Request
 ) -> tuple[Alternative, Plan | None]:
-    """Plan in one way, on the devices with the largest budgets, of one host for each group where that is possible."""
+    """Plan in one way, on the devices with the largest budgets, if possible of one host for each group."""
     way, mode = option.way, find_mode(option.mode)
     groups = way.groups * way.stages
     taken = resources.take(sorted(group_devices(resources.devices, resources.budgets, groups, way.size)))
-    # With a fallback a mode refuses what it could split only at a loss: other modes are candidates too.
+    # With a fallback, a mode refuses a model that it could split only at a loss: other modes are candidates too.
     wanted = replace(
         request,
         split_mode=option.mode,
@@ -252,7 +252,7 @@ def _reason(chosen: Alternative, alternatives: Sequence[Alternative], request: R
 
 
 def _explain_misfit(alternatives: Sequence[Alternative]) -> str:
-    """A message with what each mode lacks on its largest number of devices, where it lacks least."""
+    """A message with what each mode lacks on its largest number of devices, on which it lacks least."""
     last = {candidate.mode: candidate for candidate in alternatives}
     lines = [f"  {candidate.name}: {candidate.refused}" for candidate in last.values()]
     return (

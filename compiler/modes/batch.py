@@ -17,7 +17,7 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
 
 
 def _groups(request: Request, devices: Sequence[Device]) -> int:
-    """A group for each device; with placed weights the most groups of which the first has all of their devices."""
+    """One group for each device. With placed weights, as many as possible whose first one has all devices of these."""
     least = max(asked_devices(devices, request), default=-1) + 1
     sizes = range(max(least, 2), len(devices)) if least else [1]
     return len(devices) // next((size for size in sizes if len(devices) % size == 0), len(devices))

@@ -1,4 +1,4 @@
-"""Make a plan for a model and devices, in the mode of the request."""
+"""Makes a plan for a model and devices, in the mode of the request."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def make_plan(
 ) -> Plan:
     """Decide what each device holds of the model. `timer` measures the blocks; without one, times are estimated.
 
-    See `plan_model` for the errors that it raises.
+    For errors see `plan_model`.
     """
     devices = parse_devices(devices if isinstance(devices, str) else [str(device) for device in devices])
     if request.split_mode == AUTO and request.places_weights:
-        request = replace(request, split_mode="layer")  # the mode that can
+        request = replace(request, split_mode="layer")  # the mode that can place weights
     _check_request(request, devices)
     request.check_engine(choose_engine(request.engine, devices))  # before the model is read
     check_shares(request.tensor_split, len(devices))
@@ -63,7 +63,7 @@ def _make_plan(model: Path, resources: Resources, request: Request) -> Plan:
 
 
 def _host_warnings(resources: Resources, request: Request) -> list[str]:
-    """What is not known of the hosts, and so was guessed."""
+    """Warnings for guessed facts about the hosts."""
     warnings = []
     named = {text.rpartition("=")[0] for text in request.memory}
     budgets = zip(resources.devices, resources.budgets, strict=True)

@@ -1,4 +1,4 @@
-"""What is placed on devices of its own: its ranks' memory and time, and what goes there and back."""
+"""Placed weights on devices of their own: their ranks' memory and time, and the values that go there and back."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from splitc.runtime.units import format_bytes
 
 
 def take_placed(analysis: Analysis, devices: Sequence[Device], placed: Mapping[ir.Value, str]) -> Analysis:
-    """The analysis with placed weights out of the blocks.
+    """The analysis with placed weights taken out of the blocks.
 
-    Devices with placed weights have no blocks. If all have some, the first one has the blocks, and what was
-    placed there stays in them.
+    Devices with placed weights have no blocks. If all devices have some, the first one has the blocks, and the weights
+    that were placed there stay in them.
     """
     stays = str(devices[0]) if {*map(str, devices)} <= {*placed.values()} else None
     return with_placed(analysis, {weight: name for weight, name in placed.items() if name != stays})
@@ -45,9 +45,9 @@ def block_places(analysis: Analysis, devices: Sequence[Device]) -> list[int]:
 
 
 def relieved(costs: Costs, resources: Resources, make: Callable[[Mapping[ir.Value, str]], Plan]) -> Plan | None:
-    """A plan that `make` makes with experts and tables on one of the devices, as few as fit; None if none fits.
+    """A plan of `make` that places experts and tables on one device, as few as needed; None if none fits.
 
-    The device with the largest budget comes first, and of several the last.
+    Devices are tried by falling budget, the last of equal ones first.
     """
     groups = reliefs(costs) if len(resources.devices) > 1 else []
     before = list(accumulate((sum(map(costs.value_bytes, group)) for group in groups), initial=0))
@@ -71,7 +71,7 @@ def relieved(costs: Costs, resources: Resources, make: Callable[[Mapping[ir.Valu
 
 
 def _least(attempt: Callable[[int], Plan | None], most: int) -> Plan | None:
-    """The plan of the least count that succeeds, of those up to about `most`; more succeed where fewer do."""
+    """The plan of the least count that succeeds, up to about `most`. If a count succeeds, so do larger ones."""
     high = next((count for count in (most, most - 1) if count > 0 and attempt(count) is not None), 0)
     low = 1
     while low < high:
@@ -81,7 +81,7 @@ def _least(attempt: Callable[[int], Plan | None], most: int) -> Plan | None:
 
 
 def _placed_seconds(analysis: Analysis, resources: Resources, place: int, stage: Stage) -> float:
-    """The estimated seconds of a stage on the device at a place, which works while the others wait."""
+    """The estimated seconds of a stage on the device at `place`, which works while the others wait."""
     threads = threads_for(resources.devices, resources.threads)
     return find_pace(resources.devices[place], threads, 1, resources.machine).seconds(analysis.costs, stage.nodes)
 
@@ -94,9 +94,9 @@ def placed_ranks(
     group: int | None = None,
     part: int = 0,
 ) -> list[RankPlan]:
-    """The ranks of what is placed, whose `stages` are the last ones of those that the `transfers` are between.
+    """The ranks of placed weights. Their stages are the last ones of `stages`, which the `transfers` connect.
 
-    Each is a group of its own, or is numbered from `part` on in a group.
+    Each rank is a group of its own; or they all belong to `group`, with parts from `part` on.
     """
     first = len(stages) - len(analysis.partition.placed)
     ranks = []
@@ -120,11 +120,10 @@ def placed_ranks(
 def rank_memory(
     analysis: Analysis, stage: Stage, number: int, transfers: Sequence[Transfer], held: Held | None = None
 ) -> StageMemory:
-    """A rank's memory, of the shards in `held` if it has not all of its stage, which has this `number`.
+    """The memory of the rank with this `number`. `held` are its shards, if it has not all of its stage.
 
-    What comes or goes while it runs is held only until its last reader, on whichever rank, has run.
-
-    So the nodes of all ranks are gone through, and what this one does not have takes nothing.
+    A value that is sent or received while the rank runs is held only until its last reader has run, on any rank. So the
+    live ranges are those in a run of all ranks' nodes, and values that this rank does not have take no bytes.
     """
     costs = analysis.costs
     own = [transfer for transfer in transfers if transfer.inside and transfer.has(number)]
@@ -147,7 +146,7 @@ def rank_memory(
 
 
 def detour_cuts(analysis: Analysis, transfers: Sequence[Transfer], first: int, count: int) -> list[CutPlan]:
-    """For each rank from number `first` on what crosses between it and all others, in both directions."""
+    """For each rank from number `first` on, the values that cross between it and all others, in both directions."""
     cuts = []
     for number in range(first, count):
         values = [transfer.value for transfer in transfers if transfer.has(number)]
@@ -156,7 +155,7 @@ def detour_cuts(analysis: Analysis, transfers: Sequence[Transfer], first: int, c
 
 
 def rank_seconds(rank: RankPlan, clock: Clock, at_once: int = 1) -> float:
-    """The seconds of a rank that runs whole nodes, while so many ranks are working."""
+    """The seconds of a rank that runs whole nodes, while `at_once` ranks are working."""
     own = rank.seconds if clock.profiled else clock.seconds(rank, rank.stage.nodes, at_once)
     return own * max(1.0, clock.crowd([rank])) + clock.feeding(rank) + clock.start(rank)
 
@@ -166,8 +165,8 @@ def predict_detours(
 ) -> Prediction:
     """The times of stages with detours between them: the ranks of each, and its own `seconds`.
 
-    Stages of a team work one after the other, and in a stream teams work side by side. What goes to a stage goes to
-    each of its ranks.
+    Stages of a team work one after the other. In a stream, teams work side by side. A transfer to a stage goes to each
+    of its ranks.
     """
     team = find_teams(len(stages), transfers)
     busy = dict.fromkeys(team.values(), 0.0)

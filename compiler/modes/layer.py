@@ -46,7 +46,7 @@ from splitc.runtime.units import format_bytes
 class LayerSplit(WholeValues):
     """Each rank runs whole nodes. The model's computation is unchanged.
 
-    `transfers` are those between all ranks. Those to placed weights and back are inside engines.
+    `transfers` are those between all ranks. Transfers to placed weights and back run inside engines.
     """
 
     transfers: tuple[Transfer, ...] = ()
@@ -83,7 +83,7 @@ class LayerSplit(WholeValues):
         group = [rank for rank in range(len(ranks)) if team[rank] == team[number]]
         if len(group) == 1:
             return stage_program(number, stage, [Segment(graph, ())], self.transfers, (), outputs)
-        # Operators number the ranks of their group, steps all ranks.
+        # Operators number the ranks within their group, steps number all ranks.
         peers = group if has_operators(engine, devices) else list(range(len(ranks)))
         graph = with_transfers(graph, number, self._inside, {rank: peers.index(rank) for rank in group})
         sent = [transfer.value for transfer in self.transfers if transfer.source == number and not transfer.inside]
@@ -94,8 +94,8 @@ class LayerSplit(WholeValues):
 def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """Decide which blocks each device holds. Devices with placed weights have none.
 
-    Where blocks alone do not fit, experts and tables are placed. Raises DoesNotFitError if the devices can't hold the
-    model so either, CannotSplitError if there are more devices than blocks.
+    If blocks alone do not fit, experts and tables are placed. Raises DoesNotFitError if the devices can't hold the
+    model even so, CannotSplitError if there are more devices than blocks.
     """
 
     def place(placed: Mapping[ir.Value, str]) -> Plan:
@@ -110,11 +110,11 @@ def plan_layers(analysis: Analysis, resources: Resources, request: Request) -> P
 
 
 def _plan_blocks(analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """The best plan with what is placed where it is. Raises as `plan_layers`."""
+    """The best plan with the analysis's placed weights. Raises as `plan_layers`."""
     devices = resources.devices
     places = block_places(analysis, devices)
     seconds = block_seconds(analysis, resources, range(len(devices)))
-    if len(places) == 1 < len(devices):  # its memory is checked later, once it is known what comes and goes
+    if len(places) == 1 < len(devices):  # its memory is checked later, when the transfers are known
         chosen = [Assignment(places[0], 0, len(analysis.partition.blocks))]
     else:
         chosen = _choose(analysis, resources.take(places), request, [seconds[place] for place in places], places)
@@ -130,7 +130,7 @@ def _choose(
     seconds: Sequence[Sequence[float]],
     places: Sequence[int],
 ) -> list[Assignment]:
-    """The best runs of blocks for the devices that take blocks, which are at these `places` of the plan's."""
+    """The best runs of blocks for the devices that take blocks, which have these `places` in the plan."""
     shares = [request.tensor_split[place] for place in places] if request.tensor_split else [1.0] * len(places)
     devices = resources.devices
     engine = choose_engine(request.engine, devices)
@@ -155,7 +155,7 @@ def _make_plan(
     chosen: Sequence[Assignment],
     seconds: Sequence[Sequence[float]],
 ) -> Plan:
-    """The plan that puts the chosen runs of blocks on the devices, one run on each, and after these what is placed.
+    """The plan with the chosen runs of blocks on the devices, one run on each, followed by the ranks of placed weights.
 
     `seconds` are the blocks' on each device.
     """

@@ -1,4 +1,4 @@
-"""The interface of a split mode. To add one, write a module here that has a `MODE`, and name it in the table."""
+"""The interface of a split mode. To add one, write a module here with a `MODE`, and add it to the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from splitc.runtime.hardware.devices import Device
 
 @dataclass(frozen=True)
 class Way:
-    """One way to use devices: how many of them, in how many `groups` that have the whole model, in how many stages."""
+    """One way to use devices: their number, the number of `groups` that each have the whole model, and of stages."""
 
     devices: int
     stages: int = 1
@@ -68,12 +68,12 @@ class WholeValues:
 class Mode:
     """The functions of a mode.
 
-    stages: the number of stages for a request and a number of devices.
-    ways: the ways to try in auto mode, for the numbers of devices on each host and the numbers of devices to try.
-    plan: makes a plan. Raises CannotSplitError if the mode can't split the model, MisuseError for a request that it
-    can't meet, DoesNotFitError if the devices can't hold the model.
-    replan: makes the plan of a file, from the assignments of its blocks. Raises as `plan` does.
-    groups: into how many groups that have the whole model each the devices go, for a request.
+    - `stages`: the number of stages for a request and a number of devices.
+    - `ways`: the ways to try in auto mode, for the numbers of devices on each host and the numbers of devices to try.
+    - `plan`: makes a plan. Raises CannotSplitError if the mode can't split the model, MisuseError for a request that it
+      can't meet, DoesNotFitError if the devices can't hold the model.
+    - `replan`: makes the plan of a file, from the assignments of its blocks. Raises as `plan` does.
+    - `groups`: the number of groups of devices, each with the whole model, for a request.
     """
 
     stages: Callable[[Request, int], int]

@@ -1,4 +1,4 @@
-"""Shared by the modes with stages: the choice of cuts, the values that cross them, and the time of a pipeline."""
+"""Shared by modes with stages: the choice of cuts, the values that cross them, and a pipeline's time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from splitc.runtime.errors import DoesNotFitError
 # How much slower the slowest stage may be for fewer bytes cut and more evenly spread weights. Measured and estimated
 # times are no more exact than that. With estimates, 0.05 gives 38 and 0.2 gives 39 of 43 models the same plan.
 SLACK_MEASURED, SLACK_ESTIMATED = 0.02, 0.1
-# How many times its share of the weights, in proportion to budgets, a device may hold for the sake of speed. A choice:
-# with 1.3 the plans of 38 of 43 models on two devices are the same, with 2.5 of 42, all but a U-Net's.
+# For the sake of speed, a device may hold this many times its share of the weights, which is proportional to budgets. A
+# choice: with 1.3 the plans of 38 of 43 models on two devices are the same, with 2.5 those of 42, all but a U-Net's.
 UNEVEN = 1.6
 
 
@@ -41,7 +41,7 @@ def choose_stages(
     between_hosts = resources.machine.between_hosts(resources.devices[0], resources.devices[-1])
     memory = _range_memory(analysis)
 
-    # Users who give shares mean those of the weights, which is what fills their devices.
+    # Shares that users give are shares of the weights, since these fill devices.
     kinds = list(dict.fromkeys(map(tuple, seconds)))
     loads = [memory.weights] if request.tensor_split else [_sums(kind) for kind in kinds]
     if not request.tensor_split:
@@ -65,7 +65,7 @@ def choose_stages(
 
 
 def _sums(seconds: Sequence[float]) -> Callable[[int, int], float]:
-    """The sum of the blocks from one to before another."""
+    """A function that returns the sum over a range of blocks."""
     before = list(itertools.accumulate(seconds, initial=0.0))
     return lambda start, end: before[end] - before[start]
 
@@ -79,7 +79,7 @@ def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> l
     """The best stages; for throughput, with the weights spread evenly enough (see UNEVEN).
 
     In a convolutional network the first stages take the time and the last ones hold the weights: by time alone, one
-    device would be full and the others nearly empty. If blocks exceed the limit, it is raised until they fit.
+    device would be full and the others nearly empty. If blocks do not fit within the limit, it is raised until they do.
     """
     spread = request.spread or request.tensor_split is not None
     slack = SLACK_MEASURED if request.profile else SLACK_ESTIMATED
@@ -97,7 +97,7 @@ def _choose(costs: StageCosts, targets: Sequence[Target], request: Request) -> l
 
 
 def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Rematerialized]:
-    """What each stage has in common with earlier ones: rematerialized nodes, and weights that several read."""
+    """What each stage repeats of earlier ones: rematerialized nodes, and weights that several stages read."""
     costs, reads = analysis.costs, analysis.graph.reads
     before: set[ir.Node] = set()
     held: set[ir.Value] = set()
@@ -116,7 +116,7 @@ def rematerialized(analysis: Analysis, stages: Sequence[Stage]) -> list[Remateri
 
 
 def stage_cuts(analysis: Analysis, stages: Sequence[Stage]) -> list[CutPlan]:
-    """For each cut the values that cross it: sent by a stage before it and received by one after it."""
+    """For each cut, the values that cross it: sent by a stage before it and received by one after it."""
     cuts = []
     for number in range(1, len(stages)):
         sent = {value for stage in stages[:number] for value in stage.sends}
@@ -145,7 +145,7 @@ def predict_pipeline(
         for before, after, cut in zip(members, members[1:], cuts, strict=False)
     ]
     slowest = max(map(sum, zip(together, [0.0, *crossing], strict=True)))
-    # If a host's ranks want more than all its cores, they take turns, and the interval is that of all their work.
+    # If a host's ranks need more than all its cores, they take turns, and the interval is the time of all their work.
     every = max(
         sum(
             seconds * min(1.0, clock.crowd([rank for rank in group if rank.device.host == host]))

@@ -1,4 +1,4 @@
-"""Groups of devices that have the whole model each, split in any mode, and divide the rows of a batch."""
+"""Groups of devices, each with the whole model, split in any mode. They divide the rows of a batch."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from splitc.runtime.hardware.profiles import HOST
 
 
 def predict_in_groups(plan: Plan, replicas: Replicas, clock: Clock) -> Prediction:
-    """The slowest replica's times for its rows. Requests of fewer rows than replicas leave some for others.
+    """The slowest replica's times for its rows. Requests with fewer rows than replicas leave some replicas free.
 
-    A request of no rows, as one of an empty list of pictures, takes no time.
+    A request without rows, such as one with an empty list of images, takes no time.
     """
     at_work = sum(count > 0 for count in replicas.counts)
     if at_work == 0:
@@ -47,7 +47,7 @@ def predict_in_groups(plan: Plan, replicas: Replicas, clock: Clock) -> Predictio
 
 
 def _slowest(plan: Plan, replicas: Replicas, clock: Clock, at_work: int) -> Prediction:
-    """The times of the slowest replica, while so many work."""
+    """The times of the slowest replica, while `at_work` replicas work."""
     predicted = []
     for number, (analysis, rows) in enumerate(zip(replicas.analyses, replicas.counts, strict=True)):
         if rows:
@@ -65,10 +65,10 @@ def _joining(analysis: Analysis, replicas: Replicas, clock: Clock) -> float:
 
 
 def plan_in_groups(mode: Mode, analysis: Analysis, resources: Resources, request: Request) -> Plan:
-    """The plan in a mode, with as many copies of the model as the request and the mode want.
+    """The plan in a mode, with the number of copies of the model that the request and the mode ask for.
 
-    Groups are inside hosts where they can be. Raises as `mode.plan` does, and CannotSplitError where the rows of a
-    batch can't be divided, MisuseError unless the devices can be divided into equal groups.
+    Groups are inside hosts if possible. Raises as `mode.plan` does, CannotSplitError if the rows of a batch can't be
+    divided, and MisuseError unless the devices can be divided into equal groups.
     """
     count = len(resources.devices)
     groups = mode.groups(request, resources.devices)
@@ -135,14 +135,14 @@ def _divided(
 
 
 def _same_places(devices: Sequence[Device], group: Sequence[Device]) -> dict[str, str]:
-    """For each device, by its name, the one in the same place of a group."""
+    """For each device, by name, the device in the same place of a group."""
     return {str(device): str(group[place % len(group)]) for place, device in enumerate(devices)}
 
 
 def _speeds(analysis: Analysis, resources: Resources, group: Sequence[Device]) -> list[float]:
-    """The groups' shares of the rows: how fast their devices with blocks are together, the first group's being 1.
+    """The groups' shares of the rows: the joint speed of their devices with blocks, relative to the first group's.
 
-    `group` are the devices of the one that the analysis is of.
+    `group` are the devices of the group that the analysis is for.
     """
     own = block_places(analysis, group)
     places = [first + place for first in range(0, len(resources.devices), len(group)) for place in own]
@@ -151,13 +151,13 @@ def _speeds(analysis: Analysis, resources: Resources, group: Sequence[Device]) -
 
 
 def _sums(shares: Sequence[float], size: int) -> list[float]:
-    """The shares of groups of this size, the first group's being 1."""
+    """The shares of groups of this size, relative to the first group's."""
     sums = [sum(shares[first : first + size]) for first in range(0, len(shares), size)]
     return [own / sums[0] for own in sums]
 
 
 def _inside(shares: Sequence[float], size: int) -> list[float]:
-    """The shares of a group's devices, which are the same in all groups. Raises MisuseError if they are not."""
+    """The shares of a group's devices, which must be the same in all groups. Raises MisuseError if they are not."""
     first = np.array(shares[:size])
     for start in range(size, len(shares), size):
         own = np.array(shares[start : start + size])
@@ -171,7 +171,7 @@ def _inside(shares: Sequence[float], size: int) -> list[float]:
 
 
 def _tightest(resources: Resources, size: int) -> Resources:
-    """The devices of the group that has least, each with the smallest budget that any group's has in its place."""
+    """The devices of the group with the least memory, each with the smallest budget in its place of any group."""
     budgets: list[Budget] = []
     for place in range(size):
         known = [budget for budget in resources.budgets[place::size] if budget is not None]
@@ -190,7 +190,7 @@ def _joined(
     counts: Sequence[int],
     rows: Mapping[str, int],
 ) -> Plan:
-    """The plan of all groups, which hold what `first` does. `plans` are those for the rows that each group has."""
+    """The plan of all groups, which hold the same as `first`. `plans` are those for each group's rows."""
     size = len(resources.devices) // len(shares)
     places = [resources.devices.index(rank.device) % size for rank in first.ranks]
     ranks = []
@@ -211,7 +211,7 @@ def _joined(
         analysis=on_devices(first.analysis, names),
         ranks=tuple(replace(rank, share=own.share) for rank, own in zip(ranks[:count], first.ranks, strict=True)),
     )
-    partition = first.analysis.partition  # with what is placed, which fewer rows do not change
+    partition = first.analysis.partition  # with placed weights, which do not depend on the number of rows
     return replace(
         first,
         analysis=replace(analysis, partition=partition) if partition.placed else analysis,
@@ -222,7 +222,7 @@ def _joined(
 
 
 def check_groups(request: Request, count: int, groups: int) -> None:
-    """Raise MisuseError unless so many devices can be divided into so many equal groups."""
+    """Raise MisuseError unless this number of devices can be divided into equal groups."""
     if request.split_mode == BATCH and request.batch_groups not in (1, groups):
         raise MisuseError(
             f"--batch-groups is {request.batch_groups}, and in batch mode the {count} devices are {groups} groups: say "

@@ -56,7 +56,7 @@ NAMED, KINDS = 5, 3
 
 @dataclass(frozen=True)
 class RowSplit(WholeValues):
-    """The main rank runs the model. Each rank multiplies with its slices of matrices of at least `row_min` squared."""
+    """The main rank runs the model. Each rank multiplies by its slices of matrices of at least `row_min` squared."""
 
     sliced: SlicedProducts
     row_min: int
@@ -98,7 +98,7 @@ class RowSplit(WholeValues):
         return Prediction(latency, latency)
 
     def _share(self, part: int, node: ir.Node) -> float:
-        """The share of a node's work that a rank has."""
+        """A rank's share of a node's work."""
         product = self.sliced.products.get(node.outputs[0].name or "")
         return 1.0 if product is None else self.sliced.share(part, product)
 
@@ -128,7 +128,7 @@ def plan_rows(analysis: Analysis, resources: Resources, request: Request) -> Pla
 
 
 def _main_first(resources: Resources, request: Request) -> list[int]:
-    """The devices' numbers, the main one's first."""
+    """The devices' numbers, the main device's first."""
     numbers = list(range(len(resources.devices)))
     if request.main_device is None:
         return numbers
@@ -140,12 +140,12 @@ def _main_first(resources: Resources, request: Request) -> list[int]:
         )
     main = resources.devices.index(named[0])
     own = resources.devices[main].host
-    # Ranks of a host are numbered in a row, as MPI does it.
+    # Ranks of a host are numbered consecutively, as by MPI.
     return sorted(numbers, key=lambda number: (number != main, resources.devices[number].host != own))
 
 
 def _make_plan(analysis: Analysis, resources: Resources, request: Request, shares: Sequence[float] | None) -> Plan:
-    """The plan that slices weights by the shares, of which the first is the main device's.
+    """The plan that slices weights by the shares. The first share is the main device's.
 
     By default the shares are the free memory that each budget leaves (`_shares_of_free_memory`).
     """
@@ -187,7 +187,7 @@ def _make_plan(analysis: Analysis, resources: Resources, request: Request, share
 
 @remembered
 def _products(analysis: Analysis, least: int) -> tuple[Products, Mapping[ir.Node, str]]:
-    """The products that can be sliced, and the nodes whose rules did not hold when they were tried: these are whole."""
+    """The products that can be sliced, and the nodes whose rules did not hold when tried: these are whole."""
     opaque: dict[ir.Node, str] = {}
     while True:
         products = find_products(analysis, least, opaque)
@@ -219,7 +219,7 @@ def _whole(analysis: Analysis) -> Stage:
 
 
 def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -> None:
-    """Raise CannotSplitError if less than LEAST_SHARE can be sliced. The message says what reads the weights."""
+    """Raise CannotSplitError if less than LEAST_SHARE can be sliced. The message names the readers of the weights."""
     halves = slice_products(analysis.graph, products, [1.0, 1.0], analysis.costs.value_bytes)
     weights = sliced_weights(analysis, products, halves)
     total = sum(weight.bytes for weight in weights)
@@ -246,7 +246,7 @@ def _check_enough_to_slice(analysis: Analysis, products: Products, least: int) -
 def _shares_of_free_memory(
     analysis: Analysis, stage: Stage, products: Products, budgets: Sequence[Budget]
 ) -> list[float]:
-    """Shares in proportion to what each budget leaves beside all that the device holds without slices.
+    """Shares in proportion to the rest of each budget after everything that the device holds without slices.
 
     They are equal if a budget is not known.
     """
@@ -274,7 +274,7 @@ def _check_slices(split: SlicedProducts, resources: Resources, shares: Sequence[
 
 
 def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> Stage:
-    """A rank's stage: the whole model on the main rank, its products and their blocks on any other."""
+    """A rank's stage: the whole model on the main rank; products and their blocks on any other."""
     if number == 0:
         return stage
     own = split.of_rank(number, list(split.products.values()))
@@ -286,7 +286,7 @@ def _rank_stage(analysis: Analysis, split: SlicedProducts, stage: Stage, number:
 def _exchanged(
     analysis: Analysis, split: SlicedProducts, number: int, products: Iterable[Product]
 ) -> tuple[list[ir.Value], dict[ir.Value, int]]:
-    """The values that a rank takes for its columns of some products, and the bytes of its columns of each result."""
+    """The inputs that a rank takes for its columns of some products, and the bytes of its columns of each result."""
     own = split.of_rank(number, list(products))
     takes = list(dict.fromkeys(value for product in own for value in product.takes))
     gives = {
@@ -297,7 +297,7 @@ def _exchanged(
 
 
 def _crossing(analysis: Analysis, split: SlicedProducts, number: int) -> CutPlan:
-    """The values that cross between a rank and the main one in a run, in both directions, each sent once."""
+    """The values that cross between a rank and the main one in a run, in both directions, once each."""
     takes, gives = _exchanged(analysis, split, number, split.products.values())
     crossing = sum(map(analysis.costs.value_bytes, takes)) + sum(gives.values())
     return CutPlan(tuple(dict.fromkeys([*takes, *gives])), crossing)
@@ -327,7 +327,7 @@ def _replan(
 
 
 def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
-    """All numbers of devices from two, the main one included."""
+    """All numbers of devices from two on, including the main one."""
     return [Way(number) for number in single_groups(hosts, numbers)]
 
 

@@ -1,4 +1,4 @@
-"""The memory of ranks of row mode."""
+"""The memory of ranks in row mode."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from splitc.compiler.lowering.row_slices import product_stage
 from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.slices import SlicedProducts
 
-# About how many nodes send and receive what a product takes and makes, and join its columns.
+# About the number of nodes that send a product's input, receive its result, and join its columns.
 PASSING = 3
 
 
 def sliced_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
-    """A rank's memory. The main rank holds everything but the other ranks' slices.
+    """A rank's memory. The main rank holds everything except the other ranks' slices.
 
     Any other rank holds its slices, the inputs of its products, and its columns of their results.
     """
@@ -28,7 +28,7 @@ def sliced_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, numbe
         held = held_shards(analysis.costs, split.columns, [node for node in stage.nodes if node not in elsewhere], 0)
         states = analysis.states
     else:
-        # What is exchanged is made in the engine.
+        # Exchanged values are computed inside the engine.
         stage, states, products = replace(product_stage(analysis.graph, own), receives=(), sends=()), (), own
         held = held_shards(analysis.costs, split.columns, stage.nodes, number)
     held = replace(held, size=analysis.costs.value_bytes, rounds=_rounds_of(split, number))
@@ -37,7 +37,7 @@ def sliced_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, numbe
 
 
 def _rounds_of(split: SlicedProducts, number: int) -> list[Round]:
-    """What a rank multiplies, sends and receives in each round."""
+    """A rank's products, sends and receives in each round."""
     works = [split.work(rank) for rank in range(split.columns.ranks)]
     rounds = []
     for (products, *others), own in zip(zip(split.rounds, *works[1:], strict=True), works[number], strict=True):

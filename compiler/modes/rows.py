@@ -1,4 +1,4 @@
-"""The rows of a model's batch, which groups of devices divide: found, tried in ONNX Runtime, and fewer of them."""
+"""The rows of a model's batch, which groups of devices divide: finds them, tries them in ONNX Runtime, reduces them."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from splitc.compiler.sharding.row_numbers import (
 from splitc.compiler.trials.by_rows import holds_by_rows
 from splitc.compiler.trials.trial import find_broken
 
-# No request has so many rows.
+# More rows than any request has.
 BEYOND = 10**9
-# Rows to infer shapes with: a prime, so that they are no other size. A choice.
+# The number of rows to infer shapes with: a prime, so that it equals no other size. A choice.
 SOME_ROWS = 67
 
 
 class NoRowsError(CannotSplitError):
-    """No axis of the model is independent rows, so that no groups of devices can divide them."""
+    """No axis of the model is independent rows, so groups of devices can't divide them."""
 
 
 def tried_rows(analysis: Analysis) -> Mapping[str, int]:
     """The number of the row axis in each output, and in each input that has one, by name.
 
-    A node whose rule does not hold when it is tried with shards of the rows needs them whole. Raises NoRowsError,
-    which names the node where rows meet, if there is no such axis.
+    A node whose rule does not hold when it is tried with shards of the rows needs them whole. Raises NoRowsError, which
+    names the node where rows meet, if there is no row axis.
     """
     rows = _rows_or_why(analysis)
     if isinstance(rows, str):
@@ -58,7 +58,7 @@ def tried_rows(analysis: Analysis) -> Mapping[str, int]:
 
 @remembered
 def _rows_or_why(analysis: Analysis) -> Rows | str:
-    """The rows, or why there are none, and what to do: auto mode asks again for each way to use devices."""
+    """The rows; or why there are none, and what to do. It is remembered, since auto mode asks for each way."""
     graph, bound = analysis.graph, probe_sizes(analysis)
     probes = Probes(graph, analysis.shapes, analysis.costs.certain)
     if drawn := next((node for node in graph.nodes if is_random(node)), None):
@@ -94,7 +94,7 @@ def _numbered(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -
 def _search(
     analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found]
 ) -> tuple[Rows | None, Mapping[ir.Node, str]]:
-    """The rows by the axes that `find` gives for nodes that are opaque, and tried; or None. And these nodes."""
+    """The rows by the axes that `find` returns for opaque nodes, tried; None if there are none. And these nodes."""
     graph, opaque = analysis.graph, dict[ir.Node, str]()
     while True:
         looked = find(opaque)
@@ -124,10 +124,10 @@ def _search(
 
 
 def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: Rows) -> dict[ir.Node, str]:
-    """The nodes that make a number of rows which does not follow that of the inputs' rows, and why.
+    """The nodes whose number of rows does not grow with the inputs', and why.
 
     A Slice up to 512 keeps all of fewer rows, and another rule may take a constant for the probe size. So shapes are
-    inferred once more, with more rows than such a Slice keeps.
+    inferred once more, with more rows than any such Slice keeps.
     """
     if analysis.fitted.fills:
         return {}
@@ -155,14 +155,14 @@ def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: Rows) -> dict[ir.N
 
 
 def _slice_ends(axis_map: AxisMap) -> Iterator[int]:
-    """Where Slices end that do not go on to an axis's end, or beyond what any request has (tf2onnx writes 10^9)."""
+    """The ends of Slices, without those at an axis's end or beyond any request (tf2onnx writes 10^9)."""
     for node, operation in axis_map.operations.items():
         if node.op_type == "Slice" and not node.domain:
             yield from (end for end in operation.numbers(2, "ends") or () if 0 < end < BEYOND)
 
 
 def planned_rows(analysis: Analysis, axes: Mapping[str, int]) -> int:
-    """The rows that are planned for."""
+    """The number of rows that is planned for."""
     return max(shape[axes[name]] for name, shape in analysis.shapes.items() if name in axes)
 
 
@@ -190,7 +190,7 @@ def _with_rows(analysis: Analysis, axes: frozenset[tuple[str, int]], rows: int, 
 
 
 def with_rows(analysis: Analysis, axes: Mapping[str, int], rows: int) -> Analysis:
-    """The analysis for so many of the rows that were planned for. Sizes that data decides are left as they are."""
+    """The analysis for this number of the planned rows. It is unchanged if sizes depend on data."""
     whole = planned_rows(analysis, axes)
     if rows == whole or analysis.fitted.fills or analysis.costs.bound.uncertain:
         return analysis
@@ -198,11 +198,11 @@ def with_rows(analysis: Analysis, axes: Mapping[str, int], rows: int) -> Analysi
 
 
 def row_sources(analysis: Analysis, axes: Mapping[str, int]) -> list[str]:
-    """The inputs that must have all rows of a request that is divided. Of the others one row may stand for all.
+    """The inputs that must have all rows of a request that is divided. Any other may have one row, which is broadcast.
 
-    Outputs have all rows then too, and so has each value whose sizes are read: row numbers are made from these, and may
-    pick from what has more. What is tried to have one row is smallest first, as a timestep or positions; no states,
-    to which the request adds rows.
+    Outputs still have all rows then, and so has each value whose sizes are read: row numbers are computed from these,
+    and may index values with more rows. Inputs are tried with one row, smallest first, such as a timestep or positions.
+    States are not, since the request adds rows to them.
     """
     graph, states = analysis.graph, {state.input for state in analysis.states}
     sources = [value.name or "" for value in graph.graph.inputs if value.name in axes]

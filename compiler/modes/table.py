@@ -1,4 +1,4 @@
-"""The split modes by name, each a module of this package. This module imports none of the compiler's libraries."""
+"""The split modes by name, each in a module of this package. This module imports none of the compiler's libraries."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def describe_modes() -> str:
 
 
 def known_modes() -> dict[str, str]:
-    """What may be asked for, with what each does."""
+    """The modes that can be asked for, with what each one does."""
     return {AUTO: "the mode that is predicted to be best and fits", **MODES}

@@ -1,4 +1,4 @@
-"""Tensor mode: the devices of a group share each block, and every rank runs its shard of it.
+"""Tensor mode: the devices of a group share each block, and each rank runs its shard of it.
 
 This is Megatron's tensor parallelism: matrices are column-, then row-parallel, with one all-reduce after each pair.
 """
@@ -41,8 +41,8 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
-# Minimum share of the weights' bytes that is sharded if ranks never meet. Where it is less, all islands are taken,
-# whatever time they need: to compute the columns of a detector's last convolutions alone is no tensor mode. A choice.
+# Minimum share of the weights' bytes that is sharded without collectives. Below it, all islands are taken, whatever
+# their time: sharding only a detector's last convolutions by columns is no tensor mode. A choice.
 LEAST_SHARE = 0.1
 # Where unsharded weights are held, for messages.
 WHOLE = "whole on each rank"
@@ -51,9 +51,9 @@ WHOLE = "whole on each rank"
 def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> Plan:
     """Decide which blocks each group of devices runs, and which shards each device has.
 
-    Groups are inside hosts where they can be. Devices with placed weights come last. Raises CannotSplitError if nothing
-    can be sharded, MisuseError if the devices can't be divided into equal groups of two or more, DoesNotFitError if a
-    rank needs more than its budget.
+    Groups are inside hosts if possible. Devices with placed weights come last. Raises CannotSplitError if nothing can
+    be sharded, MisuseError if the devices can't be divided into equal groups of two or more, DoesNotFitError if a rank
+    needs more than its budget.
     """
     stages, places = request.pipeline_stages, block_places(analysis, resources.devices)
     count = len(places) // stages
@@ -74,7 +74,7 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         for number, first in enumerate(range(0, len(devices), count))
     ]
     seconds = block_seconds(analysis, resources, range(0, len(devices), count))
-    if stages == 1:  # each rank's memory is checked later, once it is known what is sharded
+    if stages == 1:  # each rank's memory is checked later, when the shards are known
         chosen = [Assignment(0, 0, len(analysis.partition.blocks))]
     else:
         chosen = choose_stages(analysis, seconds, targets, request, resources)
@@ -94,7 +94,7 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
 
 
 def _with_islands(plan: Plan, make: Callable[[TensorAxes], Plan], small: TensorAxes) -> Plan:
-    """The plan with all islands, if that fits and shards more; else the plan that shards next to nothing."""
+    """The plan with all islands, if that fits and shards more; else the given plan, which shards next to nothing."""
     with suppress(CannotSplitError, DoesNotFitError):
         other = make(small)
         return other if sharded_share(other.weights) > sharded_share(plan.weights) else plan
@@ -102,7 +102,7 @@ def _with_islands(plan: Plan, make: Callable[[TensorAxes], Plan], small: TensorA
 
 
 def _rates(resources: Resources, count: int) -> Rates:
-    """How fast the first group of so many ranks works."""
+    """The rates of the first group, which has `count` ranks."""
     devices, machine = resources.devices[:count], resources.machine
     threads = threads_for(resources.devices, resources.threads)
     pace = find_pace(devices[0], threads, len(resources.devices), machine)
@@ -118,7 +118,7 @@ def _make_plan(
     seconds: Sequence[Sequence[float]],
     axes: TensorAxes,
 ) -> Plan:
-    """The plan that puts the chosen runs of blocks on groups of devices, sharded by the devices' shares.
+    """The plan with the chosen runs of blocks on groups of devices, sharded by the devices' shares.
 
     `seconds` are the blocks' on each group.
     """
@@ -169,7 +169,7 @@ def _make_plan(
 
 
 def _check_groups(analysis: Analysis, devices: Sequence[Device], stages: int) -> None:
-    """Raise MisuseError unless the devices with blocks make equal groups, and one if weights are placed."""
+    """Raise MisuseError unless the devices with blocks form equal groups, and a single one if weights are placed."""
     if analysis.partition.placed and stages > 1:
         raise MisuseError(
             f"--pipeline-stages is {stages}, and tensor mode places weights beside a single stage: leave it out, or "
@@ -186,7 +186,7 @@ def _check_groups(analysis: Analysis, devices: Sequence[Device], stages: int) ->
 
 
 def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]:
-    """Warnings for ranks that own no unit of any axis, and so only repeat what another rank does."""
+    """Warnings for ranks that own no unit of any axis, and so only repeat another rank's work."""
     idle = [part for part in range(sharded.ranks) if not any(parts[part].owned for parts in sharded.ranges.values())]
     return [
         f"rank {number} ({rank.device}) gets no unit of any axis: leave it out with -d, or give it a larger share "
@@ -211,7 +211,7 @@ def _check_split(weights: Sequence[WeightFate]) -> None:
 
 
 def _check_drawn(sharded: ShardedModel) -> None:
-    """Raise CannotSplitError if ranks can't be given the random numbers that one of them draws."""
+    """Raise CannotSplitError if one rank draws random numbers that can't be sent to the others."""
     for value in sharded.sums.summed:
         node = value.producer()
         if not isinstance(value.type, ir.TensorType | None) or value.dtype == ir.DataType.STRING:
@@ -223,7 +223,7 @@ def _check_drawn(sharded: ShardedModel) -> None:
 
 
 def _total(budgets: Iterable[Budget]) -> Budget:
-    """The budget of a group in bytes; None if one of its devices' is not known."""
+    """The budget of a group in bytes; None if the budget of a device is not known."""
     all_budgets = list(budgets)
     return None if None in all_budgets else sum(budget or 0 for budget in all_budgets)
 
@@ -251,7 +251,7 @@ def _replan(
 
 
 def _check_islands(analysis: Analysis, file: PlanFile) -> None:
-    """Raise MisuseError for an island of the plan that the model does not make."""
+    """Raise MisuseError for an island of the plan that the model does not have."""
     computed = {value.name for node in analysis.graph.nodes for value in node.outputs}
     if unknown := [name for name in file.islands if name not in computed]:
         raise MisuseError(f'the plan has the line "{unknown[0]}" under "islands", and the model makes no such value')

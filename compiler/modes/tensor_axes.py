@@ -1,4 +1,4 @@
-"""The axes that tensor mode shards, and the nodes that it makes islands of: where that costs less than it frees."""
+"""The axes that tensor mode shards, and the nodes that it makes islands, where that costs less than it frees."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from splitc.compiler.sharding.islands import find_islands
 from splitc.compiler.trials.trial import find_broken
 from splitc.runtime.hardware.profiles import Link
 
-# Whether an island is worth what its candidate axis costs.
+# Whether an island is worth the cost of its candidate axis.
 _Worth = Callable[[Island, Candidate], bool]
 
 
 @dataclass(frozen=True)
 class TensorAxes:
-    """The axes of a model and those that are sharded, and the nodes whose rules did not hold when they were tried."""
+    """The axes of a model, the choice of the sharded ones, and the nodes whose rules did not hold when tried."""
 
     axis_map: AxisMap
     choice: Choice
@@ -34,21 +34,21 @@ class TensorAxes:
 
     @property
     def islands(self) -> list[str]:
-        """The names of what islands make, in the model's order."""
+        """The names of the islands' outputs, in the model's order."""
         name_of = {node: node.outputs[0].name or "" for node in (island.node for island in self.axis_map.islands)}
         return [name_of[node] for node in self.axis_map.operations if node in name_of]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a rank computes, and the seconds of a collective."""
+    """The speed of a rank, and the seconds of a collective."""
 
     pace: Pace
     collective: Link
 
 
 def fast_axes(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
-    """The axes to shard over so many ranks, with the islands that save more seconds than their collectives take."""
+    """The axes to shard over `count` ranks, with the islands that save more seconds than their collectives take."""
     costs = analysis.costs
 
     def is_worth(island: Island, candidate: Candidate) -> bool:
@@ -59,12 +59,12 @@ def fast_axes(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
 
 
 def small_axes(analysis: Analysis, count: int) -> TensorAxes:
-    """The axes to shard over so many ranks, with all islands: most weights are sharded, whatever time it takes."""
+    """The axes to shard over `count` ranks, with all islands: most weights are sharded, whatever time it takes."""
     return _with_islands(analysis, count, lambda island, candidate: True)
 
 
 def named_axes(analysis: Analysis, count: int, names: Collection[str]) -> TensorAxes:
-    """The axes to shard over so many ranks, with the islands that make these values."""
+    """The axes to shard over `count` ranks, with the islands whose outputs have these names."""
     return _with_islands(analysis, count, lambda island, candidate: island.node.outputs[0].name in names)
 
 
@@ -84,13 +84,13 @@ def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxe
 
 
 def _apart(analysis: Analysis) -> dict[ir.Node, str]:
-    """The nodes that are on other devices than the blocks, with why their axes are whole."""
+    """The nodes that are on other devices than the blocks, each with the reason for whole axes."""
     placed = analysis.partition.placed
     return {node: f"it is on {own.device}" for own in placed for block in own.blocks for node in block.nodes}
 
 
 def _best_candidates(axis_map: AxisMap, candidates: Candidates) -> dict[Island, Candidate]:
-    """For each island the candidate of the highest gain among its own axes."""
+    """For each island, the candidate with the highest gain among its own axes."""
     owner: dict[Factor, Island] = {}
     islands = {island.node: island for island in axis_map.islands}
     for crossing in crossings(axis_map):
@@ -117,10 +117,10 @@ def _covered(axes: TensorAxes) -> int:
 
 @remembered
 def settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> TensorAxes:
-    """The axes to shard over so many ranks.
+    """The axes to shard over `count` ranks.
 
-    A node whose rule does not hold when it is tried is opaque, and the axes are chosen again. What is placed on other
-    devices takes and gives whole values.
+    A node whose rule does not hold when tried is opaque, and the axes are chosen again. Nodes that are placed on other
+    devices read and return whole values.
     """
     opaque = _apart(analysis)
     graph, size = analysis.graph, analysis.costs.value_bytes
@@ -137,7 +137,7 @@ def settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> Tensor
 def _candidates(
     analysis: Analysis, opaque: frozenset[tuple[ir.Node, str]], islands: frozenset[Island]
 ) -> tuple[AxisMap, Candidates]:
-    """The axes and the candidates among them, the same for any number of ranks, with these opaque nodes and islands."""
+    """The axes and candidates with these opaque nodes and islands. They are the same for any number of ranks."""
     graph, costs = analysis.graph, analysis.costs
     axis_map = find_axes(graph, probe_sizes(analysis), dict(opaque), islands)
     return axis_map, find_candidates(graph, axis_map, costs.value_bytes, costs.bound.shapes)

@@ -1,4 +1,4 @@
-"""What the ranks of tensor mode run: their shards of the blocks, and what is placed on other devices."""
+"""What the ranks of tensor mode run: their shards of the blocks, and nodes that are placed on other devices."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.hardware.profiles import HOST
 from splitc.runtime.package.manifest import Part
 
-# The bytes of the least and the greatest element of a value.
+# The bytes of a value's range: its minimum and maximum.
 RANGE = 8
 
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Every rank of a group runs every node of its stage on its shards. The group sums partial values.
+    """Each rank of a group runs every node of its stage on its shards. The group sums partial values.
 
-    What is placed on other devices are stages of a rank each behind the only one of the blocks. `transfers` are those
-    between these stages.
+    With placed weights, the blocks are one stage, and each device with placed weights is a stage of one rank after it.
+    `transfers` are those between these stages.
     """
 
     analysis: Analysis
@@ -70,7 +70,7 @@ class TensorSplit:
         return [*map(self.analysis.costs.value_bytes, sums.exchanged), *self._reduced_bytes()]
 
     def _reduced_bytes(self) -> Iterator[int]:
-        """The bytes of what the ranks find together of values: a range, or a mean for each row of one or of two."""
+        """The bytes of reduced statistics: a range, or a mean for each row of one norm, or of two paired norms."""
         sums = self.sharded.sums
         seconds = dict(sums.paired)
         for node in sums.reduced:
@@ -91,11 +91,11 @@ class TensorSplit:
         return bool(self.analysis.partition.placed)
 
     def _has_shards(self, rank: RankPlan) -> bool:
-        """Whether it is one of those that share the blocks."""
+        """Whether the rank is one of those that share the blocks."""
         return rank.part < self.sharded.ranks
 
     def _stage_of(self, rank: RankPlan) -> int:
-        """The number of the rank's stage among those that `transfers` are between."""
+        """The number of the rank's stage among those that `transfers` connect."""
         return max(0, rank.part - self.sharded.ranks + 1)
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
@@ -110,7 +110,7 @@ class TensorSplit:
         return predict_detours([first, *([rank] for rank in apart)], self.transfers, clock, own)
 
     def _stage_seconds(self, members: Sequence[RankPlan], at_once: int, stages: int, clock: Clock) -> float:
-        """The seconds of one of `stages` stages: of its slowest rank, and of its collectives."""
+        """The seconds of one of `stages` stages: of its slowest rank, plus its collectives."""
         first = members[0]
         slowest = max(
             clock.seconds(rank, rank.stage.nodes, at_once, partial(self.sharded.share, rank.part))
@@ -145,7 +145,7 @@ class TensorSplit:
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
     def _program_with_placed(self, rank: RankPlan, number: int, count: int) -> RankProgram:
-        """The program of a rank where some weights are apart: engines are cut at sums and transfers."""
+        """The program of a rank if some weights are placed: engines are cut at all-reduces and transfers."""
         stage, group = rank.stage, range(self.sharded.ranks)
         transfers = to_shards(self.transfers, len(group))
         inside = [own for own in transfers if own.inside]
@@ -164,11 +164,11 @@ class TensorSplit:
         return replace(program, parts=tuple(self._parts(rank)), keeps=tuple(keeps))
 
     def _given(self, rank: RankPlan) -> list[str]:
-        """The names of the outputs of which the rank gives its shard to the caller."""
+        """The names of the outputs whose shards the rank gives to the caller."""
         return [value.name or "" for value in rank.stage.outputs if self.sharded.gives(rank.part, value)]
 
     def _parts(self, rank: RankPlan) -> list[Part]:
-        """The rank's shards of inputs and outputs that it has not all of."""
+        """The rank's shards of inputs and outputs, without those that are the whole."""
         if not self._has_shards(rank):
             return []
         shards = self.sharded.shards(rank.part)

@@ -1,4 +1,4 @@
-"""All knowledge about operators: one entry for each, which all passes ask (`registry.operator_of`).
+"""All knowledge about operators, in one entry for each, which all passes query (`registry.operator_of`).
 
 To add an operator, add an `Operator` to the table `OPERATORS` of its family's module. Its axes rule is a function of an
 `Operation`: it relates, contracts or pins axes, and records what a rank must rewrite. Axes that a rule does not touch

@@ -1,7 +1,7 @@
 """Attention as one operator.
 
-Letters in patterns: b batch, l new tokens, s and t all tokens, p past tokens, d and e head sizes of keys and of values,
-k key-value heads, g query heads for each of them, h heads if there are as many key-value heads as query heads.
+Letters in patterns: b batch; l new tokens; s and t all tokens; p past tokens; d and e head sizes of keys and of values;
+k key-value heads; g query heads for each of them; h heads if there are as many key-value heads as query heads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from splitc.compiler.operators.operator import Operator, Shapes
 
 
 def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
-    """Factors for the heads, or None if the numbers of heads are invalid."""
+    """Factors for the heads; None if the numbers of heads are invalid."""
     if queries <= 0 or keys <= 0 or queries % keys:
         return None
     return {"k": ax.new_axis(keys), "g": ax.new_axis(queries // keys)}
@@ -51,7 +51,7 @@ def attention(op: Operation) -> None:
 
 
 def group_query_attention(op: Operation) -> None:
-    """Queries [b, l, heads x d]. Keys and values are in the same tensor if they are not given."""
+    """Queries [b, l, heads x d]. If keys and values are not given, they are packed into the same tensor."""
     queries, keys = op.number("num_heads", 0), op.number("kv_num_heads", 0)
     heads = _heads(op, queries, keys)
     if heads is None:
@@ -70,7 +70,7 @@ def group_query_attention(op: Operation) -> None:
 
 
 def multi_head_attention(op: Operation) -> None:
-    """Queries [b, l, heads x d]; or queries, keys and values [b, l, heads, 3, d] in one tensor."""
+    """Queries [b, l, heads x d]; or queries, keys and values packed as [b, l, heads, 3, d]."""
     count = op.number("num_heads", 0)
     if count <= 0:
         return
@@ -83,7 +83,7 @@ def multi_head_attention(op: Operation) -> None:
         head = ax.size_of(op.input(0)[-1]) // count
         if op.has(1) and len(op.input(1)) == 5:
             query = "b l (h d), b s h 2 d, -"
-        elif len(value) == 4:  # the kernel wants values of the keys' size here
+        elif len(value) == 4:  # the kernel requires values of the keys' size here
             query, e = "b l (h d), b h s d, b h s d", "d"
         else:
             query = "b l (h d), b s (h d), b s (h e)"
@@ -119,9 +119,9 @@ def fused_attention(op: Operation) -> None:
 def rotary_embedding(op: Operation) -> None:
     """Rotates within each head of [b, heads, l, d] or [b, l, heads x d], or only its first 2 x r columns.
 
-    Cosines and sines are tables by position, with positions [b, l], or only the first one, [1]: if that is row 0 of
-    tables with as many rows as there are positions, a shard of positions has its shard of them. ONNX's own operator
-    also takes them as [b, l, r].
+    Cosines and sines are tables by position. Positions are [b, l], or only the first one, [1]. If that is 0, and the
+    tables have exactly one row per position, a shard of positions has its shard of the tables. ONNX's own operator also
+    takes cosines and sines as [b, l, r].
     """
     data = op.input(0)
     flat = len(data) == 3
@@ -148,9 +148,9 @@ def rotary_embedding(op: Operation) -> None:
 
 
 def _rotary_tables(op: Operation) -> tuple[str, str]:
-    """The terms of what a rotary embedding reads beside its data, and the letters of rows that it needs whole.
+    """The terms of a rotary embedding's other inputs, and the letters of rows that it needs whole.
 
-    Rows that positions pick are left to who knows the positions.
+    Rows that are looked up by position are handled where positions are known (row_numbers.py).
     """
     if not op.node.domain:
         return ("b l r, b l r, -", "") if len(op.input(1)) == 3 else ("r, r, b l", "")
@@ -166,9 +166,9 @@ def _mask(op: Operation, number: int) -> str:
 
 
 def key_lengths(op: Operation, number: int) -> int | None:
-    """The lengths for GroupQueryAttention: those of the whole cache, since the kernel leaves unused rows unset.
+    """Example lengths for GroupQueryAttention: of the whole cache, since the kernel leaves unused rows unset.
 
-    They count the new tokens: with less, ONNX Runtime 1.23 counts from below zero, and its kernel does not end.
+    They include the new tokens: with less, ONNX Runtime 1.23 counts from below zero, and its kernel never ends.
     """
     new = ax.size_of(op.input(0)[1])
     keys = max(new, ax.size_of(op.output(1)[2])) if op.has_output(1) else new
@@ -176,9 +176,9 @@ def key_lengths(op: Operation, number: int) -> int | None:
 
 
 def cache_sizes(node: ir.Node) -> dict[int, int]:
-    """The heads of GroupQueryAttention's caches, their width, and the rows of those that hold a window and no more.
+    """The heads of GroupQueryAttention's caches, their width, and the rows of caches that hold only a window.
 
-    Files may have symbols for the width and the rows, though kernels take one size. Caches of another type than
+    Files may have symbols for the width and the rows, though kernels take one size. Caches of another type than the
     queries are packed, and have another width.
     """
     query, key, past = node.inputs[0], node.inputs[1], node.inputs[3]
@@ -195,7 +195,7 @@ def cache_sizes(node: ir.Node) -> dict[int, int]:
 
 
 def first_position(op: Operation, number: int) -> int | None:
-    """0 for the position of the first row, with which the tables have a row for each: kernels look beyond them."""
+    """An example position of the first row: 0, since tables may have no more rows. Kernels read beyond their end."""
     return 0 if number == 1 and len(op.input(1)) < 2 else None
 
 

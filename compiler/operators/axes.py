@@ -1,7 +1,7 @@
-"""Axes: which axes of a model's values are the same axis.
+"""Axes of values, and which of them are the same axis.
 
 Each axis of each value is a product of *factors*, major first, as in Shardy. Rules relate the factors of a node's
-inputs and outputs (`splitc.compiler.operators`); related factors are merged (union-find). A rule may refine a factor
+inputs and outputs (`splitc.compiler.operators`). Related factors are merged (union-find). A rule may refine a factor
 into a product (a Reshape from 256 to 8 x 32) or into consecutive *sections* (a Split into q, k and v). A factor that is
 not refined is an *atom*: heads, head size, width of the feed-forward. A pin says which node needs an atom whole.
 """
@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 @dataclass(frozen=True)
 class Pin:
-    """The node that needs an axis whole (None: no single node), and why."""
+    """The node that needs an axis whole (None: no single node), and the reason."""
 
     node: ir.Node | None
     reason: str
@@ -36,7 +36,7 @@ class Factor:
 
     @property
     def is_atom(self) -> bool:
-        """Whether it is divided neither into a product nor into sections."""
+        """Whether it is refined neither into a product nor into sections."""
         return not self.product and not self.sections
 
 
@@ -68,7 +68,7 @@ def size_of(axis: Axis) -> int:
 
 
 def find(factor: Factor) -> Factor:
-    """The factor that this one has been merged into; itself if into none."""
+    """The factor that this one has been merged into; itself if it was not merged."""
     while factor.same is not None:
         if factor.same.same is not None:
             factor.same = factor.same.same
@@ -85,7 +85,7 @@ def leaves(axis: Axis) -> list[Factor]:
 
 
 def atoms(axis: Axis) -> Iterator[Factor]:
-    """All atoms of an axis, including those in sections. An atom may come several times."""
+    """All atoms of an axis, including those in sections. An atom may occur several times."""
     left = leaves(axis)[::-1]
     while left:
         leaf = left.pop()
@@ -96,9 +96,9 @@ def atoms(axis: Axis) -> Iterator[Factor]:
 
 
 def flatten_sections(axis: Axis) -> None:
-    """Put sections of sections in their place, in place: what grows by hundreds of joins has as many inside each other.
+    """Replace sections of sections by a flat list, in place. A value that grows by hundreds of Concats nests as deeply.
 
-    For axes that are related no more.
+    Axes must not be related afterwards.
     """
     left = [leaf for leaf in leaves(axis) if not leaf.is_atom]
     while left:
@@ -163,7 +163,7 @@ def _merge(x: Factor, y: Factor) -> None:
 
 
 def _refine(factor: Factor, major: int) -> bool:
-    """Refine a factor into a product whose first factor has size `major`. False if its sections don't allow that."""
+    """Refine a factor into a product whose first factor has size `major`. False if its sections do not allow it."""
     minor = factor.size // major
     if factor.is_atom:
         factor.product = (Factor(major, pinned=factor.pinned), Factor(minor, pinned=factor.pinned))
@@ -184,8 +184,8 @@ def _refine(factor: Factor, major: int) -> bool:
 def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
     """Relate two divisions of one axis into sections, pair by pair. The longer of a pair is cut to the shorter's size.
 
-    A pair that shares an atom at different offsets (a rolled axis) would be cut down to single elements: it is pinned,
-    with all sections after it.
+    A pair that shares an atom at different offsets (a rolled axis) would be cut down to single elements. It is pinned
+    instead, with all sections after it.
     """
     a, b = deque(first), deque(second)
     while a and b:
@@ -206,7 +206,7 @@ def _relate_sections(first: Sequence[Axis], second: Sequence[Axis]) -> None:
 def cut(axis: Axis, sizes: Sequence[int]) -> list[Axis]:
     """Refine the axis into sections of these sizes, and return them.
 
-    An axis that can't be cut there (in the middle of a minor factor) is pinned, with its sections.
+    An axis that can't be cut there (within a minor factor) is pinned, with its sections.
     """
     parts = leaves(axis)
     if len([size for size in sizes if size]) <= 1:

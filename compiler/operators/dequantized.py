@@ -10,10 +10,10 @@ from splitc.compiler.remembered import remembered
 
 
 def is_fused(node: ir.Node) -> bool:
-    """Whether ONNX Runtime fuses what this node dequantizes with a product, whose other input it quantizes then.
+    """Whether ONNX Runtime fuses this dequantization with a product, whose other input it then quantizes.
 
-    It does if the product is the only reader. To be an output is to be read. Nor must another node read the scale, if
-    that is one number: numbers that are equal are one to it.
+    It does if the product is the only reader and the matrix is no output. If the scale is a single number, no other
+    node may read that number either: ONNX Runtime merges equal ones.
     """
     number, matrix = _number(node.inputs[1]), node.outputs[0]
     own = number is None or node.graph is None or _readers(node.graph)[number] == 1
@@ -22,13 +22,13 @@ def is_fused(node: ir.Node) -> bool:
 
 @remembered
 def _readers(graph: ir.Graph) -> Counter[tuple[object, ...]]:
-    """How often a graph's nodes read each number, of whatever name."""
+    """How often a graph's nodes read each number, under whatever name."""
     values = (value for node in graph for value in node.inputs)
     return Counter(number for number in map(_number, values) if number is not None)
 
 
 def _number(value: ir.Value | None) -> tuple[object, ...] | None:
-    """What tells apart the number that a weight is; None for a weight of several, and for what is computed."""
+    """A key of a weight that is a single number; None for other weights and for computed values."""
     tensor = value.const_value if value is not None and value.is_initializer() else None
     if tensor is None or tensor.size != 1 or not tensor.dtype.is_floating_point():
         return None

@@ -10,7 +10,7 @@ from splitc.compiler.operators.operator import Operator
 
 
 def elementwise(op: Operation) -> None:
-    """Every input is broadcast to the outputs."""
+    """Each input is broadcast to the outputs."""
     for number in range(len(op.inputs)):
         if op.has(number):
             op.broadcast(op.input(number), op.output())
@@ -52,7 +52,7 @@ def cast(op: Operation) -> None:
 
 
 def _keeps_numbers(source: ir.DataType, target: ir.DataType) -> bool:
-    """Whether a cast is lossless. Integers count as single precision numbers."""
+    """Whether a cast is lossless. Integers count as single-precision numbers."""
     if not target.is_floating_point():
         return False
     need = source if source.is_floating_point() else ir.DataType.FLOAT
@@ -69,8 +69,8 @@ NONLINEAR = """
     HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mean Mish PRelu Pow Reciprocal Relu Round Selu Shrink Sigmoid
     Sin Sinh Softplus Softsign Swish Tan ThresholdedRelu
 """
-# Of these, those that overwrite, as Clip, Tanh, Dropout, Cast, Softmax, LogSoftmax and Trilu do: in profiles of ONNX
-# Runtime 1.31 such a node takes no memory of its own.
+# Those of NONLINEAR that run in place, as do Clip, Tanh, Dropout, Cast, Softmax, LogSoftmax and Trilu: in profiles of
+# ONNX Runtime 1.31 these nodes take no memory of their own.
 OVERWRITING = "Celu Elu HardSigmoid LeakyRelu Relu Selu Sigmoid Softplus Softsign ThresholdedRelu"
 GELUS = "com.microsoft.BiasGelu com.microsoft.FastGelu com.microsoft.Gelu com.microsoft.QuickGelu"
 # Those that exporters also use in shape arithmetic.

@@ -1,8 +1,8 @@
-"""ONNX Runtime's kernels for GPUs: what they read in the host's memory, and the types for which there is none.
+"""ONNX Runtime's kernels for GPUs: the inputs that they read in host memory, and the types that have none.
 
 From the kernels' definitions in core/providers/cuda and contrib_ops/cuda of ONNX Runtime 1.31: InputMemoryType, the
-types of what they take, and the operators that have none. Where a name is not listed here, a kernel is assumed that
-reads nothing in the host's memory.
+type constraints, and the operators without a definition. An operator that is not listed here is assumed to have a
+kernel that reads nothing in host memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.nodes import operator_name
 
-# Sizes, axes, bounds: the numbers of the inputs that are in the host's memory.
+# The numbers of the inputs in host memory: sizes, axes, bounds.
 HOST_INPUTS: dict[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
     "CumSum": (1,),
@@ -44,7 +44,7 @@ HOST_INPUTS: dict[str, tuple[int, ...]] = {
 }
 FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
-# Operators without a kernel of any type, which no function of ONNX's stands for either.
+# Operators without a kernel of any type that are no functions of other operators either.
 MISSING = frozenset(
     {
         *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan", "DFT", "STFT", "MelWeightMatrix"),
@@ -54,7 +54,7 @@ MISSING = frozenset(
     }
 )
 MISSING_FROM = ("ai.onnx.ml.", "com.microsoft.QLinear")
-# The types of the first input that there are kernels for.
+# The types of the first input that have kernels.
 TYPES: dict[str, frozenset[ir.DataType]] = {
     "ArgMax": FLOATS,
     "ArgMin": FLOATS,
@@ -65,12 +65,12 @@ TYPES: dict[str, frozenset[ir.DataType]] = {
 
 
 def host_inputs(node: ir.Node) -> tuple[int, ...]:
-    """The numbers of the inputs that the node's kernel for GPUs reads in the host's memory."""
+    """The numbers of the inputs that the node's kernel for GPUs reads in host memory."""
     return HOST_INPUTS.get(operator_name(node), ())
 
 
 def has_gpu_kernel(node: ir.Node, dtype: ir.DataType | None) -> bool:
-    """Whether ONNX Runtime has a kernel for GPUs for the node, whose first input is of this type, if that is known."""
+    """Whether ONNX Runtime has a kernel for GPUs for the node. `dtype` is its first input's type, if known."""
     name = operator_name(node)
     if name in MISSING or name.startswith(MISSING_FROM):
         return False

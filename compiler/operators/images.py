@@ -1,4 +1,4 @@
-"""Operators on images: depth to space and back, sampling at given places, columns of patches."""
+"""Operators on images: depth to space and back, sampling at given positions, patches as columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from splitc.compiler.operators.operator import Operator
 
 
 def depth_to_space(op: Operation) -> None:
-    """Channels are blocks x blocks of the rest, which comes first in mode CRD and last in mode DCR."""
+    """Channels are block x block x the rest. The rest comes first in mode CRD and last in mode DCR."""
     channels = "c a b" if op.node.attributes.get_string("mode", "DCR") == "CRD" else "a b c"
     _blocks(op, f"n ({channels}) h w -> n c (h a) (w b)")
 
@@ -26,7 +26,7 @@ def _blocks(op: Operation, pattern: str) -> None:
 
 
 def grid_sample(op: Operation) -> None:
-    """Each row and channel is read at its row's places."""
+    """Each row and channel is sampled at its row's positions."""
     image, grid, output = op.input(0), op.input(1), op.output()
     op.relate_all(image[:2], output[:2])
     op.relate(grid[0], output[0])
@@ -35,14 +35,14 @@ def grid_sample(op: Operation) -> None:
 
 
 def deformable_convolution(op: Operation) -> None:
-    """Rows are apart: those of the image, of the offsets and of the mask."""
+    """Rows of the image, of the offsets and of the mask are independent."""
     for number in (0, 2, 4):
         if op.has(number):
             op.relate(op.input(number)[0], op.output()[0])
 
 
 def columns_to_image(op: Operation) -> None:
-    """Patches, as columns of channels x places in a patch, are added up into an image."""
+    """Patches, as columns of channels x positions in a patch, are summed into an image."""
     columns, output = op.input(0), op.output()
     patch = ax.new_axis(ax.size_of(columns[1]) // max(1, ax.size_of(output[1])))
     op.relate(columns[0], output[0])

@@ -1,4 +1,4 @@
-"""Operators that pick or place elements by index."""
+"""Operators that gather or scatter elements by index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitc.compiler.operators.operator import Operator
 
 
 def gather(op: Operation) -> None:
-    """The axes of the indices replace the picked axis."""
+    """The axes of the indices replace the indexed axis."""
     data, indices, output = op.input(0), op.input(1), op.output()
     axis = op.number("axis", 0) % len(data)
     op.relate_all(data[:axis], output[:axis])
@@ -23,7 +23,7 @@ def gather(op: Operation) -> None:
 
 
 def gather_blocks(op: Operation) -> None:
-    """Gather of quantized rows. Scales and zero points (optional) are of blocks along another axis."""
+    """Gather of quantized rows. Scales and zero points (optional) belong to blocks along another axis."""
     data, indices, output = op.input(0), op.input(1), op.output()
     axis = op.number("gather_axis", 0) % len(data)
     op.relate_all(indices, output[axis : axis + len(indices)])
@@ -55,7 +55,7 @@ def gather_elements(op: Operation) -> None:
 
 
 def gather_nd(op: Operation) -> None:
-    """The last axis of the indices says how many leading axes are indexed. The axes after those stay."""
+    """The size of the indices' last axis is the number of leading axes that are indexed. The axes after those stay."""
     data, indices, output = op.input(0), op.input(1), op.output()
     batch = op.number("batch_dims", 0)
     source = op.node.inputs[1]
@@ -96,7 +96,7 @@ def scatter_elements(op: Operation) -> None:
 
 
 def scatter_places(op: Operation, number: int) -> int | None:
-    """The only place of an axis that has one."""
+    """Example indices: 0 for an axis of size 1."""
     axis = op.number("axis", 0) % len(op.input(0))
     return 0 if number == 1 and ax.size_of(op.input(0)[axis]) == 1 else None
 
@@ -115,20 +115,20 @@ def tensor_scatter(op: Operation) -> None:
 
 
 def one_hot(op: Operation) -> None:
-    """An axis more than the indices have."""
+    """The output has one more axis than the indices."""
     output = op.output()
     axis = op.number("axis", -1) % len(output)
     op.relate_all(op.input(0), [*output[:axis], *output[axis + 1 :]])
 
 
 def triangle(op: Operation) -> None:
-    """Of each matrix."""
+    """The last two axes are matrices."""
     op.relate_all(op.input(0)[:-2], op.output()[:-2])
     op.linear = LINEAR
 
 
 def block_rows_shape(context: Any, node: ir.Node) -> None:
-    """The shape of a Gather, in the type of the scales. Along the last axis, several numbers are packed in a byte."""
+    """The shape of a Gather, in the type of the scales. Along the last axis, a byte may hold several numbers."""
     data, indices, scales = node.inputs[:3]
     assert data is not None and indices is not None and scales is not None
     if data.shape is None or indices.shape is None or scales.dtype is None:

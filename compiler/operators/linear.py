@@ -74,9 +74,9 @@ def gemm(op: Operation) -> None:
 
 
 def activated(rule: AxesRule) -> AxesRule:
-    """The rule of a product that has its activation inside: of parts of the sum, none is what it is of the sum.
+    """The rule of a product with an activation inside, which applies to the whole sum only, not to partial ones.
 
-    A convolution may add another image before.
+    A convolution may add another image before the activation.
     """
 
     def relate(op: Operation) -> None:
@@ -114,7 +114,7 @@ def convolution(op: Operation) -> None:
 def convolve(op: Operation, filters: int, of_channels: Iterable[int]) -> Axis:
     """Input and output channels are like a matrix's rows and columns, with groups as a factor of both.
 
-    Spatial axes are needed whole unless the kernel's size is 1. `of_channels` are the inputs with a number for each
+    Spatial axes are needed whole unless the kernel's size is 1. `of_channels` are the inputs with one number for each
     output channel, or one for all. Returns the axis that is summed over.
     """
     data, kernel, output = op.input(0), op.input(filters), op.output()
@@ -136,7 +136,7 @@ def convolve(op: Operation, filters: int, of_channels: Iterable[int]) -> Axis:
 
 
 def causal_convolution(op: Operation) -> None:
-    """Each channel by itself, along the last axis, with the places before it as a state."""
+    """Each channel is convolved by itself along the last axis. The positions before it are a state."""
     if len(op.input(0)) == 3:
         op.pattern("b c l, c u k, c, b c s -> b c l, b c s", whole="luks")
 
@@ -180,27 +180,27 @@ def experts(op: Operation) -> None:
 
 
 def tokens(op: Operation) -> None:
-    """Each token goes by itself, with its own scores: [..., hidden] and [tokens, experts] to [..., hidden]."""
+    """Each token is computed by itself, with its own scores: [..., hidden] and [tokens, experts] to [..., hidden]."""
     data, output = op.input(0), op.output()
     op.relate_all(data[:-1], output[:-1])
     op.relate(op.input(1)[0], tuple(factor for axis in data[:-1] for factor in axis))
 
 
 def expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """Those of the `k` experts that each token goes through."""
+    """The operations of the `k` experts that each token goes through."""
     matrices = [inputs[number] for number in (2, 4, 6) if number < len(inputs) and len(inputs[number]) == 3]
     return 2 * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(shape[1:]) for shape in matrices)
 
 
 def quantized_expert_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """As `expert_flops`: several weights lie in each byte."""
+    """As `expert_flops`, for several weights in each byte."""
     matrices = [inputs[number] for number in (2, 5, 8) if number < len(inputs) and len(inputs[number]) == 3]
     packed = 8 // node.attributes.get_int("expert_weight_bits", 4)
     return 2 * packed * inputs[1][0] * node.attributes.get_int("k", 1) * sum(math.prod(size[1:]) for size in matrices)
 
 
 def product_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """2 M N K: a multiplication and an addition per element of the result and of the contracted axis."""
+    """2 M N K: a multiplication and an addition for each element of the result and of the contracted axis."""
     return 2 * math.prod(outputs[0]) * (inputs[0][-1] if inputs[0] else 1)
 
 
@@ -252,7 +252,7 @@ def transposed_convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes)
 
 
 def shape_of(name: str) -> ShapeFunction:
-    """The shape function of one of ONNX's own operators. (The library has them only later.)"""
+    """The shape function of one of ONNX's own operators. (The library registers them only later.)"""
 
     def infer(context: Any, node: ir.Node) -> None:
         registry.get("", name, 13)(context, node)  # type: ignore[misc]  # never None for these

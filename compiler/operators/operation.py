@@ -1,4 +1,4 @@
-"""A node as the rules see it: the axes of its inputs and outputs, and what a rule records about them."""
+"""A node as axes rules see it: the axes of its inputs and outputs, and what a rule records about them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import onnx_ir as ir
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
 
-# The axes of a value; None where its shape is not known.
+# The axes of a value; None if its shape is not known.
 Axes = tuple[Axis, ...] | None
 # For each entry of an attribute or an input, the axis whose size it is; None for an entry that is no axis's size.
 Sizes = Sequence[Axis | None]
 
 # `Operation.linear` of an operator that is linear in its first input.
 LINEAR = (frozenset([0]),)
-# The reason for an axis whose sections, by the rule, have other sizes than the axis.
+# The reason for an axis whose sections, by the rule, do not add up to its size.
 SUM_DIFFERS = "the sizes of its sections do not add up"
 # The number types that collectives sum.
 FLOATS, INTEGERS = ("FLOAT", "DOUBLE", "FLOAT16", "BFLOAT16"), ("INT8", "UINT8", "INT32", "UINT32", "INT64")
@@ -30,22 +30,21 @@ SUMMED = frozenset(ir.DataType[name] for name in (*FLOATS, *INTEGERS))
 
 @dataclass
 class Operation:
-    """One node. A rule relates its axes, and records the consequences for a rank that has a shard of them.
+    """One node. A rule relates its axes, and records the consequences for a rank that has only a shard of them.
 
-    Axes that the rule does not touch are pinned in the end. Inputs are given by number.
+    Axes that the rule does not touch are pinned at the end. Inputs are given by number.
 
-    constants: for each input its value, if it is known beforehand and short.
-    weights: the inputs that are weights, or computed from weights alone.
-    mixed: for an input, the whole numbers in it that are known beforehand, None for those that are not.
-    contracted: the axis that is summed over. A rank with a shard of it makes a partial value.
-    linear: sets of inputs. The output is partial if exactly the inputs of one set are.
-    sizes: for an input, the axes whose sizes its entries are. `attributes` likewise.
-    add_on_one_rank: inputs that are added to the result, so that exactly one rank must add them.
-    zero_point: the input with the zero point of the first input.
-    is_lookup: it picks rows of its first input, a table, by its second.
-    reduced: the axis of whose elements it needs one number, which ranks find together: their range, or their squares'
-        mean.
-    splits_evenly: it splits an axis into equal lengths, one for each output.
+    - `constants`: for each input, its value if it is known beforehand and short.
+    - `weights`: the inputs that are weights, or computed from weights alone.
+    - `mixed`: for an input, its integers that are known beforehand, and None for each other one.
+    - `contracted`: the axis that is summed over. A rank with a shard of it computes a partial value.
+    - `linear`: sets of inputs. The output is partial if exactly the inputs of one set are.
+    - `sizes`: for an input, the axes whose sizes its entries are. `attributes` likewise.
+    - `add_on_one_rank`: inputs that are added to the result, so that exactly one rank must add them.
+    - `zero_point`: the input with the zero point of the first input.
+    - `is_lookup`: its second input indexes rows of its first input, a table.
+    - `reduced`: the axis that it needs a statistic of, which ranks compute together: the range, or the mean of squares.
+    - `splits_evenly`: it splits an axis into equal lengths, one for each output.
     """
 
     node: ir.Node
@@ -87,16 +86,16 @@ class Operation:
 
     @property
     def gives_floats(self) -> bool:
-        """Whether its first output is of floating point, as far as is known: dividing integers is not linear."""
+        """Whether its first output is known to be floating point. The division of integers is not linear."""
         dtype = self.node.outputs[0].dtype
         return dtype is not None and dtype.is_floating_point()
 
     def number(self, name: str, default: int) -> int:
-        """An attribute that is a whole number."""
+        """An integer attribute."""
         return self.node.attributes.get_int(name, default)
 
     def numbers_of(self, name: str) -> list[int] | None:
-        """An attribute that is a list of whole numbers, or None."""
+        """An attribute that is a list of integers; None if it is missing."""
         integers = self.node.attributes.get_ints(name, None)
         return None if integers is None else list(integers)
 
@@ -107,7 +106,7 @@ class Operation:
         return self.numbers_of(attribute) if attribute else None
 
     def entries(self, number: int, attribute: str = "") -> Sequence[int | None] | None:
-        """As `numbers`, with None for those that depend on sizes."""
+        """As `numbers`, with None for integers that depend on sizes."""
         return self.numbers(number, attribute) or self.mixed.get(number)
 
     def relate(self, first: Axis, second: Axis) -> None:
@@ -121,13 +120,13 @@ class Operation:
             self.relate(a, b)
 
     def relate_others(self, along: Collection[int], output: int = 0) -> None:
-        """Record that the axes of the first input and of an output are the same, but those of these numbers."""
+        """Record that the axes of the first input and of an output are the same, except those `along`."""
         for number, (source, target) in enumerate(zip(self.input(0), self.output(output), strict=True)):
             if number not in along:
                 self.relate(source, target)
 
     def broadcast(self, source: Sequence[Axis], target: Sequence[Axis]) -> None:
-        """Relate the axes of `source` to those of `target`, aligned at the last one. Axes of size 1 fit any."""
+        """Relate the axes of `source` to those of `target`, aligned at the last one. Axes of size 1 fit any axis."""
         for a, b in zip(reversed(source), reversed(target), strict=False):
             if ax.is_unknown(a) or ax.is_unknown(b):
                 self.whole([a, b], ax.UNKNOWN.reason)
@@ -152,7 +151,7 @@ class Operation:
             ax.pin(axis, Pin(self.node, reason))
 
     def free(self, axes: Iterable[Axis]) -> None:
-        """Record that these axes may be sharded unconditionally, so that they are not pinned."""
+        """Record that these axes may be sharded unconditionally, so they are not pinned."""
         self._touched |= {id(axis) for axis in axes}
 
     def pattern(
@@ -160,11 +159,12 @@ class Operation:
     ) -> None:
         """Relate axes by letters, as in einsum and einops: "b l (k g d), b s (k d) -> b l (k g d)".
 
-        Each term is a tensor; `-` skips one. Parentheses multiply factors, major first. `(h d + k d)` is two sections.
-        The axis of a letter is `known`, or the first axis that has this letter alone. A term may have more axes than
-        its tensor, for broadcasting. Axes of size 1 fit any letter. Letters in `whole` are pinned, and those in
-        `contract` are summed over. If the node has more inputs or outputs than the pattern has terms, all its axes are
-        pinned.
+        - Each term is a tensor; `-` skips one. A term may have more axes than its tensor, for broadcasting.
+        - Parentheses multiply factors, major first. `(h d + k d)` is two sections.
+        - The axis of a letter is `known`, or the first axis that has this letter alone. Axes of size 1 fit any letter.
+        - Letters in `whole` are pinned, and those in `contract` are summed over.
+
+        If the node has more inputs or outputs than the pattern has terms, all its axes are pinned.
         """
         letters = dict(known or {})
         pairs: list[tuple[Axis, str]] = []
@@ -185,7 +185,7 @@ class Operation:
         self.contracted = tuple(factor for letter in contract for factor in letters.get(letter, ()))
 
     def _match(self, axis: Axis, token: str, letters: Mapping[str, Axis]) -> None:
-        """Relate an axis to what a pattern has in its place: a letter, or a product or a list of sections."""
+        """Relate an axis to its token in a pattern: a letter, a product, or a list of sections."""
         if ax.is_unknown(axis):
             self.whole([letters[name] for name in re.findall(r"\w+", token) if name in letters], ax.UNKNOWN.reason)
             return
@@ -204,13 +204,13 @@ class Operation:
             self.relate_all(self.cut(axis, sizes), sections)
 
     def declare_sizes(self, number: int, sizes: Sizes) -> None:
-        """Record that the entries of an input are the sizes of these axes (None: of none)."""
+        """Record that the entries of an input are the sizes of these axes; None for an entry that is no axis's size."""
         if self.has(number):
             self.whole(self.input(number))
             self.sizes[number] = sizes
 
     def finish(self) -> None:
-        """Pin the axes that the rule did not touch, and the contracted one if collectives can't sum the type."""
+        """Pin the axes that the rule did not touch, and the contracted one if collectives can't sum its type."""
         dtype = self.node.outputs[0].dtype
         if self.contracted and dtype is not None and dtype not in SUMMED:
             self.whole([self.contracted], f"ranks can't sum {dtype.name}")

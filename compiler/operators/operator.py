@@ -1,4 +1,4 @@
-"""An operator's entry in the registry: all that splitc knows about it, in one place."""
+"""An operator's entry in the registry: everything that splitc knows about it, in one place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from splitc.compiler.operators.operation import Operation
 
-# Relates the axes of a node's inputs and outputs, and records what follows for a rank that holds a shard.
+# Relates the axes of a node's inputs and outputs, and records the consequences for a rank with a shard.
 AxesRule = Callable[[Operation], None]
 Shapes = Sequence[tuple[int, ...]]
 # Floating point operations of a node, from the bound shapes of its inputs and outputs.
@@ -20,75 +20,84 @@ Flops = Callable[[ir.Node, Shapes, Shapes], int]
 Scratch = Callable[[ir.Node, Shapes, Shapes], tuple[int, ...]]
 # A shape function of onnx-shape-inference, with its context and a node as arguments.
 ShapeFunction = Callable[[Any, ir.Node], None]
-# The number that an input is filled with when the node is tried on made-up data; None if any data will do.
+# The numbers of an input when the node is tried on made-up data; None if any data will do.
 Example = Callable[[Operation, int], Any]
 
 
 @dataclass(frozen=True)
 class Operator:
-    """What passes ask about an operator. `name` has the domain, unless it is ONNX's own: `com.microsoft.Gelu`.
+    """The knowledge about an operator. `name` includes the domain, unless it is ONNX's own: `com.microsoft.Gelu`.
 
     Fields that refer to inputs have their numbers.
 
-    axes: the rule for its axes. Without one, all axes are whole.
-    flops: its cost. Without one, one operation per element of its first output.
-    shapes: its shape function, where onnx-shape-inference has none, or a wrong one.
+    - `axes`: the rule for its axes. Without one, all axes are whole.
+    - `flops`: its cost. Without one, one operation for each element of its first output.
+    - `shapes`: its shape function, if onnx-shape-inference has none, or a wrong one.
 
     Cost and memory:
-    random: it draws random numbers, so it must not be computed twice.
-    random_if: the input that says whether it draws random numbers.
-    dequantizes: it makes a weight larger. Engines keep the packed weight and dequantize it in each run.
-    quantizes: it quantizes computed values, or computes with such. A sum in another order may then be rounded
-        differently.
-    packed_scales: the input of a quantized weight's scales, which the kernel for int8 on CPUs holds two more times: in
-        the packed weight, and as the sums of its blocks.
-    scratch: what its kernel allocates while it runs. Without one, nothing.
-    scratch_first: that is taken before its outputs.
-    reserves: that is taken past the allocator's arena.
-    half_scratch: the same of its kernel for half precision on GPUs, where it is another one.
-    padding: what its kernel on CPUs adds to its weight as it packs it; None if it reads it from its file instead.
-        Without one, nothing. All three are of a rank's own shapes.
-    takes_blocks: that weight is put in blocks of channels as a graph is optimized, before others are packed.
-    nodes: how many nodes ONNX Runtime makes of it on CPUs: it has no kernel for it, or reorders channels around it.
-    reads_part: it reads only as many bytes of its input as it writes.
-    is_view: its output shares the memory of its first input.
-    overwrites: its kernel on CPUs writes over its first input where nothing reads that later, and the file says that
-        both have the same shape.
+
+    - `random`: it draws random numbers, so it must not be computed twice.
+    - `random_if`: the input that says whether it draws random numbers.
+    - `dequantizes`: it makes a weight larger. Engines keep the packed weight and dequantize it in each run.
+    - `quantizes`: it quantizes computed values, or computes with quantized ones. A sum in another order may then be
+      rounded differently.
+    - `packed_scales`: the input of a quantized weight's scales. The kernel for int8 on CPUs holds them two more times:
+      in the packed weight, and as the sums of its blocks.
+    - `scratch`: what its kernel allocates while it runs. Without one, nothing.
+    - `scratch_first`: the scratch is allocated before the outputs.
+    - `reserves`: the scratch is allocated outside the allocator's arena.
+    - `half_scratch`: the scratch of the kernel for half precision on GPUs, if that is another one.
+    - `padding`: what its kernel on CPUs adds to its weight when it packs it; None if it does not pack it, but reads it
+      from its file. Without one, nothing. `scratch`, `half_scratch` and `padding` take a rank's own shapes.
+    - `takes_blocks`: its weight is rearranged into blocks of channels when a graph is optimized, before others are
+      packed.
+    - `nodes`: the number of nodes that ONNX Runtime makes of it on CPUs, if it has no kernel for it, or reorders
+      channels around it.
+    - `reads_part`: it reads only as many bytes of its input as it writes.
+    - `is_view`: its output shares the memory of its first input.
+    - `overwrites`: its kernel on CPUs writes in place of its first input, if nothing reads that later and the file says
+      that both have the same shape.
 
     Shape arithmetic:
-    shape_arithmetic: exporters compute sizes with it, so it is folded if its inputs are known.
-    expands: its output may be longer than its inputs.
-    passes_sizes: it passes on entries of a shape vector unchanged.
-    reads_shape: it reads the sizes of its input, and no data.
-    sizes_are_offsets: the sizes that it takes are positions along an axis: a start, an end, a length.
+
+    - `shape_arithmetic`: exporters compute sizes with it, so it is folded if its inputs are known.
+    - `expands`: its output may be longer than its inputs.
+    - `passes_sizes`: it passes on entries of a shape vector unchanged.
+    - `reads_shape`: it reads the sizes of its input, and no data.
+    - `sizes_are_offsets`: the sizes that it takes are positions along an axis: a start, an end, a length.
 
     Meaning, from which the roles of a model's inputs follow:
-    lookups: pairs of an input of indices and the table that they pick rows from.
-    positions: inputs that are positions, or indices to write at.
-    masks: inputs that are masks, attention biases, or lengths.
-    rearranges: it passes on its first input in another form.
-    is_product: it multiplies its inputs (a matrix product, a convolution, attention).
-    is_norm: it normalizes its input.
-    may_precede_softmax: it may stand between attention scores and their softmax.
-    may_make_angles: it may stand between positions and the sines of their angles.
-    states: for outputs that are the new value of a state (a cache, a hidden state), the input that is its old value.
-    state_sizes: the sizes of these that the node itself says, by their axes.
+
+    - `lookups`: pairs of an input of indices and the table whose rows they select.
+    - `positions`: inputs that are positions, or indices to write at.
+    - `masks`: inputs that are masks, attention biases, or lengths.
+    - `rearranges`: it passes on its first input in another form.
+    - `is_product`: it multiplies its inputs (a matrix product, a convolution, attention).
+    - `is_norm`: it normalizes its input.
+    - `may_precede_softmax`: it may stand between attention scores and their softmax.
+    - `may_make_angles`: it may stand between positions and the sines of their angles.
+    - `states`: for outputs that are the new value of a state (a cache, a hidden state), the input that is its old
+      value.
+    - `state_sizes`: the sizes of states that the node's attributes determine, by axis.
 
     Engines:
-    is_attention: ONNX Runtime chooses its kernel by shape.
-    crashes_without: an input that may be missing, though ONNX Runtime before 1.32 ends the process on the CPU then.
-    crashes_empty: axes of its first input: ONNX Runtime ends the process on the CPU where one of them has size 0.
-    crashes_emptied: it may where its first output has none, in spite of its input: by channels in blocks.
+
+    - `is_attention`: ONNX Runtime chooses its kernel by shape.
+    - `crashes_without`: an optional input without which ONNX Runtime before 1.32 ends the process on the CPU.
+    - `crashes_empty`: axes of its first input. ONNX Runtime ends the process on the CPU if one of them has size 0.
+    - `crashes_emptied`: ONNX Runtime may end the process, with channels in blocks, if its first output is empty and its
+      input is not.
 
     Splits:
-    matrix_input: the input whose columns row mode may slice.
-    tables: inputs whose rows its `positions` pick.
-    experts: inputs that hold the weights of a mixture's experts.
-    writes_in_place: it can write a state's new value over the old one.
-    example_input: what its inputs may hold where not any data will do: lengths, positions.
-    is_addition: one all-reduce serves all its partial inputs.
-    negated_inputs: the inputs that it subtracts.
-    scaling_attributes: for an input, the attribute that scales it, which is dropped together with it.
+
+    - `matrix_input`: the input whose columns row mode may slice.
+    - `tables`: inputs whose rows its `positions` select.
+    - `experts`: inputs that hold the weights of a mixture's experts.
+    - `writes_in_place`: it can write a state's new value over the old one.
+    - `example_input`: made-up inputs, if not any data will do: lengths, positions.
+    - `is_addition`: one all-reduce serves all its partial inputs.
+    - `negated_inputs`: the inputs that it subtracts.
+    - `scaling_attributes`: for an input, the attribute that scales it, which is dropped together with it.
     """
 
     name: str

@@ -61,7 +61,7 @@ def elementwise(*values: int) -> AxesRule:
 
 
 def softmax(op: Operation) -> None:
-    """Along one axis, or before opset 13 along all axes from the given one on."""
+    """Along one axis; before opset 13, along the given axis and all axes after it."""
     data, opset = op.input(0), op.number("opset", 13)
     first = op.number("axis", -1) % len(data)
     along = [first] if opset >= 13 else range(first, len(data))
@@ -69,12 +69,12 @@ def softmax(op: Operation) -> None:
 
 
 def concat(op: Operation) -> None:
-    """Inputs are the result's scale and zero point, then value, scale and zero point of each part."""
+    """Inputs are the result's scale and zero point, then the value, scale and zero point of each part."""
     join(op, range(2, len(op.inputs), 3))
 
 
 def pool(op: Operation) -> None:
-    """Each channel by itself."""
+    """Each channel is pooled by itself."""
     if not op.number("channels_last", 0):
         op.relate_all(op.input(0)[:2], op.output()[:2])
 

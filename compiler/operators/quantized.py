@@ -82,7 +82,7 @@ def matmul_blocks(op: Operation) -> None:
 
 
 def _zeros_of(op: Operation, blocks: Axis, bits: int) -> Axis:
-    """The axis of the blocks' zero points, of which several may be packed in a byte."""
+    """The axis of the blocks' zero points, several of which may be packed in a byte."""
     zeros, scales = op.node.inputs[3], op.node.inputs[2]
     packed = zeros is not None and scales is not None and zeros.dtype != scales.dtype
     together = 8 // bits if packed else 1

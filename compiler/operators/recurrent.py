@@ -18,9 +18,9 @@ def recurrent_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 
 
 def recurrent(op: Operation) -> None:
-    """Rows are apart. Input, weights of the input, of the state, bias, lengths, states (LSTM's two), peepholes.
+    """Rows are independent. Inputs: data, weights of data and of states, bias, lengths, states (LSTM: 2), peepholes.
 
-    No rank ever has no rows, on which ONNX Runtime's kernels end the process.
+    Every rank has rows: without any, ONNX Runtime's kernels end the process.
     """
     if op.number("layout", 0) == 0:
         rule = "s b i, d g i, d g h, d e, b, d b h, d b h, d p -> s d b h, d b h, d b h"

@@ -13,7 +13,7 @@ _NORMED = frozenset(ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16
 
 
 def _reduce(op: Operation) -> list[int]:
-    """Relate the axes that are kept. Returns the numbers of those that are reduced."""
+    """Relate the axes that are kept. Returns the numbers of the reduced ones."""
     data, output = op.input(0), op.output()
     named = op.numbers(1, "axes")
     if named is None and op.has(1):
@@ -53,7 +53,7 @@ def reduce_arg(op: Operation) -> None:
 
 
 def along_axis(op: Operation) -> None:
-    """One axis is needed whole. Before opset 13, softmax worked along all axes from the given one on."""
+    """One axis is needed whole. Before opset 13, softmax worked along the given axis and all axes after it."""
     data = op.input(0)
     axis = op.number("axis", -1)
     if op.node.op_type == "CumSum":
@@ -81,9 +81,10 @@ def layer_norm(op: Operation) -> None:
 
 
 def rms_norm(op: Operation) -> None:
-    """As `layer_norm`. But ranks can find the mean of squares together, along a last axis that is not the residual's.
+    """As `layer_norm`, but ranks can compute the mean of squares together if the last axis is not the residual's.
 
-    For example along all heads of queries. What several nodes read, or what adds two computed values, is the residual.
+    An example is a norm along all heads of queries. A value is the residual if several nodes read it, or if it is the
+    sum of two computed values.
     """
     data = op.input(0)
     if not _is_plain(op) or _is_residual(op.node.inputs[0]):
@@ -95,7 +96,7 @@ def rms_norm(op: Operation) -> None:
 
 
 def _is_plain(op: Operation) -> bool:
-    """Whether a norm is along the last axis, with a weight of its type, no shift, and nothing else given."""
+    """Whether a norm is along the last axis, with a weight of the data's type, no shift, and no optional outputs."""
     data, scale, others = op.node.inputs[0], op.node.inputs[1], range(1, len(op.outputs))
     if data is None or scale is None or len(op.inputs) > 2 or any(map(op.has_output, others)):
         return False
@@ -104,7 +105,7 @@ def _is_plain(op: Operation) -> bool:
 
 
 def _is_residual(value: ir.Value | None) -> bool:
-    """Whether a value is read by several nodes, or adds two that are computed, or is not computed at all."""
+    """Whether a value has several readers, is the sum of two computed values, or is not computed at all."""
     while value is not None and (node := value.producer()) is not None:
         readers = [reader for reader, _ in value.uses() if reader.op_type != "Shape"]
         if len(readers) != 1 or value.is_graph_output():
@@ -126,14 +127,14 @@ def skip_layer_norm(op: Operation) -> None:
 
 
 def embed_layer_norm(op: Operation) -> None:
-    """Rows of tables, added and normalized. Positions that are not given are numbers of a row's tokens."""
+    """Rows of tables, added and normalized. Without positions, these are a row's token numbers."""
     op.pattern("b l, b l, v h, p h, s h, h, h, b l, b l -> b l h, b, b l h", whole="lvpsh")
 
 
 def batch_norm(op: Operation) -> None:
-    """Each channel is normalized by itself. In training, by all that is along its other axes.
+    """Each channel is normalized by itself; in training, over all its other axes.
 
-    Exporters write weights that are standardized so, and the running mean and variance are outputs then.
+    Exporters write standardized weights in training mode. The running mean and variance are outputs then.
     """
     op.relate_all(op.input(0), op.output())
     batch, channels, *places = op.output()
@@ -154,7 +155,7 @@ def instance_norm(op: Operation) -> None:
 
 
 def group_norm(op: Operation) -> None:
-    """Each group of channels is normalized by itself. There is a scale per channel; in opset 18, per group."""
+    """Each group of channels is normalized by itself. There is one scale per channel; in opset 18, per group."""
     groups = ax.new_axis(op.number("num_groups", 1))
     channels = op.input(0)[1]
     inside = ax.new_axis(ax.size_of(channels) // max(1, ax.size_of(groups)))
@@ -174,7 +175,7 @@ def mean_variance_norm(op: Operation) -> None:
 
 
 def local_norm(op: Operation) -> None:
-    """Over neighbouring channels."""
+    """Normalizes over neighbouring channels."""
     op.relate_others([1])
 
 
@@ -223,7 +224,7 @@ OPERATORS = (
     ),
     Operator("BatchNormalization", batch_norm, is_norm=True),
     Operator("InstanceNormalization", instance_norm, is_norm=True),
-    # ONNX defines it as a function of so many nodes.
+    # ONNX defines it as a function of 29 nodes.
     Operator("GroupNormalization", group_norm, is_norm=True, nodes=29),
     Operator("MeanVarianceNormalization", mean_variance_norm, is_norm=True),
     Operator("LRN", local_norm, is_norm=True),

@@ -74,8 +74,8 @@ def draws(node: ir.Node) -> bool:
 def quantizes(node: ir.Node) -> bool:
     """Whether a node quantizes computed values, or ONNX Runtime does so for it.
 
-    ONNX Runtime does so in a product with a quantized weight: if the node permits it (`accuracy_level`), or if it fuses
-    the two.
+    ONNX Runtime does so in a product with a quantized weight if the node permits it (`accuracy_level`), or if it fuses
+    the product with the dequantization.
     """
     operator, matrix = operator_of(node), operator_of(node).matrix_input
     if matrix is None or operator.quantizes:
@@ -90,11 +90,11 @@ def quantizes(node: ir.Node) -> bool:
 def relate_axes(operation: Operation) -> None:
     """Relate the axes of one node by its operator's rule. An operator without a rule needs every axis whole.
 
-    So does one that draws random numbers, since all ranks must have the same ones. Rules expect a valid node: for any
-    other they may raise an error of any kind.
+    So does one that draws random numbers, since all ranks must have the same ones. Rules expect a valid node: for an
+    invalid one they may raise any error.
     """
     node, rule = operation.node, operator_of(operation.node).axes
-    # Optional results that nobody reads often have no shape, and matter to nobody.
+    # Optional outputs without readers often have no shape, and don't matter.
     made = [
         (v, axes) for v, axes in zip(node.outputs, operation.outputs, strict=True) if v.uses() or v.is_graph_output()
     ]

@@ -1,7 +1,7 @@
 """What the kernels of ONNX Runtime's CPU provider allocate while they run, in elements of the node's first output.
 
-Measured with ONNX Runtime 1.31 (`session.collect_node_memory_stats_to_file`), for sizes that tell the terms apart.
-Kernels that are not here allocate nothing, or less than 64 KiB a thread.
+Measured with ONNX Runtime 1.31 (`session.collect_node_memory_stats_to_file`), with sizes for which all terms differ.
+Kernels that are not listed allocate nothing, or less than 64 KiB per thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from splitc.compiler.operators.operator import Shapes
 
-# Blocks of scores that a thread of MultiHeadAttention keeps, about what fits into its cache.
+# Scores that a thread of MultiHeadAttention keeps in blocks, about what fits into its cache.
 BLOCKS = 1 << 18
 # Channels in a block of convolutions with AVX-512; with AVX2 it is half as many (MlasNchwcGetBlockSize).
 CHANNELS = 16
@@ -25,12 +25,12 @@ ADDRESS = 8
 
 
 def biased(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """A Gelu's input with the bias, if it has one."""
+    """A Gelu's input plus its bias, if it has one."""
     return (math.prod(inputs[0]),) if len(inputs) > 1 else ()
 
 
 def quantized_product(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """The other factor in bytes, with a scale and a sum for each block; or the weight of 8 bits as it was.
+    """The other factor in int8, with a scale and a sum for each block; or an 8-bit weight, dequantized.
 
     See contrib_ops/cpu/quantization/matmul_nbits.cc.
     """
@@ -42,21 +42,21 @@ def quantized_product(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[i
 
 
 def selected(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """What Where selects of either one, each in the shape of it and of the condition (cpu/tensor/where_op.cc)."""
+    """Where's selections from each of its two values, broadcast with the condition (cpu/tensor/where_op.cc)."""
     condition, *both = inputs
     return tuple(math.prod(map(max, zip_longest(condition[::-1], shape[::-1], fillvalue=1))) for shape in both)
 
 
 def einsum(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Transposed copies of inputs and result, and the product."""
+    """Transposed copies of the inputs and the result, and the product."""
     return (2 * sum(map(math.prod, inputs)) + math.prod(outputs[0]),)
 
 
 def convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Copies of image or result in blocks of channels, where there are two axes beside these.
+    """Copies of image or result in blocks of channels, if there are two spatial axes.
 
-    The image is copied before, and then the result (core/optimizer/nchwc_transformer.cc). Otherwise columns are made
-    where there are more filters than results (MlasConvPrepare, core/mlas/lib/convolve.cpp).
+    The image is copied before, and then the result (core/optimizer/nchwc_transformer.cc). Otherwise im2col columns, if
+    there are more filters than results (MlasConvPrepare, core/mlas/lib/convolve.cpp).
     """
     image, kernel, result = inputs[0], inputs[1], outputs[0]
     if not takes_blocks(node, inputs, outputs):
@@ -66,19 +66,19 @@ def convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ..
 
 
 def half_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Copies of image, kernel and result with the channels last."""
+    """Copies of image, kernel and result with channels last."""
     return (sum(map(math.prod, (inputs[0], inputs[1], outputs[0]))),)
 
 
 def nothing(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Attention and quantized products in halves keep what they compute in registers on GPUs."""
+    """None: attention and quantized products in half precision keep intermediate values in registers on GPUs."""
     return ()
 
 
 def matrix_padding(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
     """Columns up to whole blocks. Stacks of matrices are not packed.
 
-    It is MlasGemmPackBSize (core/mlas/lib/sgemm.cpp), and PrePack in math/matmul.cc and
+    See MlasGemmPackBSize (core/mlas/lib/sgemm.cpp), and PrePack in math/matmul.cc and
     quantization/matmul_integer_base.h (core/providers/cpu).
     """
     weight = inputs[1]
@@ -89,7 +89,7 @@ def matrix_padding(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None
 
 
 def kernel_in_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | None:
-    """What a convolution's weight has beyond the model's where its channels are in whole blocks (as above)."""
+    """The padding of a convolution's weight to whole blocks of channels; None if it is not rearranged."""
     if not takes_blocks(node, inputs, outputs):
         return None
     kernel = inputs[1]
@@ -99,7 +99,7 @@ def kernel_in_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int | No
 
 
 def takes_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> bool:
-    """Whether ONNX Runtime has a convolution of single precision take blocks of channels."""
+    """Whether ONNX Runtime runs a single-precision convolution on blocks of channels."""
     image, kernel, result = inputs[0], inputs[1], outputs[0]
     if len(kernel) != 4 or len(image) != 4 or len(result) != 4:
         return False
@@ -111,12 +111,12 @@ def takes_blocks(node: ir.Node, inputs: Shapes, outputs: Shapes) -> bool:
 
 
 def reads_image(node: ir.Node, kernel: tuple[int, ...]) -> bool:
-    """Whether it reads an image of few channels as it is."""
+    """Whether it reads an image of few channels without rearranging it."""
     return node.attributes.get_int("group", 1) == 1 and kernel[1] < CHANNELS
 
 
 def in_blocks(shape: Sequence[int]) -> int:
-    """The elements of an image whose channels are in whole blocks."""
+    """The elements of an image whose channels are padded to whole blocks."""
     return shape[0] * _whole(shape[1]) * math.prod(shape[2:])
 
 
@@ -125,14 +125,14 @@ def _whole(channels: int) -> int:
 
 
 def integer_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Columns of one image, a byte each; the result has four (cpu/quantization/conv_integer.cc)."""
+    """Im2col columns of one image, a byte each; the result has four (cpu/quantization/conv_integer.cc)."""
     return (-(-_columns(node, inputs[1], outputs[0]) // 4),)
 
 
 def quantized_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Addresses of what each result is made of, or columns of one image and its sums, in bytes.
+    """Pointers to each result's inputs, or im2col columns of one image and its sums, in bytes.
 
-    The first is so where ONNX Runtime has the channels last, for which image or result is copied
+    Pointers if ONNX Runtime runs it with channels last, for which image or result is copied
     (cpu/quantization/qlinearconv.cc, optimizer/nhwc_transformer.cc).
     """
     image, kernel, result = inputs[0], inputs[3], outputs[0]
@@ -143,9 +143,9 @@ def quantized_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tup
 
 
 def between_integers(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """What a product of dequantized values takes whose result is quantized, in bytes: it is one in integers.
+    """The scratch of a product of dequantized values whose result is quantized, in bytes: it runs in integers.
 
-    Sums have 32 bits each (cpu/quantization/quantize_linear_matmul.cc). Images stay with the channels last between such
+    Sums have 32 bits each (cpu/quantization/quantize_linear_matmul.cc). Images stay with channels last between such
     nodes.
     """
     if node.op_type in ("MatMul", "Gemm"):
@@ -160,7 +160,7 @@ def between_integers(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[in
 
 
 def _has_integer_kernel(node: ir.Node, kernel: tuple[int, ...]) -> bool:
-    """Whether processors have a kernel that quantizes as it goes (MlasConvSymPackWSize, core/mlas/lib/convsym.cpp)."""
+    """Whether processors have a kernel that quantizes its results (MlasConvSymPackWSize, core/mlas/lib/convsym.cpp)."""
     groups = node.attributes.get_int("group", 1)
     return kernel[0] % CHANNELS == 0 and (_is_depthwise(node, kernel) or (groups == 1 and kernel[1] % 4 == 0))
 
@@ -170,23 +170,23 @@ def _is_depthwise(node: ir.Node, kernel: tuple[int, ...]) -> bool:
 
 
 def _addresses(node: ir.Node, kernel: tuple[int, ...], result: tuple[int, ...]) -> int:
-    """The bytes of addresses of what each result of an image is made of."""
+    """The bytes of the pointers to the inputs of all of an image's results."""
     return 0 if _is_pointwise(node, kernel) else ADDRESS * math.prod(kernel[2:]) * math.prod(result[2:])
 
 
 def _sums_and_columns(node: ir.Node, kernel: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
-    """The bytes of one image's sums, and of what they are made of."""
+    """The bytes of one image's sums, and of their pointers or im2col columns."""
     depthwise = _is_depthwise(node, kernel)
     return 4 * math.prod(result[1:]), (_addresses if depthwise else _columns)(node, kernel, result)
 
 
 def _columns(node: ir.Node, kernel: tuple[int, ...], result: tuple[int, ...]) -> int:
-    """The elements of what one image's results are made of, a column for each, in each group's turn."""
+    """The elements of one image's im2col columns, one column per result, one group at a time."""
     return 0 if _is_pointwise(node, kernel) else math.prod(kernel[1:]) * math.prod(result[2:])
 
 
 def _is_pointwise(node: ir.Node, kernel: tuple[int, ...]) -> bool:
-    """Whether a convolution reads an image as it is."""
+    """Whether a convolution multiplies an image without im2col: 1 x 1, without strides and padding."""
     moves = {*node.attributes.get_ints("strides", ()), 1}, {*node.attributes.get_ints("pads", ()), 0}
     return math.prod(kernel[2:]) == 1 and moves == ({1}, {0})
 
@@ -197,9 +197,9 @@ def transposed_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tu
 
 
 def multi_head_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Queries, keys and values by heads; all scores too where something is added to them, or where keys have a past.
+    """Queries, keys and values by heads; all scores too if something is added to them, or if keys have a past.
 
-    Keys and values that are given by heads count as a past: the kernel without scores does not take them.
+    Keys and values that are given by heads count as a past: the kernel that stores no scores does not take them.
     """
     keys = inputs[1] if len(inputs) > 1 else ()
     by_heads = len(keys) == 4
@@ -215,12 +215,12 @@ def fused_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int
 
 
 def attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """All scores, of ONNX's own operator."""
+    """All scores, for ONNX's own Attention."""
     return (_scores(node, inputs, outputs),)
 
 
 def group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """Queries, keys and values by heads; all scores too where the kernel without these can not do what is asked for.
+    """Queries, keys and values by heads; all scores too if the kernel that stores none lacks an option of the node.
 
     See use_flash in contrib_ops/cpu/bert/group_query_attention.cc.
     """
@@ -232,7 +232,7 @@ def group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tup
 
 
 def _scores(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
-    """Elements of the scores: a number for each head, query and key."""
+    """The elements of the scores: one for each head, query and key."""
     query = inputs[0]
     if len(query) not in (3, 4) or not outputs[0]:
         return 0

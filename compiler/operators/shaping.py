@@ -1,4 +1,4 @@
-"""Operators that rearrange: reshape, transpose, join, cut, repeat."""
+"""Operators that rearrange: reshape, transpose, concatenate, slice, repeat."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
-# An end that lies beyond any axis.
+# An end beyond any axis.
 WHOLE = 2**31 - 1
 
 
 def _merged(axes: Sequence[Axis]) -> list[Axis]:
-    """Axes as one, or as several between those whose size is not known."""
+    """All axes as one, or one for each run of axes between those of unknown size."""
     merged: list[Axis] = [()]
     for axis in axes:
         if ax.is_unknown(axis):
@@ -28,7 +28,7 @@ def _merged(axes: Sequence[Axis]) -> list[Axis]:
 def reshape(op: Operation) -> None:
     """The elements keep their order: the axes of both sides, as one product of factors, are the same.
 
-    So are those between axes of unknown size, if there are as many elements.
+    Runs of axes between axes of unknown size are related too if all have equal numbers of elements.
     """
     read, made = _merged(op.input(0)), _merged(op.output())
     if len(read) == len(made) == 1 or list(map(ax.size_of, read)) == list(map(ax.size_of, made)):
@@ -54,7 +54,7 @@ def transpose(op: Operation) -> None:
 
 
 def expand(op: Operation) -> None:
-    """A repeated axis is new and unrelated to any other. The sizes may be those of the last axes only."""
+    """A broadcast axis is new and unrelated to any other. The sizes may be those of the last axes only."""
     op.broadcast(op.input(0), op.output())
     op.free(op.output())
     count = ax.size_of(op.input(1)[0])
@@ -79,7 +79,7 @@ def constant_of_shape(op: Operation) -> None:
 
 
 def join(op: Operation, values: Sequence[int]) -> None:
-    """These inputs are sections of the axis that is joined."""
+    """These inputs are sections of the axis along which they are concatenated."""
     joined = op.number("axis", 0) % max(1, len(op.output()))
     sections = op.cut(op.output()[joined], [ax.size_of(op.input(number)[joined]) for number in values])
     for number, section in zip(values, sections, strict=True):
@@ -139,10 +139,9 @@ def slice_(op: Operation) -> None:
 def _slice_axis(
     op: Operation, source: Axis, target: Axis, start: int | None, end: int | None, step: int
 ) -> tuple[Axis | None, Axis | None]:
-    """Relate an axis to a slice of it: a section, or the major factor if it is strided. Of a bound that is not known,
-    nothing follows.
+    """Relate an axis to a slice of it: a section, or the major factor if it is strided. Unknown bounds relate nothing.
 
-    Returns the axes whose sizes `start` and `end` are; None for a bound that holds whatever the size.
+    Returns the axes whose sizes `start` and `end` are; None for a bound that holds for any size.
     """
     if start is None or end is None:
         return None, None
@@ -167,7 +166,7 @@ def _slice_axis(
 
 
 def pad(op: Operation) -> None:
-    """Axes that are not padded are the same. (One that is padded by -1 and 1 has the same size, but is shifted.)"""
+    """Axes without padding are the same. (An axis that is padded by -1 and 1 has the same size, but is shifted.)"""
     pads, rank = op.entries(1, "pads"), len(op.input(0))
     places = op.numbers(3) if op.has(3) else list(range(rank))
     if pads is None or places is None:
@@ -180,7 +179,7 @@ def pad(op: Operation) -> None:
 
 
 def pad_amounts(op: Operation, number: int) -> Any:
-    """As much behind each axis as its result has more, where that depends on sizes."""
+    """Example padding: where it depends on sizes, the difference of sizes after each axis."""
     pads, rank = op.entries(1, "pads"), len(op.input(0))
     places = op.numbers(3) if op.has(3) else list(range(rank))
     if number != 1 or pads is None or places is None:
@@ -193,7 +192,7 @@ def pad_amounts(op: Operation, number: int) -> Any:
 
 
 def resize(op: Operation) -> None:
-    """Batch and channels are the same. Axes that are resized are needed whole."""
+    """Batch and channels are the same. Resized axes are needed whole."""
     for source, target in zip(op.input(0)[:2], op.output()[:2], strict=True):
         if ax.size_of(source) == ax.size_of(target):
             op.relate(source, target)
@@ -202,12 +201,12 @@ def resize(op: Operation) -> None:
 
 
 def shape(op: Operation) -> None:
-    """A rank reads the sizes of its own shard. `SizeRewriter` corrects them where whole sizes are needed."""
+    """A rank reads the sizes of its own shard. `SizeRewriter` corrects them if whole sizes are needed."""
     op.free(op.input(0))
 
 
 def slice_bounds(op: Operation, number: int) -> Any:
-    """Starts, ends and steps with which a Slice takes as much of its axes as its result has, else these whole."""
+    """Example starts, ends and steps: those that give the result's sizes, else whole axes."""
     target, rank = op.outputs[0], len(op.input(0))
     axes = op.numbers(3) if op.has(3) else list(range(rank))
     steps = op.numbers(4) if op.has(4) else [1]

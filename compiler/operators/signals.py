@@ -1,4 +1,4 @@
-"""Fourier transforms, and other operators along the time of a signal."""
+"""Fourier transforms, and other operators along the time axis of a signal."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from splitc.compiler.operators.operator import Operator
 
 
 def fourier(op: Operation) -> None:
-    """All axes but the transformed one, and the last one, of real and imaginary parts, are the same.
+    """All axes are the same except the transformed one and the last one, real and imaginary parts.
 
-    Without an axis it is 1 by opset 17, and the one before the last by opset 20: both are whole.
+    The default axis is 1 in opset 17, and the one before the last in opset 20: without one, both are whole.
     """
     rank, named = len(op.input(0)), op.numbers(2)
     if named is None and op.has(2):
@@ -20,7 +20,7 @@ def fourier(op: Operation) -> None:
 
 
 def short_time_fourier(op: Operation) -> None:
-    """Signals are apart."""
+    """Signals are independent."""
     op.relate(op.input(0)[0], op.output()[0])
     op.linear = LINEAR
 

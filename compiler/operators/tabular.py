@@ -1,4 +1,4 @@
-"""Operators of classical machine learning (`ai.onnx.ml`): tables with a row for each sample and a column a feature."""
+"""Operators of classical machine learning (`ai.onnx.ml`): tables with one row per sample and one column per feature."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator
 
 DOMAIN = "ai.onnx.ml"
-# The ends of the names of attributes with the classes' labels.
+# Name suffixes of attributes with the classes' labels.
 TEXTS = ("strings",)
 LABELS = (*TEXTS, "ints", "int64s")
 
 
 def samples(op: Operation) -> None:
-    """Each row by itself. A vector is one row, whose features are needed together."""
+    """Rows are independent. A vector is one row, whose features are needed together."""
     for rows in (op.input(number) for number in range(len(op.inputs)) if op.has(number) and number not in op.weights):
         for number in range(len(op.outputs)):
             if len(rows) > 1 and op.has_output(number):
@@ -27,24 +27,24 @@ def samples(op: Operation) -> None:
 
 
 def columns(op: Operation) -> None:
-    """Features are told apart by numbers in attributes. All other axes are the same."""
+    """Attributes refer to features by number. All other axes are the same."""
     op.relate_all(op.input(0)[:-1], op.output()[:-1])
 
 
 def picked_columns(op: Operation) -> None:
-    """The picked entries of each row, one after the other."""
+    """The selected entries of each row, one after the other."""
     columns(op)
     op.relate(tuple(factor for axis in op.input(1) for factor in axis), op.output()[-1])
     op.free(op.input(1))
 
 
 def encoded(op: Operation) -> None:
-    """An axis more, with an entry for each category."""
+    """The output has one more axis, with an entry for each category."""
     op.relate_all(op.input(0), op.output())
 
 
 def feature_shape(context: Any, node: ir.Node) -> None:
-    """Picked entries of the last axis, of two axes at least. The library takes only the last axis of the indices."""
+    """Selected entries of the last axis, as at least two axes. The library takes only the last axis of the indices."""
     data, indices = node.inputs
     if data is None or data.shape is None or indices is None or indices.shape is None or data.dtype is None:
         return
@@ -53,7 +53,7 @@ def feature_shape(context: Any, node: ir.Node) -> None:
 
 
 def same_shape(context: Any, node: ir.Node) -> None:
-    """Floats of the same shape; of an Imputer, numbers of the same type."""
+    """The same shape, as floats; for an Imputer, in the same type."""
     (data,) = node.inputs
     if data is not None:
         dtype = data.dtype if node.op_type == "Imputer" else ir.DataType.FLOAT
@@ -66,7 +66,7 @@ def encoded_shape(context: Any, node: ir.Node) -> None:
 
 
 def joined_shape(context: Any, node: ir.Node) -> None:
-    """The features of all inputs, as many of each as the attribute says."""
+    """The features of all inputs. An attribute has the number of each input's features."""
     sizes = node.attributes.get_ints("inputdimensions", ())
     if sizes:
         _set(context, node.outputs[0], node.inputs[0], lambda shape: [_rows(shape), sum(sizes)])
@@ -79,7 +79,7 @@ def targets_shape(context: Any, node: ir.Node) -> None:
 
 
 def classes_shapes(context: Any, node: ir.Node) -> None:
-    """The label of each row, and a score for each class; of a vector machine without probabilities, for each pair."""
+    """The label of each row, and a score for each class; for a vector machine without probabilities, for each pair."""
     data, attributes = node.inputs[0], node.attributes
     classes = max(_count(node, f"classlabels_{kind}") for kind in LABELS)
     label = ir.DataType.STRING if any(_count(node, f"classlabels_{kind}") for kind in TEXTS) else ir.DataType.INT64
@@ -101,7 +101,7 @@ def _set(
     shape_of: Callable[[ir.Shape], Iterable[Any]],
     dtype: ir.DataType | None = ir.DataType.FLOAT,
 ) -> None:
-    """Set the type, which ONNX infers for none of these operators, and the shape that follows from the data's."""
+    """Set the type, which ONNX infers for none of these operators, and the shape, which follows from the data's."""
     if data is not None and data.shape is not None:
         context.set_shape_and_dtype(value, ir.Shape([*shape_of(data.shape)]), dtype)
     elif dtype is not None:

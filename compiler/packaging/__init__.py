@@ -1,1 +1,1 @@
-"""Write rank graphs as engine files, and make a checked package of them."""
+"""Writes rank graphs as engine files, and makes a checked package of them."""

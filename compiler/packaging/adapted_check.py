@@ -1,4 +1,4 @@
-"""The self check of engines with slots: a random adapter, and the unsplit model with the same slots."""
+"""The self check of engines with slots, with a random adapter, against the unsplit model with the same slots."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from splitc.compiler.frontend.slots import graft_slots, need_slots, planned_rank
 from splitc.runtime.adapters.loaded import LoadedAdapter
 from splitc.runtime.package.manifest import Slot, slot_tensors
 
-# The rank of the random adapter. A choice: few numbers, and zeros are behind them as behind those of most adapters.
+# The rank of the random adapter. A choice: few numbers, padded with zeros to the slots' rank as most adapters are.
 RANK = 4
-# How large its updates are, relative to a layer's results. A choice: outputs change well above the tolerance, and no
+# The size of its updates, relative to a layer's results. A choice: outputs change well above the tolerance, and no
 # softmax saturates.
 SIZE = 0.25
 
 
 @contextmanager
 def adapted_file(analysis: Analysis, path: Path, trusts_data: bool) -> Iterator[Path]:
-    """The file of the unsplit model at `path` with the package's slots, for as long as the context lasts.
+    """The unsplit model at `path` with the package's slots, in a file that exists inside the context.
 
-    They are grafted to the model as its file has it, so that what was fused since is compared too.
+    The slots are grafted to the model as its file has it, so that the comparison covers fusion too.
     """
     settings = {fixed.input.name or "": fixed.value for fixed in analysis.graph.fixed if fixed.value is not None}
     graph = open_graph(path, *read_model(path, trusts_data), settings, trusts_data)

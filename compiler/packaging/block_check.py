@@ -1,4 +1,4 @@
-"""Compare a package with a model that is too large to be run whole: one block of each form at a time.
+"""Compares a package with a model that is too large to be run whole: one block of each form at a time.
 
 A block is run alone, with its real weights and made-up inputs, twice: the model's nodes, and the nodes of the ranks'
 engines between the same values. Weights are mapped from their files.
@@ -40,8 +40,8 @@ from splitc.runtime.units import format_bytes
 Array = npt.NDArray[Any]
 # The types of shape arithmetic.
 SIZES = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
-# Weights of at least so many bytes are fed, rather than copied into the graphs that are run. A choice: most lists of
-# sizes are smaller, and rules of operators want these inside.
+# Weights of at least this many bytes are fed, not copied into the graphs that are run. A choice: most lists of sizes
+# are smaller, and operators need these as constants of the graph.
 LARGE = 1 << 10
 
 
@@ -49,13 +49,13 @@ class CannotCompareError(Exception):
     """A block can't be compared."""
 
 
-# What running a block as the model has it may raise.
+# The errors that running the model's own block may raise.
 FAILURES: tuple[type[Exception], ...] = (*ERRORS, ValueError, CannotCompareError)
 
 
 @dataclass(frozen=True)
 class BlockVerdict:
-    """What came of comparing blocks: each one's differences by its name, and the reasons for those left out."""
+    """The result of comparing blocks, by name: the differences of each, or the reason why it was skipped."""
 
     differences: Mapping[str, Sequence[Difference]]
     skipped: Mapping[str, str]
@@ -63,9 +63,9 @@ class BlockVerdict:
 
 
 def compare_blocks(plan: Plan, package: Path, manifest: Manifest, most: int) -> BlockVerdict:
-    """Compare one block of each form on each group of devices. One with more than `most` bytes of weights is left out.
+    """Compare one block of each form on each group of devices. Skip those with more than `most` bytes of weights.
 
-    Peak memory is about what the engines of one block hold, whole and in shards, and the values in it.
+    Peak memory is about what the engines of one block hold, whole and in shards, and its values.
     """
     joined = join_ranks(package, manifest)
     differences: dict[str, Sequence[Difference]] = {}
@@ -87,7 +87,7 @@ def compare_blocks(plan: Plan, package: Path, manifest: Manifest, most: int) -> 
 
 
 def _distinct(plan: Plan) -> Iterator[tuple[Hashable, Block]]:
-    """One block of each form in each group of devices: operators and the sizes of weights decide."""
+    """One block of each form in each group of devices. The form is operators and the shapes of weights."""
     for group, stage in dict.fromkeys((rank.group, rank.stage) for rank in plan.ranks):
         for block in reversed(stage.blocks):
             yield (group, tuple(_describe(node) for node in block.nodes)), block
@@ -101,8 +101,8 @@ def _describe(node: ir.Node) -> Hashable:
 def _stage_of(plan: Plan, block: Block) -> Stage:
     """A block as a stage of its own, with the rematerializable nodes and the shape arithmetic that it depends on.
 
-    Shape arithmetic can't be made up, since a rank's has the sizes of its shards. What is dequantized for the block is
-    taken in its quantized form, in which ranks exchange it.
+    Shape arithmetic can't be made up, since a rank's has the sizes of its shards. Values that are dequantized for the
+    block are taken in their quantized form, in which ranks exchange them.
     """
     graph = plan.analysis.graph
 
@@ -145,7 +145,7 @@ def _compare_block(plan: Plan, joined: JoinedGraph, manifest: Manifest, stage: S
 def _run_ranks(
     plan: Plan, joined: JoinedGraph, stage: Stage, feeds: Mapping[str, Array], outputs: Sequence[str]
 ) -> dict[str, Array]:
-    """What the ranks make of a block, by the names of values in the joined graph."""
+    """The ranks' results for a block, by the names of values in the joined graph."""
     fed = {
         name: _share(plan, value, number, feeds[value.name or ""])
         for value in {*stage.feeds, *plan.analysis.graph.graph.inputs}
@@ -171,7 +171,7 @@ def _places_of(joined: JoinedGraph, rank: int, name: str) -> list[str]:
 
 
 def _share(plan: Plan, value: ir.Value, rank: int, array: Array) -> Array:
-    """What a rank gets of a value that a block takes: its shard, or its part of what is yet to be summed."""
+    """A rank's input of a block: its shard of a value, or its summand of a partial value."""
     if plan.split.is_partial(value):
         return array if plan.ranks[rank].part == 0 else np.zeros_like(array)
     return _held(plan, value, rank, array)
@@ -203,9 +203,9 @@ def _differences(
 def _run_whole(
     plan: Plan, manifest: Manifest, stage: Stage
 ) -> tuple[Callable[[Mapping[str, Array]], dict[str, Array]], dict[str, Array], dict[str, Array]]:
-    """What runs a block as the model has it, made-up values for it, and what it makes of them.
+    """A function that runs a block as the model has it, made-up feeds, and the block's results for these.
 
-    The values have probe sizes, or the planned ones if it does not run at those.
+    The feeds have probe sizes, or the planned ones if the block does not run at those.
     """
     graph = plan.analysis.graph
     part = stage_graph(graph, stage)
@@ -228,7 +228,7 @@ def _run_whole(
 
 
 def _made_up(value: ir.Value, bound: BoundShapes, manifest: Manifest) -> Array:
-    """An array for a value that a block takes: as for an input of the model if it is one, or what sizes make it."""
+    """An array for a value that a block takes: a constant if sizes determine it, else filled as for an input."""
     name = value.name or ""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     dtype = value.dtype or ir.DataType.FLOAT

@@ -1,4 +1,4 @@
-"""Prepare a rank's graph to be built: fix the sizes that can't change, and annotate nodes with their blocks."""
+"""Prepares a rank's graph for a build: fixes the sizes that can't change, and annotates nodes with their blocks."""
 
 from __future__ import annotations
 

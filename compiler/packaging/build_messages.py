@@ -1,4 +1,4 @@
-"""What the processes that build engines are told, and what they tell. It is alone, so that they start fast."""
+"""The messages to and from processes that build engines. The module imports little, so that these start fast."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ BLOCK = "splitc.block"
 
 
 class Job(Struct, frozen=True):
-    """One engine to build for a GPU: from the ONNX file `source` to the file `engine` (None: only parse the source).
+    """One engine to build for a GPU.
 
-    `where` names the engine in messages.
+    - `source`: the ONNX file.
+    - `engine`: the engine's file; None to only parse the source.
+    - `where`: names the engine in messages.
     """
 
     source: str
@@ -24,7 +26,7 @@ class Job(Struct, frozen=True):
 
 
 class Refusal(Struct, frozen=True):
-    """A node that a builder does not support, with its name, operator and block, and the reason."""
+    """A node that a builder does not support, and the reason."""
 
     node: str
     operator: str
@@ -36,7 +38,7 @@ class Refusal(Struct, frozen=True):
 
 
 class Order(Struct, frozen=True):
-    """What the process is to build: engines of one kind."""
+    """What a process has to build: engines of one kind."""
 
     kind: str
     jobs: list[Job]

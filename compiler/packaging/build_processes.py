@@ -1,4 +1,4 @@
-"""Which engines are built side by side, and the processes that do it."""
+"""Divides engines among processes that build side by side, and starts and ends these."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import onnx_ir as ir
 from splitc.compiler.packaging.build_messages import Job
 from splitc.runtime.hardware.devices import cores, host_memory
 
-# The memory of a process that builds: its libraries, and so many times the engine's weights. TensorRT-RTX 1.7 took 0.6
-# GiB and 1.5 times.
+# The memory of a process that builds: its libraries, and the engine's weights times COPIES. TensorRT-RTX 1.7 took 0.6
+# GiB and 1.5 times the weights.
 LIBRARIES, COPIES = 1 << 30, 2
 
 
 def divide_jobs(jobs: Sequence[Job], at_once: int | None, gpus: int | None = None) -> list[list[Job]]:
-    """The jobs of each process: of `at_once` at most (None: the cores), and as many as there is memory for.
+    """The jobs of each process. There are at most `at_once` (None: one per core), and as many as memory allows.
 
-    On a number of `gpus` where kernels are measured, jobs of one GPU come one after another.
+    If kernels are measured, on this number of `gpus`, jobs of one GPU run one after another.
     """
     free = host_memory()[1]
     sizes = sorted((LIBRARIES + COPIES * _weight_bytes(job) for job in jobs), reverse=True)
@@ -39,7 +39,7 @@ def _weight_bytes(job: Job) -> int:
 
 
 class Processes:
-    """Processes that end together."""
+    """Processes that are ended together."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -47,7 +47,7 @@ class Processes:
         self._ended = False
 
     def start(self, command: Sequence[str], log: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Start a process that talks over its standard input and output. After `end`, it ends at once."""
+        """Start a process that talks over its standard input and output. After `end`, it is killed at once."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=environment)
         with self._lock:
@@ -57,7 +57,7 @@ class Processes:
         return process
 
     def end(self) -> None:
-        """Kill all that run."""
+        """Kill all processes."""
         with self._lock:
             self._ended = True
             for process in self._started:

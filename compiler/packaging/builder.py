@@ -22,7 +22,7 @@ class BuildError(SplitcError):
 
 
 class Builder(Protocol):
-    """Builds engines of one kind or several, named by `engine`."""
+    """Builds engines of one or several kinds, named by `engine`."""
 
     def check_here(self, engine: str) -> None:
         """Raise MisuseError if this machine can't build such engines."""
@@ -52,7 +52,7 @@ class Builder(Protocol):
         """
 
     def find_refused(self, engine: str, jobs: Sequence[Job]) -> list[tuple[Job, Refusal]]:
-        """The nodes of the jobs' ONNX files that are not supported. Nothing is built."""
+        """The nodes in the jobs' ONNX files that are not supported. Builds nothing."""
 
 
 def find_builder(engine: str) -> Builder:

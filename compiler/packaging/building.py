@@ -1,4 +1,4 @@
-"""Build a package's engines from its ONNX files: when it is compiled, or later on the machine where it will run.
+"""Builds a package's engines from its ONNX files: when it is compiled, or later on the machine where it will run.
 
 This needs TensorRT, but not ONNX Runtime.
 """
@@ -27,9 +27,11 @@ from splitc.runtime.package.verification import STAMP, verify_files
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """How and when to build: `later` leaves it to `splitc build`. `keep_sources` keeps the ONNX files in the package.
+    """How and when to build.
 
-    `timing_cache` is a file of TensorRT's timings, which is read and written; None is one beside the package.
+    - `later`: leave it to `splitc build`.
+    - `keep_sources`: keep the ONNX files in the package.
+    - `timing_cache`: a file of TensorRT's timings, which is read and written; None for one beside the package.
     """
 
     options: BuildOptions = field(default_factory=BuildOptions)
@@ -55,7 +57,7 @@ OPTIONS = {
 
 
 def check_settings(engine: str, settings: BuildSettings) -> None:
-    """Raise MisuseError for a setting that these engines do not have, or that another one overrides."""
+    """Raise MisuseError for a setting that these engines do not have, or that another setting overrides."""
     for name, (flag, engines) in OPTIONS.items():
         value = getattr(settings if hasattr(settings, name) else settings.options, name)
         if value is not None and value is not False and engine not in engines:
@@ -69,8 +71,8 @@ def build_package(package: Path, timing_cache: Path | None = None, jobs: int | N
 
     `jobs` engines are built at once if memory allows; None for as many as there are cores.
 
-    Raises MisuseError if the package does not hold the ONNX files, or if TensorRT or the GPU is missing; BuildError,
-    which names what TensorRT can't build. The package is then unchanged.
+    Raises MisuseError if the package does not hold the ONNX files, or if TensorRT or the GPU is missing, and
+    BuildError, which names what TensorRT can't build. The package is unchanged then.
     """
     manifest, settings = read_sources(package, timing_cache)
     with full_disk_explained(package, 0), written_aside(package, replace=True) as folder:
@@ -79,7 +81,7 @@ def build_package(package: Path, timing_cache: Path | None = None, jobs: int | N
 
 
 def read_sources(package: Path, timing_cache: Path | None) -> tuple[Manifest, BuildSettings]:
-    """The manifest of a package that holds what its engines are built from, and how to build them here.
+    """The manifest of a package that holds its engines' ONNX files, and the settings to build them here.
 
     Raises as `build_package` does.
     """
@@ -100,7 +102,7 @@ def read_sources(package: Path, timing_cache: Path | None) -> tuple[Manifest, Bu
 
 
 def timing_cache_beside(package: Path) -> Path:
-    """Where TensorRT's timings are kept by default."""
+    """The default file of TensorRT's timings."""
     return package.absolute().with_name(f"{package.name}.timing-cache")
 
 
@@ -154,6 +156,6 @@ def _engines(manifest: Manifest) -> list[EngineFile]:
 
 
 def copy_package(package: Path, folder: Path) -> None:
-    """Copy a package into a folder that is there, by hard links where the disk has such."""
+    """Copy a package into an existing folder, by hard links if the disk supports them."""
     stamps = shutil.ignore_patterns(STAMP)
     shutil.copytree(package, folder, ignore=stamps, copy_function=link_file, dirs_exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the manifest says of an engine, from its graph."""
+"""The manifest's entry for an engine, from its graph."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.gpu.weight_places import PASSED_ON
 from splitc.runtime.package import manifest as m
 
-# Weights of types that sessions can't share on a GPU are each session's own, if they are less than this share of
-# all: the truths by which a rank knows its rows of an embedding. A choice: otherwise sessions share nothing.
+# Weights of types that sessions can't share on a GPU are each session's own if they are less than this share of all
+# bytes. An example: the booleans that mask a rank's rows of an embedding. A choice: otherwise sessions share nothing.
 OWN_SHARE = 0.01
 
 
 def engine_entry(
     path: str, graph: ir.Graph, group: Sequence[int], uncertain: Collection[str], on_gpu: bool
 ) -> m.EngineFile:
-    """The entry of the graph's file, at this path in the package. `on_gpu`: ONNX Runtime runs it on a GPU.
+    """The entry of the graph's file, at this path in the package.
 
-    `group` are the ranks that its collectives, if it has any, are with. `uncertain` are the model's values whose sizes
-    depend on data.
+    - `group`: the ranks of the graph's collectives, if it has any.
+    - `uncertain`: the model's values whose sizes depend on data.
+    - `on_gpu`: ONNX Runtime runs the graph on a GPU.
     """
     return m.EngineFile(
         path,
@@ -63,7 +64,7 @@ def _sizes_only(graph: ir.Graph) -> list[str]:
 def shareable_weights(graph: ir.Graph) -> list[m.Weight] | None:
     """The weights in files beside the graph that sessions may share.
 
-    None if a type is unknown to the runtime, or a weight is an input too.
+    None if the runtime does not know a weight's type, or a weight is an input too.
     """
     tensors = {name: value.const_value for name, value in graph.initializers.items()}
     written = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)}

@@ -1,4 +1,4 @@
-"""The input sizes of each engine, for engines that are built for them. The ranks' programs are run on shapes."""
+"""The input sizes of engines that are built for known sizes: the ranks' programs run on shapes instead of data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from splitc.runtime.threads.executor import Executor
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What is known about a value: its shape, and its numbers if they follow from the shapes. None is unknown."""
+    """A value's shape, and its numbers if they follow from shapes. None is unknown."""
 
     shape: Shape | None
     numbers: npt.NDArray[Any] | None = None
@@ -40,7 +40,7 @@ class ShapeEngine:
     def __init__(self, graph: ir.Graph) -> None:
         self._model = ir.Model(graph.clone(), ir_version=10)
         for node in self._model.graph:
-            if node.op_type == COLLECTIVE:  # shape inference does not know it, and it keeps the shape
+            if node.op_type == COLLECTIVE:  # it keeps the shape, but shape inference does not know it
                 node.op_type = "Identity"
                 node.attributes.clear()
         self.inputs = names(graph.inputs)
@@ -97,7 +97,7 @@ def _sizes(*three: Known) -> Sizes:
 
 
 def _run_on_shapes(programs: Sequence[RankProgram], shapes: Mapping[str, Shape]) -> list[list[dict[str, Known]]]:
-    """The inputs of each engine of each rank, if the model's inputs have these shapes."""
+    """The inputs of each engine of each rank if the model's inputs have these shapes."""
     transports = connect(len(programs))
     engines = [list(map(ShapeEngine, program.graphs)) for program in programs]
 

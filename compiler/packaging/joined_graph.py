@@ -1,6 +1,6 @@
-"""A package as one graph: the engines of all ranks, with what crosses between them as edges.
+"""A package as one graph: the engines of all ranks, joined by the values that cross between them.
 
-So a part of a package can be run, with all ranks that compute it, and without any other part.
+So a part of a package can run, with all ranks that compute it and without any other part.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from splitc.compiler.lowering.communication import ALL_REDUCE, DOMAIN, HALF, REC
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.steps import Receive, Reduce, Run
 
-# What computes a reduction where all parts are in one graph.
+# The operator of a reduction whose parts are all in one graph.
 _REDUCTIONS = {"sum": "Add", "max": "Max", 0: "Add", 1: "Max"}
 
 
 @dataclass(frozen=True)
 class JoinedGraph:
-    """The nodes of all ranks by the values that they make, and the weights.
+    """The nodes of all ranks by their outputs, and the weights.
 
-    A value of a rank is named `rank/name`, one inside an engine `rank.engine/name`. `inside` are the names inside
+    A value of a rank is named `rank/name`, a value inside an engine `rank.engine/name`. `inside` are the names inside
     engines for each value of a rank.
     """
 
@@ -36,12 +36,12 @@ class JoinedGraph:
     opsets: Mapping[str, int]
 
     def names(self, rank: int, name: str) -> list[str]:
-        """The names that a rank's value has in the graph; none if the rank has no such value."""
+        """The names of a rank's value in the graph; none if the rank has no such value."""
         whole = f"{rank}/{name}"
         return [inner for inner in (whole, *self.inside.get(whole, ())) if inner in self.nodes]
 
     def needed(self, outputs: Iterable[str], fed: Collection[str]) -> tuple[list[onnx.NodeProto], set[str]]:
-        """The nodes that make these values from those that are given, and what they read that nothing makes."""
+        """The nodes that compute these values from the `fed` ones, and the values that they read but none computes."""
         needed: dict[int, onnx.NodeProto] = {}
         missing: set[str] = set()
         stack = list(outputs)
@@ -67,7 +67,7 @@ class _Joiner:
     weights: dict[str, ir.TensorProtocol] = field(default_factory=dict)
     inside: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     opsets: dict[str, int] = field(default_factory=dict)
-    # The operators that exchange values inside engines, in each rank's order: sums by rank, the others by both ends.
+    # Exchanges inside engines, in each rank's order: all-reduces by rank, sends and receives by (sender, receiver).
     sums: dict[int, list[tuple[onnx.NodeProto, list[int]]]] = field(default_factory=lambda: defaultdict(list))
     sent: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
     received: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -79,7 +79,7 @@ class _Joiner:
         self.add(make_node(kind, list(inputs), [output], name=output))
 
     def reduce(self, kind: str, parts: Sequence[str], output: str) -> None:
-        """Reduce values by an operator of two inputs: of Sum, ONNX Runtime has none for integers."""
+        """Reduce values by operators of two inputs: ONNX Runtime has no Sum for integers."""
         total, *others = parts
         for number, part in enumerate(others, 1):
             target = output if number == len(others) else f"{output}/{number}"
@@ -132,7 +132,7 @@ class _Joiner:
             self.received[peer, rank].append(node.output[0])
 
     def connect(self) -> None:
-        """Connect the operators inside engines: the ranks run them in one order."""
+        """Connect exchanges inside engines. All ranks run them in one order, so the n-th ones belong together."""
         for own in self.sums.values():
             for place, (node, group) in enumerate(own):
                 operation = next((attribute.i for attribute in node.attribute if attribute.name == "operation"), 0)
@@ -160,7 +160,7 @@ def _graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _rename(node: onnx.NodeProto, rename: Callable[[str], str]) -> None:
-    """Rename all values that a node and the graphs inside it read and make."""
+    """Rename all values that a node and the graphs inside it read and compute."""
     node.name = rename(node.name) if node.name else ""
     node.input[:] = [rename(name) if name else "" for name in node.input]
     node.output[:] = [rename(name) if name else "" for name in node.output]

@@ -1,4 +1,4 @@
-"""A package's manifest, from its plan and the files that were written."""
+"""Makes a package's manifest from its plan and the written files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_manifest(
     options: m.BuildOptions,
     fills: Mapping[str, m.Fill],
 ) -> m.Manifest:
-    """The manifest of a package of these ranks and files."""
+    """The manifest of a package with these ranks and files."""
     analysis = plan.analysis
     graph = analysis.graph
     built = find_kind(plan.engine).is_built
@@ -85,7 +85,7 @@ def make_manifest(
 
 
 def _batch(plan: Plan) -> dict[str, int] | None:
-    """The batch's axis of each input and output, those among them that only the preamble reads."""
+    """The batch's axis of each input and output, including inputs that only the preamble reads."""
     rows = dict(plan.replicas.rows) if plan.replicas else find_batch(plan.analysis.graph, plan.split.axis_map)
     preamble = plan.analysis.preamble
     return rows if rows is None or preamble is None else {**preamble.batch, **rows}
@@ -110,7 +110,7 @@ def _preamble(plan: Plan, has_forms: bool) -> Preamble | None:
 
 
 def _replicas(plan: Plan) -> list[m.Replica]:
-    """The devices of each replica, its share of the rows and what its ranks hold; none if there is one."""
+    """The devices of each replica, its share of the rows, and its ranks' bytes; none if there is only one replica."""
     if plan.replicas is None:
         return []
     groups = [[rank for rank in plan.ranks if rank.replica == number] for number in range(plan.groups)]
@@ -134,7 +134,7 @@ def _shared_sizes(plan: Plan) -> list[str]:
 
 
 def _filled_sizes(plan: Plan) -> list[str]:
-    """The symbols that must not be 0: ONNX Runtime ends the process then."""
+    """The symbols that must not be 0, because ONNX Runtime would end the process."""
     sizes: set[int | ir.SymbolicDim] = set()
     for node in all_nodes(plan.analysis.graph.graph):
         if axes := operator_of(node).crashes_empty:
@@ -201,7 +201,7 @@ def _input(plan: Plan, value: ir.Value, role: m.Role | None, planned: m.Role | N
 def number_type(analysis: Analysis) -> str:
     """The least precise type of at least a tenth of the weights. It limits how closely outputs can agree.
 
-    Quantized weights count only if activations are quantized too: otherwise all is computed in floats.
+    Quantized weights count only if activations are quantized too. Otherwise all is computed in floats.
     """
     sizes: dict[str, int] = {}
     rounded = any(map(quantizes, analysis.graph.nodes))

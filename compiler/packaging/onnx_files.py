@@ -1,4 +1,4 @@
-"""Write a rank's graphs as ONNX files, with references to the places of their weights in files beside them."""
+"""Writes a rank's graphs as ONNX files, with references to their weights in files beside them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from splitc.compiler.packaging.writer import PackageWriter
 
 @dataclass(frozen=True)
 class PlacedWeights:
-    """Where the weights of a folder lie: each tensor as a reference to its place, by the original's id.
+    """Where the weights of a folder lie.
 
-    `file` is to be written yet. `copies` are the model's data files that were copied into the folder. The originals are
-    kept too, so that their ids stay valid.
+    - `tensors`: each tensor and the reference to its place, by the tensor's id. Tensors are kept so that ids stay
+      valid.
+    - `file`: still has to be written.
+    - `copies`: the model's data files that were copied into the folder.
     """
 
     tensors: Mapping[int, tuple[ir.TensorProtocol, ir.TensorProtocol]]
@@ -49,10 +51,12 @@ def write_graphs(
     link: bool = False,
     known: PlacedWeights = NONE,
 ) -> PlacedWeights:
-    """Write graphs to these paths, all in one folder. Returns where their weights lie, in a file yet to be written.
+    """Write graphs to these paths, all in one folder. Returns where their weights lie, in a file still to be written.
 
-    It has the graphs' name up to the first dot, and each weight once. With `link`, weights in the model's own data
-    files stay there, and the graphs refer to hard links of these files. Weights in `known` are in the folder already.
+    That file has the graphs' name up to the first dot, and each weight once. With `link`, weights in the model's own
+    data files stay there, and the graphs refer to hard links of these files. Weights in `known` are in the folder
+    already.
+
     Initializers are replaced by references, in place. A rank without work has no graphs.
     """
     if not graphs:
@@ -70,7 +74,7 @@ def write_graphs(
 
 
 def _drop_notes(graph: ir.Graph) -> None:
-    """Drop what exporters note of nodes and values, such as lines of their source: sessions hold it three times."""
+    """Drop exporters' annotations of nodes and values, such as lines of source: sessions hold them three times."""
     nodes = tuple(graph.all_nodes())
     made = (value for node in nodes for value in node.outputs)
     items: list[ir.Node | ir.Value] = [*nodes, *graph.inputs, *graph.initializers.values(), *made]
@@ -83,7 +87,7 @@ def _drop_notes(graph: ir.Graph) -> None:
 def _place(
     tensors: Iterable[ir.TensorProtocol], path: Path, writer: PackageWriter, link: bool, known: PlacedWeights
 ) -> PlacedWeights:
-    """Give each tensor its place: in the file `path`, or in a link to the file that it lies in."""
+    """Assign each tensor a place: in the file `path`, or in a link to the file that it lies in."""
     links: dict[Path, Path] = {}
     copies: list[Path] = []
     placed = dict(known.tensors)

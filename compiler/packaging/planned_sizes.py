@@ -1,4 +1,4 @@
-"""Whether the model runs on the sizes that it is planned for, before a package is written for them."""
+"""Checks that the model runs on the planned sizes, before a package is written for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from splitc.runtime.units import format_shape
 
 
 def check_sizes_tried(analysis: Analysis, fills: Mapping[str, Fill], say: Callable[[str], None]) -> None:
-    """Say how the planned sizes were tried. Raises ModelError if the model does not run on them, nor with `fills`."""
+    """Report how the planned sizes were tried. Raises ModelError if the model does not run, even with `fills`."""
     fitted = analysis.fitted
     problem = fitted.problem
     if problem is not None and fills and fitted.tried == WHOLE:

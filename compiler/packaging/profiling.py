@@ -1,4 +1,4 @@
-"""Measure the time and memory of each block on its device, instead of predicting them (`--profile`)."""
+"""Measures the time and memory of each block on its device, instead of predicting them (`--profile`)."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from splitc.runtime.package.manifest import Fill
 from splitc.runtime.threads.progress import counted
 from splitc.runtime.tools.engine_costs import EngineCosts, measure_engine
 
-# The cache's file of what was measured, by a hash of the block's content.
+# The cache's file of measurements, by a hash of the block's content.
 FILE = "block_costs.json"
 
 
 def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int | None) -> list[EngineCosts]:
-    """The time and memory of each block by itself, with the bound shapes and made-up inputs.
+    """The measured time and memory of each block alone, with the bound shapes and made-up inputs.
 
-    Blocks with the same content (operators, attributes, shapes, types) are measured once, each in a process of its own.
-    What was measured is kept in the user's cache folder.
+    Blocks with the same content (operators, attributes, shapes, types) are measured once, in a process of their own.
+    Results are kept in the user's cache folder.
     """
     count = threads_for(devices, threads)
     stages = single_blocks(analysis)
@@ -64,7 +64,7 @@ def measure_blocks(analysis: Analysis, devices: Sequence[Device], threads: int |
 
 @remembered
 def _measured(analysis: Analysis) -> dict[str, EngineCosts]:
-    """What was measured of a model, whether the cache can be written or not: auto mode asks for each candidate."""
+    """The measurements of a model so far, even if the cache can't be written: auto mode asks for each candidate."""
     return {}
 
 
@@ -74,7 +74,7 @@ def _contents(analysis: Analysis, device: Device, threads: int) -> list[str]:
 
 
 def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> str:
-    """A hash of all that a block's time and memory depend on. Names of nodes and values are left out."""
+    """A hash of everything that a block's time and memory depend on, without the names of nodes and values."""
     shapes = analysis.costs.shapes
     where = (
         f"{threads} threads" if device.kind == "cpu" else f"{identify_gpu(device.number_here).name}, replayed in a row"
@@ -106,7 +106,7 @@ def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> 
 
 
 def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[str, npt.NDArray[Any]]]:
-    """Arrays for a block's inputs. Sizes that others compute are known, and other integers are 0: a valid index."""
+    """Arrays for a block's inputs: constants that follow from sizes, and 0 for other integers, a valid index."""
     generator = np.random.default_rng(0)
     sizes = analysis.costs.bound.constants
     roles = find_roles(analysis.graph)

@@ -1,4 +1,4 @@
-"""Which of a model's operators TensorRT does not support, found before anything is built."""
+"""Finds a model's operators that TensorRT does not support, before anything is built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from splitc.runtime.units import block_range
 
 
 def with_refusals(plan: Plan) -> Plan:
-    """The plan with warnings of what an engine that is built can't do: see `describe_refusals`."""
+    """The plan with warnings for operators that its engine's builder does not support: see `describe_refusals`."""
     if not find_kind(plan.engine).is_built:
         return plan
     return replace(plan, warnings=(*plan.warnings, *describe_refusals(plan)))
@@ -33,7 +33,7 @@ def describe_refusals(plan: Plan) -> list[str]:
     """Warnings for operators that the parser of the plan's engine does not support, with their blocks and the reason.
 
     Blocks with the same operators and attributes give the same result, so only one of them is parsed. If TensorRT is
-    not installed, the only warning says so.
+    not installed, one warning says so.
     """
     if not is_installed(plan.engine):
         return [
@@ -55,7 +55,7 @@ def describe_refusals(plan: Plan) -> list[str]:
 
 
 def _content(stage: Stage) -> str:
-    """A key of what TensorRT's parser reads of a stage: operators, attributes and types."""
+    """A key of everything that TensorRT's parser reads of a stage: operators, attributes and types."""
     lines = []
     for node in stage.nodes:
         attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
@@ -77,7 +77,7 @@ def _write(plan: Plan, stage: Stage, folder: Path) -> Job:
 
 
 def _describe(plan: Plan, refusals: Sequence[tuple[Sequence[Stage], Refusal]]) -> list[str]:
-    """One line for each operator and reason."""
+    """Warnings, one for each operator and reason."""
     blocks: dict[tuple[str, str], dict[str, None]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     firsts: dict[tuple[str, str], str] = {}

@@ -1,4 +1,4 @@
-"""Check a package that was just written: load it, and compare it with the unsplit model on made-up inputs."""
+"""Checks a package that was just written: loads it, and compares it with the unsplit model on made-up inputs."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from splitc.runtime.units import first_few
 # are compared a block of each form at a time.
 LARGEST = 2 << 30
 FAULT = "This is a fault of splitc; please report it, and see what was split with 'splitc plan'"
-# What the adapter that packages with slots are compared with is called.
+# The name of the adapter with which packages with slots are compared.
 ADAPTER = "a random adapter"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a package was compared with the unsplit model, and the result or the reason why not."""
+    """Whether a package was compared with the unsplit model, and the result, or why not."""
 
     compared: bool
     text: str
@@ -55,8 +55,8 @@ class Verdict:
 def check_loads(package: Path, manifest: Manifest) -> None:
     """Raise ModelError unless ONNX Runtime loads each of the package's ONNX files.
 
-    Weights are mapped into memory, and not read. Files are loaded with the CPU provider, so a missing kernel is only an
-    error for packages that run on CPUs.
+    Weights are mapped, not read. Files are loaded with the CPU provider, so a missing kernel is only an error for
+    packages that run on CPUs.
     """
     on_cpu = all(rank.device.startswith("cpu") for rank in manifest.ranks)
     engines = [engine for rank in manifest.ranks for engine in rank.engines]
@@ -91,9 +91,9 @@ def _load_whole(path: Path, name: str, manifest: Manifest, uses_operators: bool)
 def check_outputs(plan: Plan, package: Path) -> Verdict:
     """Run package and model on the same inputs, and compare their outputs.
 
-    They run on the plan's GPUs if these are in this machine and have memory for both, else on CPU devices. Raises
-    ModelError, as `check_loads`, if the package can't be loaded, and OutputsDifferError if an output differs by more
-    than the tolerance of the model's number type, and by much more than rounding changes it in the unsplit model.
+    They run on the plan's GPUs if this machine has these and they have memory for both, else on CPU devices. Raises
+    ModelError, as `check_loads` does, if the package can't be loaded. Raises OutputsDifferError if an output differs by
+    more than the tolerance of the model's number type, and by much more than rounding changes it in the unsplit model.
     """
     graph = plan.analysis.graph
     weights = plan.analysis.costs.weight_bytes(graph.nodes)
@@ -124,7 +124,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
 
 
 def _open_package(plan: Plan, package: Path) -> Session:
-    """A session on the package. Its engines were built here, just now: they may bring code."""
+    """A session on the package. Its engines were just built here, so they may contain host code."""
     try:
         return Session(package, verify=NEVER, devices=_find_devices(plan), host_code=True)
     except PackageError:
@@ -133,7 +133,7 @@ def _open_package(plan: Plan, package: Path) -> Session:
 
 
 def _compare_adapted(plan: Plan, session: Session, path: Path, trusts_data: bool) -> str:
-    """Compare the engines with slots with the model at `path` that has the same slots. See `_compare`."""
+    """Compare the engines with slots with the model at `path`, with the same slots. See `_compare`."""
     session.adapters.put(ADAPTER, random_adapter(session.manifest.slots))
     with (
         adapted_file(plan.analysis, path, trusts_data) as adapted,
@@ -149,7 +149,7 @@ def _open_model(plan: Plan, session: Session, path: Path, trusts_data: bool) -> 
 
 
 def _check_blocks(plan: Plan, package: Path, most: int) -> Verdict:
-    """Compare one block of each form, since the whole is too large. Raises OutputsDifferError where they differ."""
+    """Compare one block of each form, since the model is too large. Raises OutputsDifferError if they differ."""
     checked = compare_blocks(plan, package, read_manifest(package), most)
     left_out = first_few([f"not {name}: {reason}" for name, reason in checked.skipped.items()])
     if not checked.differences:
@@ -165,7 +165,7 @@ def _check_blocks(plan: Plan, package: Path, most: int) -> Verdict:
 
 
 def _find_devices(plan: Plan) -> list[str]:
-    """The plan's devices if they are GPUs of this machine with free memory for package and model, else CPU devices."""
+    """The plan's devices if they are GPUs of this machine with memory for package and model, else CPU devices."""
     devices = [rank.device.local for rank in plan.ranks]
     one_host = len(host_numbers([rank.device for rank in plan.ranks])) <= 1
     if one_host and all(device.kind == "cuda" for device in devices):
@@ -177,14 +177,14 @@ def _find_devices(plan: Plan) -> list[str]:
 
 
 def _whole_bytes(plan: Plan) -> int:
-    """An upper bound of the unsplit model's bytes on made-up inputs: those of all ranks together."""
+    """An upper bound of the unsplit model's bytes on made-up inputs: all ranks' together."""
     return sum(rank.memory.total for rank in plan.ranks)
 
 
 def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | None = None) -> str | None:
-    """Compare the package with the unsplit model on the first sizes that this takes, and say what came of it.
+    """Compare the package with the unsplit model on the first sizes that the model takes. Returns the result as text.
 
-    None if it takes none. Raises OutputsDifferError if the package differs.
+    None if the model takes no sizes. Raises OutputsDifferError if the package differs.
     """
     held = session.adapters.sum(adapters)
     for inputs in _candidates(plan, session.inputs):
@@ -221,7 +221,7 @@ def _check_all(differences: Sequence[Difference], unsteady: str = "") -> None:
 
 
 def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The inputs with the shapes to try: probe sizes first, then the planned shapes."""
+    """The inputs with each set of shapes to try: probe sizes first, then the planned shapes."""
     analysis = plan.analysis
     for shapes in (plan.split.probe_shapes.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):

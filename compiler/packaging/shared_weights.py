@@ -1,8 +1,8 @@
 """Which weights several sessions of ONNX Runtime may share.
 
 A shared weight replaces a session's own weight of the same name. ONNX Runtime's transpose optimizer may have transposed
-that one in place, as it moved a Transpose through an Add: the shared one, which is as in the file, would then give
-wrong results. So a weight is shared only if the optimizer moves nothing through any operator that reads it.
+the session's own in place, when it moved a Transpose through an Add. The shared weight is as in the file, so results
+would be wrong. So a weight is shared only if the optimizer moves nothing through any operator that reads it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from splitc.compiler.operators.registry import operator_of
 
 
 def is_left_alone(weight: ir.Value) -> bool:
-    """Whether ONNX Runtime's optimizers leave a weight as it is: it is multiplied with, looked up in, or a norm's."""
+    """Whether ONNX Runtime's optimizers never change a weight: only products, lookups and norms read it."""
     return all(_keeps_inputs(use.node) for use in weight.uses())
 
 

@@ -23,7 +23,7 @@ from splitc.runtime.units import format_bytes
 def check_target(target: Path, force: bool) -> None:
     """Raise MisuseError unless a package may be written to `target`.
 
-    With `force`, a package that splitc wrote may be there, and nothing else may be in it.
+    With `force`, a package that splitc wrote may exist there, if nothing else is in its folder.
     """
     _folder_of(target)
     if not os.path.lexists(target):
@@ -37,7 +37,7 @@ def check_target(target: Path, force: bool) -> None:
 
 
 def _folder_of(target: Path) -> Path:
-    """The folder that a package is written into. Raises MisuseError if it is not there."""
+    """The parent folder of a package. Raises MisuseError if it does not exist."""
     parent = target.absolute().parent
     if not parent.is_dir():
         raise MisuseError(f"there is no folder {parent} to write the package into")
@@ -49,7 +49,7 @@ class _Listed(msgspec.Struct):
 
 
 class _AnyManifest(msgspec.Struct):
-    """What manifests of all versions have."""
+    """The fields that manifests of all versions have."""
 
     splitc: str
     files: list[_Listed]
@@ -60,14 +60,14 @@ class _Named(msgspec.Struct):
 
 
 class _AnyPipeline(msgspec.Struct):
-    """What the files of pipelines have."""
+    """The fields that pipeline files of all versions have."""
 
     modules: list[_Named]
     files: list[_Listed]
 
 
 def _foreign(target: Path) -> str | None:
-    """What is in the way of replacing a folder: it is no package, or has other files in it. None if nothing is."""
+    """Why a folder must not be replaced: it is no package, or has other files in it. None if it may be."""
     if not target.is_dir():
         return "is a file"
     try:
@@ -81,7 +81,7 @@ def _foreign(target: Path) -> str | None:
 
 
 def _files_of(package: Path) -> set[Path]:
-    """The files that a package says are its own, and its modules'. Raises OSError or DecodeError if it is none."""
+    """The files that a package lists as its own and its modules'. Raises OSError or DecodeError if it is no package."""
     if not (package / PIPELINE).exists():
         return _listed(package, FILE_NAME, msgspec.json.decode((package / FILE_NAME).read_bytes(), type=_AnyManifest))
     pipeline = msgspec.json.decode((package / PIPELINE).read_bytes(), type=_AnyPipeline)
@@ -102,7 +102,7 @@ def written_aside(target: Path, replace: bool) -> contextlib.AbstractContextMana
 
 
 def check_disk_space(target: Path, needed: int) -> int:
-    """The bytes that are free on the target's disk. Raises SplitcError if they are less than those `needed`."""
+    """The bytes that are free on the target's disk. Raises SplitcError if they are fewer than `needed`."""
     free = shutil.disk_usage(_folder_of(target)).free
     if free < needed:
         raise SplitcError(
@@ -114,9 +114,9 @@ def check_disk_space(target: Path, needed: int) -> int:
 
 @contextlib.contextmanager
 def full_disk_explained(target: Path, needed: int) -> Iterator[None]:
-    """Raise SplitcError if the disk has less than the `needed` bytes free, or if it gets full in the block.
+    """Raise SplitcError if the disk has fewer than `needed` bytes free, or if it gets full in the block.
 
-    Raises MisuseError if there is no such folder.
+    Raises MisuseError if the folder does not exist.
     """
     free = check_disk_space(target, needed)
     weights = f"the package's weights alone take {format_bytes(needed)}"

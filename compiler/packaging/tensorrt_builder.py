@@ -1,7 +1,7 @@
-"""Build TensorRT engines from ONNX files in separate processes, each of which builds some one after another.
+"""Builds TensorRT engines from ONNX files, in separate processes.
 
 Separate processes are needed because polygraphy chooses between TensorRT and TensorRT-RTX once, when it is imported; to
-get the memory of a build back; and because TensorRT may crash its process.
+free the memory of a build; and because TensorRT may crash its process.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ BUILDER = TensorrtBuilder()
 def build_engines(orders: Sequence[Order]) -> Built:
     """Build the engines of several orders at once. Returns the versions that built them.
 
-    Raises MisuseError if TensorRT is not installed; BuildError, which names the stage, the block and the node, if
-    TensorRT does not support a node or can't build an engine. All processes are ended then.
+    Raises MisuseError if TensorRT is not installed. Raises BuildError, which names the stage, the block and the node,
+    if TensorRT does not support a node or can't build an engine. All processes are ended then.
     """
     done, lock, processes = [0.0] * len(orders), threading.Lock(), Processes()
     tell, total = telling("building engines"), sum(len(order.jobs) for order in orders)

@@ -1,7 +1,7 @@
 """The process that builds TensorRT engines: reads an order from standard input, writes messages to standard output.
 
-All differences between TensorRT 8.6 to 11 and TensorRT-RTX are in `_open_network` and `_config`. What takes longer to
-import than a small engine takes to build (onnx_ir, polygraphy) is imported where it is used.
+All differences between TensorRT 8.6 to 11 and TensorRT-RTX are in `_open_network` and `_config`. onnx_ir and polygraphy
+take longer to import than a small engine takes to build, so they are imported where they are used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _run_job(trt: ModuleType, order: Order, number: int, job: Job, tell: Callable[[Any], None]) -> Failed | None:
-    """Parse the job's model, and build its engine if it has one. Returns the failure, or None."""
+    """Parse the job's model, and build its engine if it asks for one. Returns the failure, or None."""
     from polygraphy.backend.trt import engine_bytes_from_network
     from polygraphy.exception import PolygraphyException
 
@@ -79,7 +79,7 @@ def _run_job(trt: ModuleType, order: Order, number: int, job: Job, tell: Callabl
 
 
 def _use_gpu(job: Job) -> None:
-    """Build on the job's own GPU, or on this machine's last one if it has fewer: all are taken to be of one kind."""
+    """Build on the job's own GPU, or on the last one if this machine has fewer: all are assumed to be of one kind."""
     cupy = find_cupy()
     if cupy is not None and job.engine is not None:
         with suppress(cupy.cuda.runtime.CUDARuntimeError):
@@ -105,7 +105,7 @@ def _logger(trt: ModuleType) -> Any:
 
 
 def _open_network(trt: ModuleType, log: Any) -> tuple[Any, Any]:
-    """A builder and an empty network. It is strongly typed (keeps the graph's number types) if TensorRT has that."""
+    """A builder and an empty network, strongly typed (with the graph's number types) if TensorRT supports that."""
     flags = trt.NetworkDefinitionCreationFlag
     builder = trt.Builder(log)
     # TensorRT has strongly typed networks since 9, and always an explicit batch since 10.
@@ -196,7 +196,7 @@ def _number_types(job: Job) -> set[str]:
 
 
 def _monitor(trt: ModuleType, report: Callable[[float], None]) -> Any:
-    """A monitor that reports TensorRT's progress as one number. Phases are nested: each divides a step of the last."""
+    """A monitor that reports TensorRT's progress as one number. Phases are nested, each in a step of its parent."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -237,7 +237,7 @@ def _nodes(job: Job) -> list[Refusal]:
 
 
 def _refused(parser: Any, log: Any, nodes: Sequence[Refusal]) -> list[Refusal]:
-    """The nodes that the parser's errors are about. An error that names no node is about the last one it read."""
+    """The nodes of the parser's errors. An error that names no node is about the last node that was read."""
     by_name = {node.node: node for node in nodes}
     refused: dict[str, Refusal] = {}
     for error in map(parser.get_error, range(parser.num_errors)):
@@ -252,7 +252,7 @@ def _refused(parser: Any, log: Any, nodes: Sequence[Refusal]) -> list[Refusal]:
 
 
 def _describe(trt: ModuleType, order: Order) -> Built:
-    """The version and GPU that build here. TensorRT-RTX needs no GPU, and builds for all that it supports."""
+    """The version and the GPU of this build. TensorRT-RTX needs no GPU, and builds for all GPUs that it supports."""
     cupy = find_cupy()
     if order.kind == TENSORRT_RTX or cupy is None:
         return Built(trt.__version__)

@@ -1,4 +1,4 @@
-"""Forms of engines and of the preamble without masks (fusion/masks.py), which hide nothing but later tokens."""
+"""Engines and preamble without masks (fusion/masks.py), for requests whose masks hide only later tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ PREAMBLE, PLAIN_PREAMBLE = "preamble.onnx", "preamble.plain.onnx"
 
 
 def without_masks(graph: ir.Graph, preamble: Preamble) -> ir.Graph | None:
-    """A copy of a rank's graph whose attention is causal, in windows if masks have them, and adds none of the masks.
+    """A copy of a rank's graph with causal attention instead of the masks, and without blank rows.
 
-    Nor has it blank rows.
-
-    None if it has none itself, or reads one elsewhere.
+    Attention has a window where its mask has one. None if the graph has no masks, or reads one elsewhere.
     """
     masks = preamble.masks
     windows = {} if preamble.plain is None else preamble.plain.windows
@@ -39,7 +37,7 @@ def without_masks(graph: ir.Graph, preamble: Preamble) -> ir.Graph | None:
             node.attributes["causal"] = ir.AttrInt64("causal", 1)
             if (window := windows.get(value.name or "")) is not None:
                 node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window)
-            # A token sees itself at least, so that no row is NaN for want of a key.
+            # A token sees at least itself, so no row is NaN for lack of keys.
             if (zeroed := without_nan(node.outputs[0])) is not None:
                 zeroed.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
     blanks = [value for value in plain.inputs if value.name in preamble.blanks]
@@ -53,9 +51,9 @@ def without_masks(graph: ir.Graph, preamble: Preamble) -> ir.Graph | None:
 
 
 def write_preamble(preamble: Preamble | None, ranks: Sequence[m.Rank], writer: PackageWriter) -> list[m.Rank]:
-    """Write the preamble, if there is one, and the one without masks, if requests may leave them out.
+    """Write the preamble, if there is one, and its variant without masks, if requests may leave masks out.
 
-    Returns the ranks: without that form of their engines if any engine that takes a mask has none.
+    Returns the ranks. They lose their engines' variants without masks if any engine that takes a mask has none.
     """
     if preamble is None:
         return list(ranks)
@@ -77,5 +75,5 @@ def _with_forms(ranks: Sequence[m.Rank], masks: Collection[str]) -> list[m.Rank]
 
 
 def have_forms(ranks: Sequence[m.Rank]) -> bool:
-    """Whether requests may leave masks out: engines have forms without."""
+    """Whether requests may leave masks out: engines have variants without masks."""
     return any(engine.unmasked is not None for rank in ranks for engine in rank.engines)

@@ -18,8 +18,8 @@ from splitc.compiler.frontend.query_norms import runnable_file, take_out_norms
 def unsplit_file(analysis: Analysis) -> Iterator[tuple[Path, bool]]:
     """The model's file, and whether it may have data outside its folder.
 
-    Where adapters are merged, a file with them in its weights, for as long as the context lasts. So also where CPUs
-    have no kernel for norms of the model.
+    If adapters are merged, a file with them in its weights, inside the context. Likewise if CPUs have no kernel for
+    norms of the model.
     """
     graph = analysis.graph
     if not analysis.merged:

@@ -1,4 +1,4 @@
-"""Write files of weights: several at once, each tensor in pieces out of a memory map of its source."""
+"""Writes files of weights: several at once, each tensor in pieces from a memory map of its source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.futures import first_error
 from splitc.runtime.threads.progress import Bytes, counting
 
-# The bytes that are cut, hashed and written at a time: what stays in a core's own cache meanwhile.
+# The bytes that are cut, hashed and written at a time: they stay in a core's own cache meanwhile.
 PIECE = 1 << 20
 
 Array = npt.NDArray[Any]
@@ -27,19 +27,19 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file to write, which has the bytes of these tensors one after the other."""
+    """A file to write: the bytes of these tensors one after the other."""
 
     path: Path
     tensors: tuple[ir.TensorProtocol, ...]
 
 
 def in_source_order(tensors: Iterable[ir.TensorProtocol]) -> list[ir.TensorProtocol]:
-    """Tensors in the order in which their sources lie in the model's files, in which these are read."""
+    """Tensors in the order of their sources in the model's files, so that these are read sequentially."""
     return sorted(tensors, key=_place)
 
 
 def _place(tensor: ir.TensorProtocol) -> tuple[str, int, int, tuple[int, ...], int]:
-    """Where a tensor's source lies: its file, first byte, bytes and shape; in memory its name and id."""
+    """A sort key: the file, first byte, bytes and shape of a tensor's source; in memory its name and id."""
     source = _source(tensor.parts[0] if isinstance(tensor, JoinedTensor) else tensor)
     shape = _shape(source)
     if isinstance(source, ir.ExternalTensor):
@@ -48,7 +48,7 @@ def _place(tensor: ir.TensorProtocol) -> tuple[str, int, int, tuple[int, ...], i
 
 
 def _source(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    """What the tensor's bytes are cut out of. The tensor itself if it is not cut, or not between bytes."""
+    """The tensor that the bytes are cut from: the tensor itself if it is not cut, or if it is cut within bytes."""
     return tensor.source if isinstance(tensor, CutTensor) and _is_between_bytes(tensor) else tensor
 
 
@@ -83,7 +83,7 @@ def _write(file: WeightFile, writer: PackageWriter, count: Callable[[int], None]
 
 
 def _in_turn(tensor: ir.TensorProtocol) -> Sequence[ir.TensorProtocol]:
-    """The tensors whose bytes are those of the tensor, one after the other."""
+    """The tensors whose bytes, one after the other, are the tensor's."""
     return tensor.parts if isinstance(tensor, JoinedTensor) and tensor.axis == 0 else (tensor,)
 
 
@@ -107,9 +107,9 @@ def _pieces(array: Array, places: Mapping[int, Indices]) -> Iterator[Array]:
 
 
 def _elements(source: ir.TensorProtocol) -> Array:
-    """A tensor's elements as numbers of their size, or its bytes if several elements share one. A file is mapped.
+    """A tensor's elements as unsigned integers of their size; or its bytes, if elements share one. A file is mapped.
 
-    Numbers of the types of ml_dtypes are slow to move.
+    The types of ml_dtypes would be slow to move.
     """
     in_byte, size = _elements_in_byte(source), max(1, source.dtype.bitwidth // 8)
     shape = _shape(source)
@@ -134,7 +134,7 @@ def _elements_in_byte(tensor: ir.TensorProtocol) -> int:
 
 
 def _is_between_bytes(tensor: CutTensor) -> bool:
-    """Whether the tensor has all elements of each byte of its source that it has one of."""
+    """Whether the tensor is cut between bytes of its source, and not within one."""
     in_byte, length = _elements_in_byte(tensor), _shape(tensor.source)[-1]
     last = tensor.places.get(len(tensor.source.shape) - 1, slice(0, length))
     return in_byte == 1 or (
@@ -143,7 +143,7 @@ def _is_between_bytes(tensor: CutTensor) -> bool:
 
 
 def _places(tensor: ir.TensorProtocol) -> Mapping[int, Indices]:
-    """The indices of a tensor's elements, or bytes, in its source."""
+    """The indices of a tensor's elements in its source, or of its bytes if several elements share one."""
     if not isinstance(tensor, CutTensor) or not _is_between_bytes(tensor):
         return {}
     in_byte, last = _elements_in_byte(tensor), len(tensor.source.shape) - 1

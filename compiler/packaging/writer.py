@@ -1,4 +1,4 @@
-"""Write the files of a package. They are hashed while they are written, so that nothing is read again."""
+"""Writes the files of a package, and hashes them while they are written, so that nothing is read again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from splitc.runtime.errors import SplitcError
 from splitc.runtime.files.written import try_link
 from splitc.runtime.package.manifest import File
 
-# The bytes that are written at a time. For larger writes Linux takes larger blocks for its page cache, which a virtual
-# machine often has given back to its host: to get them again takes two to four times as long.
-# From Linux 6.18 on, it maps the whole block around a byte that is read (see MAPPED_AROUND).
+# The bytes that are written at a time. For larger writes Linux takes larger blocks of its page cache. A virtual machine
+# has often returned these to its host, and writing takes two to four times as long while it gets them back. From Linux
+# 6.18 on, it maps the whole block around a byte that is read (see MAPPED_AROUND).
 WRITE = 1 << 16
 
 
@@ -65,7 +65,7 @@ class PackageWriter:
         self._files[path] = File(self._name(path), hashed.size, blake3=hashed.hash)
 
     def stop(self) -> None:
-        """Let threads that write end soon."""
+        """Let writing threads end soon."""
         self._stopped = True
 
     def check_stopped(self) -> None:

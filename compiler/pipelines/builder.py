@@ -1,4 +1,4 @@
-"""Build the engines of a package of several models, on the machine where it will run."""
+"""Builds the engines of a package of several models, on the machine where it will run."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def build_pipeline(
                 manifest, settings = read_sources(package / name, timing_cache)
                 manifests[name] = finish_package(folder / name, manifest, settings, package, jobs)
         modules = [msgspec.structs.replace(module, seal=read_seal(folder / module.name)) for module in pipeline.modules]
-        (folder / FILE_NAME).unlink()  # it may be a hard link to the one that it replaces
+        (folder / FILE_NAME).unlink()  # it may be a hard link to the old package's file
         write_pipeline(folder, msgspec.structs.replace(pipeline, modules=modules))
     return manifests

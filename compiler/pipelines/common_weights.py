@@ -1,7 +1,7 @@
 """Weights that several modules of a folder have in common, compared by content.
 
-Those of equal type and shape are compared by a few bytes first, and read whole only if these agree: to read all weights
-would take long.
+Weights of equal type and shape are compared by a few bytes first, and read whole only if these agree: to read all
+weights would take long.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.gpu.weight_places import PASSED_ON
 
 K = TypeVar("K", bound=Hashable)
-# Bytes at either end of a weight that are compared first: one page of memory; and bytes that are hashed at a time, as
-# in runtime/package/files.py.
+# The bytes at each end of a weight that are compared first: one page of memory. And the bytes that are hashed at a
+# time, as in runtime/package/files.py.
 GLANCE, PIECE = 1 << 12, 1 << 26
 
 
@@ -36,8 +36,8 @@ GLANCE, PIECE = 1 << 12, 1 << 26
 class CommonWeights:
     """The weights that several modules have in common.
 
-    `keys` are by module, by rank, and by the weight's name in the rank's graph. `spared` are the bytes of each device
-    that need not be held again, since another module's engine there has them.
+    - `keys`: by module, by rank, and by the weight's name in the rank's graph.
+    - `spared`: the bytes that each device need not hold again, since another module's engine there has them.
     """
 
     keys: Mapping[str, Sequence[Mapping[str, str]]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ NONE = CommonWeights()
 class _Held:
     """A common weight, or a part of one, that a module's rank holds, and its bytes.
 
-    `device` is where another module's engine may use it too; None if engines there do not share weights.
+    `device`: the device where another module's engine may use it too; None if engines there do not share weights.
     """
 
     module: str
@@ -65,8 +65,8 @@ class _Held:
 def find_common(plans: Mapping[str, Plan], swap: bool = False) -> CommonWeights:
     """The weights of 64 KiB and more that several of these modules have in common, whatever their names and files.
 
-    Ranks of several engines hold theirs inside these, and so do engines with a weight that sessions can't share.
-    With `swap`, only one module's weights are in memory at a time, so none are common.
+    Ranks with several engines hold their weights inside these, and so do engines with a weight that sessions can't
+    share. With `swap`, only one module's weights are in memory at a time, so none are common.
     """
     tensors = {name: _large_tensors(plan) for name, plan in plans.items()}
     equal = {} if swap else _find_equal(tensors)
@@ -85,7 +85,7 @@ def find_common(plans: Mapping[str, Plan], swap: bool = False) -> CommonWeights:
 
 
 def _large_tensors(plan: Plan) -> list[ir.TensorProtocol]:
-    """The model's weights that are worth holding once."""
+    """The model's weights that are large enough to be shared."""
     values = plan.analysis.graph.graph.initializers.values()
     tensors = (value.const_value for value in values if value.const_value is not None)
     return [tensor for tensor in tensors if tensor.dtype != ir.DataType.STRING and tensor.nbytes >= LISTED]
@@ -102,7 +102,7 @@ def _find_equal(tensors: Mapping[str, Sequence[ir.TensorProtocol]]) -> dict[int,
 def _in_several(
     tensors: Mapping[str, Iterable[ir.TensorProtocol]], key_of: Callable[[ir.TensorProtocol], K]
 ) -> dict[int, K]:
-    """The keys of the tensors whose keys several modules have, by the tensors' ids."""
+    """The keys that several modules have, by their tensors' ids."""
     keys = {name: {id(tensor): key_of(tensor) for tensor in own} for name, own in tensors.items()}
     count = Counter(key for own in keys.values() for key in set(own.values()))
     return {tensor: key for own in keys.values() for tensor, key in own.items() if count[key] > 1}
@@ -126,14 +126,14 @@ def _hash(tensor: ir.TensorProtocol) -> str:
 
 
 def _bytes(tensor: ir.TensorProtocol) -> npt.NDArray[np.uint8]:
-    """The tensor's bytes: those of a file are mapped, and not kept."""
+    """The tensor's bytes. A file is mapped, and not kept in memory."""
     if isinstance(tensor, ir.ExternalTensor):
         return np.memmap(Path(tensor.path), np.uint8, "r", tensor.offset or 0, (tensor.nbytes,))
     return np.frombuffer(tensor.tobytes(), np.uint8)
 
 
 class _Keys:
-    """The keys of a model's tensors that others have too, and of what is cut out of these for ranks."""
+    """The keys of a model's tensors that other modules have too, and of parts that are cut from them for ranks."""
 
     def __init__(self, tensors: Sequence[ir.TensorProtocol], keys: Mapping[int, str]) -> None:
         self._keys = {id(tensor): keys[id(tensor)] for tensor in tensors if id(tensor) in keys}
@@ -147,7 +147,7 @@ class _Keys:
         return bool(self._keys)
 
     def find(self, tensor: ir.TensorProtocol) -> str | None:
-        """The key of one of them, or of a part of one; None for others."""
+        """The key of one of these tensors, or of a part of one; None for other tensors."""
         if isinstance(tensor, CutTensor):
             return _derived(self.find(tensor.source), tensor, sorted(tensor.places.items()))
         if not isinstance(tensor, ir.ExternalTensor):
@@ -163,7 +163,7 @@ class _Keys:
 
 
 def _derived(key: str | None, tensor: ir.TensorProtocol, place: Any) -> str | None:
-    """The key of a part of what has this key. Long arrays of indices are told apart too."""
+    """The key of a part of the tensor with this key. Long arrays of indices are distinguished too."""
     if key is None:
         return None
     with np.printoptions(threshold=sys.maxsize):
@@ -171,7 +171,7 @@ def _derived(key: str | None, tensor: ir.TensorProtocol, place: Any) -> str | No
 
 
 def _find_held(module: str, plan: Plan, keys: _Keys) -> Iterator[_Held]:
-    """What the engines of a module's ranks hold of the tensors that have keys, whole or in part."""
+    """The tensors with keys, whole or in part, that the engines of a module's ranks hold."""
     kind = find_kind(plan.engine)
     if kind.is_built or not keys:
         return
@@ -189,7 +189,7 @@ def _find_held(module: str, plan: Plan, keys: _Keys) -> Iterator[_Held]:
 
 
 def _spared(held: Iterable[_Held]) -> dict[str, int]:
-    """The bytes that each device is spared, since a module before has them there."""
+    """The bytes that each device is spared, since an earlier module has them there."""
     there: set[tuple[str, str]] = set()
     spared: Counter[str] = Counter()
     for weight in held:

@@ -1,6 +1,7 @@
-"""Sizes of inputs from the configs beside the models, where the options say nothing.
+"""Sizes of inputs from the configs beside the models, for inputs without options.
 
-A rule is general: it reads sizes that a config states, and finds the axes that they belong to by the sizes beside them.
+A rule is general: it reads sizes that a config states, and finds the axes that they belong to by the sizes next to
+them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from splitc.runtime.files.written import read_config
 
 Config = Mapping[str, Any]
 Dimensions = Sequence[Dimension]
-# A rule gives the sizes of an input's axes that it knows; others are None. Empty if it knows none.
+# A rule returns the sizes of an input's axes, None for those that it does not know; empty if it knows none.
 Rule = Callable[[Config, Dimensions], Sequence[int | None]]
 
 
 def find_sizes(folder: ModelFolder, module: FolderModule) -> dict[str, Sequence[int | None]]:
-    """The sizes of a module's inputs that configs state. An axis of which they say nothing has None."""
+    """The sizes of a module's inputs that configs state; None for an axis that they do not mention."""
     sizes_of: dict[str, Sequence[int | None]] = {}
     for config, rule in _rules(folder, module):
         for name, dims in module.facts.inputs.items():
@@ -60,7 +61,7 @@ def _number(config: Config, name: str) -> int | None:
 
 
 def _pair(config: Config, name: str) -> tuple[int, int] | None:
-    """A size of two axes, which may be one number for both."""
+    """A size of two axes, which may be a single number for both."""
     value = config.get(name)
     if isinstance(value, list) and len(value) == 2 and all(isinstance(size, int) and size > 0 for size in value):
         return value[0], value[1]
@@ -68,7 +69,7 @@ def _pair(config: Config, name: str) -> tuple[int, int] | None:
 
 
 def _image_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
-    """Images, or the latents of a denoiser: planes of `sample_size`, or of `image_size` as transformers has it."""
+    """Images, or the latents of a denoiser: planes of `sample_size`, or of `image_size` in transformers' configs."""
     for size_name, channels_name in (("sample_size", "in_channels"), ("image_size", "num_channels")):
         size, channels = _pair(config, size_name), _number(config, channels_name)
         if size and channels and len(dims) == 4 and dims[1] == channels:
@@ -79,7 +80,7 @@ def _image_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
 
 
 def _cache_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
-    """Caches, as onnxruntime-genai's config has them: `num_key_value_heads` times `head_size` numbers a token."""
+    """Caches by onnxruntime-genai's config: `num_key_value_heads` times `head_size` numbers per token."""
     heads, width = _number(config, "num_key_value_heads"), _number(config, "head_size")
     if not heads or not width or len(dims) != 4 or (dims[1], dims[3]) == (heads, width):
         return ()
@@ -87,7 +88,7 @@ def _cache_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
 
 
 def _latent_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
-    """Latents of an autoencoder: `sample_size`, halved by each of its blocks but the last."""
+    """Latents of an autoencoder: `sample_size`, halved by each of its blocks except the last."""
     size, channels, blocks = (
         _pair(config, "sample_size"),
         _number(config, "latent_channels"),
@@ -99,7 +100,7 @@ def _latent_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
 
 
 def _sound_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
-    """A speech encoder's features, of which it halves the positions, and its states as a decoder reads them."""
+    """A speech encoder's features, whose positions it halves, and its hidden states as a decoder's input."""
     bins, positions, width = (_number(config, name) for name in ("num_mel_bins", "max_source_positions", "d_model"))
     if not bins or not positions or len(dims) != 3:
         return ()
@@ -107,10 +108,10 @@ def _sound_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
 
 
 def _prompt_length(folder: Path, encoder: str) -> int | None:
-    """How long diffusers' pipelines make a prompt: as its tokenizer says, or else the encoder's positions."""
+    """The length to which diffusers' pipelines pad a prompt: its tokenizer's, or else the encoder's positions."""
     tokenizer = _config(folder / encoder.replace("text_encoder", "tokenizer") / "tokenizer_config.json")
     length = _number(tokenizer, "model_max_length")
-    # Tokenizers without a limit say so by a number of 30 digits.
+    # Tokenizers without a limit have a number of 30 digits.
     return (
         length
         if length and length < 1 << 20
@@ -119,11 +120,11 @@ def _prompt_length(folder: Path, encoder: str) -> int | None:
 
 
 def _ids_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
-    """A prompt's ids, and its mask."""
+    """A prompt's token ids, and its mask."""
     return (None, config["length"]) if len(dims) == 2 else ()
 
 
 def _prompt_sizes(config: Config, dims: Dimensions) -> Sequence[int | None]:
-    """What a text encoder made of a prompt, as a denoiser reads it."""
+    """A text encoder's output for a prompt, as a denoiser's input."""
     widths = {_number(config, name) for name in ("cross_attention_dim", "joint_attention_dim")} - {None}
     return (None, config["length"]) if len(dims) == 3 and dims[2] in widths else ()

@@ -1,4 +1,4 @@
-"""Models that are no ONNX files yet: optimum exports them, where it is installed."""
+"""Models that are not ONNX files yet: optimum exports them, if it is installed."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ NEEDS = "--export needs optimum's exporter: pip install optimum-onnx transformer
 
 @contextmanager
 def exported(model: str, package: Path) -> Iterator[Path]:
-    """The folder of ONNX files that optimum makes of a model: a folder of transformers' or diffusers', or a Hub's id.
+    """The folder of ONNX files that optimum exports from a folder of transformers or diffusers, or from an id on a Hub.
 
-    It is beside the package, on the same disk, and is deleted in the end. Raises MisuseError where optimum is not
+    It is beside the package, on the same disk, and is deleted at the end. Raises MisuseError if optimum is not
     installed, ModelError for a model that it can't export.
     """
     with needed(NEEDS):
         from optimum.exporters.onnx import main_export
     with TemporaryDirectory(prefix=f".{package.name}-exported-", dir=package.absolute().parent) as folder:
         try:
-            with redirect_stdout(sys.stderr):  # what is printed there is the command's result
+            with redirect_stdout(sys.stderr):  # standard output is for the command's result
                 main_export(model, output=folder, task=_find_task(Path(model)))
-        except Exception as error:  # of any of its libraries, about a model that it was given
+        except Exception as error:  # any error of any of its libraries
             raise ModelError(f"optimum can't export {model}: {type(error).__name__}: {error}") from error
         yield Path(folder)
 
 
 def _find_task(folder: Path) -> str:
-    """optimum's name for what the model of a folder is for, with caches if it has any; it finds a Hub's model's itself.
+    """optimum's name for the task of a folder's model, with caches if it has any. "auto" for an id on a Hub.
 
     The configs name the model's class.
     """

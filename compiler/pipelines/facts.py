@@ -1,4 +1,4 @@
-"""What tells the models of a folder apart: read off their files, without their weights."""
+"""Facts that distinguish the models of a folder: read from their files, without their weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Dimension = int | str | None
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's inputs with their dimensions, its outputs, and its weights: their bytes, and the files beside it.
+    """A model's inputs with their dimensions, its outputs, and the bytes of its weights and the files beside it.
 
-    `switch` is the input that decides an If which makes all outputs: it chooses between two models in one file.
+    `switch` is the input that decides an If with all outputs: it chooses between two models in one file.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""A folder of models, understood by what is in it: its modules, the files that travel with them, and what does not."""
+"""A folder of models, by its contents: its modules, the files that travel with them, and files that are left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitc.compiler.pipelines.facts import ModelFacts, read_facts
 from splitc.compiler.pipelines.folder_names import GENAI, files_of_folder, find_models, is_package, name_models
 from splitc.compiler.pipelines.names import names_of_uses, need_modules
 
-# Weights for other programs, and their tables of contents. They are what the ONNX files hold already.
+# Weights for other programs, and their tables of contents. The ONNX files hold the same weights.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot", ".onnx_data")
 OTHER_WEIGHTS = (*WEIGHTS, ".onnx.data", *(f"{suffix}.index.json" for suffix in (".safetensors", ".bin")))
 
@@ -40,7 +40,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """The models of the folder `path`, the `files` that travel with them, and what is left out."""
+    """The models of the folder `path`, the `files` that travel with them, and the files that are left out."""
 
     path: Path
     modules: tuple[FolderModule, ...]
@@ -60,13 +60,13 @@ class ModelFolder:
 def read_folder(
     path: Path, wanted: Sequence[str] = (), bound: Collection[str] = (), trusts_links: bool = False
 ) -> ModelFolder:
-    """Read what a folder holds. `wanted` are names of modules, or short ones; without any, those of the default.
+    """Read the contents of a folder. `wanted` are names of modules, or aliases; without any, the default modules.
 
     A model with a switch has two uses, each a module, unless the switch is among the `bound` inputs (`NAME.INPUT` or
-    `INPUT`). It is left out by default if the two are in files of their own beside it.
+    `INPUT`). It is left out by default if the two are also separate files beside it.
 
     Raises ModelError for a folder without models or with two of one name, and for a file that is a link to outside,
-    unless `trusts_links`; MisuseError for a wanted module that is not there.
+    unless `trusts_links`; MisuseError if a wanted module does not exist.
     """
     if is_package(path):
         raise ModelError(f"{path} is a package, made by 'splitc compile': name the folder of the ONNX models")
@@ -99,7 +99,7 @@ def read_folder(
 
 
 def _check_names_readable(files: Sequence[PurePosixPath]) -> None:
-    """Raise ModelError for a file whose name is no UTF-8: the package's tables of contents are UTF-8."""
+    """Raise ModelError for a file whose name is not UTF-8: the package's tables of contents are UTF-8."""
     for file in files:
         try:
             str(file).encode()
@@ -111,7 +111,7 @@ def _check_names_readable(files: Sequence[PurePosixPath]) -> None:
 def _check_inside(folder: Path, files: Sequence[PurePosixPath], models: Iterable[PurePosixPath]) -> None:
     """Raise ModelError for a link to outside the folder: a folder must not copy any file of this machine.
 
-    In caches that hold files by their hashes, all files are links to one folder, the models too.
+    In caches that store files by their hashes, all files are links to one folder, including the models.
     """
     roots = {folder.resolve(), *((folder / model).resolve().parent for model in models)}
     for file in files:
@@ -132,7 +132,7 @@ def _leave_out(folder: Path, path: str, why: str) -> LeftOut:
 def _name_models(
     folder: Path, models: Mapping[PurePosixPath, ModelFacts]
 ) -> tuple[dict[str, ModelFacts], dict[Path, str]]:
-    """The models by name, and those that are not used, with the reason."""
+    """The models by name, and the unused ones with the reason."""
     names = [(name, models[path]) for name, path in name_models(folder, models)]
     used = {facts.path for _, facts in names}
     _check_names([(name, facts.path) for name, facts in names])
@@ -143,7 +143,7 @@ def _name_models(
 def _find_spare(named: Mapping[str, ModelFacts]) -> dict[str, str]:
     """Models with a switch that are another form of two others beside them, with the reason to leave them out.
 
-    Between them, the two have all its inputs but the switch, and all its outputs.
+    Together the two have all its inputs except the switch, and all its outputs.
     """
     spare = {}
     for name, facts in named.items():
@@ -158,7 +158,7 @@ def _find_spare(named: Mapping[str, ModelFacts]) -> dict[str, str]:
 
 
 def _uses(name: str, facts: ModelFacts, bound: Collection[str]) -> list[FolderModule]:
-    """A model's uses: two if it has a switch that is open."""
+    """A model's uses: two if it has a switch that is not bound."""
     if facts.switch is None or facts.switch in bound or f"{name}.{facts.switch}" in bound:
         return [FolderModule(name, facts)]
     uses = zip(names_of_uses(name), (False, True), strict=True)

@@ -1,4 +1,4 @@
-"""The names of the models of a folder, by where they lie or by what genai_config.json says. No model is opened."""
+"""The names of the models of a folder, from their paths or from genai_config.json. No model is opened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GENAI = "genai_config.json"
 
 
 def files_of_folder(folder: Path) -> Iterator[PurePosixPath]:
-    """The files of a folder and its subfolders, by their paths in it, without hidden ones and packages of splitc's."""
+    """The files of a folder and its subfolders, as paths relative to it, without hidden files and splitc's packages."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and not is_package(Path(place, name)))
         for name in sorted(file for file in names if not file.startswith(".")):
@@ -25,7 +25,7 @@ def files_of_folder(folder: Path) -> Iterator[PurePosixPath]:
 
 
 def is_package(folder: Path) -> bool:
-    """Whether a folder is what `splitc compile` makes: its engines are ONNX files too."""
+    """Whether a folder is a package of `splitc compile`: its engines are ONNX files too."""
     return (folder / PIPELINE).is_file() or ((folder / MANIFEST).is_file() and (folder / "rank0").is_dir())
 
 
@@ -37,7 +37,7 @@ def find_models(files: Collection[PurePosixPath]) -> list[PurePosixPath]:
 def name_models(folder: Path, models: Collection[PurePosixPath]) -> list[tuple[str, PurePosixPath]]:
     """The models of a folder that are used, with their names. Two may have one name.
 
-    Raises ModelError if genai_config.json names none, or one that is not there.
+    Raises ModelError if genai_config.json names none, or one that does not exist.
     """
     if (folder / GENAI).is_file():
         roles = _read_genai(folder)
@@ -59,7 +59,7 @@ def _read_genai(folder: Path) -> dict[str, PurePosixPath]:
 
 
 def read_genai_section(folder: Path, model: str) -> dict[str, Any]:
-    """What genai_config.json says of a model, which is named by its path; empty if it says nothing."""
+    """The section of genai_config.json for a model, which is named by its path; empty if there is none."""
     sections = _sections(folder) if (folder / GENAI).is_file() else ()
     return next((section for _, section in sections if section["filename"] == model), {})
 

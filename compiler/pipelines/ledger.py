@@ -1,7 +1,7 @@
-"""What modules hold of the devices that they share, and what they leave.
+"""The memory that modules hold on shared devices, and the memory that they leave.
 
-Weights, caches, engines and what requests with adapters take add up. Of activations the largest counts, since modules
-run one after the other.
+Weights, caches, engines and the memory for requests with adapters add up. Of activations the largest counts, since
+modules run one after the other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from splitc.runtime.hardware.devices import Device
 
 @dataclass(frozen=True)
 class DeviceSum:
-    """The bytes that all modules hold on a device; `activations` are the most that one of them needs as it runs.
+    """The bytes that all modules together hold on a device.
 
-    `activations` also count what a module needs only while it is loaded. `common` are bytes that several modules have
-    and the device holds once; `weights` do not count them again. Of weights that modules swap, `weights` count those of
-    the largest module, which are `swapped`. So many of the weights as `mapped` stay in files, and take no memory.
-    `adapters` are what requests with adapters take beside all that.
+    - `weights`: without weights that another module holds there already. Of swapped weights, only the largest module's.
+    - `activations`: the most that one module needs while it runs, including memory that it needs only while it is
+      loaded.
+    - `common`: bytes that several modules have and the device holds once.
+    - `swapped`: the part of `weights` that modules swap.
+    - `mapped`: the part of `weights` that stays in files, and takes no memory.
+    - `adapters`: the additional memory for requests with adapters.
     """
 
     device: str
@@ -52,12 +55,12 @@ class DeviceSum:
 
     @property
     def left(self) -> Budget:
-        """The budget that is left for what stays; below 0 if there is none."""
+        """The budget that is left for resident bytes; below 0 if it is exceeded."""
         return None if self.budget is None else self.budget - self.resident
 
     @property
     def missing(self) -> int:
-        """The bytes by which it exceeds its budget."""
+        """The bytes by which the total exceeds the budget."""
         return 0 if self.budget is None else max(0, self.total - self.budget)
 
 
@@ -67,9 +70,9 @@ def sum_devices(
     spared: Mapping[str, int] = MappingProxyType({}),
     swap: bool = False,
 ) -> list[DeviceSum]:
-    """What plans hold together on each device that has a budget. `spared` are the bytes that are held once there.
+    """The bytes that plans hold together on each device with a budget. `spared` are bytes that are held once there.
 
-    With `swap`, modules work in turn, and have memory for their weights then.
+    With `swap`, modules work in turn, and only then have memory for their weights.
     """
     sums = {device: DeviceSum(device, budget) for device, budget in budgets.items()}
     for plan in plans:  # an edited plan may name more
@@ -87,7 +90,7 @@ def _spare(device_sum: DeviceSum, common: int) -> DeviceSum:
 
 
 def can_swap(plan: Plan, rank: RankPlan) -> bool:
-    """Whether a rank's weights can be moved in and out: on GPUs those of one engine, of types that can be passed on."""
+    """Whether a rank's weights can be swapped; on GPUs, if it has one engine, and their types can be passed on."""
     kind, device = find_kind(plan.engine), rank.device
     if device.kind not in kind.swaps_weights or device.kind == "cpu":
         return device.kind in kind.swaps_weights
@@ -98,7 +101,7 @@ def can_swap(plan: Plan, rank: RankPlan) -> bool:
 
 
 def _add(before: DeviceSum, ranks: Sequence[RankPlan], moved: int) -> DeviceSum:
-    """The sum with the ranks that one module has on the device, of whose weights so many bytes are there in turn."""
+    """The sum with one module's ranks on the device. `moved` are the bytes of their weights that it swaps."""
     memory = [rank.memory for rank in ranks]
     terms = ("weights", "cache", "engines", "adapters", "in_files")
     weights, cache, engines, adapters, mapped = (sum(getattr(own, term) for own in memory) for term in terms)
@@ -117,10 +120,10 @@ def _add(before: DeviceSum, ranks: Sequence[RankPlan], moved: int) -> DeviceSum:
 
 
 def left_for(devices: Sequence[Device], sums: Sequence[DeviceSum], running: bool, swapped: bool) -> list[str]:
-    """The budgets of one more module as `--memory` has them: what the others leave on its devices.
+    """The budgets of one more module, as `--memory` takes them: what the others leave on its devices.
 
-    With `running`, the others' activations are kept free too, for a module that holds more than it needs as it runs;
-    with `swapped`, the weights that others swap, for one that needs more as it runs.
+    With `running`, the others' activations are kept free too, for a module that holds more than it needs while it runs.
+    With `swapped`, the weights that others swap are, for a module that needs more while it runs.
     """
     count = Counter(map(str, devices))
 

@@ -1,4 +1,4 @@
-"""The names of modules: from where a model lies, and the short names by which users know some of them."""
+"""The names of modules: from a model's path, and the aliases that users know for some of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIASES = {
     "vae": ("vae_encoder", "vae_decoder"),
     "clip_vision": ("image_encoder",),
 }
-# optimum's names of the two uses of a decoder that chooses by an input: without a cache, and with one.
+# optimum's names of the two uses of a decoder with a switch: without a cache, and with one.
 USES = {"decoder_model_merged": ("decoder_model", "decoder_with_past_model")}
 
 
@@ -23,7 +23,7 @@ def module_names(paths: Collection[PurePosixPath]) -> dict[PurePosixPath, str]:
     """The names of models, by their paths in a folder.
 
     A model has the name of its subfolder if it is alone there or is called `model`; else its own, without the suffix.
-    Where several have one name, folders above come before it, as in `first_onnx` and `second_onnx`.
+    If several have one name, parent folders are prepended, as in `first_onnx` and `second_onnx`.
     """
     beside = Counter(path.parent for path in paths)
     parts = {}
@@ -41,17 +41,17 @@ def module_names(paths: Collection[PurePosixPath]) -> dict[PurePosixPath, str]:
 
 
 def names_of_uses(name: str) -> tuple[str, str]:
-    """The names of the two uses of a model with a switch: where it is false, and where it is true."""
+    """The names of the two uses of a model with a switch: for false, and for true."""
     return USES.get(name, (f"{name}_false", f"{name}_true"))
 
 
 def find_modules(name: str, modules: Collection[str]) -> list[str]:
-    """The modules that a name means: itself, or those of an alias that are there. Empty if there are none."""
+    """The modules that a name means: itself, or the existing ones of an alias. Empty if there are none."""
     return [name] if name in modules else [module for module in ALIASES.get(name, ()) if module in modules]
 
 
 def need_modules(name: str, modules: Sequence[str], option: str) -> list[str]:
-    """As `find_modules`. Raises MisuseError, which names the option and the modules that there are, for none."""
+    """As `find_modules`. Raises MisuseError, which names the option and the existing modules, if there are none."""
     if meant := find_modules(name, modules):
         return meant
     short = [f"{alias} ({', '.join(meant)})" for alias in ALIASES if (meant := find_modules(alias, modules))]

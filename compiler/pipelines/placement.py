@@ -1,4 +1,4 @@
-"""Place the modules of a folder on devices, one after the other: each gets the memory that those before it leave."""
+"""Places the modules of a folder on devices, one after the other: each gets the memory that earlier ones leave."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError, SplitcError, col
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.threads.garbage import rare_garbage
 
-# Modules are split, the largest first, until the fullest device holds at most this much more than an even share: less
-# is not worth making a small module slower. A choice: a split module's ranks wait for each other.
+# Modules are split, largest first, until the fullest device holds at most this many times an even share. A more even
+# placement is not worth making a small module slower. A choice: a split module's ranks wait for each other.
 UNEVEN = 1.2
-# What is free on a device that holds nothing, where budgets are not known: more than on any other.
+# The free memory of a device that holds nothing, if budgets are not known: more than on any other.
 EMPTY = 1
 LAYER = "layer"
 # Why a module is where it is.
@@ -49,12 +49,12 @@ def plan_pipeline(
     """Decide which part of which module of a folder each device holds.
 
     `devices` and the request's mode, shapes and settings may name modules, as on the command line. `wanted` are the
-    modules to take; by default all, of a model in two forms one. Modules with devices of their own come first, then
-    the largest. `tensor_split` has the shares of each module that is split. With `swap`, modules work in turn, and give
-    each other the memory of their weights.
+    modules to take; by default all, and one of a model in two forms. Modules with devices of their own come first, then
+    the largest. `tensor_split` has the shares of each module that is split. With `swap`, modules work in turn, and hand
+    over the memory of their weights.
 
-    Raises as `plan_model` does, with the module's name; ModelError for a folder without models, MisuseError for a
-    module that is not there.
+    Raises as `plan_model` does, with the module's name; ModelError for a folder without models, MisuseError if a module
+    does not exist.
     """
     read = read_folder(Path(folder), wanted, request.settings.keys(), request.trust_external_data)
     asked = divide_request(read, [devices] if isinstance(devices, str) else devices, request)
@@ -102,15 +102,15 @@ class Planner:
         return sum_devices([module.plan for module in self.done.values()], self.budgets, swap=self._swap)
 
     def place(self, asked: ModuleRequest, devices: Sequence[Device], why: str) -> None:
-        """Put a module on these devices. On one of them it is whole, unless its own mode was asked for."""
-        if len(devices) == 1:  # shares are for those that are split
+        """Place a module on these devices. On a single device it is whole, unless a mode was asked for this module."""
+        if len(devices) == 1:  # shares are for modules that are split
             whole = replace(asked.request, tensor_split=None)
             asked = replace(asked, request=whole if asked.own_mode else whole.in_mode(LAYER))
         with module_named(asked.module.name, self.sums):
             self.done[asked.module.name] = ModulePlan(asked.module, self._plan(asked, devices), why)
 
     def place_freely(self, asked: ModuleRequest, is_large: bool) -> None:
-        """Put a module on one of the shared devices, or over all of them if it is large, or its mode was asked for."""
+        """Place a module on one shared device, or on all of them if it is large, or a mode was asked for it."""
         if len(self._shared) == 1 or self._alone or (asked.own_mode and asked.request.split_mode != AUTO):
             self.place(asked, self._shared, ONLY if len(self._shared) == 1 else NAMED)
         elif is_large:
@@ -124,7 +124,7 @@ class Planner:
                 self._spread(asked, MISFIT)
 
     def count_splits(self, sizes: Sequence[int]) -> int:
-        """How many of the shared modules, whose weights have these sizes, from the largest on, are to be split."""
+        """The number of shared modules to split, from the largest on. `sizes` are the bytes of their weights."""
         free = [max(1.0, float(size)) for size in self._free()]
         even = sum(sizes) / sum(free)
         for count in range(len(sizes)):
@@ -137,7 +137,7 @@ class Planner:
         return len(sizes)
 
     def _free(self) -> list[int]:
-        """What is free on each shared device. If a budget is not known, they are compared by what they hold."""
+        """The free bytes of each shared device. If a budget is not known, devices are compared by what they hold."""
         sums = {held.device: held for held in self.sums}
         shared = [sums[str(device)] for device in self._shared]
         known = [held.left for held in shared if held.left is not None]
@@ -145,9 +145,9 @@ class Planner:
         return known if len(known) == len(shared) else [2 * fullest + EMPTY - held.resident for held in shared]
 
     def _spread(self, asked: ModuleRequest, why: str) -> None:
-        """Put a module over all shared devices. What can't be split stays whole if it may, and the plan says so.
+        """Place a module on all shared devices. If it can't be split, it stays whole if it may, and the plan says so.
 
-        That is to relieve a device, which copies of the module would not.
+        It is spread to relieve a device, so copies of it would not help.
         """
         asked = replace(asked, request=replace(asked.request, may_copy=False))
         try:
@@ -163,7 +163,7 @@ class Planner:
         self.done[module.name] = replace(module, plan=plan)
 
     def _plan(self, asked: ModuleRequest, devices: Sequence[Device]) -> Plan:
-        """The module's plan in the memory that is left, or in less if it would crowd out the others' activations."""
+        """The module's plan in the memory that is left, or in less, to keep the others' activations free."""
         before, plans = self.sums, [module.plan for module in self.done.values()]
         for running, swapped in ((False, False), (True, False), (True, True)):
             # The budgets leave the headroom free already.

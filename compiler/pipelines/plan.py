@@ -1,4 +1,4 @@
-"""The plans of a folder's modules, over devices that they share."""
+"""The plans of a folder's modules, on devices that they share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from splitc.runtime.units import first_few, format_bytes
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """A module's plan, and why it is on these devices. Its budgets are what the modules before it left."""
+    """A module's plan, and why it is on these devices. Its budgets are what earlier modules left."""
 
     module: FolderModule
     plan: Plan
@@ -34,8 +34,8 @@ class ModulePlan:
 class PipelinePlan(Listed):
     """The plans of all modules of a folder, in the folder's order, and the budgets of the devices by name.
 
-    `common` are the weights that modules have in common. With `swap`, modules work in turn, and give each other the
-    memory of their weights.
+    `common` are the weights that modules have in common. With `swap`, modules work in turn, and hand over the memory of
+    their weights.
     """
 
     folder: ModelFolder
@@ -46,7 +46,7 @@ class PipelinePlan(Listed):
 
     @property
     def devices(self) -> list[DeviceSum]:
-        """What all modules hold together on each device."""
+        """What all modules together hold on each device."""
         return sum_devices([module.plan for module in self.modules], self.budgets, self.common.spared, self.swap)
 
     def _listing(self) -> Listing:
@@ -73,7 +73,7 @@ def need_fit(plan: PipelinePlan) -> None:
 
 @contextmanager
 def module_named(name: str, sums: Sequence[DeviceSum] = ()) -> Iterator[None]:
-    """Errors with the module's name, and those of memory with what the other modules hold."""
+    """Add the module's name to errors, and to memory errors what the other modules hold."""
     try:
         yield
     except SplitcError as error:

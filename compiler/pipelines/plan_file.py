@@ -29,11 +29,12 @@ class ModuleEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceEntry(Struct, frozen=True):
-    """A device: its budget, which may be edited, and for reading what all modules hold of it together.
+    """A device. Its budget may be edited. The other fields show what all modules hold on it together.
 
-    `common_bytes` are weights that several modules have and the device holds once. Of weights that modules swap, only
-    those of the largest module count, which are `swapped_bytes`. `mapped_bytes` are weights that stay in files and take
-    no memory, `adapter_bytes` what requests with adapters take beside the rest.
+    - `common_bytes`: weights that several modules have and the device holds once.
+    - `swapped_bytes`: weights that modules swap, of which only the largest module's count.
+    - `mapped_bytes`: weights that stay in files and take no memory.
+    - `adapter_bytes`: the additional memory for requests with adapters.
     """
 
     budget_bytes: int | None = None
@@ -49,9 +50,11 @@ class DeviceEntry(Struct, frozen=True):
 
 
 class PipelinePlanFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a folder's plan.json. `files` travel with the models, and may be edited. `left_out` is to read.
+    """The content of a folder's plan.json.
 
-    With `swap`, modules work in turn. It may be edited.
+    - `files`: travel with the models, and may be edited.
+    - `left_out`: is for reading.
+    - `swap`: modules work in turn. It may be edited.
     """
 
     schema: int
@@ -98,7 +101,8 @@ def write_pipeline_plan(plan: PipelinePlan, path: Path) -> None:
 def plan_from_pipeline_file(folder: Path, path: Path, trusts_data: bool = False) -> PipelinePlan:
     """The plan that a file describes, for the folder that it was made for.
 
-    Raises as `plan_from_file` does, for each module; DoesNotFitError if they need more of a device than its budget.
+    Raises as `plan_from_file` does, for each module, and DoesNotFitError if the modules need more of a device than its
+    budget.
     """
     content = read_json(path)
     if isinstance(content, dict) and "modules" not in content:

@@ -1,4 +1,4 @@
-"""What a user asks of each module: options with a module's name before them are that module's, others are for all.
+"""A user's request for each module: options with a module's name before them are for that module, others for all.
 
 -d "text_encoder=cuda1,transformer=cuda0&cuda1"    --split-mode transformer=tensor
 --shapes transformer.hidden_states:1x4096x64       --set decoder.use_cache_branch=true
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModuleRequest:
-    """What is asked of a module. Without `devices` the planner chooses. `own_mode`: the mode was named for it."""
+    """The request for a module. Without `devices` the planner chooses. `own_mode`: the mode was given for it."""
 
     module: FolderModule
     request: Request
@@ -33,9 +33,9 @@ class ModuleRequest:
 
 @dataclass(frozen=True)
 class PipelineRequest:
-    """What is asked of all modules. `shared` are the devices of those without devices of their own.
+    """The requests for all modules. `shared` are the devices of modules without devices of their own.
 
-    `devices` are all of them, each once.
+    `devices` are all devices, once each.
     """
 
     modules: tuple[ModuleRequest, ...]
@@ -44,9 +44,9 @@ class PipelineRequest:
 
 
 def divide_request(folder: ModelFolder, devices: Sequence[str], request: Request) -> PipelineRequest:
-    """Divide what is asked of a folder among its modules.
+    """Divide a request for a folder among its modules.
 
-    Raises MisuseError for a module, an input or a device that is not there.
+    Raises MisuseError if a module, an input or a device does not exist.
     """
     own, shared_texts = _divide_devices(folder.names, devices)
     named = parse_devices([*(text for texts in own.values() for text in texts), *shared_texts])
@@ -78,7 +78,7 @@ def _check_modes(request: Request, modes: Collection[str]) -> None:
 
 
 def _place(device: Device) -> tuple[int, str, int]:
-    """Where a device stands in tables."""
+    """A sort key: a device's place in tables."""
     return device.host or 0, device.kind, device.index
 
 
@@ -111,7 +111,7 @@ def _divide_devices(names: Sequence[str], texts: Sequence[str]) -> tuple[dict[st
 def _divide_adapters(
     names: Sequence[str], asked: Sequence[tuple[str, float]]
 ) -> dict[str, tuple[tuple[str, float], ...]]:
-    """The adapters of each module, as in `unet=FILE`. Raises MisuseError for one that does not say which it is for."""
+    """The adapters of each module, as in `unet=FILE`. Raises MisuseError for an adapter without a module."""
     own: dict[str, tuple[tuple[str, float], ...]] = {}
     for text, strength in asked:
         name, equals, _ = text.partition("=")
@@ -141,9 +141,9 @@ def _divide_modes(names: Sequence[str], text: str) -> tuple[str, dict[str, str]]
 
 
 def divide_by_input(modules: Sequence[FolderModule], given: Mapping[str, T], flag: str) -> dict[str, dict[str, T]]:
-    """What is given for inputs, for each module by its inputs' names. `MODULE.INPUT` overrides `INPUT`.
+    """Divide what is given for inputs among the modules that have them. `MODULE.INPUT` overrides `INPUT`.
 
-    Raises MisuseError for an input that is not there.
+    Raises MisuseError if no module has an input.
     """
     plain: dict[str, dict[str, T]] = {module.name: {} for module in modules}
     prefixed: dict[str, dict[str, T]] = {module.name: {} for module in modules}
@@ -160,7 +160,7 @@ def divide_by_input(modules: Sequence[FolderModule], given: Mapping[str, T], fla
 
 
 def _find_owners(modules: Sequence[FolderModule], key: str) -> list[tuple[FolderModule, str]]:
-    """The modules that a name before an input means, and the input."""
+    """The modules that the prefix of an input's name means, each with the input."""
     names = [module.name for module in modules]
     prefixes = [prefix for prefix in (*names, *ALIASES) if key.startswith(f"{prefix}.")]
     return [

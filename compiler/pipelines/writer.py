@@ -1,4 +1,4 @@
-"""Write the package of a folder: the package of each module, the files that travel, and pipeline.json last."""
+"""Writes the package of a folder: the package of each module, the files that travel, and pipeline.json last."""
 
 from __future__ import annotations
 
@@ -42,10 +42,8 @@ def compile_pipeline(
 ) -> dict[str, Manifest]:
     """Write the package of a folder's plan: all modules, or nothing. Returns the modules' manifests by name.
 
-    What is wrong with several modules is said of each.
-
-    The arguments are those of `compile_model`, which also says what is raised; `fills` may name modules, as in
-    `unet.sample`. Files of weights that are equal in two modules are one file on the disk.
+    Errors of several modules are raised together. Arguments and errors are those of `compile_model`; `fills` may name
+    modules, as in `unet.sample`. Files of weights that are equal in two modules are one file on the disk.
     """
     target = Path(package)
     check_target(target, force)
@@ -103,7 +101,7 @@ def _engine_with_keys(engine: EngineFile, keys: Mapping[str, str]) -> EngineFile
 
 
 def _share_files(folder: Path, manifests: Mapping[str, Manifest]) -> None:
-    """Make files of equal content in two modules one file, with hard links, where the disk has such."""
+    """Replace files of equal content in two modules by hard links to one file, if the disk supports them."""
     first_of: dict[tuple[int, str], Path] = {}
     for name, manifest in manifests.items():
         for file in manifest.files:
@@ -120,7 +118,7 @@ def _share_files(folder: Path, manifests: Mapping[str, Manifest]) -> None:
 
 
 def _copy_files(plan: PipelinePlan, folder: Path) -> list[File]:
-    """Copy the files that travel to the places that they had. Returns their entries."""
+    """Copy the files that travel to the same paths. Returns their entries."""
     writer = PackageWriter(folder)
     for path in plan.folder.files:
         source, target = plan.folder.path / path, folder / path

@@ -1,1 +1,1 @@
-"""Weights that lie on other devices than the blocks: which those are, and which nodes go with them."""
+"""Weights that lie on other devices than the blocks: which these are, and which nodes go with them."""

@@ -1,4 +1,4 @@
-"""Which weights a request puts on other devices than the blocks, by name and by what they are."""
+"""The weights that a request puts on other devices than the blocks, by name or because they are experts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NAMED = 8
 
 
 def asked_devices(devices: Sequence[Device], request: Request) -> list[int]:
-    """The places of the devices that weights are to lie on. Raises MisuseError for one that is not among these."""
+    """The numbers of the devices for placed weights. Raises MisuseError for a device that is not among `devices`."""
     named = _named(devices, request)
     return [place for place, device in enumerate(devices) if str(device) in named]
 
 
 def _named(devices: Sequence[Device], request: Request) -> list[str]:
-    """The device of each `--place`, then that of `--experts`."""
+    """The device of each `--place`, then the one of `--experts`."""
     named = [_device(f"--place {place}", place.device, devices) for place in request.place]
     if request.experts is not None:
         named.append(_device(f"--experts {request.experts}", request.experts.device, devices))
@@ -35,9 +35,9 @@ def _named(devices: Sequence[Device], request: Request) -> list[str]:
 
 
 def asked_places(costs: Costs, devices: Sequence[Device], request: Request) -> dict[ir.Value, str]:
-    """The device of each weight that the request places. What `--place` does not match may be an expert.
+    """The device of each weight that the request places. `--place` takes precedence over `--experts`.
 
-    Raises MisuseError for a device that is not among these, a pattern that matches nothing, and a model without
+    Raises MisuseError for a device that is not among `devices`, a pattern that matches nothing, and a model without
     experts.
     """
     uses = placeable(costs)
@@ -52,7 +52,7 @@ def asked_places(costs: Costs, devices: Sequence[Device], request: Request) -> d
 
 
 def _device(flag: str, name: str, devices: Sequence[Device]) -> str:
-    """The device of this name among those of the plan."""
+    """The device of this name among the plan's devices."""
     named = parse_devices([name])
     if len(named) != 1 or named[0] not in devices:
         raise MisuseError(
@@ -63,7 +63,7 @@ def _device(flag: str, name: str, devices: Sequence[Device]) -> str:
 
 
 def _matching(costs: Costs, uses: Mapping[ir.Value, WeightUse], place: Place) -> list[ir.Value]:
-    """The weights that have a name that the pattern matches anywhere."""
+    """The weights with a name that the pattern matches anywhere."""
     pattern = re.compile(place.pattern)
     matching = [weight for weight, use in uses.items() if any(map(pattern.search, use.names))]
     if matching:
@@ -77,7 +77,7 @@ def _matching(costs: Costs, uses: Mapping[ir.Value, WeightUse], place: Place) ->
 
 
 def _experts(costs: Costs, asked: ExpertsPlace) -> list[ir.Value]:
-    """The experts of the first so many layers that have some."""
+    """The experts of the first layers that have some, as many layers as asked for."""
     layers = find_experts(costs)
     if not layers:
         raise MisuseError(

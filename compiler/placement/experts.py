@@ -1,9 +1,9 @@
-"""The experts of mixtures, found by structure: what a router chooses from, token by token.
+"""Finds the experts of mixtures by structure: a router chooses among them for each token.
 
-A router is a product whose results a TopK (or an ArgMax) over the experts follows. Between it and the node where all
-paths from its choice meet again lies the mixture: what is computed there from what the router reads, or from its
-choice. The experts' weights are those of products there that come in as many copies of a shape as there are experts,
-or that have an axis of that size. Operators that are a whole mixture say by themselves which inputs these are.
+A router is a product, followed by a TopK (or an ArgMax) over the experts. The mixture lies between it and the node
+where all paths from its choice meet again: it is computed from the router's input or from its choice. The experts'
+weights are those of products in the mixture that have as many copies of one shape as there are experts, or an axis of
+that size. For operators that are a whole mixture, the registry lists these inputs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from splitc.compiler.frontend.walks import ancestors, producers, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.placement.weights import WeightUse, placeable
 
-# A router chooses from at least so many experts.
+# The fewest experts of a router.
 FEWEST = 2
 
 
 def find_experts(costs: Costs) -> list[list[ir.Value]]:
-    """The experts' weights of each layer that has some, in the model's order."""
+    """The experts' weights of each layer with experts, in the model's order."""
     uses = placeable(costs)
     by_reader: dict[ir.Node, list[ir.Value]] = defaultdict(list)
     for weight, use in uses.items():
@@ -45,7 +45,7 @@ def find_experts(costs: Costs) -> list[list[ir.Value]]:
 
 
 def _readers(graph: Graph) -> Mapping[ir.Node, Sequence[ir.Node]]:
-    """The nodes that read what each node makes."""
+    """The readers of each node's outputs."""
     readers: dict[ir.Node, list[ir.Node]] = defaultdict(list)
     for node, reads in graph.reads.items():
         for maker in dict.fromkeys(producers(reads)):
@@ -54,7 +54,7 @@ def _readers(graph: Graph) -> Mapping[ir.Node, Sequence[ir.Node]]:
 
 
 def _of_operator(node: ir.Node, weights: Sequence[ir.Value], uses: Mapping[ir.Value, WeightUse]) -> list[ir.Value]:
-    """The experts' weights of an operator that is a mixture by itself."""
+    """The experts' weights of an operator that is a whole mixture."""
     numbers = operator_of(node).experts
     if not numbers:
         return []
@@ -88,9 +88,9 @@ def _of_router(
 
 
 def _of_so_many(costs: Costs, weights: Sequence[ir.Value], count: int) -> list[ir.Value]:
-    """The weights that so many experts may have: as many alike for each, or with an axis of them.
+    """The weights that fit `count` experts: as many of one shape for each, or with an axis of that size.
 
-    None unless there are matrices among them, one for each expert.
+    Empty unless there are matrices among them, one for each expert.
     """
     alike: dict[tuple[tuple[int, ...], ir.DataType | None], list[ir.Value]] = defaultdict(list)
     for weight in weights:
@@ -106,7 +106,7 @@ def _of_so_many(costs: Costs, weights: Sequence[ir.Value], count: int) -> list[i
 
 
 def _router_of(costs: Costs, choice: ir.Node, count: int) -> ir.Node | None:
-    """The product with a weight that gives a router's scores, one for each expert: the nearest one above its choice."""
+    """A router's product with a weight, with one score for each expert: the nearest product above its choice."""
     graph = costs.graph
     above = reached([choice], lambda node: producers(graph.reads[node]))
     products = (node for node in above if costs.is_product(node) and any(map(graph.is_constant, graph.reads[node])))
@@ -118,9 +118,10 @@ def _router_of(costs: Costs, choice: ir.Node, count: int) -> ir.Node | None:
 def _mixtures(
     graph: Graph, choice: ir.Node, router: ir.Node, readers: Mapping[ir.Node, Sequence[ir.Node]]
 ) -> Iterator[list[ir.Node]]:
-    """What may be the mixture of a choice: the nodes up to each node where all paths from it meet, the nearest first.
+    """Candidates for a choice's mixture: the nodes up to each node where all paths from it meet, nearest first.
 
-    Without those that make the choice. The last is where all paths from what the router reads meet too.
+    Nodes that the choice depends on are left out. The last candidate ends where all paths from the router's input meet
+    too.
     """
     deciding = ancestors([choice], graph.reads.__getitem__)
     source = _source(graph, router)
@@ -137,10 +138,10 @@ def _mixtures(
 
 
 def _meeting(graph: Graph, starts: Sequence[ir.Node], readers: Mapping[ir.Node, Sequence[ir.Node]]) -> ir.Node | None:
-    """The first node that all paths from some nodes to the model's outputs go through; None if there is none."""
+    """The first node on all paths from some nodes to the model's outputs; None if there is none."""
     after = sorted(reached(starts, lambda node: readers.get(node, ())), key=graph.position.__getitem__)
     begun: set[ir.Node] = set()
-    pending: dict[ir.Node, int] = {}  # by how many nodes each is read yet
+    pending: dict[ir.Node, int] = {}  # the number of each node's readers that are still to come
     for node in after:
         for maker in dict.fromkeys(producers(graph.reads[node])):
             if maker in pending:
@@ -158,7 +159,7 @@ def _meeting(graph: Graph, starts: Sequence[ir.Node], readers: Mapping[ir.Node, 
 
 
 def _source(graph: Graph, router: ir.Node) -> ir.Value | None:
-    """The computed value that a router reads, before it was cast or given another shape."""
+    """The computed value that a router reads, before casts and reshapes."""
     value = next((value for value in router.inputs if value is not None and not graph.is_constant(value)), None)
     while value is not None and (maker := value.producer()) is not None:
         if not operator_of(maker).is_view and maker.op_type != "Cast":

@@ -1,4 +1,4 @@
-"""The least cut of a graph between two sets of vertices, by Dinic's algorithm."""
+"""Minimum cut of a graph between two sets of vertices, by Dinic's algorithm."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 
 
 class Network:
-    """Vertices, which are numbers, with edges that have capacities."""
+    """A flow network: numbered vertices, and edges with capacities."""
 
     def __init__(self, vertices: int) -> None:
         self._edges: list[list[int]] = [[] for _ in range(vertices)]  # the numbers of each vertex's edges
         self._ends: list[int] = []
-        # What an edge can take yet. The edge that undoes edge `n` is `n ^ 1`.
+        # The residual capacity of each edge. The reverse of edge `n` is `n ^ 1`.
         self._left: list[float] = []
 
     def add_vertex(self) -> int:
@@ -29,7 +29,7 @@ class Network:
             self._left.append(left)
 
     def cut(self, sources: Iterable[int], sinks: Iterable[int]) -> set[int]:
-        """The fewest vertices on the sources' side of a cut of the least capacity.
+        """The smallest set of vertices on the sources' side of a minimum cut.
 
         There must be a cut of finite capacity.
         """
@@ -47,7 +47,7 @@ class Network:
                 pass
 
     def _levels(self, source: int) -> list[int]:
-        """How many edges away from the source each vertex is; -1 for one that can't be reached."""
+        """The distance of each vertex from the source in edges; -1 if it can't be reached."""
         levels = [-1] * len(self._edges)
         levels[source] = 0
         queue = deque([source])
@@ -61,7 +61,7 @@ class Network:
         return levels
 
     def _augment(self, source: int, sink: int, levels: Sequence[int], untried: list[int]) -> bool:
-        """Fill one more way to the sink along growing levels. Returns whether there is one."""
+        """Saturate one more path to the sink along growing levels. Returns whether there is one."""
         way: list[int] = []
         vertex = source
         while vertex != sink:

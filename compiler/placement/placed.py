@@ -1,7 +1,7 @@
 """The nodes that go with placed weights, and the blocks without them.
 
-The nodes that read placed weights go to their device. Products and lookups of other weights stay with the blocks. What
-lies between goes to whichever side makes fewer bytes cross, which is a least cut.
+The nodes that read placed weights go to their device. Products and lookups of other weights stay with the blocks. Nodes
+in between go to the side for which fewer bytes cross, which is a minimum cut.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from splitc.compiler.placement.weights import placeable, weight_uses
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.states import State
 
-# What a value that goes to another device costs beside its bytes, in bytes that take as long. A choice: the latency of
-# a transfer, so that of two places with about the same bytes the one with fewer values is cut.
+# The latency of a transfer, in bytes, which is added to a value's own. A choice: of two cuts with about the same bytes,
+# the one with fewer values is chosen.
 TRANSFER = 64 << 10
-# What is more than all that could cross: an edge that is cut only where nothing else separates two devices.
+# More than all bytes that could cross: such an edge is cut only if nothing else separates two devices.
 NEVER = float(1 << 60)
 
 
 def with_placed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> Analysis:
-    """The analysis with these weights, and the nodes that go with them, out of the blocks and on their devices.
+    """The analysis with these weights, and the nodes that go with them, moved from the blocks to their devices.
 
     Raises MisuseError if a node reads weights of two devices, and if no block is left.
     """
@@ -75,9 +75,9 @@ def with_placed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> Analysis
 
 
 def on_devices(analysis: Analysis, names: Mapping[str, str]) -> Analysis:
-    """The analysis with what is placed on other devices: the `names` of these by those before."""
+    """The analysis with placed weights on other devices. `names` maps the previous devices to these."""
     if not analysis.partition.placed:
-        return analysis  # the same one, of which more is known
+        return analysis  # the same object, for which results are remembered
     placed = tuple(replace(own, device=names[own.device]) for own in analysis.partition.placed)
     return replace(analysis, partition=replace(analysis.partition, placed=placed))
 
@@ -98,7 +98,7 @@ def _fixed(analysis: Analysis, devices: Mapping[ir.Value, str]) -> dict[ir.Node,
 
 
 def _released(analysis: Analysis, fixed: Collection[ir.Node]) -> frozenset[ir.Node]:
-    """The nodes that ranks can't compute by themselves any more: they read placed weights, or what is made of these."""
+    """The nodes that ranks can't rematerialize any more, since they depend on placed weights."""
     cheap, graph = analysis.partition.rematerializable, analysis.graph
     released: set[ir.Node] = set()
     for node in graph.nodes:
@@ -110,7 +110,7 @@ def _released(analysis: Analysis, fixed: Collection[ir.Node]) -> frozenset[ir.No
 
 
 def _with_released(analysis: Analysis, released: Collection[ir.Node]) -> list[Block]:
-    """The blocks with the released nodes before the others: each is in the first block that needs it."""
+    """The blocks with the released nodes, each at the beginning of the first block that needs it."""
     graph, blocks = analysis.graph, analysis.partition.blocks
     home = {node: number for number, block in enumerate(blocks) for node in block.nodes}
     needed: dict[ir.Node, int] = {}
@@ -127,14 +127,14 @@ def _with_released(analysis: Analysis, released: Collection[ir.Node]) -> list[Bl
 
 
 def _staying(costs: Costs, nodes: Iterable[ir.Node], devices: Collection[ir.Value]) -> set[ir.Node]:
-    """The products and lookups of weights that are not placed, but for slots, which go with their layers."""
+    """The products and lookups of weights that are not placed, except slots, which go with their layers."""
     uses = placeable(costs)
     others = {node for weight, use in uses.items() if weight not in devices for node in use.readers}
     return {node for node in nodes if node in others and (costs.is_product(node) or operator_of(node).reads_part)}
 
 
 def _parts(blocks: Sequence[Block], nodes: Collection[ir.Node], kind: str | None = None) -> Iterable[Block]:
-    """What the blocks have of some nodes, without those that have nothing."""
+    """The blocks with only these nodes, without empty ones."""
     wanted = set(nodes)
     for block in blocks:
         if own := tuple(node for node in block.nodes if node in wanted):
@@ -144,7 +144,7 @@ def _parts(blocks: Sequence[Block], nodes: Collection[ir.Node], kind: str | None
 def _going(
     analysis: Analysis, nodes: Sequence[ir.Node], fixed: Collection[ir.Node], staying: Collection[ir.Node]
 ) -> set[ir.Node]:
-    """The nodes that go to a device with those that are `fixed` there, so that the fewest bytes cross."""
+    """The nodes that go to a device with the `fixed` ones, so that the fewest bytes cross."""
     number = {node: index for index, node in enumerate(nodes)}
     network = Network(len(nodes))
     sizes = _Sizes(analysis.costs, {})
@@ -170,7 +170,7 @@ def _going(
 
 
 def _connect(network: Network, start: int, ends: Sequence[int], cost: float, backwards: bool = False) -> None:
-    """Edges that are cut once, however many of a value's readers are on the other side than its maker."""
+    """Add edges for a value that are cut once, no matter how many of its readers are on the other side."""
     if len(ends) == 1:
         network.add(*((ends[0], start) if backwards else (start, ends[0])), cost)
         return
@@ -183,7 +183,7 @@ def _connect(network: Network, start: int, ends: Sequence[int], cost: float, bac
 def _values(
     nodes: Sequence[ir.Node], reads: Mapping[ir.Node, tuple[ir.Value, ...]]
 ) -> dict[ir.Value, tuple[ir.Node, list[ir.Node]]]:
-    """The values that nodes make and others of them read, each with its maker and its readers."""
+    """The values between nodes, each with its producer and its readers among them."""
     inside = set(nodes)
     values: dict[ir.Value, tuple[ir.Node, list[ir.Node]]] = {}
     for node in nodes:
@@ -197,7 +197,7 @@ def _values(
 def _tied(
     states: Iterable[State], nodes: Sequence[ir.Node], reads: Mapping[ir.Node, tuple[ir.Value, ...]]
 ) -> Iterable[tuple[ir.Node, ir.Node]]:
-    """Nodes that stay together: a state's readers and the maker of its next value, which a device keeps."""
+    """Nodes that stay together: a state's readers and the producer of its next value, which a device keeps."""
     readers: dict[str, list[ir.Node]] = defaultdict(list)
     makers: dict[str, ir.Node] = {}
     for node in nodes:
@@ -211,7 +211,7 @@ def _tied(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of values. One whose size depends on data is taken to be as large as what it is made of."""
+    """Bytes of values. A value whose size depends on data is assumed to be as large as its producer's inputs."""
 
     costs: Costs
     known: dict[ir.Value, int]

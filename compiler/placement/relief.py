@@ -1,4 +1,4 @@
-"""What the planner may place by itself, where blocks alone do not fit the budgets: experts, and tables of rows."""
+"""The weights that the planner may place by itself if blocks alone do not fit the budgets: experts and tables."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.placement.experts import find_experts
 from splitc.compiler.placement.weights import placeable
 
-# A table is worth a place of its own from this share of the weights on. A choice: less relieves hardly any device.
+# Minimum share of the weights of a table that is placed. A choice: less relieves hardly any device.
 LEAST_SHARE = 0.01
 
 
 def reliefs(costs: Costs) -> list[list[ir.Value]]:
-    """Groups of weights that little is sent for, those that relieve a device most first.
+    """Groups of weights that need little traffic, those that relieve a device most first.
 
-    Tokens go to the experts of a layer and come back, and rows come from a table: about as much for each. So the
-    largest ones move the fewest bytes. What stays in files anyway relieves nobody.
+    Tokens go to the experts of a layer and come back, and rows come from a table: about the same traffic for each. So
+    the largest groups move the fewest bytes for their size. Weights that stay in files relieve no device.
     """
     uses = placeable(costs)
     experts = find_experts(costs)

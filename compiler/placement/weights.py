@@ -1,4 +1,4 @@
-"""The weights of a model as a user knows them: by which nodes they are read, and under which names they go."""
+"""The weights of a model as users know them: by their readers and their names."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from splitc.compiler.frontend.slots import is_slot_input
 
 @dataclass(frozen=True)
 class WeightUse:
-    """The nodes that read a weight, or what is computed from it alone, and the names that it goes by."""
+    """The nodes that read a weight, or a value computed from it alone, and the weight's names."""
 
     readers: tuple[ir.Node, ...]
     names: tuple[str, ...]
 
 
 def weight_uses(graph: Graph) -> Mapping[ir.Value, WeightUse]:
-    """How each weight is used, in the order in which they are read."""
+    """The uses of each weight, in the order in which weights are read."""
     made: dict[ir.Value, WeightUse] = {}
     for weight, nodes in graph.uses.items():
         if readers := tuple(node for node in nodes if node not in graph.constant):
@@ -38,7 +38,7 @@ def _names(weight: ir.Value, nodes: Sequence[ir.Node]) -> tuple[str, ...]:
 
 
 def placeable(costs: Costs) -> dict[ir.Value, WeightUse]:
-    """The weights that are worth a place of their own: smaller ones, and slots, go wherever they are read."""
+    """The weights that are large enough to be placed. Smaller ones, and slots, go to their readers."""
     uses = weight_uses(costs.graph)
     return {
         weight: use

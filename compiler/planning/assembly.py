@@ -1,4 +1,4 @@
-"""Put a plan together, with its warnings."""
+"""Puts a plan together, with its warnings."""
 
 from __future__ import annotations
 
@@ -23,15 +23,20 @@ from splitc.runtime.units import first_few, format_bytes
 
 @dataclass(frozen=True)
 class CpuEngine:
-    """Bytes of ONNX Runtime on a CPU rank: what is read of its code and tables, of a session, and of a node in it.
+    """Bytes of ONNX Runtime on a CPU rank, beside weights and computed values.
 
-    Measured on 90 graphs of 2 to 1,840 nodes, as what loading and a first run take beside weights and what is computed:
-    9 to 20 MiB. A `further` session takes less than the first: 0.1 to 0.3 MiB, beside its nodes. Kernels for weights of
-    `few_bits`, or what casts them, are read beside those for 32. A `sum` inside an engine takes as much as eight nodes,
-    with those that cut and pad for it. `met` is the most for each rank of those that sum, or send to each other, inside
-    engines, itself included: the memory that processes share for it (STAGING in runtime/collectives/meeting.py, and the
-    queues of native/transfers.c), of which they touch what they exchange. All is predicted with an `error` of this
-    share.
+    Measured on 90 graphs of 2 to 1,840 nodes, as the memory of loading and a first run beside weights and computed
+    values: 9 to 20 MiB.
+
+    - `library`: the pages of its code and tables that are read.
+    - `session`: the first session. `further`: another one, without its nodes, 0.1 to 0.3 MiB.
+    - `node`: a node in a session.
+    - `few_bits`: kernels for weights of less than 32 bits, or casts of these, which are read beside those for 32.
+    - `sum`: an all-reduce inside an engine. It takes as much as eight nodes, including nodes that cut and pad for it.
+    - `met`: the most for each rank that exchanges values inside engines, itself included: memory that processes share
+      for it (STAGING in runtime/collectives/meeting.py, and the queues of native/transfers.c). They touch as much as
+      they exchange.
+    - `error`: the share by which all predictions are raised.
     """
 
     library: int = 9 << 20
@@ -87,9 +92,9 @@ def assemble(
 def _with_sessions(
     ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], engine: str, split: Split
 ) -> tuple[RankPlan, ...]:
-    """The ranks with what their engines' libraries take, those with slots for adapters included.
+    """The ranks with the memory of their engines' libraries, including engines with slots for adapters.
 
-    On CPUs what predictions may be off is counted there too.
+    On CPUs, it includes the error of predictions.
     """
     inside = has_collectives(engine, [rank.device for rank in ranks])
     crossing = [*split.exchanged(cuts), *(cut.bytes for cut in cuts if cut.detour)] if split.collectives else []
@@ -108,7 +113,7 @@ def _with_sessions(
 
 
 def _with_mapped(rank: RankPlan) -> RankPlan:
-    """A rank whose weights stay in their files, if its device is a CPU's: none is packed while loading either."""
+    """A rank with weights in mapped files, if its device is a CPU. Nothing is packed while loading either."""
     if rank.device.kind != "cpu":
         return rank
     before, loading = rank.memory, rank.memory.loading
@@ -118,9 +123,9 @@ def _with_mapped(rank: RankPlan) -> RankPlan:
 
 
 def search_budget(request: Request, device: Device, budget: Budget) -> Budget:
-    """The budget of a device while cuts are searched: none where weights, which fill it otherwise, take no memory.
+    """The budget of a device in the search over cuts: none if its weights, which usually fill it, take no memory.
 
-    On CPUs it is less what predictions may be off.
+    On CPUs, it is reduced by the error of predictions.
     """
     if device.kind != "cpu" or budget is None:
         return budget
@@ -136,12 +141,15 @@ def engine_bytes(
     crossing: Sequence[int] = (),
     by_nccl: bool = False,
 ) -> int:
-    """What a rank's sessions take beside weights and what they compute, and NCCL.
+    """The bytes of a rank's sessions, beside weights and computed values, and of NCCL.
 
-    On a GPU the headroom covers the first session. Several engines of a rank have a session each, and a single one has
-    two there. `met` are the devices that it exchanges values with, and its own: all GPUs of a host with each other if
-    values are `crossing` inside engines, whose bytes these are, and else neighbours. NCCL takes more if it adds them
-    itself (`by_nccl`), not kernels in engines. On a CPU it goes by the nodes of the rank's `memory`.
+    On a GPU the headroom covers the first session. Several engines of a rank have one session each, a single one has
+    two.
+
+    - `met`: the devices with which it exchanges values, including its own. If values are `crossing` inside engines,
+      whose bytes these are, all GPUs of a host are connected to each other; else only neighbours.
+    - `by_nccl`: NCCL itself adds values, which takes more memory, not kernels in engines.
+    - `memory`: the rank's. On a CPU the bytes depend on its number of nodes.
     """
     if device.kind != "cuda":
         if engine != ONNXRUNTIME:
@@ -161,7 +169,7 @@ def engine_bytes(
 
 
 def slotted_bytes(device: Device, engine: str, more: int, nodes: int) -> int:
-    """What the sessions of engines with slots for adapters take themselves, beside those of the engines without."""
+    """The bytes of the sessions of engines with slots for adapters, beside those of the engines without."""
     if engine != ONNXRUNTIME:
         return 0
     if device.kind != "cuda":
@@ -205,7 +213,7 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
 
 
 def check_memory(plan: Plan, whole: str = "") -> None:
-    """Raise DoesNotFitError for the rank that lacks most bytes. `whole` says where unsplit weights are held."""
+    """Raise DoesNotFitError for the rank that lacks the most bytes. `whole` says where unsplit weights are held."""
     lacking, number = max((rank.missing, number) for number, rank in enumerate(plan.ranks))
     if not lacking:
         return

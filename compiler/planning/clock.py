@@ -1,4 +1,4 @@
-"""How long things take: a rank's nodes, a copy between ranks, a sum. The modes predict a plan's times from these."""
+"""Times of a rank's nodes, of copies between ranks, and of sums. The modes predict a plan's times from these."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def whole_node(node: ir.Node) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a device computes: with all its threads, and with one. A kernel with almost no work takes `kernel`."""
+    """A device's speed with all its threads, and with one. `kernel` is the time of a kernel with almost no work."""
 
     speed: Speed
     one: Speed
@@ -60,10 +60,12 @@ class Pace:
 class Clock:
     """The times of a plan's ranks on a machine, in seconds, for a request whose states are already on the devices.
 
-    `threads` are those of each CPU device. A node takes its time by the roofline model, times `measured`: the ratio of
-    the blocks' measured to their estimated time. If a plan was `profiled` and its ranks hold whole blocks, the measured
-    times of the ranks are used instead. `operators`: engines contain splitc's operators of communication. So many
-    `replicas` work at once, each like these ranks.
+    - `threads`: those of each CPU device.
+    - `measured`: the ratio of the blocks' measured to their estimated time. A node's time is that of the roofline
+      model, times this.
+    - `profiled`: the ranks' measured times are used instead, if ranks hold whole blocks.
+    - `operators`: engines contain splitc's operators for communication.
+    - `replicas`: how many work at once, each like these ranks.
     """
 
     analysis: Analysis
@@ -84,7 +86,7 @@ class Clock:
 
     @cached_property
     def _is_cached(self) -> bool:
-        """Whether each host's cache holds all of its ranks' memory, so that they don't wait for reads."""
+        """Whether each host's cache holds all of its ranks' memory, so that they don't wait for main memory."""
         held: Counter[int | None] = Counter()
         for rank in self.ranks:
             held[rank.device.host] += rank.memory.total
@@ -100,14 +102,14 @@ class Clock:
     def held_up(self) -> float:
         """The share by which a stream's requests take longer than single ones.
 
-        While devices compute, the caller feeds and reads other requests. Where all cores are taken by threads, or by
-        ranks, that wait for each other, what the caller takes of one holds up the others.
+        While devices compute, the caller feeds and reads other requests. If all cores are in use by threads, or by
+        ranks, that wait for each other, the caller's work on one core delays all.
         """
         together = max(Counter((rank.replica, rank.group) for rank in self.ranks).values()) * self.threads
         return HOST.jitter if together > 1 and self.crowd(self.ranks) >= 1 else 0.0
 
     def unlike(self, ranks: Sequence[RankPlan], sizes: Callable[[int], tuple[int, ...]]) -> list[RankPlan]:
-        """One rank of each kind: ranks on devices alike take the same time if the `sizes` of their parts are equal."""
+        """One rank of each kind: ranks on equal devices take the same time if the `sizes` of their parts are equal."""
         kinds = {(rank.device.kind, self.machine.speed(rank.device), sizes(rank.part)): rank for rank in ranks}
         return list(kinds.values())
 
@@ -118,7 +120,7 @@ class Clock:
     def feeding(self, rank: RankPlan) -> float:
         """The time to feed a rank its arrays and to fetch its outputs. States stay on the device.
 
-        With a GPU also the way of a request from the host to the first stage, and that of its outputs back.
+        With a GPU, it includes the copies of a request from the host to the first stage, and of outputs to the host.
         """
         feeds, outputs = (
             sum(value.name not in self.states for value in ends) for ends in (rank.stage.feeds, rank.stage.outputs)
@@ -134,11 +136,11 @@ class Clock:
 
     @cached_property
     def states(self) -> frozenset[str]:
-        """The names of inputs and outputs that stay on the devices from one request of a sequence to the next."""
+        """The names of inputs and outputs that stay on the devices between requests of a sequence."""
         return state_names(self.analysis.states)
 
     def cold(self, rank: RankPlan) -> float:
-        """The time that a copy from a rank takes beyond its link's measured time."""
+        """The time of a copy from a rank beyond its link's measured time."""
         return find_profile(rank.device.kind).cold_link
 
     def copy(self, one: RankPlan, other: RankPlan) -> Link:
@@ -146,7 +148,7 @@ class Clock:
         return self.machine.copy(one.device, other.device)
 
     def sums(self, members: Sequence[RankPlan], count: float, size: float) -> float:
-        """The time of `count` sums over these ranks, of `size` bytes in all."""
+        """The time of `count` sums over these ranks, of `size` bytes in total."""
         link = sum_link([rank.device for rank in members], self.machine)
         return count * link.latency + size * link.per_byte
 
@@ -160,7 +162,7 @@ class Clock:
 
 
 def sum_link(devices: Sequence[Device], machine: Machine) -> Link:
-    """The time of a sum over these devices: in hosts, then along a tree of hosts."""
+    """The time of a sum over these devices: within hosts, then along a tree of hosts."""
     one, other = devices[:2]
     inside, across = machine.sum(one, other), machine.between_hosts(one, other)
     more = max(find_profile(device.kind).more_ranks for device in devices)
@@ -170,13 +172,13 @@ def sum_link(devices: Sequence[Device], machine: Machine) -> Link:
 
 
 def find_pace(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Pace:
-    """The pace of one rank of so many threads while `at_once` ranks work. See `rank_speed`."""
+    """The pace of one rank with this number of threads while `at_once` ranks work. See `rank_speed`."""
     speed, one = (rank_speed(device, count, at_once, machine, cached) for count in (threads, 1))
     return Pace(speed, one, find_profile(device.kind).kernel)
 
 
 def block_seconds(analysis: Analysis, resources: Resources, places: Iterable[int]) -> list[list[float]]:
-    """The seconds of each block on the device at each place: measured, or else estimated while all devices work."""
+    """The seconds of each block on the device at each place: measured, or estimated while all devices work."""
     by_kind: dict[tuple[str, object], list[float]] = {}  # of devices alike
     seconds = []
     for place in places:
@@ -194,16 +196,16 @@ def block_seconds(analysis: Analysis, resources: Resources, places: Iterable[int
 
 
 def estimate_blocks(analysis: Analysis, resources: Resources, place: int, at_once: int) -> list[float]:
-    """The estimated seconds of each block on the device at a place, while `at_once` devices work."""
+    """The estimated seconds of each block on the device at `place`, while `at_once` devices work."""
     threads = threads_for(resources.devices, resources.threads)
     pace = find_pace(resources.devices[place], threads, at_once, resources.machine)
     return [pace.seconds(analysis.costs, block.nodes) for block in analysis.partition.blocks]
 
 
 def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Speed:
-    """The speed of one rank while `at_once` ranks work: measured on the machine, or else from the device profile.
+    """The speed of one rank while `at_once` ranks work: measured on the machine, or from the device profile.
 
-    CPU devices share the cores. They share the memory's bandwidth too, unless all that they read is `cached`.
+    CPU devices share the cores. They share the memory's bandwidth too, unless all data that they read is `cached`.
     """
     one = _unshared_speed(device, machine)
     if device.kind != "cpu":
@@ -220,7 +222,7 @@ def rank_speed(device: Device, threads: int, at_once: int, machine: Machine, cac
 
 
 def _all_read(one: Speed, count: int, together: float | None) -> float:
-    """The bytes per second of so many cores: each as fast as one, up to what all cores were measured to read."""
+    """The bytes per second of `count` cores: each as fast as one alone, up to the measured bandwidth of all cores."""
     if together is None:
         return one.bytes * _gain(HOST.bandwidth_gain, count)
     return max(one.bytes, min(one.bytes * count, together))

@@ -1,4 +1,4 @@
-"""How groups of devices lie on hosts: each inside one host, where there are enough devices for that."""
+"""How groups of devices lie on hosts: each inside one host, if it has enough devices."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.resources import Budget
 from splitc.runtime.hardware.devices import Device
 
-# Every number of devices or hosts up to this one is tried; above it, only powers of two and all of them. A choice:
-# heads and widths divide by powers of two, and each number tried is a plan.
+# Every number of devices or hosts up to this one is tried. Above it, only powers of two and the number of all. A
+# choice: heads and widths divide by powers of two, and each number tried is a plan.
 FEW = 4
 
 
 def numbers_to_try(count: int) -> list[int]:
-    """The numbers of devices, or of hosts, to plan with if there are so many."""
+    """The numbers of devices, or of hosts, to plan with if there are `count`."""
     return [n for n in range(1, count + 1) if n <= FEW or n == count or n & (n - 1) == 0]
 
 
 def single_groups(hosts: Sequence[int], numbers: Sequence[int]) -> list[int]:
     """The numbers of devices to try as a single group: in one host, on two, and all of them.
 
-    `hosts` has the number of devices of each, the most first.
+    `hosts` has the number of devices of each host, largest first.
     """
     return [n for n in numbers if 1 < n <= hosts[0] or n in (sum(hosts[:2]), sum(hosts))]
 
 
 def host_sizes(devices: Sequence[Device]) -> list[int]:
-    """The number of devices on each host, the most first."""
+    """The number of devices on each host, largest first."""
     return sorted(Counter(device.host for device in devices).values(), reverse=True)
 
 
 def group_devices(devices: Sequence[Device], budgets: Sequence[Budget], groups: int, size: int) -> list[int]:
-    """The places of the devices for some groups of this size, one group after the other, in the devices' order.
+    """The places of the devices for `groups` groups of this size, one group after the other, in the devices' order.
 
-    A group is inside a host if any has as many devices left. Those with the largest budgets are taken.
+    A group is inside a host if any has enough devices left. Devices with the largest budgets are taken.
     """
     hosts = [[place for place, device in enumerate(devices) if device.host == host] for host in _hosts(devices)]
     roomy = [_by_room(places, budgets) for places in hosts]

@@ -1,4 +1,4 @@
-"""Blocks that were measured (`--profile`): what they take of memory stands in the plan in place of predictions."""
+"""Measured blocks (`--profile`): in the plan, their measured memory replaces predictions."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def single_blocks(analysis: Analysis) -> list[Stage]:
 
 
 def block_activations(analysis: Analysis, resources: Resources, place: int) -> Sequence[Activations] | None:
-    """The activations of each block on the device at a place; None if blocks are not measured.
+    """The activations of each block on the device at `place`; None if blocks are not measured.
 
-    Measured is what a block takes when it runs alone, less its weights, its states and what the engine itself takes.
+    Measured activations are the memory of the block when it runs alone, less its weights, its states and the engine's
+    own memory.
     """
     measured = resources.measured(analysis, place)
     if measured is None:
@@ -52,9 +53,9 @@ def _predicted(analysis: Analysis) -> list[StageMemory]:
 
 
 def beyond_predicted(blocks: Sequence[Activations]) -> int:
-    """The bytes of the largest of some blocks' activations, as measured, less those predicted.
+    """The largest measured activations of some blocks, less the largest predicted ones, in bytes.
 
-    Of several blocks it is at least 0: in one arena unlike blocks leave more waste than one of them alone.
+    For several blocks it is at least 0: in one arena, different blocks waste more memory than one of them alone.
     """
     most = max((block.measured for block in blocks), default=0)
     more = most - max((block.predicted for block in blocks), default=0)
@@ -64,9 +65,9 @@ def beyond_predicted(blocks: Sequence[Activations]) -> int:
 def as_measured(
     analysis: Analysis, resources: Resources, place: int, blocks: Iterable[Block], memory: StageMemory
 ) -> StageMemory:
-    """The memory of a rank with these blocks, or shards of them, with the blocks' measured peak for the predicted one.
+    """The memory of a rank with these blocks, or shards of them, with the measured peak instead of the predicted one.
 
-    A shard is not measured: it gets its share of what exceeds the prediction.
+    A shard is not measured: it gets its share of the bytes that exceed the prediction.
     """
     activations = block_activations(analysis, resources, place)
     if activations is None:

@@ -1,4 +1,4 @@
-"""Types of values that go in and out of ranks."""
+"""Checks the types of values that enter and leave ranks."""
 
 from __future__ import annotations
 

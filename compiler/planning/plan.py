@@ -1,4 +1,4 @@
-"""Plan: which rank holds and runs what."""
+"""The plan: which rank holds and runs what."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from splitc.runtime.units import block_range, first_few, format_bytes, format_se
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to use the devices that auto mode tried: seconds of a request, and between the outputs of a stream.
+    """One way to use the devices that auto mode tried.
 
-    `fullest` is the share of its budget that the fullest device holds at its peak, or bytes if a budget is not known.
-    `peaks` are all devices' peaks in bytes. It is on so many `hosts`; `placement` says how its groups lie on them. An
-    impossible alternative has the reason in `refused` instead.
+    - `latency`, `interval`: seconds of a request, and between the outputs of a stream.
+    - `fullest`: the share of its budget that the fullest device holds at its peak; bytes if a budget is not known.
+    - `peaks`: all devices' peaks in bytes.
+    - `hosts`: their number. `placement`: how its groups lie on them.
+    - `refused`: the reason why it is impossible. Then the other numbers are not set.
     """
 
     name: str
@@ -41,11 +43,13 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Several copies of the model, each on a group of devices, which divide the rows of a request by their `shares`.
+    """Several copies of the model, each on a group of devices, which divide the rows of a request.
 
-    `first` is the plan of the first one; the others hold and run the same. `rows` has the number of the row axis of
-    each input and output that has one, by name. Each has so many of the rows that are planned (`counts`), and
-    `analyses` are the model's with these.
+    - `first`: the plan of the first one. The others hold and run the same.
+    - `shares`: of the rows.
+    - `rows`: the number of the row axis of each input and output that has one, by name.
+    - `counts`: each one's number of the planned rows.
+    - `analyses`: the model's analyses with these numbers of rows.
     """
 
     first: Plan
@@ -59,13 +63,12 @@ class Replicas:
 class Plan(Listed):
     """The decisions for one model: its ranks in pipeline order, the cuts between them, and warnings.
 
-    `split` says how the ranks share the model. `weights` say how each weight is split, in row and tensor mode. In auto
-    mode `alternatives` are what was compared, and `choice` says which one was chosen and why.
-
-    `weights_at` says where CPU devices have the weights. `prediction` are the times of requests on the machine that
-    planned; None for a plan from a file.
-
-    With `replicas`, the ranks are those of several copies of the model, one after the other.
+    - `split`: how the ranks share the model.
+    - `weights`: how each weight is split, in row and tensor mode.
+    - `alternatives`: what auto mode compared. `choice`: which one it chose, and why.
+    - `weights_at`: where CPU devices have the weights.
+    - `prediction`: the times of requests on the planning machine; None for a plan from a file.
+    - `replicas`: if set, the ranks are those of several copies of the model, one copy after the other.
     """
 
     analysis: Analysis
@@ -86,22 +89,22 @@ class Plan(Listed):
 
     @property
     def written(self) -> Plan:
-        """The plan that the package's files are written by: of one replica, where there are several."""
+        """The plan from which the package's files are written: that of one replica, if there are several."""
         return self if self.replicas is None else self.replicas.first
 
     @property
     def rewrites(self) -> bool:
-        """Whether ranks compute differently from the model, or cut and join rows: the package is compared with it."""
+        """Whether the package is compared with the model: ranks compute differently, or rows are cut and joined."""
         return self.replicas is not None or self.split.rewrites
 
     @property
     def groups(self) -> int:
-        """How many groups of ranks have the whole model."""
+        """The number of groups of ranks that each have the whole model."""
         return 1 if self.replicas is None else len(self.replicas.shares)
 
     @property
     def most_rank(self) -> int | None:
-        """The ranks of all sums of adapters that may be held at once, by the budgets; None without such a limit."""
+        """The highest total rank of adapter sums that may be held at once, by the budgets; None without a limit."""
         planned = planned_rank(self.analysis.slot_rank)
         limits = [(rank.sums_limit, rank.memory.sums) for rank in self.ranks if rank.memory.sums]
         return min((planned * limit // sums for limit, sums in limits if limit is not None), default=None)
@@ -131,6 +134,6 @@ class Plan(Listed):
         return Listing(title, columns, rows)
 
     def program(self, number: int) -> RankProgram:
-        """The graphs and steps of a rank: the same in each replica."""
+        """The graphs and steps of a rank. They are the same in each replica."""
         ranks = self.written.ranks
         return self.split.program(ranks, number % len(ranks), self.engine)

@@ -1,4 +1,4 @@
-"""`plan.json`: the plan as a file that a person may edit. To move a block, change its number under `blocks`."""
+"""`plan.json`: the plan as a file that people may edit. To move a block, change its number under `blocks`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ from splitc.runtime.package.manifest import Cut, Source
 from splitc.runtime.package.states import State
 
 SCHEMA = 2
-# The least bytes of a weight that is listed, and compared with those of other modules. A choice: it keeps biases and
-# norms out of plan.json; the sums count all weights.
+# The least bytes of a weight that is listed, and compared with other modules' weights. A choice: it keeps biases and
+# norms out of plan.json. Sums count all weights.
 LISTED = 64 << 10
 
 
 class RankEntry(Struct, frozen=True):
     """A rank. Its device, budget and share may be edited; the rest is informative.
 
-    If it is `limited`, engines are held to the budget as they run. In tensor mode consecutive ranks share a `stage`,
-    in proportion to `share`. In layer mode each rank has its own stage. In row mode there is one stage, and rank 0 is
-    the main one. Ranks of several groups, each with the whole model, come one group after the other: a group's share of
-    the rows is the sum of its ranks' shares.
+    - `limited`: engines are held to the budget while they run.
+    - `stage`: in tensor mode, consecutive ranks share a stage, in proportion to `share`. In layer mode each rank has
+      its own. In row mode there is one stage, and rank 0 is the main one.
+
+    Ranks of several groups, each with the whole model, are listed one group after the other. A group's share of the
+    rows is the sum of its ranks' shares.
     """
 
     device: str
@@ -54,8 +56,8 @@ class RankEntry(Struct, frozen=True):
 class WeightEntry(Struct, frozen=True):
     """The ranks that hold a weight, or shards of it. Informative.
 
-    `split` is "whole", with the reason in row and tensor mode; or the units of its axis that each rank of a stage has;
-    or "placed" for a weight that lies on another device than its block.
+    `split` is "whole", in row and tensor mode with the reason; or the units of its axis on each rank of a stage; or
+    "placed" if it lies on another device than its block.
     """
 
     bytes: int
@@ -78,26 +80,29 @@ class CandidateEntry(Struct, frozen=True):
 
 
 class MergedEntry(Struct, frozen=True):
-    """An adapter that is merged into the weights: its file or folder, and how strong it is."""
+    """An adapter that is merged into the weights: its file or folder, and its scale."""
 
     file: str
     scale: float
 
 
 class PlanFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of plan.json. `blocks` maps every block, in the model's order, to the number of its stage.
+    """The content of plan.json.
 
-    In layer mode stages are ranks. `states` are the inputs that take an output of the run before. `shapes` are the
-    largest input shapes; `min_shapes` and `opt_shapes` are given if engines take a range. `finest` says that the model
-    is cut wherever it can be, instead of into the blocks that repeat. `row_min` is the minimum side of a matrix that
-    row mode slices. `fused` says that attention became one operator where it could. `settings` are inputs that are
-    bound to constants. `lora` are adapters that are merged into weights, and `lora_slots` is the rank
-    of those that requests may bring. `hosts` is the number of hosts that the ranks'
-    devices name, `host0/cuda0` and so on, or 1 if they name none. `islands` are, in tensor mode, what nodes make whose
-    shards are joined where they come out: remove one, and its weights are whole. `placed` are
-    weights that lie on other devices than the blocks, with their devices. `weights_at` says
-    where the weights of CPU devices are. `batch_groups` is the number of groups
-    of ranks that have the whole model each, and divide the rows of a batch.
+    - `blocks`: the number of each block's stage, in the model's order. In layer mode stages are ranks.
+    - `states`: the inputs that take an output of the previous run.
+    - `shapes`: the largest input shapes. `min_shapes`, `opt_shapes`: given if engines take a range.
+    - `finest`: the model is cut wherever possible, instead of into the repeated blocks.
+    - `row_min`: the minimum side of a matrix that row mode slices.
+    - `fused`: attention and the like were fused where possible.
+    - `settings`: inputs that are bound to constants.
+    - `lora`: adapters that are merged into weights. `lora_slots`: the rank of adapters that requests may bring.
+    - `hosts`: the number of hosts that the ranks' devices name (`host0/cuda0` and so on), or 1 if they name none.
+    - `islands`: in tensor mode, the outputs of nodes whose shards are joined there. Remove one, and its weights are
+      whole.
+    - `placed`: weights that lie on other devices than the blocks, with their devices.
+    - `weights_at`: where the weights of CPU devices are.
+    - `batch_groups`: the number of groups of ranks that each have the whole model, and divide the rows of a batch.
     """
 
     schema: int
@@ -217,7 +222,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> PlanFile:
-    """Read plan.json. Raises MisuseError if the file is missing, is no plan of one model, or has a key twice."""
+    """Read plan.json. Raises MisuseError if the file is missing, is no plan of one model, or has a duplicate key."""
     content = read_json(path)
     if isinstance(content, dict) and "modules" in content:
         raise MisuseError(f"{path} is the plan of a folder of models: name the folder, not one of its models")
@@ -228,7 +233,7 @@ def read_plan(path: Path) -> PlanFile:
 
 
 def read_json(path: Path) -> Any:
-    """The content of plan.json. Raises MisuseError if the file is missing, is no JSON, or has a key twice."""
+    """The content of plan.json. Raises MisuseError if the file is missing, is not JSON, or has a duplicate key."""
     if path.is_char_device():  # /dev/zero has no end
         raise MisuseError(f"{path} is no plan: it is a device")
     try:
@@ -242,7 +247,7 @@ def read_json(path: Path) -> Any:
 
 
 class _Duplicate(Exception):
-    """A key that occurs twice in one object; json would silently keep the last."""
+    """A key that occurs twice in one object. json would silently keep the last one."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -261,7 +266,7 @@ def _count_hosts(devices: Sequence[Device]) -> int:
 def check_devices(file: PlanFile, devices: Sequence[Device]) -> None:
     """Raise MisuseError, which names the line, if the ranks' `devices` are not on as many hosts as the file says.
 
-    The same for a device that two ranks have: each would take it to have the whole budget.
+    Also for a device that two ranks have: each would assume the whole budget.
     """
     for number, device in enumerate(devices):
         if device in devices[:number]:
@@ -279,7 +284,7 @@ def check_devices(file: PlanFile, devices: Sequence[Device]) -> None:
 
 
 def check_entries(file: PlanFile) -> None:
-    """Raise MisuseError, which names the line, for what no plan has: it needs no look at the model."""
+    """Raise MisuseError, which names the line, for entries that are invalid for any model."""
     if file.objective not in OBJECTIVES:
         raise MisuseError(f'the plan has the line "objective: {file.objective}": there are {", ".join(OBJECTIVES)}')
     if file.weights_at not in (HOST, DISK):
@@ -313,7 +318,7 @@ def check_stages(ranks: Sequence[RankEntry], stages: Sequence[int], why: str) ->
 
 
 def check_file_shares(ranks: Sequence[RankEntry], may_be_empty: int = 0) -> None:
-    """Raise MisuseError for a share of 0. The first `may_be_empty` ranks may have that."""
+    """Raise MisuseError for a share of 0. The first `may_be_empty` ranks may have one."""
     for number, rank in enumerate(ranks[may_be_empty:], may_be_empty):
         if rank.share == 0:
             raise MisuseError(

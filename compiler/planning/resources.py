@@ -15,7 +15,7 @@ from splitc.runtime.hardware.machine import Machine
 from splitc.runtime.tools.engine_costs import EngineCosts
 from splitc.runtime.units import first_few, parse_bytes
 
-# Bytes that a rank may use; None if its GPU is not in this machine, and so its memory is not known.
+# Bytes that a rank may use; None if its GPU is not in this machine, so that its memory is not known.
 Budget = int | None
 # Minimum share, relative to the largest. A smaller one gives its rank no unit of any axis of up to a million units.
 LEAST_SHARE = 1e-6
@@ -28,8 +28,9 @@ BlockTimer = Callable[[Analysis, Sequence[Device], int | None], Sequence[EngineC
 class Resources:
     """Devices in the user's order, and the budget of each.
 
-    `threads` are those of each CPU device; None divides the cores. `timer` measures the blocks; without one, their time
-    and memory are predicted. `machine` is what is known of this machine, and of the links between hosts.
+    - `threads`: those of each CPU device; None divides the cores.
+    - `timer`: measures the blocks. Without one, their time and memory are predicted.
+    - `machine`: the known facts about this machine, and the links between hosts.
     """
 
     devices: tuple[Device, ...]
@@ -44,7 +45,7 @@ class Resources:
         return replace(self, devices=devices, budgets=tuple(self.budgets[place] for place in places))
 
     def measured(self, analysis: Analysis, place: int) -> Sequence[EngineCosts] | None:
-        """What each block costs on the device at a place; None if blocks are not measured."""
+        """The measured costs of each block on the device at `place`; None if blocks are not measured."""
         if self.timer is None:
             return None
         alike = [device for device in self.devices if device.kind == self.devices[place].kind]
@@ -52,15 +53,15 @@ class Resources:
 
     @property
     def shares(self) -> list[float]:
-        """The devices' shares, in proportion to their budgets: equal ones unless all budgets are known."""
+        """The devices' shares, in proportion to their budgets; equal unless all budgets are known."""
         return as_shares(self.budgets)
 
 
 def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int) -> list[Budget]:
     """The budget of each device in bytes. A later entry of `memory` overrides an earlier one.
 
-    Devices that share a memory share one headroom. Raises MisuseError for a device that comes twice, an unknown one,
-    an unreadable size, and a headroom without effect.
+    Devices that share a memory share one headroom. Raises MisuseError for a device that occurs twice, an unknown
+    device, an invalid size, and a headroom without effect.
     """
     names = [str(device) for device in devices]
     if again := [name for name, count in Counter(names).items() if count > 1]:
@@ -84,12 +85,12 @@ def find_budgets(devices: Sequence[Device], memory: Sequence[str], headroom: int
 
 
 def is_limited(device: Device, memory: Sequence[str]) -> bool:
-    """Whether the entries of `memory` give the device's budget, which is its free memory otherwise."""
+    """Whether an entry of `memory` gives the device's budget. Otherwise it is the free memory."""
     return any("=" not in entry or entry.startswith(f"{device}=") for entry in memory)
 
 
 def _free_beyond(devices: Sequence[Device], headroom: int) -> dict[str, Budget]:
-    """The free memory of each device, less its share of the headroom. To look takes a second where there are GPUs."""
+    """The free memory of each device, less its share of the headroom. With GPUs, the query takes a second."""
     sharers = Counter(map(memory_of, devices))
     return {
         str(device): None if free is None else max(0, free - headroom // sharers[memory_of(device)])
@@ -98,13 +99,13 @@ def _free_beyond(devices: Sequence[Device], headroom: int) -> dict[str, Budget]:
 
 
 def as_shares(budgets: Sequence[Budget]) -> list[float]:
-    """Shares in proportion to budgets: equal ones unless all budgets are known."""
+    """Shares in proportion to budgets; equal unless all budgets are known."""
     known = [budget for budget in budgets if budget is not None]
     return [float(max(1, budget)) for budget in known] if len(known) == len(budgets) else [1.0] * len(budgets)
 
 
 def check_shares(tensor_split: Sequence[float] | None, count: int) -> None:
-    """Raise MisuseError unless `tensor_split` is None or has one share for each device, none of next to nothing."""
+    """Raise MisuseError unless `tensor_split` is None or has one share for each device, none of them negligible."""
     if tensor_split is None:
         return
     if len(tensor_split) != count:

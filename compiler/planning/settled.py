@@ -1,4 +1,4 @@
-"""Options that contradict the plan's file that they are given with."""
+"""Checks for options that contradict the plan's file that they are given with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from splitc.runtime.units import format_shape, parse_bytes
 def check_settled(
     path: Path, file: PlanFile, request: Request, devices: Sequence[str], is_given: Callable[[str], bool]
 ) -> None:
-    """Raise MisuseError for an option that was `given` and says other than the plan's file.
+    """Raise MisuseError for a given option that contradicts the plan's file.
 
     The message names both.
     """
@@ -40,7 +40,7 @@ def check_settled(
 def need_nothing_given(
     path: Path, request: Request, is_given: Callable[[str], bool], others: Sequence[str] = ()
 ) -> None:
-    """Raise MisuseError for an option that was `given`, or is among the `others`, and that a folder's plan settles."""
+    """Raise MisuseError for an option that was given, or is among the `others`, and that a folder's plan settles."""
     for flag in [*others, *(option.flag for option in request.settled(is_given).values())]:
         raise MisuseError(f"{flag} has no effect with {path}, which is planned already: edit the plan, or plan again")
 
@@ -85,7 +85,7 @@ _SAME: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def _shown(value: Any) -> str:
-    """A value as the command line has it."""
+    """A value in the syntax of the command line."""
     if isinstance(value, Mapping):
         return ", ".join(
             f"{name}:{format_shape(entry)}" if isinstance(entry, list | tuple) else f"{name}={entry}"

@@ -1,4 +1,4 @@
-"""What a split mode decides for a model: the interface that all modes implement."""
+"""The interface that all split modes implement: what a mode decides for a model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from splitc.runtime.package.steps import Step
 class RankProgram:
     """What one rank loads and runs: its graphs, each of which becomes an engine, and its steps.
 
-    It takes `inputs` from the caller and gives `outputs` to it. `parts` describe those of which it has only a shard.
-    `keeps` are outputs that it keeps for its states, while another rank gives them. `sizes` are, for each graph, the
-    ranges of its input sizes, for engines that are built for them. Engines that exchange values while they run do so
-    with the ranks of the `group`.
+    - `inputs`: taken from the caller. `outputs`: given to the caller.
+    - `parts`: describe the inputs and outputs of which the rank has only a shard.
+    - `keeps`: outputs that it keeps for its states, while another rank gives them to the caller.
+    - `sizes`: for each graph, the ranges of its input sizes, for engines that are built for them.
+    - `group`: the ranks with which engines exchange values while they run.
     """
 
     graphs: tuple[ir.Graph, ...]
@@ -56,11 +57,11 @@ class Split(Protocol):
 
     @property
     def fixes_ranks(self) -> bool:
-        """Whether inputs of unknown rank (number of axes) are only accepted with the rank that was planned for."""
+        """Whether inputs of unknown rank (number of axes) are only accepted with the planned rank."""
 
     @property
     def is_radial(self) -> bool:
-        """Whether values cross between rank 0 and each other rank, rather than from stage to stage."""
+        """Whether values cross between rank 0 and each other rank, not from stage to stage."""
 
     @property
     def collectives(self) -> int:
@@ -70,7 +71,7 @@ class Split(Protocol):
         """The bytes of each value that collectives exchange in a run."""
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
-        """The number of engines that the rank has beyond its first. `inside`: collectives may be inside engines."""
+        """The number of engines of the rank beyond its first. `inside`: collectives may be inside engines."""
 
     def predict(self, ranks: Sequence[RankPlan], cuts: Sequence[CutPlan], clock: Clock) -> Prediction:
         """The predicted seconds of a request, and between the outputs of a stream."""
@@ -79,13 +80,13 @@ class Split(Protocol):
         """The graphs and steps of rank `number`, for this kind of engine."""
 
     def places(self, value: ir.Value, part: int) -> Mapping[int, npt.NDArray[np.int64]]:
-        """The indices of what rank `part` of its group has of a value, along each axis that is sharded."""
+        """The indices of the elements of a value that rank `part` of its group has, along each sharded axis."""
 
     def is_partial(self, value: ir.Value) -> bool:
-        """Whether the ranks of a group have parts of a value that are yet to be summed."""
+        """Whether each rank of a group has only a summand of a value."""
 
     def axis_fates(self) -> Sequence[AxisFate] | None:
-        """The axes of weights, and whether they are sharded; None if the mode does not look at axes."""
+        """The axes of weights, and whether they are sharded; None if the mode does not use axes."""
 
     def file_fields(self) -> Mapping[str, Any]:
         """Fields of plan.json that describe the split beyond its ranks, by name."""

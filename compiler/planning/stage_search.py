@@ -1,8 +1,8 @@
-"""Which blocks go to which device: an exact search over the cuts, by dynamic programming.
+"""Assigns blocks to devices: an exact search over the cuts, by dynamic programming.
 
-Devices are used in the user's order, each for one stage at most. The objective `throughput` minimizes the time of the
-slowest stage or link; `latency` minimizes the sum of all. Ties go to the fewest stages, and then to the most evenly
-spread weights; for throughput, to these and the fewest bytes cut (`_most_even`).
+Devices are used in the user's order, each for at most one stage. The objective `throughput` minimizes the time of the
+slowest stage or link, `latency` the sum of all times. Ties go to the fewest stages, then to the most evenly spread
+weights; for throughput, to the fewest stages, then to the fewest bytes cut and evenly spread weights (`_most_even`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from splitc.compiler.errors import CannotSplitError
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.units import format_bytes
 
-# Costs that differ by less than this share are equal: more than sums of doubles round, and less than anything measured.
+# Costs that differ by less than this share are equal. It is more than rounding errors of sums of doubles, and less than
+# any measured difference.
 SAME = 1e-9
 
 Floats = npt.NDArray[np.float64]
@@ -27,9 +28,10 @@ Floats = npt.NDArray[np.float64]
 class Target:
     """A device to plan for. `budget` is in bytes, or None if it is not known.
 
-    `engines` are the bytes of the budget that engines' libraries take. `most_weights` limits the bytes of weights.
-    `load` is the number of the load in StageCosts that it takes, divided by its `speed`. `host` is the host's number,
-    None for this machine.
+    - `engines`: the bytes of the budget that engines' libraries take.
+    - `most_weights`: the limit for the bytes of weights.
+    - `load`: the number of its load in StageCosts, which is divided by its `speed`.
+    - `host`: the host's number; None for this machine.
     """
 
     device: str
@@ -42,18 +44,19 @@ class Target:
 
     @property
     def capacity(self) -> int | None:
-        """Bytes for the blocks."""
+        """The bytes for the blocks."""
         return None if self.budget is None else self.budget - self.engines
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What the planner asks about the blocks from number `start` to before number `end`.
+    """The costs of the blocks from number `start` to before number `end`.
 
-    Each of `loads` is their time on a kind of device of speed 1, or any other additive quantity. `weights` are the
-    bytes of their weights, and `exact` all bytes that they hold. `memory` is a lower bound of these that is found
-    quickly. `cut` are the bytes that cross before block i, and `link` is the time for a number of bytes to cross, to a
-    target of another host or (False) of the same one.
+    - `loads`: each is their time on a kind of device of speed 1, or any other additive quantity.
+    - `weights`: the bytes of their weights.
+    - `exact`: all bytes that they hold. `memory`: a lower bound of these that is computed quickly.
+    - `cut`: the bytes that cross before block i.
+    - `link`: the time for a number of bytes to cross, to a target on another host (True) or on the same one.
     """
 
     names: Sequence[str]
@@ -67,7 +70,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The blocks from `start` to before `end` on the target of this number."""
+    """The blocks from `start` to before `end`, on this target."""
 
     target: int
     start: int
@@ -84,7 +87,7 @@ def plan_stages(
 ) -> list[Assignment]:
     """The best stages, in order. With `spread` every target gets one.
 
-    For throughput the slowest stage may exceed the optimum by the share `slack`, if that saves cut bytes or spreads
+    For throughput, the slowest stage may exceed the optimum by the share `slack`, if that saves cut bytes or spreads
     the weights more evenly.
 
     Raises DoesNotFitError if no cuts fit the budgets, CannotSplitError if there are more targets than blocks.
@@ -109,7 +112,7 @@ def plan_stages(
         misfits = [stage for stage in chain if not _fits_exactly(costs, targets[stage.target], stage)]
         if not misfits:
             return chain
-        for stage in misfits:  # fewer blocks fit after its first one than the bound says
+        for stage in misfits:  # fewer blocks fit, from its first one on, than the lower bound says
             target = targets[stage.target]
             row = fitting[target.capacity, target.most_weights][stage.start]
             row &= _fitting(replace(costs, memory=costs.exact), stage.start, target.capacity, target.most_weights)
@@ -131,7 +134,7 @@ def _cheapest(
 ) -> list[Assignment] | None:
     """The best stages if the blocks from i to before j take `loads[k, i, j]` on target k; None if there are none.
 
-    `uneven[i, j]` is how far such a stage is from holding the same as others (`_unevenness`).
+    `uneven[i, j]` is the unevenness of such a stage (`_unevenness`).
     """
     count = len(costs.names)
     sides = np.array([[0.0] + [costs.link(costs.cut(i), far) for i in range(1, count)] for far in (False, True)])
@@ -151,9 +154,9 @@ def _cheapest(
 
 
 def _fitting(costs: StageCosts, start: int, budget: int | None, most_weights: int | None) -> npt.NDArray[np.bool_]:
-    """For each end whether the blocks from `start` fit a target. By bisection, since more blocks never need less.
+    """For each end, whether the blocks from `start` fit a target. By bisection, since more blocks never need less.
 
-    All of them are tried first: where they fit, as small blocks by the thousand do, nothing else is measured.
+    All blocks are tried first: if they fit, as thousands of small blocks may, nothing else is measured.
     """
     count = len(costs.names)
     fits = np.ones(count + 1, dtype=bool)
@@ -171,7 +174,7 @@ def _fitting(costs: StageCosts, start: int, budget: int | None, most_weights: in
 
 @dataclass(frozen=True)
 class _Chain:
-    """Stages over all blocks, and what they cost."""
+    """Stages over all blocks, and their cost."""
 
     cost: float
     assignments: list[Assignment]
@@ -179,9 +182,9 @@ class _Chain:
 
 @dataclass(frozen=True)
 class _Links:
-    """What it costs to cross each cut: `costs[0]` between targets of one host, `costs[1]` between hosts.
+    """The costs to cross each cut: `costs[0]` between targets of one host, `costs[1]` between hosts.
 
-    `far[k, l]` is 1 if the targets k and l are on two hosts, and otherwise 0.
+    `far[k, l]` is 1 if the targets k and l are on different hosts, otherwise 0.
     """
 
     costs: Floats
@@ -190,9 +193,9 @@ class _Links:
 
 @dataclass(frozen=True)
 class _Step:
-    """The cheapest chains of so many stages. By the last stage's target and the block that it ends before:
+    """The cheapest chains of a number of stages, by the last stage's target and the block that it ends before.
 
-    `cost`, the first block of the last stage (`start`), and the target of the stage before it (`before`).
+    `cost`: the chain's. `start`: the first block of the last stage. `before`: the target of the stage before it.
     """
 
     cost: Floats
@@ -201,7 +204,7 @@ class _Step:
 
 
 def _search(loads: Floats, combine: Callable[[Floats, Floats], Floats], links: _Links) -> dict[int, _Chain]:
-    """The cheapest chain for each number of stages. A chain's cost is that of its stages and links, by `combine`.
+    """The cheapest chain for each number of stages. `combine` combines the costs of its stages and links.
 
     `loads[k, i, j]` is the cost of the blocks from i to before j on target k. Numbers of stages without a chain of
     finite cost are left out.
@@ -222,14 +225,14 @@ def _search(loads: Floats, combine: Callable[[Floats, Floats], Floats], links: _
 def _add_stage(
     steps: Sequence[_Step], loads: Floats, combine: Callable[[Floats, Floats], Floats], links: _Links
 ) -> _Step:
-    """The cheapest chains of one stage more than the last of these steps."""
+    """The cheapest chains with one stage more than the last of these steps."""
     targets, count, _ = loads.shape
     shorter, least = steps[-1].cost[:, :count], len(steps)
     cost = np.full((targets, count + 1), np.inf)
     start, before = (np.zeros((targets, count + 1), dtype=int) for _ in range(2))
     for target in range(least, targets):  # as many stages come before it as there are steps
         reached = combine(shorter[:target], links.costs[links.far[target, :target]])
-        # For each first block of the new stage the best target of the stage before, then the best first block.
+        # For each first block of the new stage, the best target of the previous stage. Then the best first block.
         nearest = reached.argmin(axis=0)
         chains = combine(reached.min(axis=0)[:, None], loads[target])
         start[target] = chains.argmin(axis=0)
@@ -239,7 +242,7 @@ def _add_stage(
 
 
 def _trace(steps: Sequence[_Step], target: int, end: int) -> list[Assignment]:
-    """The stages of the chain of the last step that ends on a target before a block."""
+    """The stages of the last step's chain that ends on this target before block `end`."""
     chain: list[Assignment] = []
     for step in reversed(steps):
         start = int(step.start[target, end])
@@ -249,7 +252,7 @@ def _trace(steps: Sequence[_Step], target: int, end: int) -> list[Assignment]:
 
 
 def _most_even(costs: StageCosts, loads: Floats, links: _Links, uneven: Floats, slowest: float) -> dict[int, _Chain]:
-    """For each number of stages the chain with the fewest bytes cut and the most evenly spread weights.
+    """For each number of stages, the chain with the fewest bytes cut and the most evenly spread weights.
 
     It minimizes bytes cut + the sum of squares of the stages' weight bytes / all weight bytes. The second term is least
     if all stages hold the same. No stage or link is slower than `slowest`.
@@ -260,14 +263,14 @@ def _most_even(costs: StageCosts, loads: Floats, links: _Links, uneven: Floats, 
 
 
 def _unevenness(costs: StageCosts) -> Floats:
-    """For each first block and end the square of the stage's weight bytes / all weight bytes."""
+    """For each first block and end, the square of the stage's weight bytes / all weight bytes."""
     count = len(costs.names)
     held = [[costs.weights(i, j) if j > i else 0 for j in range(count + 1)] for i in range(count)]
     return np.array(held, dtype=float) ** 2 / max(1, costs.weights(0, count))
 
 
 def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
-    """A message with the bytes needed and available, and what each device holds if they are filled in order."""
+    """A message with the needed and available bytes, and what each device holds if devices are filled in order."""
     start, count = 0, len(costs.names)
     lines = []
     for target in targets:
@@ -295,7 +298,7 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
 
 
 def _filled(costs: StageCosts, target: Target, start: int) -> int:
-    """The end of the most blocks from `start` that fit a target."""
+    """The end of the longest run of blocks from `start` that fits a target."""
     capacity, end = target.capacity, len(costs.names)
     if capacity is None:
         return end

@@ -1,1 +1,1 @@
-"""What a user asks of a plan, as the command line and Python give it."""
+"""A user's request for a plan, from the command line or from Python."""

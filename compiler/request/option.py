@@ -1,4 +1,4 @@
-"""A field of a request that a user gives on the command line too, as plain data: the command line makes its option."""
+"""A field of a request that is also a command line option, described as plain data for the command line."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ KEY = "option"
 
 
 def as_given(value: Any) -> Any:
-    """The value itself, for options that need no reading."""
+    """The value itself, for options that need no parsing."""
     return value
 
 
 @dataclass(frozen=True)
 class Option:
-    """A field's command line option, of type `kind`. `read` makes the field's value from what is given there.
+    """A field's command line option, of type `kind`.
 
-    `default` is the command line's default, as text would give it. `minimum` is the smallest number that it takes.
-    An option with `only` belongs to those split modes, and `why` says what others do instead. One that is `ranged`
-    belongs to engines that are built for sizes. `planned` is what a PlanFile says of it, as the option gives it, or
-    None if the file has no such thing; without `planned`, a plan leaves it open.
+    - `read`: parses the option's value to the field's.
+    - `default`: the command line's default, before it is parsed.
+    - `minimum`: the smallest number that it takes.
+    - `only`: the split modes that it belongs to. `why` says what other modes do instead.
+    - `ranged`: it belongs to engines that are built for sizes.
+    - `planned`: its value in a PlanFile, or None if the file has no such value. Without `planned`, a plan leaves it
+      open.
     """
 
     flag: str
@@ -38,7 +41,7 @@ class Option:
 
 
 def request_field(default: Any, flag: str, *, shown: Any = None, **more: Any) -> Any:
-    """A dataclass field with its Option. `shown` is the command line's default where it differs from the field's."""
+    """A dataclass field with its Option. `shown` is the command line's default if it differs from the field's."""
     metadata = {KEY: Option(flag, default if shown is None else shown, **more)}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)

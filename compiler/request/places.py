@@ -1,4 +1,4 @@
-"""Where weights are to lie: as in `experts=cpu0`, a regular expression for their names and a device."""
+"""Where to place weights: a regular expression for their names and a device, as in `experts=cpu0`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from splitc.runtime.errors import MisuseError
 
 @dataclass(frozen=True)
 class Place:
-    """The weights whose names match `pattern` are to lie on `device`."""
+    """Places the weights whose names match `pattern` on `device`."""
 
     pattern: str
     device: str
@@ -22,7 +22,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ExpertsPlace:
-    """The experts of the first `layers` layers that have some (None: of all) are to lie on `device`."""
+    """Places the experts of the first `layers` layers that have some (None: of all) on `device`."""
 
     device: str
     layers: int | None = None
@@ -32,7 +32,7 @@ class ExpertsPlace:
 
 
 def parse_places(texts: Iterable[str]) -> tuple[Place, ...]:
-    """Read `REGEX=DEVICE` entries. Raises MisuseError for one that can't be read."""
+    """Parse `REGEX=DEVICE` entries. Raises MisuseError for an invalid one."""
     return tuple(map(_parse_place, texts))
 
 
@@ -48,7 +48,7 @@ def _parse_place(text: str) -> Place:
 
 
 def parse_experts(text: str | None) -> ExpertsPlace | None:
-    """Read `DEVICE` or `DEVICE:LAYERS`. Raises MisuseError if that can't be read."""
+    """Parse `DEVICE` or `DEVICE:LAYERS`. Raises MisuseError if it is invalid."""
     if text is None:
         return None
     device, colon, layers = text.partition(":")

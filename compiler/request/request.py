@@ -1,4 +1,4 @@
-"""What a user asks of a plan.
+"""A user's request for a plan.
 
 To add an option, add a field. This module imports none of the compiler's libraries, so that `--help` is fast.
 """
@@ -22,7 +22,7 @@ from splitc.runtime.units import parse_bytes
 # Where the weights of CPU devices are: packed in memory, or in read-only maps of their files.
 HOST, DISK = "host", "disk"
 OBJECTIVES = ("throughput", "latency")
-# Default of --headroom. A choice: what other programs may take between the plan and the run.
+# Default of --headroom. A choice: memory that other programs may take between the plan and the run.
 DEFAULT_HEADROOM = 1 << 30
 # Default of --row-min. A choice: smaller matrices hold little, and each costs a send and a receive.
 ROW_MIN = 256
@@ -45,22 +45,25 @@ def _shapes(flag: str, help: str, planned: Callable[[Any], Any], ranged: bool = 
 
 
 def _used_up(file: Any) -> None:
-    """What a plan has of an option that only led to it."""
+    """The plan's value of an option that only led to the plan: none."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of a plan. The options' help describes each field.
+    """A user's request for a plan. The options' help describes each field.
 
-    With `engine` None, the devices decide. `shapes` are the input shapes to plan for; `min_shapes`, `opt_shapes` and
-    `max_shapes` are a range and the shapes to tune for. `tensor_split` has shares on any scale. `memory` has budgets as
-    on the command line (`4GiB`, `cpu0=4GiB`); the default budget is a device's free memory less `headroom` bytes.
-    With `weights_at` DISK, weights of CPU devices stay in mapped files, and count for no budget.
-    `interconnect` is as on the command line too (`25GB/s,5us`).
-    `states` are outputs by the inputs that they replace in the next run, besides those found unless `no_state`.
-    `lora` are adapters to merge, each with its scale, and `lora_slots` is the rank of adapters that requests may bring.
-    `place` and `experts` say which weights lie apart from the blocks, on which devices.
-    `settings` binds inputs to constants: one number or truth value for all elements, or nested lists of them.
+    - `engine`: None leaves it to the devices.
+    - `shapes`: the input shapes to plan for. `min_shapes`, `opt_shapes` and `max_shapes`: a range, and the shapes to
+      tune for.
+    - `tensor_split`: shares on any scale.
+    - `memory`: budgets as on the command line (`4GiB`, `cpu0=4GiB`). The default is a device's free memory less
+      `headroom` bytes.
+    - `weights_at`: with DISK, weights of CPU devices stay in mapped files, and count for no budget.
+    - `interconnect`: as on the command line (`25GB/s,5us`).
+    - `states`: outputs by the inputs that they replace in the next run. Others are detected unless `no_state`.
+    - `lora`: adapters to merge, each with its scale. `lora_slots`: the rank of adapters that requests may bring.
+    - `place`, `experts`: the weights that lie apart from the blocks, and their devices.
+    - `settings`: binds inputs to constants: one number or boolean for all elements, or nested lists of them.
     """
 
     split_mode: str = request_field(
@@ -279,12 +282,12 @@ class Request:
         None, "--threads", minimum=1, kind=int | None, help="Threads of each CPU device. Default: cores divided."
     )
 
-    # No options: see AskedShapes, and whether auto mode may give several devices the whole model.
+    # These are no options. `stated`: see AskedShapes. `may_copy`: auto mode may give several devices the whole model.
     stated: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
     may_copy: bool = True
 
     def __post_init__(self) -> None:
-        # One budget, whose letters would be taken for several, and numbers of bytes.
+        # A single budget, whose letters would be taken for several budgets, and numbers of bytes.
         given = [self.memory] if isinstance(self.memory, str | int) else self.memory
         object.__setattr__(self, "memory", list(map(str, given)))
 
@@ -325,7 +328,7 @@ class Request:
         return replace(self, split_mode=mode, **{name: getattr(default, name) for name in self.foreign_options(mode)})
 
     def check_engine(self, engine: str) -> None:
-        """Raise MisuseError for an option of engines that are built where they are not, and the other way round."""
+        """Raise MisuseError for an option of built engines if these are not built, and the other way round."""
         if find_kind(engine).is_built:
             if self.lora_slots is not None:
                 raise MisuseError(
@@ -340,7 +343,7 @@ class Request:
                 )
 
     def planned(self, given: Callable[[str], bool], file: Any) -> Iterator[tuple[str, Any, Any]]:
-        """The options that the user gave and a plan's file settles: flag, the user's value and the file's."""
+        """The options that the user gave and a plan's file settles: flag, the user's value and the file's value."""
         for name, option in self.settled(given).items():
             if option.planned is not None:
                 yield option.flag, getattr(self, name), option.planned(file)

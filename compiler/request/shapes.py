@@ -10,16 +10,16 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.units import format_shape, shortened
 
 Shape = tuple[int, ...]
-# The largest size that is planned for: of more, not even one byte each has room.
+# The largest size that is planned for: with one byte per element, no memory would hold more.
 LARGEST = 1 << 40
 
 
 @dataclass(frozen=True)
 class AskedShapes:
-    """Inputs' shapes by name, as a user gives them: those to plan for, or a range with its typical shapes.
+    """Inputs' shapes by name, from a user: those to plan for, or a range with its typical shapes.
 
-    If only some of them are given for an input, they replace the missing ones. `stated` are sizes that a config beside
-    the model states, None for an axis of which it says nothing: where nothing else is asked for, they hold.
+    If only some of them are given for an input, they replace the missing ones. `stated` are sizes from a config beside
+    the model, None for an axis that it does not mention. They hold for inputs without given shapes.
     """
 
     shapes: Mapping[str, Shape] = field(default_factory=dict)
@@ -50,7 +50,7 @@ def check_order(smallest: Mapping[str, Shape], typical: Mapping[str, Shape], lar
 
 
 def check_size(size: int) -> bool:
-    """Whether a size may be planned for."""
+    """Whether a size can be planned for."""
     return 0 <= size <= LARGEST
 
 
@@ -59,11 +59,10 @@ _SHAPE = re.compile(r"(.+?:(?:\[[^\]]*\]|\d+(?:x\d+)*)),")
 
 
 def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
-    """Shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`.
+    """Parse shapes from `name:1x16` or polygraphy's `name:[1,16]`. A scalar is `name:[]`.
 
-    Several in one text have commas between them, as trtexec takes them: `name:1x16,other:1x16`.
-
-    Raises MisuseError for any other text, and for a name that comes twice.
+    Several in one text are separated by commas, as in trtexec: `name:1x16,other:1x16`. Raises MisuseError for any other
+    text, and for a name that occurs twice.
     """
     shapes = {}
     for text in (part for joined in texts for part in [p for p in _SHAPE.split(joined) if p] or [joined]):

@@ -10,9 +10,9 @@ from splitc.runtime.units import named_values
 
 @dataclass(frozen=True)
 class AskedStates:
-    """Outputs by the inputs that they replace in the next run. With `alone` there are no others.
+    """Outputs by the inputs that they replace in the next run. With `alone` there are no other states.
 
-    `where` is where they are given, for messages.
+    `where` names the place where they are given, for messages.
     """
 
     outputs: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The axes of a whole model: every value's factors, and what each node's rule recorded about them."""
+"""The axes of a whole model: the factors of every value, and what each node's rule records about them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from splitc.compiler.request.shapes import Shape
 
 @dataclass(frozen=True)
 class Island:
-    """A node with axes of its own: values are sharded differently inside it and outside.
+    """A node with axes of its own: values are sharded differently inside and outside of it.
 
-    `inputs` are the axes that are its own, as pairs of an input's number and the axis's number. `outputs` are those of
-    its only output.
+    - `inputs`: its own axes of inputs, as pairs of the input's number and the axis's number.
+    - `outputs`: its own axes of its only output.
     """
 
     node: ir.Node
@@ -49,8 +49,9 @@ NO_ISLANDS: frozenset[Island] = frozenset()
 class AxisMap:
     """Each node's operation, in the model's order, and the axes of each model input and computed value.
 
-    The axes of what a node reads are in `operations[node].inputs`, since small weights have new axes at each use, and
-    islands have axes of their own. `bound` are the shapes that the axes were found with.
+    - `operations[node].inputs` has the axes of the values that a node reads: small weights have new axes at each use,
+      and islands have axes of their own.
+    - `bound`: the shapes with which the axes were found.
     """
 
     operations: Mapping[ir.Node, Operation]
@@ -59,7 +60,7 @@ class AxisMap:
     islands: Collection[Island] = NO_ISLANDS
 
     def weight_uses(self) -> Iterator[tuple[ir.Value, Axes]]:
-        """Each weight with its axes, once for every use."""
+        """Each weight with its axes, once for each use."""
         for node, operation in self.operations.items():
             for value, axes in zip(node.inputs, operation.inputs, strict=True):
                 if value is not None and value.is_initializer():
@@ -75,8 +76,9 @@ def find_axes(
 ) -> AxisMap:
     """Relate all axes of the model, node by node. `bound` should have distinct sizes for unrelated axes.
 
-    The axes of `opaque` nodes are whole, each for its reason. `islands` are nodes with axes of their own. `rules` stand
-    in for those of some nodes' operators.
+    - `opaque`: nodes whose axes are whole, each with the reason.
+    - `islands`: nodes with axes of their own.
+    - `rules`: replace the rules of some nodes' operators.
     """
     relater = _Relater(graph, bound, {value: _computed(value, bound) for value in graph.graph.inputs}, rules)
     island_of = {island.node: island for island in islands}
@@ -93,9 +95,9 @@ def probe_sizes(analysis: Analysis) -> BoundShapes:
 def find_axes_separately(
     graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node], opaque: Mapping[ir.Node, str] = MappingProxyType({})
 ) -> AxisMap:
-    """Relate the axes of these nodes, each separately: they share only the axes of weights and of folded weights.
+    """Relate the axes of each of these nodes separately: they share only the axes of weights and of folded weights.
 
-    The axes of `opaque` nodes are whole, each for its reason.
+    The axes of `opaque` nodes are whole, each with the reason.
     """
     relater, separate = _Relater(graph, bound), frozenset(nodes)
     operations = {
@@ -107,9 +109,9 @@ def find_axes_separately(
 
 @dataclass
 class _Relater:
-    """Relates axes node by node. `shared` are the axes of values that all their readers have in common.
+    """Relates axes node by node. `shared` are the axes of the values whose readers all have the same axes.
 
-    It starts with those of the graph's inputs. Any other value has new axes at each use. For `rules` see find_axes.
+    It starts with the axes of the graph's inputs. Any other value has new axes at each use. For `rules` see find_axes.
     """
 
     graph: Graph
@@ -122,7 +124,7 @@ class _Relater:
     ) -> Operation:
         """A node with its axes, related by its rule, or whole for the reason `opaque`.
 
-        As an `island` it has axes of its own. What it makes is `shared` if it `shares` it.
+        As an `island` it has axes of its own. With `shares`, the axes of its outputs become `shared`.
         """
         outputs = [_computed(value, self.bound) for value in node.outputs]
         if shares:
@@ -150,7 +152,7 @@ class _Relater:
         return operation
 
     def _read(self, value: ir.Value | None) -> Axes:
-        """The axes of a value for one that reads it."""
+        """The axes of a value for one reader."""
         if value is None:
             return None
         if not value.is_initializer():
@@ -165,7 +167,7 @@ class _Relater:
 
 
 def _own_axes(island: Island, inputs: Sequence[Axes], outputs: Sequence[Axes]) -> tuple[list[Axes], list[Axes]]:
-    """The axes of an island's inputs and outputs, with new ones where they are its own."""
+    """The axes of an island's inputs and outputs. Those that are its own are new."""
 
     def renew(axes: Axes, numbers: Collection[int]) -> Axes:
         return axes and tuple(ax.new_axis(ax.size_of(a)) if n in numbers else a for n, a in enumerate(axes))
@@ -175,7 +177,7 @@ def _own_axes(island: Island, inputs: Sequence[Axes], outputs: Sequence[Axes]) -
 
 
 def _settled(axis_map: AxisMap) -> AxisMap:
-    """The map with each axis as a product of its leaves, since no axis is related any more."""
+    """The map with each axis as a product of its leaves, after all axes are related."""
     leaves: dict[Axis, Axis] = {}
 
     def leaves_of(axis: Axis) -> Axis:
@@ -197,9 +199,9 @@ def _settled(axis_map: AxisMap) -> AxisMap:
 
 
 def relate_node(operation: Operation) -> None:
-    """Relate a node's axes. Raises ModelError if its rule fails since the node contradicts itself.
+    """Relate a node's axes. Raises ModelError if its rule fails because the node is invalid.
 
-    ONNX Runtime is the judge: a rule that fails for a node which runs is wrong itself, and its error goes on.
+    ONNX Runtime decides: if it runs the node, the rule is wrong, and the rule's error is raised.
     """
     try:
         relate_axes(operation)
@@ -221,7 +223,7 @@ def _with_constant(graph: Graph, nodes: Collection[ir.Node]) -> list[ir.Node]:
 
 
 def _computed(value: ir.Value, bound: BoundShapes) -> Axes:
-    """New axes of a value that is no weight."""
+    """New axes for a value that is not a weight."""
     name = value.name or ""
     axes = _fresh(bound.shapes.get(name))
     unknown = bound.unknown.get(name, frozenset()) | bound.ones.get(name, frozenset())
@@ -235,7 +237,7 @@ def _fresh(shape: Shape | None) -> Axes:
 
 
 def _optional(value: ir.Value, source: OptionalOrigin, axis: int) -> Axis:
-    """A new axis of an optional input, which is pinned if a request may give another size."""
+    """A new axis of an optional input. It is pinned if a request may change its size."""
     size = shape_of(value)[axis]
     if source.is_fixed(axis):
         return ax.new_axis(size)
@@ -243,14 +245,14 @@ def _optional(value: ir.Value, source: OptionalOrigin, axis: int) -> Axis:
 
 
 def _whole(size: int, reason: str) -> Axis:
-    """A new axis of this size that is pinned."""
+    """A new pinned axis of this size."""
     axis = ax.new_axis(size)
     ax.pin(axis, Pin(None, reason))
     return axis
 
 
 def _constant(value: ir.Value | None, bound: BoundShapes) -> npt.NDArray[Any] | None:
-    """The value as an array, if the bound shapes determine it and it is a few whole numbers."""
+    """The value as an array if the bound shapes determine it and it is a few integers; else None."""
     if value is None or source_of(value) is not None:
         return None
     tensor = value.const_value

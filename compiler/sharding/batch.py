@@ -1,4 +1,4 @@
-"""The batch axis: it passes through the whole model, and no node mixes its rows. If there is none, where rows meet."""
+"""The batch axis: it passes through the whole model, and no node mixes its rows. If there is none, why."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Places = dict[Factor, dict[str, int]]
 
 @dataclass(frozen=True)
 class Rows:
-    """The factor of the rows, and the number of its axis in each output, and in each input that has it, by name.
+    """The factors of the rows, and the number of their axis in each output, and in each input that has it, by name.
 
-    What nothing relates to each other, such as an input that is given as it is, has rows of its own: there are then
-    several factors. They have one size in all requests, and nothing has two of them.
+    There are several factors if no node relates some values, such as an input that is returned unchanged, with others.
+    All have the same size in every request, and no value has two of them.
     """
 
     atoms: tuple[Factor, ...]
@@ -33,8 +33,8 @@ class Rows:
 def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
     """The number of the batch axis in each output, and in each input that has one, by name. None if there is no batch.
 
-    The batch is a single factor, alone on its axis, of dynamic size. All outputs have it but those of weights alone,
-    and no weight does. No node needs it whole, sums over it or picks from it.
+    The batch is a single factor, alone on its axis, of dynamic size. All outputs have it except those of weights alone,
+    and no weight has it. No node needs it whole, sums over it or indexes it.
     """
     rows = find_rows(graph, axis_map)
     return None if rows is None else dict(rows.axes)
@@ -66,19 +66,19 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
 
 
 def _outputs(graph: Graph) -> list[str]:
-    """The outputs without those of weights alone, which are the same for all rows."""
+    """The outputs, without those of weights alone, which are the same for all rows."""
     return [value.name or "" for value in graph.outputs if not graph.is_constant(value)]
 
 
 def _symbols(graph: Graph, number_of: Mapping[str, int]) -> set[str]:
-    """The names that inputs have for the size of these axes."""
+    """The symbols that inputs have for the size of these axes."""
     shapes = [(value.shape, number_of[value.name or ""]) for value in graph.graph.inputs if value.name in number_of]
     sizes = [shape[number] for shape, number in shapes if shape is not None]
     return {size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value}
 
 
 def _meet(axis_map: AxisMap, atoms: Sequence[Factor]) -> bool:
-    """Whether a node has two of these factors, in what it reads or makes."""
+    """Whether any node reads or computes values that have two of these factors together."""
     return any(
         len({atom for axes in both for axis in axes or () for atom in ax.atoms(axis)}.intersection(atoms)) > 1
         for both in ((*operation.inputs, *operation.outputs) for operation in axis_map.operations.values())
@@ -86,11 +86,11 @@ def _meet(axis_map: AxisMap, atoms: Sequence[Factor]) -> bool:
 
 
 def _places(graph: Graph, axis_map: AxisMap) -> Places:
-    """For each factor of dynamic size where inputs and outputs have it alone on an axis."""
+    """For each factor of dynamic size, the inputs and outputs that have it alone on an axis, with the axis's number."""
     places: Places = {}
     for value in (*graph.graph.inputs, *graph.graph.outputs):
-        # The model may say another number of axes than there are: a Reshape's may be the size of an input. It may also
-        # say nothing of an output, and inference may lose it.
+        # The declared number of axes may differ from the real one: a Reshape's may be the size of an input. Or an
+        # output has no declared shape, and inference finds none.
         axes = axis_map.axes.get(value) or ()
         sizes = value.shape if value.shape is not None else [None] * len(axes)
         for number, (axis, size) in enumerate(zip(axes, sizes, strict=False)):
@@ -101,22 +101,22 @@ def _places(graph: Graph, axis_map: AxisMap) -> Places:
 
 
 def _mixed(axis_map: AxisMap) -> set[Factor]:
-    """The factors that some node sums over or takes a range of, and those of weights."""
+    """The factors that some node sums over or reduces, and those of weights."""
     mixed = {atom for operation in axis_map.operations.values() for atom in _reduced(operation)}
     return mixed | {atom for _, axes in axis_map.weight_uses() for axis in axes or () for atom in ax.atoms(axis)}
 
 
 def _reduced(operation: Operation) -> Iterator[Factor]:
-    """The factors of whose elements a node makes one number: it sums them, or takes the least and the greatest."""
+    """The factors that a node reduces: it sums over them, or takes their minimum and maximum."""
     yield from ax.atoms(operation.contracted)
     yield from ax.atoms(operation.reduced)
 
 
 def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] = ()) -> str:
-    """Why no axis is the batch: where the rows meet of the axis that comes closest to being one.
+    """Why no axis is the batch: where rows meet along the axis that comes closest to being the batch.
 
-    That is the axis that most outputs have, then most inputs; of several the first. The nodes in `made` compute from
-    sizes alone, and their axes are free.
+    That is the axis that most outputs have, then most inputs; among equals the first one. The nodes in `made` compute
+    from sizes alone, and their axes are free.
     """
     outputs = _outputs(graph)
     places = _places(graph, axis_map)
@@ -137,7 +137,7 @@ def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] =
 
 
 def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
-    """The first node that mixes what differs along a factor, and how; None if none does."""
+    """The first node that mixes the rows along a factor, and how; None if there is none."""
     pinned = atom.pinned
     if pinned is not None and pinned.node is not None:
         return f"{describe_node(pinned.node)}: {pinned.reason or 'it needs all of them at once'}"
@@ -156,7 +156,7 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
 
 
 def _told_apart(axis_map: AxisMap, atom: Factor, made: Collection[ir.Node]) -> str:
-    """The first node to which numbers that are computed from sizes say which row is which."""
+    """The first node that may tell rows apart, by numbers that are computed from sizes."""
     for node, operation in axis_map.operations.items():
         numbers = (
             axes
@@ -173,7 +173,7 @@ def _has(axes: Axes, atom: Factor) -> bool:
 
 
 def _loses(operation: Operation, atom: Factor) -> bool:
-    """Whether a node reads a factor as part of another axis, or gives it no more."""
+    """Whether a node reads a factor that no output has alone on an axis."""
     reads = any(_has(axes, atom) for axes in operation.inputs)
     gives = any(
         len(ax.leaves(axis)) == 1 and atom in ax.leaves(axis) for axes in operation.outputs for axis in axes or ()

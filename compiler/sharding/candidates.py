@@ -1,4 +1,4 @@
-"""Atoms that could be split, the weights that they divide, and the cost of their sums."""
+"""Atoms that could be split, the weights that they divide, and the cost of their collectives."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.partial import find_sums
 
-# The latency of a sum as bytes, which is added to those that it moves. A choice: by the devices' profiles these are 100
-# KB on GPUs and 300 KB on CPUs. With 16 or 256 KiB the plans of 42 of 43 models on three devices are the same.
+# The latency of a collective, in bytes, which is added to those that it moves. A choice: by the devices' profiles it is
+# 100 KB on GPUs and 300 KB on CPUs. With 16 or 256 KiB the plans of 42 of 43 models on three devices are the same.
 SUM_BYTES = 64 << 10
-# Minimum gain of an atom that is split, as a share of the gain of all together. The best one is no measure: a few
-# weights that are read for one token, where others are read for thousands, need next to no sums. A choice: with 1/64 or
-# 1/16 the plans of 41 of 43 models are the same.
+# Minimum gain of an atom that is split, relative to the gain of all atoms together. It is not relative to the best one:
+# a few weights that are read for one token, where others are read for thousands, need next to no sums. A choice: with
+# 1/64 or 1/16 the plans of 41 of 43 models are the same.
 LEAST_GAIN_RATIO = 1 / 32
 # Minimum bytes that splitting an embedding table saves on each rank: it saves memory only, since a run reads few rows.
 # A choice: with 4 or 64 MiB the plans of 43 models are the same, but with 1 MiB not (their tables are small).
@@ -33,9 +33,11 @@ LOOKUP_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Candidate:
-    """An atom that divides weights: their bytes, and the number of its collectives with the bytes that they exchange.
+    """An atom that divides weights.
 
-    Without collectives, `exchanged` are the bytes of the model's outputs that are joined.
+    - `weights`: the weights, with the bytes of each that it divides.
+    - `collectives`: their number in a run.
+    - `exchanged`: the bytes that these exchange; without collectives, the bytes of the model's outputs that are joined.
     """
 
     atom: Factor
@@ -45,7 +47,7 @@ class Candidate:
 
     @property
     def cost(self) -> int:
-        """What its collectives cost, in bytes."""
+        """The cost of its collectives, in bytes."""
         return max(1, self.collectives) * SUM_BYTES + self.exchanged
 
     @property
@@ -55,7 +57,7 @@ class Candidate:
 
     @property
     def gain(self) -> float:
-        """Bytes of weights covered per byte that the sums cost."""
+        """Bytes of weights that are split for each byte of cost."""
         return self.bytes / self.cost
 
 
@@ -63,9 +65,10 @@ class Candidate:
 class Candidates:
     """The candidates by falling gain.
 
-    `order` has all atoms that divide weights, in the model's order. `contractions` are the nodes that sum over each
-    atom. `reduced` are the nodes that need a number of all its elements. `conflicts` are, for each
-    candidate's atom, those that some value has beside it.
+    - `order`: all atoms that divide weights, in the model's order.
+    - `contractions`: the nodes that sum over each atom.
+    - `reduced`: the nodes that need a statistic of all elements of each atom.
+    - `conflicts`: the atoms that can't be split together with each candidate's atom.
     """
 
     by_gain: tuple[Candidate, ...]
@@ -87,9 +90,7 @@ def find_candidates(
 ) -> Candidates:
     """All atoms that divide weights and that no node needs whole. `size` gives the bytes of a value.
 
-    `planned` are the shapes that were planned for.
-
-    Slots for adapters are cut with their layers, and not without them.
+    `planned` are the shapes that were planned for. Slots for adapters are cut together with their layers, never alone.
     """
     _pin_ends(graph, axis_map, planned)
     _pin_borders(axis_map)
@@ -110,7 +111,7 @@ def find_candidates(
             sums = find_sums(axis_map, graph.position, {atom}, without.start(atom), size)
             moved = sum(map(size, sums.exchanged or outputs_with.get(atom, ())))
             candidates.append(Candidate(atom, covered, sums.count, moved))
-    # Shards that are joined are exact, where sums are rounded.
+    # Joined shards come first among equals: they are exact, and sums are rounded.
     candidates.sort(key=lambda candidate: (candidate.gain, candidate.bytes, candidate.atom in joined), reverse=True)
     return replace(
         without, by_gain=tuple(candidates), conflicts=_conflicts(axis_map, {candidate.atom for candidate in candidates})
@@ -118,9 +119,9 @@ def find_candidates(
 
 
 def _conflicts(axis_map: AxisMap, atoms: Collection[Factor]) -> dict[Factor, set[Factor]]:
-    """For each atom those that can't be split together with it: some value has both, or some node sums over both.
+    """For each atom, the atoms that can't be split together with it: some value has both, or some node sums over both.
 
-    A rank would lack most of such a value, or of such a sum. Atoms in different sections of one axis do not conflict.
+    A rank would lack most of such a value or sum. Atoms in different sections of one axis do not conflict.
     """
     conflicts: dict[Factor, set[Factor]] = defaultdict(set)
 
@@ -163,7 +164,7 @@ def reject_costly(graph: Graph, candidates: Sequence[Candidate], axis_map: AxisM
 
 
 def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> None:
-    """Pin the sections of inputs and outputs whose size may change: the runtime cuts and joins these by places."""
+    """Pin sections of inputs and outputs whose size may change: the runtime cuts and joins these by index."""
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         sizes = planned.get(value.name or "", ())
         for number, axis in enumerate(axis_map.axes.get(value) or ()):
@@ -176,7 +177,7 @@ def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> 
 
 
 def _pin_borders(axis_map: AxisMap) -> None:
-    """Pin all but the first factor of axes that cross an island's border: ranks cut and join consecutive elements."""
+    """Pin all but the first factor of axes at an island's border: ranks cut and join consecutive elements there."""
     for crossing in crossings(axis_map):
         for axis in (axis for side in crossing.sides for axis in (side.before, side.after)):
             leaves = ax.leaves(axis)
@@ -185,7 +186,7 @@ def _pin_borders(axis_map: AxisMap) -> None:
 
 
 def _pin_tables(axis_map: AxisMap) -> None:
-    """Pin the rows of embedding tables that are not one atom: a lookup needs consecutive rows."""
+    """Pin the rows of embedding tables unless they are one atom: a lookup needs consecutive rows."""
     for node, operation in axis_map.operations.items():
         leaves = ax.leaves(operation.contracted) if operation.is_lookup else []
         if len(leaves) > 1 or not all(leaf.is_atom for leaf in leaves):
@@ -193,7 +194,7 @@ def _pin_tables(axis_map: AxisMap) -> None:
 
 
 def reached_weights(axis_map: AxisMap, size: Callable[[ir.Value], int]) -> dict[Factor, dict[ir.Value, int]]:
-    """For each atom the weights that it divides, and how many of their bytes."""
+    """For each atom, the weights that it divides, with the number of bytes that it divides."""
     reached: dict[Factor, dict[ir.Value, int]] = defaultdict(dict)
     for value, axes in axis_map.weight_uses():
         for axis in axes or ():
@@ -214,7 +215,7 @@ def _add_shares(axis: Axis, share: float, shares: dict[Factor, float]) -> None:
 
 
 def _collecting(axis_map: AxisMap) -> tuple[dict[Factor, list[ir.Node]], dict[Factor, list[ir.Node]]]:
-    """For each atom the nodes that sum over it, and those that need a number of all its elements."""
+    """For each atom, the nodes that sum over it, and the nodes that need a statistic of all its elements."""
     summing: dict[Factor, list[ir.Node]] = defaultdict(list)
     reducing: dict[Factor, list[ir.Node]] = defaultdict(list)
     for node, operation in axis_map.operations.items():

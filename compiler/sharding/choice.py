@@ -1,4 +1,4 @@
-"""Which atoms are split over the ranks: those that cover the most weight bytes for the fewest and smallest sums."""
+"""Chooses the atoms to split: those that cover the most weight bytes for the fewest and smallest sums."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from splitc.compiler.sharding.partial import Sums, find_sums
 # are the same, with 0.9 those of 42 of 43.
 LEAST_DISPLACING_RATIO = 0.6
 # Candidates displace the one that excludes them all if they cover this many times its bytes. A choice: with 1 the plans
-# of 51 of 52 models are the same, with 4 of 43; without the rule, a video transformer's is another.
+# of 51 of 52 models are the same, with 4 those of 43. Without the rule, a video transformer's plan differs.
 LEAST_EXCLUDED_RATIO = 2
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The atoms that are split, in the model's order; all candidates; why the others were rejected; and the sums.
+    """The atoms to split.
 
-    `partners` maps an atom with fewer units than ranks (key-value heads) to one inside it (the query heads of a group):
-    ranks that hold the same unit divide the partner's units.
+    - `chosen`: these, in the model's order.
+    - `partners`: maps an atom with fewer units than ranks (key-value heads) to one inside it (the query heads of a
+      group). Ranks that hold the same unit divide the partner's units.
+    - `candidates`: all candidates.
+    - `rejected`: the others, each with the reason.
+    - `sums`: where partial values are summed.
     """
 
     chosen: tuple[Factor, ...]
@@ -42,7 +46,7 @@ class Choice:
 def choose(
     graph: Graph, axis_map: AxisMap, candidates: Candidates, size: Callable[[ir.Value], int], ranks: int
 ) -> Choice:
-    """Choose the atoms to split over so many ranks, among all candidates. `size` gives the bytes of a value."""
+    """Choose the atoms to split over this number of ranks. `size` gives the bytes of a value."""
     conflicts = candidates.conflicts
     rejected = reject_costly(graph, candidates.by_gain, axis_map, ranks)
     for atom in (candidate.atom for candidate in candidates.by_gain if candidate.atom in conflicts[candidate.atom]):
@@ -64,7 +68,7 @@ def _select(
 ) -> dict[Factor, Candidate]:
     """Candidates that do not conflict, chosen greedily by falling gain.
 
-    Then each of the others displaces its rivals if it covers more bytes than they do together, at a gain that is not
+    Then each other candidate displaces its rivals if it covers more bytes than they do together, at a gain that is not
     much lower (LEAST_DISPLACING_RATIO). Last, candidates displace the one that excludes them if they cover far more
     bytes together (LEAST_EXCLUDED_RATIO): a batch axis of constant tables would exclude all other axes.
     """
@@ -97,7 +101,7 @@ def _select(
 def _compatible(
     candidates: Sequence[Candidate], conflicts: Mapping[Factor, set[Factor]], chosen: Mapping[Factor, Candidate]
 ) -> dict[Factor, Candidate]:
-    """The candidates, in order, that conflict with nothing chosen and with none before them."""
+    """The candidates, in order, that conflict neither with chosen ones nor with earlier ones."""
     compatible: dict[Factor, Candidate] = {}
     for candidate in candidates:
         if conflicts[candidate.atom].isdisjoint(chosen) and conflicts[candidate.atom].isdisjoint(compatible):
@@ -110,7 +114,7 @@ def _bytes(candidates: Iterable[Candidate]) -> int:
 
 
 def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: dict[Factor, str]) -> None:
-    """Reject atoms that are summed together with unsplit ones, which every rank would add again."""
+    """Reject atoms that are summed together with unsplit sections, which every rank would add again."""
     again = True
     while again:
         again = False
@@ -138,7 +142,7 @@ def _find_partners(
             for other in candidates.by_gain
             if other.atom in conflicts[atom]
             and other.atom not in conflicts[other.atom]
-            # Else a sum over the one alone would count a unit once for each rank that has it.
+            # Otherwise a sum over only one of both would count a unit once for each rank that has it.
             and set(candidates.start(other.atom)) == set(candidates.start(atom))
             and set(other.weights) < set(candidate.weights)
             and not conflicts[other.atom] & (chosen.keys() - {atom})

@@ -1,4 +1,4 @@
-"""Where values go into islands and out of them: their shards are cut there, or joined by a collective."""
+"""Where values enter or leave islands: their shards are cut there, or joined by a collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.compiler.sharding.axis_map import AxisMap
 
 @dataclass(frozen=True)
 class Side:
-    """An axis of a value, by number: how it is sharded before it crosses, and after."""
+    """Axis `number` of a value, as it is sharded before and after the crossing."""
 
     number: int
     before: Axis
@@ -23,7 +23,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A value of so many `axes` that goes into an island as its input `place`, or comes out of it (None)."""
+    """A value with this number of `axes` that enters an island as its input `place`, or leaves it (None)."""
 
     node: ir.Node
     place: int | None
@@ -32,11 +32,11 @@ class Crossing:
     sides: tuple[Side, ...]
 
     def is_joined(self, chosen: Collection[Factor]) -> bool:
-        """Whether ranks have shards before it that are others after it. Otherwise each rank cuts its shard itself."""
+        """Whether ranks have shards before it, which must be joined. Otherwise each rank cuts its shard itself."""
         return any(_divides(side.before, chosen) for side in self.sides)
 
     def is_cut(self, chosen: Collection[Factor]) -> bool:
-        """Whether ranks have shards after it."""
+        """Whether ranks have shards after the crossing."""
         return any(_divides(side.after, chosen) for side in self.sides)
 
 
@@ -45,7 +45,7 @@ def _divides(axis: Axis, chosen: Collection[Factor]) -> bool:
 
 
 def crossings(axis_map: AxisMap) -> Iterator[Crossing]:
-    """Where values go into the islands of a model and out of them."""
+    """All values that enter or leave islands."""
     for island in axis_map.islands:
         node, operation = island.node, axis_map.operations[island.node]
         for place in dict.fromkeys(place for place, _ in island.inputs):

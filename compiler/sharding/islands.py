@@ -1,8 +1,8 @@
-"""Nodes that could shard their weights if what is around them were not sharded otherwise, or whole.
+"""Nodes that could shard their weights if the nodes around them did not need the same axes whole, or sharded otherwise.
 
-One node that needs an axis whole makes it whole in all of the model: a Softmax behind the head leaves the head whole.
-An island has axes of its own. Each rank cuts what goes in, which costs nothing, and what comes out is summed or joined
-by a collective. Shardy and GSPMD put collectives where shardings meet in the same way.
+One node that needs an axis whole makes it whole in the whole model: a Softmax after the head keeps the head whole. An
+island has axes of its own. Each rank cuts its inputs, without communication, and its output is summed or joined by a
+collective. Shardy and GSPMD insert collectives in the same way where shardings differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JOINED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", 
 
 
 def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable[[ir.Value], int]) -> frozenset[Island]:
-    """The nodes that read weights of which a choice shards nothing. `size` gives the bytes of a value."""
+    """The nodes that read weights of which a choice shards nothing, as islands. `size` gives the bytes of a value."""
     least = LEAST_ISLAND * sum(map(size, graph.graph.initializers.values()))
     chosen = frozenset(choice.chosen)
     islands = (
@@ -41,7 +41,7 @@ def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable
 def _island(
     graph: Graph, operation: Operation, chosen: Collection[Factor], least: float, size: Callable[[ir.Value], int]
 ) -> Island | None:
-    """The island of a node that reads large weights of which nothing is sharded; None for any other node."""
+    """A node that reads large weights of which nothing is sharded, as an island; None for any other node."""
     node, weights = operation.node, set[Factor]()
     for value, axes in zip(node.inputs, operation.inputs, strict=True):
         if value is not None and graph.is_constant(value) and size(value) >= least and not is_slot_input(value):
@@ -60,7 +60,7 @@ def _island(
 
 
 def _inside(axes: Axes, atoms: Collection[Factor]) -> list[int]:
-    """The numbers of the axes that are made of these atoms alone."""
+    """The numbers of the axes that consist of these atoms alone."""
 
     def is_inside(axis: Axis) -> bool:
         own = set(ax.atoms(axis))

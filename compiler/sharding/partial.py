@@ -1,4 +1,4 @@
-"""Where partial values are summed. A value is partial where each rank has contracted only its shard of an axis."""
+"""Where partial values are summed. A value is partial if each rank has contracted only its shard of an axis."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from splitc.compiler.sharding.crossings import crossings
 class Sums:
     """The partial values, and where they are made whole.
 
-    `partial` maps each partial value to the atoms that it is partial over. A rank without units of them contributes
-    zero. `summed` are the values that are summed where they are made, in the model's order; the other partial values
-    are passed on. `added_on_one_rank` maps a node to the inputs that only one rank may add to a partial result.
-    `reduced` are the nodes for which the ranks find a number of all elements together: their range, or a mean. `drawn`
-    are those that draw random numbers: one rank does, the others have zeros, and what they make is summed too. `joined`
-    are the values whose shards are joined at the border of an island. `paired` are `reduced` nodes that wait for one
-    sum together.
+    - `partial`: maps each partial value to the atoms that it is partial over. A rank without units of them adds zero.
+    - `summed`: the values that are summed where they are computed, in the model's order. Other partial values are
+      passed on.
+    - `added_on_one_rank`: maps a node to the inputs that only one rank may add to a partial result.
+    - `reduced`: the nodes that need a statistic of all ranks' elements: a range, or a mean.
+    - `drawn`: the nodes that draw random numbers. One rank draws, the others have zeros, and the results are summed
+      too.
+    - `joined`: the values whose shards are joined at the border of an island.
+    - `paired`: pairs of `reduced` nodes that share one sum.
     """
 
     partial: Mapping[ir.Value, frozenset[Factor]]
@@ -64,12 +66,12 @@ def find_sums(
 ) -> Sums:
     """Follow partial values from the nodes that contract a chosen atom to where they must be whole.
 
-    `start` are these nodes, and those that need a number of all of a chosen atom's elements. `size` gives a value's
+    `start` are these nodes, and those that need a statistic of all of a chosen atom's elements. `size` gives a value's
     bytes. `drawn` are the nodes that draw random numbers.
 
-    A partial value passes through nodes that are linear in it. It is summed at the last place where that is possible:
-    before it meets a whole value (the residual), before several nodes read it, or before it grows. It may grow to meet
-    another partial value, since one sum serves both.
+    A partial value passes through nodes that are linear in it. It is summed as late as possible: before it meets a
+    whole value (the residual), before several nodes read it, or before it grows. It may grow to meet another partial
+    value, since one sum serves both.
     """
     borders = list(crossings(axis_map))
     crossing = {border.value for border in borders if border.is_cut(chosen) or border.is_joined(chosen)}
@@ -103,7 +105,7 @@ def find_sums(
 class _Flow:
     """The partial values so far, as nodes are visited in the model's order. The results are those of `Sums`.
 
-    `crossing` are the values that are cut or joined at the border of an island: they go there whole.
+    `crossing` are the values that are cut or joined at the border of an island. They must be whole there.
     """
 
     operations: Mapping[ir.Node, Operation]
@@ -116,7 +118,7 @@ class _Flow:
     reduced: list[ir.Node] = field(default_factory=list)
 
     def visit(self, node: ir.Node) -> list[ir.Node]:
-        """Pass on, or sum, the partial values that a node reads. Returns the readers of those that it makes."""
+        """Pass on, or sum, the partial values that a node reads. Returns the readers of its own partial values."""
         operation = self.operations[node]
         incoming = {
             number: self.partial[value]
@@ -141,7 +143,7 @@ class _Flow:
         return [reader for value in passed for reader, _ in value.uses()]
 
     def _passes(self, operation: Operation, incoming: Mapping[int, frozenset[Factor]]) -> frozenset[int] | None:
-        """The inputs that only one rank adds, if the node may take these inputs as partial; None if it may not."""
+        """The inputs that only one rank adds, if the node may read these inputs as partial; None if it may not."""
         node = operation.node
         output = node.outputs[0]
         sizes = [self.size(value) for number in incoming if (value := node.inputs[number]) is not None]
@@ -150,7 +152,7 @@ class _Flow:
             return None
         if chosen_atoms([operation.contracted], self.chosen) or len(node.outputs) > 1:
             return None
-        # Only an addition can leave out an input that a rank contributes nothing to.
+        # Only an addition can leave out an input that is zero on a rank.
         if len(set(incoming.values())) > 1 and not operation.add_on_one_rank:
             return None
         inputs = frozenset(number for number, value in enumerate(node.inputs) if value is not None)
@@ -158,14 +160,14 @@ class _Flow:
             return frozenset()
         rest = inputs - incoming.keys()
         weights = all(_is_weight(operation, number) for number in rest)
-        # What is left out may give the result neither elements nor axes.
+        # An input that is left out must not broadcast the others to more elements or axes.
         axes = {len(operation.inputs[number] or ()) for number in incoming} | {len(operation.outputs[0] or ())}
         keeps = self.size(output) == max(sizes) and len(axes) == 1
         joins = keeps and bool(operation.add_on_one_rank) and rest <= operation.add_on_one_rank
         return rest if joins and (weights or self._meets_partial(output)) else None
 
     def _meets_partial(self, value: ir.Value) -> bool:
-        """Whether its only reader adds another partial value to it, perhaps after a scale: then one sum serves both."""
+        """Whether its only reader adds another partial value to it, maybe after a scale. Then one sum serves both."""
         uses = value.uses()
         if len(uses) != 1 or value.is_graph_output():
             return False
@@ -181,9 +183,9 @@ class _Flow:
 def _pairs(
     reduced: Sequence[ir.Node], others: Iterable[ir.Node], position: Mapping[ir.Node, int]
 ) -> list[tuple[ir.Node, ir.Node]]:
-    """Norms, two each, with no other collective between them, of which the second does not need the first.
+    """Pairs of norms without another collective between them, of which the second does not depend on the first.
 
-    So are those of queries and of keys. Their sums, a number for each row, have one shape.
+    The norms of queries and of keys are such a pair. Their sums, one number per row, have the same shape.
     """
     paired: list[tuple[ir.Node, ir.Node]] = []
     norms = {node for node in reduced if operator_of(node).is_norm}
@@ -195,7 +197,7 @@ def _pairs(
 
 
 def _are_alike(first: ir.Node, second: ir.Node) -> bool:
-    """Whether two norms are known to have as many rows."""
+    """Whether two norms are known to have the same number of rows."""
     one, other = (node.outputs[0].shape for node in (first, second))
     rows = [] if one is None else [size if isinstance(size, int) else size.value for size in one[:-1]]
     return None not in rows and one is not None and other is not None and one[:-1] == other[:-1]

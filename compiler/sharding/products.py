@@ -1,6 +1,6 @@
-"""The products that row mode can slice by columns, and why it can't slice the others.
+"""The products that row mode can slice by columns, and the reasons for the others.
 
-A product is a matmul inside a block. It multiplies a computed value with a large matrix that only products read.
+A product is a matmul inside a block. It multiplies a computed value by a large matrix that only products read.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Readers = Mapping[ir.Value, tuple[ir.Node, ...]]
 
 @dataclass(frozen=True)
 class Product:
-    """A matmul that can be sliced. `takes` are the non-constant values that it reads.
+    """A matmul that can be sliced.
 
-    `columns` is the factor that is cut. Its unit is a column, or the columns of one quantization block. `axis` is the
-    number of the columns' axis in the result. An input that is dequantized for the matmul is taken in its quantized
-    form, which is smaller and which engines multiply directly.
+    - `takes`: the non-constant values that it reads. An input that is dequantized for the matmul is taken in its
+      quantized form, which is smaller and which engines multiply directly.
+    - `columns`: the factor that is cut. Its unit is a column, or the columns of one quantization block.
+    - `axis`: the number of the columns' axis in the result.
     """
 
     node: ir.Node
@@ -42,13 +43,13 @@ class Product:
 
     @property
     def result(self) -> ir.Value:
-        """What it computes."""
+        """Its output."""
         return self.node.outputs[0]
 
 
 @dataclass(frozen=True)
 class Declined:
-    """Why a node that reads weights is not sliced: a short kind for summaries, and the full reason."""
+    """The reason why a node that reads weights is not sliced, and a short kind for summaries."""
 
     kind: str
     reason: str
@@ -56,10 +57,10 @@ class Declined:
 
 @dataclass(frozen=True)
 class Products:
-    """The products in the model's order, and the axes of what they read.
+    """The products in the model's order, and the axes of the values that they read.
 
-    `readers` are, for each weight, the nodes that read it or its folded form at run time. `declined` says of each
-    reader that is not a product why it is not.
+    - `readers`: for each weight, the nodes that read it or its folded form at run time.
+    - `declined`: the reason for each reader that is not a product.
     """
 
     sliceable: tuple[Product, ...]
@@ -71,7 +72,7 @@ class Products:
 def find_products(analysis: Analysis, least: int, opaque: Mapping[ir.Node, str] = MappingProxyType({})) -> Products:
     """The products of a model whose matrices are at least `least` x `least`.
 
-    The axes of `opaque` nodes are whole, each for its reason.
+    The axes of `opaque` nodes are whole, each with the reason.
     """
     graph = analysis.graph
     readers = _readers(graph)
@@ -97,9 +98,9 @@ def find_products(analysis: Analysis, least: int, opaque: Mapping[ir.Node, str] 
 
 
 def _readers(graph: Graph) -> Readers:
-    """For each weight the nodes that read it, or what is folded from it, at run time.
+    """For each weight, the nodes that read it or a value folded from it at run time.
 
-    A folded node whose result is an output counts as a reader too.
+    A folded node whose result is an output is a reader too.
     """
 
     def is_read(node: ir.Node) -> bool:
@@ -118,7 +119,7 @@ def _inside_blocks(partition: Partition) -> frozenset[ir.Node]:
 
 
 def _unpacking(graph: Graph, nodes: Iterable[ir.Node]) -> frozenset[ir.Node]:
-    """The nodes that dequantize inputs of `nodes` with constant scales."""
+    """The nodes that dequantize inputs of `nodes`, with constant scales."""
     above = (value.producer() for node in nodes for value in graph.reads[node])
     return frozenset(
         node
@@ -131,7 +132,7 @@ def _unpacking(graph: Graph, nodes: Iterable[ir.Node]) -> frozenset[ir.Node]:
 
 
 def _taken(graph: Graph, node: ir.Node, unpacking: Collection[ir.Node]) -> dict[ir.Value, None]:
-    """What a product takes at run time: its non-constant inputs, quantized where they are unpacked for it."""
+    """The values that a product takes at run time: its non-constant inputs, before they are dequantized."""
     taken: dict[ir.Value, None] = {}
     for value in graph.reads[node]:
         producer = value.producer()
@@ -143,7 +144,7 @@ def _taken(graph: Graph, node: ir.Node, unpacking: Collection[ir.Node]) -> dict[
 
 
 def _why_not(analysis: Analysis, node: ir.Node, inside: bool, least: int) -> Declined | None:
-    """Why a node that reads weights can't be sliced, or None if it can."""
+    """The reason why a node that reads weights can't be sliced; None if it can."""
     number = operator_of(node).matrix_input
     weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
     if node in analysis.graph.constant or weight is None:
@@ -166,7 +167,7 @@ def _why_not(analysis: Analysis, node: ir.Node, inside: bool, least: int) -> Dec
 
 
 def _sides(analysis: Analysis, node: ir.Node, weight: ir.Value) -> list[int]:
-    """The shape of the matrix that a product multiplies with, without leading axes of size 1."""
+    """The shape of a product's matrix, without leading axes of size 1."""
     if node.op_type == "MatMulNBits":
         return [node.attributes.get_int("K", 0), node.attributes.get_int("N", 0)]
     sides = list(shape_of(weight, analysis.costs.shapes))
@@ -190,12 +191,12 @@ def _decline_shared(readers: Readers, declined: dict[ir.Node, Declined]) -> None
 
 
 def _is_matrix(weight: ir.Value) -> bool:
-    """Whether it has two or more axes. Vectors (scales, biases) may be cut for one reader and whole for others."""
+    """Whether a weight has two or more axes. Vectors (scales, biases) may be cut for some readers only."""
     return sum(size != 1 for size in shape_of(weight)) > 1
 
 
 def _run_time_atoms(graph: Graph, axis_map: AxisMap, node: ir.Node) -> set[Factor]:
-    """The atoms of a product's non-constant inputs. If one were cut, these inputs would have to be cut too."""
+    """The atoms of a product's non-constant inputs. To cut one of them, these inputs would have to be cut too."""
     pairs = zip(node.inputs, axis_map.operations[node].inputs, strict=True)
     return {
         atom
@@ -209,9 +210,9 @@ def _run_time_atoms(graph: Graph, axis_map: AxisMap, node: ir.Node) -> set[Facto
 def _columns(
     axis_map: AxisMap, node: ir.Node, at_run_time: Collection[Factor], stored: Collection[Factor]
 ) -> Factor | Declined:
-    """The factor to cut a product's columns by, such that each slice is contiguous; or why there is none.
+    """The factor by which to cut a product's columns into contiguous slices, or the reason why there is none.
 
-    `stored` are the factors of weights: a matrix that is filled with a number when it is needed has none.
+    `stored` are the factors of weights. A matrix that is filled with one number at run time has none.
     """
     output = axis_map.operations[node].outputs[0]
     leaves = ax.leaves(output[-1]) if output else []

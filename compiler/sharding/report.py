@@ -20,7 +20,7 @@ from splitc.compiler.sharding.products import Products
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.runtime.units import format_bytes
 
-# Warn when a smaller share of the blocks' weight bytes is split. A choice, which decides of the warning alone.
+# Warn if a smaller share of the blocks' weight bytes is split. A choice, for the warning alone.
 WARN_BELOW_SHARE = 0.5
 
 
@@ -28,7 +28,7 @@ WARN_BELOW_SHARE = 0.5
 class WeightFate:
     """A weight: how many of its bytes are split over the ranks, and why the rest is whole.
 
-    `units` are the units of each rank, for each axis that is cut: "768,768".
+    `units` are each rank's units of each axis that is cut, such as "768,768".
     """
 
     name: str
@@ -67,7 +67,7 @@ def sharded_share(weights: Sequence[WeightFate]) -> float:
 
 
 def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[WeightFate]:
-    """All weights of the model, in the order in which they are read. A and B of slots are none of them."""
+    """All weights of the model, in the order in which they are read, without the A and B of slots."""
     inside, uses = block_weights(analysis), _uses(split.axis_map)
     own = ((value, axes) for value, axes in uses.items() if not is_slot_input(value))
     return [_fate(analysis, split, choice, value, axes, value in inside) for value, axes in own]
@@ -108,7 +108,7 @@ def _why_not_sliced(products: Products, others: Sequence[ir.Node]) -> str:
 
 
 def _units(split: ShardedModel, axes: Axes) -> str:
-    """The units of each rank, for each axis that is cut."""
+    """Each rank's units of each axis that is cut."""
     atoms = [atom for axis in axes or () for atom in dict.fromkeys(ax.atoms(axis))]
     return "; ".join(
         ",".join(str(part.size if part.owned else 0) for part in split.ranges[atom])
@@ -129,7 +129,7 @@ def _fate(
 
 
 def _why_all_whole(split: ShardedModel, choice: Choice, atoms: Sequence[Factor]) -> str:
-    """Why atoms are not split: in one reason what a node needs of several, as where it reads parts put together."""
+    """The reasons why atoms are not split. Atoms that one node needs whole for one reason are listed together."""
     needed: dict[Pin, dict[int, None]] = {}
     for atom in atoms:
         if atom.pinned is not None:
@@ -144,7 +144,7 @@ def _why_all_whole(split: ShardedModel, choice: Choice, atoms: Sequence[Factor])
 
 
 def _needs(pin: Pin, sizes: str) -> str:
-    """What a node needs whole, for messages."""
+    """The message that a node needs these sizes whole."""
     why = f" ({pin.reason})" if pin.reason else ""
     if pin.node is None:
         return f"{sizes}: {pin.reason}"
@@ -185,10 +185,12 @@ def why_whole(split: ShardedModel, choice: Choice, atom: Factor) -> str | None:
 
 @dataclass(frozen=True)
 class AxisFate:
-    """An axis of weights: its size, the number and bytes of these weights, and the sums needed to split it.
+    """An axis of weights.
 
-    `sums` is None if the axis is no candidate. `units` are those of each rank if it is sharded; if not, `reason` says
-    why. `joined`: its shards are joined where they come out of an island. `first` is the name of the first weight.
+    - `size`: its size. `weights` and `bytes`: the number and the bytes of these weights. `first`: the first one's name.
+    - `sums`: the collectives needed to split it; None if it is no candidate.
+    - `units`: each rank's units if it is sharded. If not, `reason` says why.
+    - `joined`: its shards are joined where they leave an island.
     """
 
     size: int

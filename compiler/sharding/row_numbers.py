@@ -1,11 +1,14 @@
-"""Numbers of rows that a model computes from sizes alone, to pick each row's own entries by them.
+"""Row numbers that a model computes from sizes alone, and by which it indexes each row's own entries.
 
-Exporters write the mask of attention so: `mask[arange(rows)[:, None], columns]`. By the operators' rules an index may
-point to any row. What follows from sizes alone can be computed, and shows where it points: if an index is everywhere
-its own place along an axis, the node picks along that axis what already stands there. So do rotary embeddings, whose
-tables may have a row for each token of a request. A part of a mask that is written in place is a node that puts it
-where such an index says. `x[arange(rows), highest]` is written as one index of rows and tokens that are one axis: the
-number of the row's first token, and that of the token in its row.
+Exporters write attention masks so: `mask[arange(rows)[:, None], columns]`. By the operators' rules an index may point
+to any row. But values that follow from sizes alone can be computed. If an index equals the position along an axis
+everywhere, the node gathers along that axis what already stands there, and rows do not meet. There are three more
+forms:
+
+- Rotary embeddings, whose tables may have a row for each token of a request.
+- A part of a mask that is written in place: a ScatterND with such an index.
+- `x[arange(rows), highest]` with rows and tokens merged into one axis: the index is the number of the row's first token
+  plus that of a token in its row.
 """
 
 from __future__ import annotations
@@ -31,20 +34,22 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 
 Array = npt.NDArray[Any]
-# The operators that pick by an index, or put what they are given there. It is their second input.
+# The operators that gather or scatter by an index, which is their second input.
 PUTTING = "ScatterND"
 PICKING = ("Gather", "GatherND", PUTTING)
-# The most elements of a value that is computed. A choice: at probe sizes masks have thousands.
+# The most elements of a computed value. A choice: at probe sizes masks have thousands.
 MOST_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """The axes of a model whose nodes pick by row numbers, and the `values` that follow from sizes, at probe sizes.
+    """The axes of a model whose nodes index by row numbers.
 
-    `nodes` are those that compute them. `picking` are the nodes that pick by them what stands in the same place, each
-    with the axes of its index along which that is all that they say in it. `joining` are the nodes that put an index
-    together, of such numbers and of data.
+    - `nodes`: the nodes that compute from sizes alone.
+    - `picking`: the nodes that gather or scatter by row numbers, each with the axes of its index along which the index
+      is the position and nothing else.
+    - `joining`: the nodes that build an index from such numbers and data, each with the node that reads the index.
+    - `values`: the values that follow from sizes alone, at probe sizes.
     """
 
     graph: Graph
@@ -55,7 +60,7 @@ class RowNumbers:
     values: Mapping[ir.Value, Array]
 
     def hold(self, atom: Factor) -> bool:
-        """Whether what follows from sizes is the same in all rows, wherever it meets data: else it tells them apart."""
+        """Whether values from sizes are the same in all rows where they meet data. Else they tell rows apart."""
         if any(self._differs(value, self.axis_map.axes[value] or (), atom) for value in self.graph.outputs):
             return False
         for node, operation in self.axis_map.operations.items():
@@ -71,7 +76,7 @@ class RowNumbers:
     def _differs(
         self, value: ir.Value, axes: Sequence[Axis], atom: Factor, known: frozenset[int] = frozenset()
     ) -> bool:
-        """Whether a value that follows from sizes differs along a factor, beside the axes that are `known`."""
+        """Whether a value that follows from sizes varies along a factor, apart from the `known` axes."""
         if value.producer() not in self.nodes:
             return False
         along = [number for number, axis in enumerate(axes) if atom in ax.atoms(axis) and number not in known]
@@ -81,18 +86,18 @@ class RowNumbers:
 
 
 def _index_of(node: ir.Node) -> int:
-    """The input of a node that picks, by which it does."""
+    """The number of a node's index input."""
     operator = operator_of(node)
     return operator.positions[0] if operator.tables else 1
 
 
 def _varies(array: Array, axis: int) -> bool:
-    """Whether an array differs along an axis."""
+    """Whether an array varies along an axis."""
     return array.size > 0 and not np.array_equal(array, np.broadcast_to(array.take([0], axis), array.shape))
 
 
 def _varies_along(atom: Factor, array: Array, number: int, axis: Axis) -> bool:
-    """Whether an array differs along a factor of an axis: rows and tokens may be one, along which only these differ."""
+    """Whether an array varies along a factor of an axis. If an axis is rows and tokens, only tokens may vary."""
     leaves = ax.leaves(axis)
     if atom not in leaves:  # it is in sections
         return _varies(array, number)
@@ -101,9 +106,9 @@ def _varies_along(atom: Factor, array: Array, number: int, axis: Axis) -> bool:
 
 
 def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -> RowNumbers | None:
-    """The axes of a model, where nodes pick by numbers that follow from sizes alone; None if there are no such numbers.
+    """The axes of a model in which nodes index by numbers from sizes alone; None if there are no such numbers.
 
-    What follows from sizes may also be all of a mask, in which rows were picked by their numbers.
+    A whole mask may follow from sizes too, if rows were indexed by their numbers in it.
     """
     nodes = nodes_from_sizes(graph)
     picking = [node for node in graph.nodes if node not in nodes and node.op_type in PICKING and not node.domain]
@@ -137,10 +142,10 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
 
 
 def _parts(picking: ir.Node, nodes: set[ir.Node]) -> Sequence[ir.Value]:
-    """What an index is put together of, a part for each axis that is indexed; or the index itself.
+    """The parts of an index, one for each axis that is indexed; or the index itself.
 
-    Only one that has data in it is taken apart: of others `nodes` make all. That of a Gather may be a sum: its second
-    part is of data then.
+    Only an index that contains data is taken apart: `nodes` compute any other as a whole. A Gather's index may be a
+    sum, whose second part is data.
     """
     index = picking.inputs[1]
     if index is None:
@@ -165,7 +170,7 @@ def _data_readers(value: ir.Value) -> set[ir.Node]:
 
 
 def _choice(index: ir.Value) -> ir.Node | None:
-    """The node that makes an index by choosing from an axis, so that it is below the axis's size."""
+    """The ArgMax or ArgMin behind an index, which is thus below the size of its axis; None for any other index."""
     node = index.producer()
     while node is not None and node.op_type == "Cast":
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
@@ -173,7 +178,7 @@ def _choice(index: ir.Value) -> ir.Node | None:
 
 
 def _count_below(index: ir.Value, bound: BoundShapes) -> int:
-    """A number that an index is below: 1 if none is known."""
+    """A number that an index is below; 1 if none is known."""
     node = _choice(index)
     source = None if node is None else node.inputs[0]
     shape = () if source is None else bound.shapes.get(source.name or "", ())
@@ -181,12 +186,12 @@ def _count_below(index: ir.Value, bound: BoundShapes) -> int:
 
 
 def from_sizes(graph: Graph, bound: BoundShapes) -> dict[ir.Value, Array]:
-    """The values that follow from sizes alone, and that nodes with data read, at these sizes."""
+    """The values at these sizes that follow from sizes alone and that nodes with data read."""
     return _computed(graph, bound, nodes_from_sizes(graph))
 
 
 def nodes_from_sizes(graph: Graph) -> set[ir.Node]:
-    """The nodes that compute from sizes alone: of the sizes of values, and of constants."""
+    """The nodes that compute from sizes alone: from values' sizes, and from constants."""
     made: set[ir.Node] = set()
     for node, reads in graph.reads.items():
         if is_random(node) or holds_graphs(node) or node in graph.constant:
@@ -203,7 +208,7 @@ def _is_known(graph: Graph, value: ir.Value, made: set[ir.Node]) -> bool:
 
 
 def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.Value, Array]:
-    """The values that follow from sizes and that others read, at these sizes. Empty if ONNX Runtime can't say."""
+    """The values at these sizes that follow from sizes and that other nodes read. Empty if they can't be computed."""
     outside = [(node, value) for node in graph.nodes if node not in nodes for value in graph.reads[node]]
     wanted = dict.fromkeys(value for _, value in outside if value.producer() in nodes)
     wanted.update(dict.fromkeys(value for value in graph.graph.outputs if value.producer() in nodes))
@@ -222,7 +227,7 @@ def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.
 
 
 def _free(operation: Operation) -> None:
-    """Nothing follows for the axes of what is computed from sizes: where it meets data, it is looked at."""
+    """Relate no axes of a node that computes from sizes: its values are examined where they meet data."""
     for axes in (*operation.inputs, *operation.outputs):
         operation.free(axes or ())
 
@@ -230,11 +235,11 @@ def _free(operation: Operation) -> None:
 def _pick(
     below: int, index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation
 ) -> None:
-    """Relate the axes of a node that picks by this index, where that is its own place along an axis.
+    """Relate the axes of a node that gathers, where its index is the position along an axis.
 
-    The index is one array, or has a part for each axis that is indexed: None for one of data. That of a Gather may be
-    an array to which data `below` a number is added. A node where it is so nowhere has its operator's rule. Others are
-    `aligned`, along the axes where it is.
+    The index is one array, or has one part for each axis that is indexed: an array, or None for data. A Gather's may be
+    an array to which data `below` a number are added. If the index is nowhere the position, the node has its operator's
+    rule. Else the node goes into `aligned`, with the axes of the index along which it is.
     """
     data, indices, output = operation.input(0), operation.input(1), operation.output()
     if operation.node.op_type == "Gather":
@@ -265,7 +270,7 @@ def _pick(
 
 
 def _put(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
-    """Relate the axes of a node that puts updates where this index says, as `_pick` does."""
+    """Relate the axes of a node that scatters updates to this index, as `_pick` does."""
     data, indices, updates, output = *map(operation.input, range(3)), operation.output()
     columns = [column for part in index for column in _columns(part)]
     places, behind = updates[: len(indices) - 1], len(columns)
@@ -285,10 +290,10 @@ def _put(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], 
 def _paired(
     columns: Sequence[Array | None], axes: Sequence[Axis], below: int = 1
 ) -> tuple[list[tuple[Factor, int]], set[int]]:
-    """The factors of these axes, each with an axis of the index along which it is everywhere its own place.
+    """Pairs of a factor of these axes and an axis of the index along which the index is the position.
 
-    A column says where along an axis, or where something begins that has as many elements as the last factors, up to
-    `below`. Also the axes of the index along which it differs in some other way.
+    A column is the index along one axis. With `below` above 1, it is the start of `below` consecutive elements, those
+    of the axis's last factors. Also returns the axes of the index along which a column varies in any other way.
     """
     pairs: list[tuple[Factor, int]] = []
     loose: set[int] = set()
@@ -313,7 +318,7 @@ def _paired(
 
 
 def _look_up(index: Array | None, aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
-    """Relate the axes of a node with tables, whose rows are those of its positions if these are their own numbers."""
+    """Relate the axes of a node with tables. A table's rows are those of the positions if these count from 0."""
     operator = operator_of(operation.node)
     assert operator.axes is not None, "an operator with tables has a rule"
     operator.axes(operation)
@@ -341,12 +346,12 @@ def _input(node: ir.Node, number: int) -> ir.Value | None:
 
 
 def _columns(part: Array | None) -> list[Array | None]:
-    """What a part of an index says of each axis that it indexes."""
+    """The part of an index for each axis that it indexes."""
     return [None] if part is None else [part[..., number] for number in range(part.shape[-1])]
 
 
 def _places(column: Array, size: int) -> Iterator[int]:
-    """The axes of an index along which each entry is its own place."""
+    """The axes of an index along which each entry is its position."""
     for number, length in enumerate(column.shape):
         own = np.arange(length).reshape([-1 if n == number else 1 for n in range(column.ndim)])
         if length == size and np.array_equal(column, np.broadcast_to(own, column.shape)):

@@ -19,7 +19,7 @@ from splitc.compiler.sharding.shares import Ranges, assign_units
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model's axes, each rank's units of the sharded ones (`ranges`), and what the ranks sum."""
+    """A model's axes, each rank's units of the sharded ones (`ranges`), and the values that the ranks sum."""
 
     graph: Graph
     axis_map: AxisMap
@@ -36,7 +36,7 @@ class ShardedModel:
         return [Shards({atom: parts[rank] for atom, parts in self.ranges.items()}) for rank in range(self.ranks)]
 
     def sizes(self, rank: int) -> tuple[int, ...]:
-        """How many units of each sharded axis a rank has. Ranks with the same ones hold and do equally much."""
+        """A rank's number of units of each sharded axis. Ranks with equal numbers hold and compute equally much."""
         return tuple([parts[rank].size for parts in self.ranges.values()])
 
     def owned_sizes(self, rank: int) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class ShardedModel:
         return tuple([parts[rank].size * parts[rank].owned for parts in self.ranges.values()])
 
     def share(self, rank: int, node: ir.Node) -> float:
-        """The share of a node's work that a rank has."""
+        """A rank's share of a node's work."""
         operation, shards = self.axis_map.operations[node], self.shards(rank)
         return shards.share(operation.outputs[0]) * shards.share((operation.contracted,))
 
@@ -58,11 +58,11 @@ class ShardedModel:
         return all(map(self.shards(rank).owns, axes or ())) if chosen_atoms(axes, self.ranges) else rank == 0
 
     def owns(self, rank: int, operation: Operation) -> bool:
-        """Whether the rank contracts units that it owns at a node, rather than only replicas of another rank's."""
+        """Whether the rank contracts units at a node that it owns, not only replicas of another rank's."""
         return self.shards(rank).owns(operation.contracted)
 
     def adds(self, rank: int, operation: Operation) -> bool:
-        """Whether this rank adds what only one may add to a partial value: the first rank that owns units does."""
+        """Whether this rank adds what only one may add to a partial value: the first rank that owns units."""
         return rank == next((other for other in range(self.ranks) if self.owns(other, operation)), 0)
 
 
@@ -71,7 +71,7 @@ def shard_model(
 ) -> ShardedModel:
     """Divide the chosen axes among the ranks of a group.
 
-    `shares` are those of each group's ranks, and `home` the number of the first group that has a weight.
+    `shares` has each group's ranks' shares. `home` is the number of the first group that has a weight.
     """
     weights = {candidate.atom: candidate.weights for candidate in choice.candidates}
     ranges = assign_units({atom: weights[atom] for atom in choice.chosen}, shares, home, choice.partners)

@@ -1,4 +1,4 @@
-"""One rank's shards: their sizes, and which elements of a value they hold."""
+"""One rank's shards: their sizes, and the elements of a value that they hold."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ class Shards:
         return self._shares[axes]
 
     def ratio(self, axis: Axis) -> tuple[int, int] | None:
-        """The rank's size of an axis and the whole size, as a ratio that holds for any sizes of the unsplit factors.
+        """The ratio of the rank's size of an axis to the whole size, which holds for any sizes of the unsplit factors.
 
-        Sections of which one is split are of weights, whose sizes no request changes. None if the rank has nothing.
+        Sections with a split one belong to weights, whose sizes no request changes. None if the rank has nothing of the
+        axis.
         """
         own, whole = 1, 1
         for leaf in ax.leaves(axis):
@@ -82,9 +83,9 @@ class Shards:
         )
 
     def owns(self, axis: Axis, sections: Callable[[Iterable[bool]], bool] = any) -> bool:
-        """Whether the rank owns its elements along an axis: not if they are replicas of another rank's.
+        """Whether the rank owns its elements along an axis. It does not own replicas of another rank's.
 
-        `sections` is `any` or `all`: a rank may own units of some sections and of others not.
+        `sections` is `any` or `all`: a rank may own units of some sections only.
         """
         return all(
             (leaf not in self.ranges or self.ranges[leaf].owned)
@@ -110,13 +111,13 @@ class Shards:
         return b"|".join(self.indices(axis).tobytes() for axis in axes or () if self.is_split(axis))
 
     def places(self, axes: Axes) -> dict[int, npt.NDArray[np.int64]]:
-        """The indices of the rank's elements, along each axis that is split, by the axis's number."""
+        """The indices of the rank's elements along each split axis, by the axis's number."""
         return {number: self.indices(axis) for number, axis in enumerate(axes or ()) if self.is_split(axis)}
 
     def part(self, name: str, axes: Axes, shape: ir.Shape | None) -> Part | None:
-        """How the rank's shard of a model's input or output is cut out of the whole; None if it has all of it.
+        """How the rank's shard of a model's input or output is cut from the whole; None if the rank has the whole.
 
-        All ranks' shards are cut along the same axes, where one has several sections also those that are the whole.
+        All ranks cut along the same axes. If one axis has several sections, shards that are the whole are cut too.
         """
         cut = [number for number, axis in enumerate(axes or ()) if not self.ranges.keys().isdisjoint(ax.atoms(axis))]
         parts = []
@@ -138,7 +139,7 @@ class Shards:
     def weight(self, tensor: ir.TensorProtocol, axes: Axes, name: str) -> ir.TensorProtocol:
         """The rank's shard of a weight. It is read lazily, when it is written, and takes no memory until then.
 
-        The same shard of a weight is the same tensor each time, so that it is written once.
+        Equal shards of a weight are one tensor, so that it is written once.
         """
         key = (id(tensor), self.key(axes))
         if key not in self._cut:

@@ -1,4 +1,4 @@
-"""How many units of each sharded axis a rank gets, by its share."""
+"""The number of units of each sharded axis that a rank gets, by its share."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 from splitc.compiler.operators.axes import Factor
 
-# Ranks get whole multiples of so many units of an axis, or of a smaller power of two, where that leaves so many steps
-# to divide. Kernels of matrix products load 16 bytes at once, of numbers of one byte at least, and ONNX Runtime's Gelu
-# in half precision leaves the last of an odd number of elements unset on a GPU (gelu_approximate_impl.cu). The steps
-# are a choice: shares are kept within 1 %.
+# Ranks get multiples of MULTIPLE units of an axis, or of a smaller power of two, so that at least STEPS multiples are
+# left to divide. Kernels of matrix products load 16 bytes at once, and numbers have at least one byte. ONNX Runtime's
+# Gelu in half precision leaves the last of an odd number of elements unset on a GPU (gelu_approximate_impl.cu). STEPS
+# is a choice: shares are kept within 1 %.
 MULTIPLE, STEPS = 16, 64
 
 
@@ -45,13 +45,14 @@ def assign_units(
 ) -> Ranges:
     """The ranges of each atom, one for each rank of a group.
 
-    `weights` are the bytes of the weights that each atom divides. `shares` has one list for each group; an atom goes by
-    the shares of the first group that holds one of its weights, which `home` gives (0 if absent). `partners` maps an
-    atom with fewer units than ranks to the atom that is divided among ranks with the same unit.
+    - `weights`: the bytes of the weights that each atom divides.
+    - `shares`: one list for each group. An atom goes by the shares of the first group that holds one of its weights.
+    - `home`: that group, by weight (0 if absent).
+    - `partners`: maps an atom with fewer units than ranks to the atom that is divided among ranks with the same unit.
 
-    Each rank gets its share of the units, in whole multiples (`multiple_of`), rounded down or up by the
-    largest-remainder method. Rounding errors are carried over from atom to atom, in bytes, so that both the total and
-    each part of the model keep to the shares.
+    Each rank gets its share of the units, in multiples (`multiple_of`), rounded by the largest-remainder method.
+    Rounding errors are carried over from atom to atom, in bytes, so that both the total and each part of the model keep
+    to the shares.
     """
     groups = [[share / sum(group) for share in group] for group in shares]
     carried = [[0.0] * len(group) for group in groups]
@@ -77,7 +78,7 @@ def assign_units(
 
 
 def multiple_of(units: int) -> int:
-    """The number of units that an axis is divided by multiples of: a power of two, 1 for few or an odd number."""
+    """The number of units that an axis is divided by multiples of: a power of two; 1 for few units or an odd number."""
     multiple = MULTIPLE
     while multiple > 1 and (units % multiple or units // multiple < STEPS):
         multiple //= 2
@@ -85,9 +86,9 @@ def multiple_of(units: int) -> int:
 
 
 def largest_remainder(ideal: Sequence[float], total: int, owed: Sequence[float] | None = None) -> list[int]:
-    """Whole numbers that add up to `total`: the `ideal` ones rounded down, or up where the remainder is largest.
+    """Integers that add up to `total`: the `ideal` numbers rounded down, or up where the remainder is largest.
 
-    What is `owed` from before is added to the remainders.
+    Amounts that are `owed` from before are added to the remainders.
     """
     counts = [int(number + 1e-9) for number in ideal]
     missing = [
@@ -99,7 +100,7 @@ def largest_remainder(ideal: Sequence[float], total: int, owed: Sequence[float] 
 
 
 def ranges_of(counts: Sequence[int]) -> list[Range]:
-    """Consecutive ranges of so many units each. One without a unit replicates a neighbour's."""
+    """Consecutive ranges of these numbers of units. A range without units replicates a neighbour's unit."""
     ranges: list[Range] = []
     start = 0
     for count in counts:
@@ -113,7 +114,7 @@ def ranges_of(counts: Sequence[int]) -> list[Range]:
 
 
 def divide_units(units: int, inner: int, parts: Sequence[float]) -> tuple[list[Range], list[Range]]:
-    """Ranges where there are fewer units than ranks: consecutive ranks share a unit and divide its `inner` units."""
+    """Ranges for fewer units than ranks: consecutive ranks share a unit and divide its `inner` units."""
     outer_ranges: list[Range] = []
     inner_ranges: list[Range] = []
     first = 0

@@ -1,6 +1,6 @@
-"""Row mode: which columns of the products each rank computes.
+"""Row mode: the columns of the products that each rank computes.
 
-A product's input is sent to all ranks. Each rank multiplies it with its slice of the matrix, and the main rank (rank 0)
+A product's input is sent to all ranks. Each rank multiplies it by its slice of the matrix, and the main rank (rank 0)
 joins the columns. Megatron calls this column-parallel. The name `row` is llama.cpp's, which stores matrices transposed.
 """
 
@@ -23,7 +23,7 @@ from splitc.compiler.sharding.shares import assign_units
 
 @dataclass(frozen=True)
 class Work:
-    """A rank's work in a round: the values it takes that it did not take before, and the products it has columns of."""
+    """A rank's work in a round: values that it takes for the first time, and products that it has columns of."""
 
     takes: tuple[ir.Value, ...]
     products: tuple[Product, ...]
@@ -33,8 +33,8 @@ class Work:
 class SlicedProducts:
     """The sliced products, and each rank's columns.
 
-    `rounds` are the products in the order in which they run; those of one round are independent. `columns` is a sharded
-    model of the products alone, in which nothing is summed.
+    - `rounds`: the products in the order in which they run. Those of one round are independent.
+    - `columns`: a sharded model of the products alone, in which nothing is summed.
     """
 
     graph: Graph
@@ -51,11 +51,11 @@ class SlicedProducts:
         return [number for number, part in enumerate(self.columns.ranges[product.columns]) if part.owned]
 
     def width(self, rank: int, product: Product) -> int:
-        """How many columns of a product a rank has."""
+        """The number of a product's columns that a rank has."""
         return self.columns.shards(rank).size(self._columns(product))
 
     def share(self, rank: int, product: Product) -> float:
-        """The share of a product's columns that a rank has."""
+        """A rank's share of a product's columns."""
         return self.columns.shards(rank).share((self._columns(product),))
 
     def _columns(self, product: Product) -> Axis:
@@ -76,7 +76,7 @@ class SlicedProducts:
         return frozenset(value.name for value in (*graph.inputs, *graph.initializers.values(), *computed))
 
     def work(self, rank: int) -> list[Work]:
-        """What a rank does in each round."""
+        """A rank's work in each round."""
         taken: dict[ir.Value, None] = {}
         rounds = []
         for products in self.rounds:

@@ -1,1 +1,1 @@
-"""Plans on the terminal and as pages, and the progress of a compile."""
+"""Shows plans on the terminal and as pages, and the progress of a compile."""

@@ -1,4 +1,4 @@
-"""What auto mode compared: time against memory, with what it chose."""
+"""The candidates that auto mode compared: time against memory, with the chosen one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from splitc.runtime.units import format_bytes, format_seconds
 # Modes have the colours of devices.
 PAINT = {"layer": "var(--d0)", "row": "var(--d1)", "tensor": "var(--d2)", "batch": "var(--d4)"}
 REST = "var(--d7)"
-# Times are on a scale of powers of ten if the slowest takes more times as long as the fastest.
+# Times are on a logarithmic scale if the slowest is more than this many times the fastest.
 SPREAD = 20
-# Points of which the numbers would cover each other: as a share of the chart's width, and of its height.
+# The distance below which points' numbers would overlap: as a share of the chart's width, and of its height.
 NEAR = (0.03, 0.06)
-# What is left at both sides of the chart, as a share of it.
+# The margin on both sides of the chart, as a share of its width.
 ROOM = 0.2
 
 
@@ -44,19 +44,19 @@ def _is_chosen(plan: Plan, candidate: Alternative) -> bool:
 
 
 def _seconds(plan: Plan, candidate: Alternative) -> float:
-    """The time that the objective is about."""
+    """The time that the objective minimizes."""
     return candidate.latency if plan.objective == "latency" else candidate.interval
 
 
 def _unbeaten(plan: Plan, possible: list[Alternative]) -> list[Alternative]:
-    """Candidates than which no other is better in both time and memory, the fastest first."""
+    """The candidates that no other one beats in both time and memory, fastest first."""
     both = [(_seconds(plan, candidate), max(candidate.peaks)) for candidate in possible]
     best = [candidate for candidate, own in zip(possible, both, strict=True) if not _is_beaten(own, both)]
     return sorted(best, key=lambda candidate: _seconds(plan, candidate))
 
 
 def _chart(plan: Plan, possible: list[Alternative], best: list[Alternative]) -> Chart:
-    """Numbers stand for the names of the best, which would cover each other."""
+    """The chart. The best candidates have numbers instead of names, which would overlap."""
     alt = altair()
     is_latency = plan.objective == "latency"
     seconds = [_seconds(plan, candidate) for candidate in possible]
@@ -81,7 +81,7 @@ def _chart(plan: Plan, possible: list[Alternative], best: list[Alternative]) -> 
     low, high = min(seconds) / second, max(seconds) / second
     if is_log := high > SPREAD * low > 0:
         ends = [low / 2, high * 2]
-    else:  # room for the points, but not below no time at all
+    else:  # room for the points, but not below zero
         room = ROOM * (high - low or high)
         ends = [max(0.0, low - room), high + room]
     times = alt.Scale(type="log" if is_log else "linear", domain=ends, nice=False)
@@ -104,7 +104,7 @@ def _chart(plan: Plan, possible: list[Alternative], best: list[Alternative]) -> 
 
 
 def _numbers(plan: Plan, best: list[Alternative], time: float, peak: float) -> dict[str, str]:
-    """The number beside each point; the first of several that are near each other has all of theirs."""
+    """The label of each point. Of points that are near each other, the first has all their numbers."""
     labels: dict[str, str] = {}
     first: Alternative | None = None
     for number, candidate in enumerate(best, 1):
@@ -119,7 +119,7 @@ def _numbers(plan: Plan, best: list[Alternative], time: float, peak: float) -> d
 
 
 def _is_beaten(one: tuple[float, int], both: list[tuple[float, int]]) -> bool:
-    """Whether some other one is no worse in both time and memory, and better in one."""
+    """Whether another one is no worse in both time and memory, and better in one."""
     return any(time <= one[0] and peak <= one[1] and (time, peak) != one for time, peak in both)
 
 

@@ -1,4 +1,4 @@
-"""What became of a model's attention, caches and norms, in words and on a plan's page."""
+"""The result of fusion for a model's attention, caches and norms, in words and on a plan's page."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ TITLES = {
 
 
 def by_kind(fates: Sequence[Fate]) -> Iterator[tuple[str, list[Fate]]]:
-    """The fates of attention, caches and other places, with a title each. Without those that a model has none of."""
+    """The fates of each kind (attention, caches and so on) that the model has, with a title."""
     for kind, title in TITLES.items():
         if chosen := [fate for fate in fates if fate.kind == kind]:
             yield title, chosen
 
 
 def reasons_not_fused(fates: Sequence[Fate]) -> list[tuple[str, int]]:
-    """Why places were not fused, and how many, the most frequent reason first."""
+    """The reasons why places were not fused, with their counts, most frequent first."""
     return Counter(fate.why for fate in fates if fate.why is not None).most_common()
 
 
 def fused_in_words(title: str, fates: Sequence[Fate]) -> str:
-    """How many of these became one operator."""
+    """The number of these places that became one operator."""
     return f"{title}: {sum(fate.operator is not None for fate in fates)} of {len(fates)}"
 
 
 def fused_section(fates: Sequence[Fate]) -> Section | None:
-    """How much of the attention and the norms became one operator, and why the rest did not.
+    """How many attentions, norms and so on became one operator, and why the others did not.
 
-    None if none was looked for.
+    None if there are no such places.
     """
     if not fates:
         return None

@@ -1,4 +1,4 @@
-"""What a plan predicts of each node: its time, and the bytes that it reads and makes."""
+"""A plan's predictions for each node: its time, and the bytes that it reads and writes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from splitc.compiler.nodes import operator_name
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import RankPlan
 
-# The block of what several stages compute, each for itself.
+# The block of nodes that several stages compute, each for itself.
 EVERYWHERE = "rematerialized"
 
 
 @dataclass(frozen=True)
 class NodeCost:
-    """A node of the model: the block that it is in, the ranks that run it, and what it costs them.
+    """A node of the model, its block, the ranks that run it, and its cost on them.
 
-    `weights` and `made` are the bytes that it reads of weights and makes, before they are split.
+    - `weights`: the bytes of weights that it reads, before they are split.
+    - `made`: the bytes of its outputs, before they are split.
     """
 
     name: str
@@ -40,7 +41,7 @@ def find_costs(plan: Plan) -> list[NodeCost]:
 
 
 def _costs_of(plan: Plan, members: Sequence[RankPlan]) -> list[NodeCost]:
-    """The nodes of a stage. What its ranks share takes as long as on the slowest of them."""
+    """The nodes of a stage. Nodes that its ranks share take as long as on the slowest rank."""
     costs, stage = plan.analysis.costs, members[0].stage
     speed = nominal_speed(members[0].device.kind)
     blocks = {node: block.name for block in stage.blocks for node in block.nodes}

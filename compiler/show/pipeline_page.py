@@ -1,4 +1,4 @@
-"""The page of a folder's plan: the sums of all modules first, then a chapter a module."""
+"""The page of a folder's plan: the sums of all modules first, then one chapter per module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show the plan of a folder on the terminal: a section a module, and the sum for each device."""
+"""Shows the plan of a folder on the terminal: one section per module, and the sum for each device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitc.runtime.units import block_range, first_few, format_bytes
 
 
 def print_pipeline(plan: PipelinePlan) -> None:
-    """Print what each module holds of each device, their sums against the budgets, and what stays out."""
+    """Print what each module holds on each device, the sums against the budgets, and the files that are left out."""
     rows = table("module", "device", "blocks", *RANK_SIZES, "of budget", "", right=RANK_SIZES)
     for module in plan.modules:
         for number, rank in enumerate(module.plan.ranks):
@@ -57,5 +57,5 @@ def print_pipeline(plan: PipelinePlan) -> None:
 
 
 def _add(rows: Table, words: list[str], sizes: tuple[int, int, int], total: int, budget: Budget) -> None:
-    """A row of the table, with its total as a share of the device's budget."""
+    """Add a row to the table, with its total as a share of the device's budget."""
     rows.add_row(*words, *map(format_bytes, sizes), *budget_cells(total, budget))

@@ -34,7 +34,7 @@ def plan_page(plan: Plan) -> Page:
 
 
 def plan_chapter(title: str, plan: Plan, verdict: Sequence[str], why: Sequence[str] = ()) -> Chapter:
-    """What a model's ranks hold. `why` are notes of a module."""
+    """A chapter on what a model's ranks hold. `why` are notes of a module."""
     ranks = [
         ShownRank(
             str(rank.device),
@@ -65,7 +65,7 @@ def plan_chapter(title: str, plan: Plan, verdict: Sequence[str], why: Sequence[s
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
-    """What is said of a plan in a few words."""
+    """The key facts of a plan."""
     mode = mode_in_words(plan.split_mode, len(plan.ranks), plan.groups)
     facts = [("split mode", mode), ("engines", plan.engine), ("planned for", plan.objective)]
     facts.append(("times", how_timed(plan)))

@@ -1,4 +1,4 @@
-"""Show plans on the terminal."""
+"""Shows plans on the terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from splitc.runtime.units import block_range, first_few, format_bytes, format_se
 
 
 def print_plan(plan: Plan) -> None:
-    """Print what each rank holds, against its budget, and what crosses the cuts."""
+    """Print what each rank holds, against its budget, and the values that cross the cuts."""
     named = max((candidate.devices for candidate in plan.alternatives), default=0)
     if len(plan.ranks) < named:
         out.print(f"uses {len(plan.ranks)} of {named} devices, for the reason below; --spread uses all of them")
@@ -89,7 +89,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def _placed_in_words(plan: Plan, placed: Placed) -> str:
-    """What a device has of blocks that are on others: `placed on cpu1: 24 weights, 4.50 MiB, with 249 nodes`."""
+    """The placed weights and nodes on a device: `placed on cpu1: 24 weights, 4.50 MiB, with 249 nodes`."""
     size = sum(map(plan.analysis.costs.value_bytes, placed.weights))
     nodes = sum(len(block.nodes) for block in placed.blocks)
     where = first_few(_devices_of(plan, placed))
@@ -97,19 +97,19 @@ def _placed_in_words(plan: Plan, placed: Placed) -> str:
 
 
 def _devices_of(plan: Plan, placed: Placed) -> list[str]:
-    """The devices of what is placed, one for each group that has the whole model."""
+    """The devices of placed weights, one for each group that has the whole model."""
     devices = [str(rank.device) for rank in plan.ranks]
     return devices[devices.index(placed.device) :: len(devices) // plan.groups]
 
 
 def merged_in_words(merged: Merged) -> str:
-    """What an adapter changes: `adapter style.safetensors, x 0.8: merged into 28 of 32 layers`."""
+    """The effect of an adapter: `adapter style.safetensors, x 0.8: merged into 28 of 32 layers`."""
     scale = "" if merged.strength == 1 else f", x {merged.strength:g}"
     return f"adapter {merged.adapter.name}{scale}: merged into {len(merged.matches.updates)} of {merged.layers} layers"
 
 
 def _print_slots(plan: Plan) -> None:
-    """Print how many layers take adapters, and why the others do not."""
+    """Print the number of layers that take adapters, and why the others do not."""
     out.print(f"{len(plan.analysis.slots)} layers take adapters (--lora-slots)")
     for why, count in Counter(plan.analysis.slotless.values()).most_common():
         out.print(Text(f"  {count} not: {why}", "dim"))
@@ -124,7 +124,7 @@ def _times_in_words(plan: Plan) -> str:
 
 
 def how_timed(plan: Plan) -> str:
-    """Where a plan's times come from."""
+    """The source of a plan's times."""
     if plan.profiled:
         return "as measured, and activations too, a block at a time"
     speeds = known_machine().speeds
@@ -133,9 +133,9 @@ def how_timed(plan: Plan) -> str:
 
 
 def print_beside(held: Sequence[tuple[int, int, int]]) -> None:
-    """Print what the share of the budget has beside the table's terms, and what of these is not in it.
+    """Print the parts of the budget that are not in the table, and the weights in it that do not count for the budget.
 
-    `held` are bytes of each rank or device: the engine's own, those for adapters, and those in mapped files.
+    `held` are the bytes of each rank or device: the engine's own, those for adapters, and those in mapped files.
     """
     engines, adapters, mapped = zip(*held, strict=True)
     if any(engines):
@@ -168,7 +168,7 @@ def _why_not_replayed(plan: Plan) -> str:
 
 
 def _print_fused(plan: Plan) -> None:
-    """Print how many attentions and norms became one operator, and why the others did not."""
+    """Print the number of attentions, norms and so on that became one operator, and why the others did not."""
     for title, fates in by_kind(plan.analysis.fates):
         out.print(fused_in_words(title, fates))
         for why, count in reasons_not_fused(fates):
@@ -176,7 +176,7 @@ def _print_fused(plan: Plan) -> None:
 
 
 def _print_alternatives(plan: Plan) -> None:
-    """Print what auto mode compared, and what it chose."""
+    """Print the candidates that auto mode compared, and the chosen one."""
     numbers = ("a request", "in a stream", "fullest device")
     hosts = any(candidate.placement for candidate in plan.alternatives)
     rows = table("candidate", *numbers, "hosts" if hosts else "", right=numbers)
@@ -199,7 +199,7 @@ SHOWN = 4 << 10
 
 
 def _print_split(plan: Plan) -> None:
-    """Print how much of the weights is split, what the ranks exchange, and which weights are not split."""
+    """Print the share of the weights that is split, the bytes that ranks exchange, and the whole weights."""
     inside = [weight for weight in plan.weights if weight.in_block]
     shares = []
     for what, weights in (("the blocks", inside), ("all", plan.weights)):
@@ -223,7 +223,7 @@ def check_explained(plan: Plan) -> None:
 
 
 def print_explained(plan: Plan) -> None:
-    """Print each place that looks like attention or a norm, layers without slots, and the axes that were found."""
+    """Print each attention or norm that was found, layers without slots, placed weights, and axes."""
     if plan.analysis.fates:
         _print_places(plan.analysis.fates)
     if plan.analysis.slotless:
@@ -239,7 +239,7 @@ def print_explained(plan: Plan) -> None:
 
 
 def _print_places(fates: Sequence[Fate]) -> None:
-    """Print for each attention, by its Softmax, and each norm, by its mean, its operator, or why it has none."""
+    """Print for each attention (named by its Softmax) and each norm (by its mean) its operator, or why it has none."""
     rows = table("", "by its node", "fused with, or why not")
     for fate in fates:
         operator = Text(fate.operator, "green") if fate.operator is not None else fate.why or ""
@@ -261,7 +261,7 @@ def _print_placed(plan: Plan) -> None:
 
 
 def _print_axes(fates: Sequence[AxisFate]) -> None:
-    """Print the axes of weights: their size, the bytes that they cover, and how they are sharded or why not."""
+    """Print the axes of weights: their size, the bytes that they cover, and how they are sharded, or why not."""
     rows = table("size", "weights", "bytes", "collectives", "split, or why not", "first of the weights", right=NUMBERS)
     for axis in (axis for axis in fates if axis.bytes >= SHOWN):
         units = ",".join(map(str, axis.units)) + ", joined" * axis.joined

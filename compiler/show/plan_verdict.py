@@ -1,4 +1,4 @@
-"""What a plan says to change, and what that would gain, from its own numbers."""
+"""Changes that a plan suggests, and what they would gain, from its own numbers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from splitc.compiler.show.plan_tables import how_timed
 from splitc.runtime.package.mode_words import words_of
 from splitc.runtime.units import format_bytes, format_seconds
 
-# What is worth saying: times are predicted no better than that.
+# The least gain that is worth a sentence: times are predicted no better than that.
 WORTH = 0.1
-# A device that is fuller has little room for longer inputs than planned for.
+# A device with a larger share of its budget in use has little room for longer inputs than planned for.
 FULL = 0.9
 
 
 def plan_verdict(plan: Plan) -> list[str]:
-    """Sentences, the most important first."""
+    """Sentences about a plan, most important first."""
     held = [(str(rank.device), rank.memory.total, rank.budget) for rank in plan.ranks]
     return [*room_verdict(held), *split_verdict(plan), *estimates_verdict([plan])]
 
 
 def split_verdict(plan: Plan) -> list[str]:
-    """What is said of how one model is split, which may be a module of several."""
+    """Sentences about the split of one model, which may be a module of several."""
     return [*_stages(plan), *_others(plan), *_whole(plan)]
 
 
 def room_verdict(held: Iterable[tuple[str, int, int | None]]) -> Iterator[str]:
-    """What is said of the fullest device. Each has its name, the bytes that it holds, and its budget."""
+    """A sentence about the fullest device. `held` has each device's name, the bytes that it holds, and its budget."""
     known = [(total / budget, budget - total, device) for device, total, budget in held if budget]
     if not known:
         return
@@ -45,7 +45,7 @@ def room_verdict(held: Iterable[tuple[str, int, int | None]]) -> Iterator[str]:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
-    """In a stream, the slowest stage sets the pace."""
+    """A sentence about the slowest stage, which sets the pace of a stream."""
     ranks = [rank for rank in plan.written.ranks if any(block.kind != PLACED for block in rank.stage.blocks)]
     groups = {rank.group: max(own.seconds for own in ranks if own.group == rank.group) for rank in ranks}
     if len(groups) < 2 or plan.split.is_radial or not sum(groups.values()):
@@ -64,7 +64,7 @@ def _stages(plan: Plan) -> Iterator[str]:
 
 
 def _others(plan: Plan) -> Iterator[str]:
-    """What auto mode compared, and would be better for something else."""
+    """Sentences about candidates of auto mode that would be better for another objective."""
     possible = [candidate for candidate in plan.alternatives if candidate.refused is None]
     chosen = next((one for one in possible if (plan.choice or "").startswith(f"{one.name}: ")), None)
     if chosen is None:
@@ -96,7 +96,7 @@ def _others(plan: Plan) -> Iterator[str]:
 
 
 def _whole(plan: Plan) -> Iterator[str]:
-    """Weights that are not split though they could save memory."""
+    """A sentence about weights that are not split, although that would save memory."""
     held = sum(weight.bytes for weight in plan.weights)
     whole = [(weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]
     size = sum(own for own, _ in whole)
@@ -114,7 +114,7 @@ def _whole(plan: Plan) -> Iterator[str]:
 
 
 def estimates_verdict(plans: Iterable[Plan]) -> Iterator[str]:
-    """How the times of plans become better ones."""
+    """A sentence about how to get better predictions of times."""
     if any("typical" in how_timed(plan) for plan in plans):
         yield (
             "Times are predicted by typical speeds. 'splitc devices --measure' measures this machine's once, --profile "

@@ -1,4 +1,4 @@
-"""Where a plan's time goes: by rank, by block and by operator; and a search for one node."""
+"""A plan's predicted time by rank, by block and by operator; and a search for single nodes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from splitc.runtime.reports.strips import colour_of
 from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
 from splitc.runtime.units import format_bytes, format_seconds
 
-# The most rows of a table that are seen at once, and nodes that can be searched for: with their names in it a page
-# grows by half a megabyte.
+# The most rows of a table that show at once, and the most nodes that can be searched for: their names add half a
+# megabyte to a page.
 FEW, MOST_NODES = 6, 5000
 
 
 def times_sections(plan: Plan) -> tuple[Section, Section] | None:
-    """The predicted times, and the search; None for a model that takes no time."""
+    """The predicted times, and the search; None if the predicted time is zero."""
     costs = find_costs(plan)
     whole = sum(cost.seconds for cost in costs)
     if not whole:
@@ -37,7 +37,7 @@ def _operator(cost: NodeCost) -> tuple[str]:
 def _summed(
     costs: Sequence[NodeCost], key: Callable[[NodeCost], tuple[str]], counted: bool = False
 ) -> list[tuple[list[str], float, int, int]]:
-    """Names, seconds, bytes of weights and bytes made of nodes alike, the slowest first."""
+    """Sums over nodes with equal keys: names, seconds, bytes of weights and bytes of outputs, slowest first."""
     alike: dict[tuple[str], list[NodeCost]] = {}
     for cost in costs:
         alike.setdefault(key(cost), []).append(cost)
@@ -56,7 +56,7 @@ def _summed(
 def _table(
     title: str, columns: Sequence[str], sums: Sequence[tuple[list[str], float, int, int]], whole: float
 ) -> list[Table]:
-    """The first rows, and all of them if there are more."""
+    """The first rows, and a second table of all rows if there are more."""
     rows = [
         (*names, format_seconds(seconds), f"{seconds / whole:.0%}", format_bytes(weights), format_bytes(made))
         for names, seconds, weights, made in sums
@@ -85,7 +85,7 @@ def _chart(plan: Plan) -> Chart:
 
 
 def _search(costs: Sequence[NodeCost]) -> Section:
-    """A box in which a node's name finds where it runs."""
+    """A box to search for a node by name, and to see where it runs."""
     listed = sorted(costs, key=lambda cost: -cost.seconds)[:MOST_NODES]
     rows = [
         (

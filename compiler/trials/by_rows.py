@@ -1,7 +1,7 @@
-"""Try one node of a model with some of its rows: as it is, at the sizes with which axes were found.
+"""Tries one node of a model with some of its rows, at the sizes with which axes were found.
 
-Tiny nodes are made up, with sizes that need not fit together: a Slice whose bounds follow from other sizes then gives
-another length than its rule says. Here such bounds are those of the model.
+Tiny nodes have made-up sizes, which need not fit together: a Slice whose bounds follow from other sizes then has
+another length than its rule says. Here such bounds are the model's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def holds_by_rows(
 ) -> bool:
     """Whether a node computes each of its rows by itself, with made-up data. `values` are those that follow from sizes.
 
-    False for a node that can't be tried so.
+    False for a node that can't be tried like this.
     """
     node = operation.node
     places = [_place(axes, rows) for axes in (*operation.inputs, *operation.outputs)]
@@ -46,7 +46,7 @@ def holds_by_rows(
         ]
         whole = _run(node, arrays)
         parts = [_run(node, _cut(arrays, taken, part)) for part in (slice(0, 1), slice(1, rows.size))]
-    except Exception:  # whatever ONNX Runtime or numpy refuses: it was not tried
+    except Exception:  # if ONNX Runtime or numpy raises anything, the node was not tried
         return False
     named = [number for number, value in enumerate(node.outputs) if value.name]
     for number, expected, *pieces in zip(named, whole, *parts, strict=True):
@@ -64,7 +64,7 @@ def holds_by_rows(
 
 
 def _place(axes: Axes, rows: Factor) -> int | None:
-    """The axis that is the rows; None if there is none, and -1 if they are a part of one."""
+    """The axis that is the rows; None if there is none, -1 if rows are only a factor of an axis."""
     along = [number for number, axis in enumerate(axes or ()) if rows in ax.atoms(axis)]
     if not along:
         return None

@@ -1,4 +1,4 @@
-"""Forms: nodes of one form agree in all that decides whether they may be sharded. One node of each form is tried."""
+"""Forms: nodes of one form agree in everything that decides whether they may be sharded. One of each form is tried."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import Sums
 
-# Sizes above this are not told apart by a form, except by their order: smaller ones are tried in their place.
-# A choice: kernels and groups of convolutions are smaller, and matter; with more, more forms are tried.
+# A form does not distinguish larger sizes, except by their order, and smaller ones are tried instead. A choice: kernels
+# and groups of convolutions are smaller, and matter. With a higher limit, more forms are tried.
 LARGE = 12
 # The role of an atom in a form.
 WHOLE, SHARDED, PARTNER = range(3)
@@ -28,12 +28,14 @@ WHOLE, SHARDED, PARTNER = range(3)
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """A node that stands for all nodes of its form.
+    """A node that represents all nodes of its form.
 
-    `atoms` are the atoms of its axes with their roles, in order of occurrence. `inner` maps an atom with fewer units
-    than ranks to its partner. `partial` are the inputs that are partial. `gives_partial` is whether its result is,
-    `add_on_one_rank` are the inputs that one rank adds, and `is_reduced` is whether ranks find a number together.
-    `planned` are the atoms' sizes in the shapes that were planned for.
+    - `atoms`: the atoms of its axes with their roles, in order of occurrence.
+    - `inner`: maps an atom with fewer units than ranks to its partner.
+    - `partial`: the inputs that are partial. `gives_partial`: whether its result is.
+    - `add_on_one_rank`: the inputs that one rank adds.
+    - `is_reduced`: whether ranks compute a statistic together.
+    - `planned`: the atoms' sizes in the planned shapes.
     """
 
     digest: str
@@ -53,7 +55,7 @@ def find_forms(
 ) -> Iterator[tuple[ir.Node, Form]]:
     """The nodes that a choice shards, each with its form.
 
-    `versions` are the opsets of the model's domains, `planned` the shapes of its values that were planned for.
+    `versions` are the opsets of the model's domains, `planned` the planned shapes of its values.
     """
     finder = _Finder(axis_map, choice, versions, planned)
     for node, operation in axis_map.operations.items():
@@ -77,7 +79,7 @@ class _Finder:
         self._is_sharded: dict[Axis, bool] = {}
 
     def form_of(self, node: ir.Node, operation: Operation) -> Form | None:
-        """The form of a node; None for a node of which each rank has all."""
+        """The form of a node; None for a node that each rank has whole."""
         partial = partial_inputs(node, self._sums, self._summed)
         values = (*operation.inputs, *operation.outputs, (operation.contracted,))
         if not partial and not any(self._shards(axis) for axes in values for axis in axes or ()):
@@ -133,7 +135,7 @@ def partial_inputs(node: ir.Node, sums: Sums, summed: frozenset[ir.Value]) -> fr
 
 
 def is_tried(value: ir.Value, axes: Axes) -> bool:
-    """Whether an output of a node is tried: not one of unknown shape that nobody reads."""
+    """Whether an output of a node is tried: not if its shape is unknown and it has no readers."""
     return bool(value.name) and (axes is not None or bool(value.uses()) or value.is_graph_output())
 
 
@@ -160,7 +162,7 @@ class _Writer:
         return inputs, outputs, attributes, recorded, sizes, contracted, atoms
 
     def _size(self, atom: Factor) -> int:
-        """The size of an atom as far as it matters: 0 if sharded, and if large a negative number by their order."""
+        """The size of an atom as far as it matters: 0 if sharded; if large, a negative number by occurrence."""
         if atom in self._roles:
             return 0
         return atom.size if atom.size <= LARGE else -1 - self._large.setdefault(atom.size, len(self._large))
@@ -192,7 +194,7 @@ class _Writer:
         return value.dtype, known, self._axes(operation.inputs[number])
 
     def _constant_sizes(self, content: Any, sizes: Sizes) -> Hashable:
-        """The entries of a list of sizes, with "size" in place of those that are an axis's size."""
+        """The entries of a list of sizes, with "size" instead of those that are an axis's size."""
         entries = zip(np.atleast_1d(content).tolist(), sizes, strict=False)
         return tuple("size" if axis is not None and ax.size_of(axis) == n else n for n, axis in entries)
 
@@ -208,17 +210,18 @@ class _Writer:
         return tuple([None if axis is None else self._axis(tuple(ax.leaves(axis))) for axis in sizes])
 
 
-# A float constant of so many elements may be the scales of a Resize, one for each axis. Others are data.
+# A float constant with one of these numbers of elements may be the scales of a Resize, one for each axis. Others are
+# data.
 FEW_SCALES = range(2, 9)
 
 
 def mixed_of(operation: Operation, number: int) -> Sequence[int | None]:
-    """The entries of an input that are known, None for the others, if they decide what the node does; else none."""
+    """The known entries of an input, None for unknown ones, if they decide what the node does; else an empty list."""
     return () if number in operation.sizes else operation.mixed.get(number) or ()
 
 
 def content_of(operation: Operation, number: int) -> Any:
-    """The array that an input holds, if it decides what the node does; None for data, which may be replaced."""
+    """The array of an input, if it decides what the node does; None for data, which may be replaced."""
     value, constant = operation.node.inputs[number], operation.constants[number]
     assert value is not None
     if constant is not None and constant.dtype in (np.int64, np.int32):

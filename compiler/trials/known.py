@@ -18,14 +18,15 @@ from splitc.runtime.version import VERSION
 
 # The cache's file of trials.
 FILE = "trials.json"
-# A cache with more is dropped as a whole. A choice: a file of so many takes 2 ms to read, and a model adds hundreds.
+# The most trials in a cache; with more, it is dropped as a whole. A choice: such a file takes 2 ms to read, and a model
+# adds hundreds.
 MOST = 20_000
 # The rooms whose code decides the results.
 ROOMS = ("operators", "sharding", "lowering", "trials")
 
 
 class Trials(Struct, frozen=True):
-    """The result for each form, by digest, with these versions: empty if its rule holds, else what went wrong."""
+    """The result for each form, by digest, with these versions: empty if its rule holds, else the error."""
 
     versions: str = ""
     results: dict[str, str] = {}
@@ -42,7 +43,7 @@ def known_trials() -> Mapping[str, str]:
 
 @lru_cache(maxsize=1)
 def _decoded(content: bytes) -> Trials:
-    """What is in the file. A plan reads it several times."""
+    """The content of the file. A plan reads it several times."""
     return msgspec.json.decode(content, type=Trials)
 
 

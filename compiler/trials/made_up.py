@@ -1,4 +1,4 @@
-"""Made-up data for a node that is tried: anything that its operator accepts."""
+"""Made-up data for a node that is tried, which its operator accepts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 
 Array = npt.NDArray[Any]
-# The scale of quantized numbers, and the largest of them: sums of these do not saturate.
+# The scale of quantized numbers, and the largest quantized number: sums do not saturate.
 SCALE, LARGEST = 0.37, 3
 # The largest integer that is a sum of the ranks' parts. A choice: it fits into 8 bits, and is more than the parts.
 LARGEST_SUM = 50
 
 
 def made_up(operation: Operation, number: int, shape: tuple[int, ...], dtype: ir.DataType, seed: str) -> Array:
-    """Data for an input, by its type and its meaning to the operator. The same for the same seed."""
+    """Data for an input, by its type and its meaning to the operator. Equal for equal seeds."""
     example = operator_of(operation.node).example_input
     if example is not None and (array := example(operation, number)) is not None:
         return np.full(shape, array, dtype.numpy())
@@ -53,7 +53,7 @@ def made_up_sum(shape: tuple[int, ...], dtype: ir.DataType, seed: str) -> Array:
 
 
 def parts_of(array: Array, seed: str) -> list[Array]:
-    """Three random parts whose sum is the array. The second is zero, as for a rank without units."""
+    """Three random parts that add up to the array. The second is zero, as on a rank without units."""
     generator = np.random.default_rng(zlib.crc32(seed.encode()))
     if array.dtype.kind in "iub":
         first = generator.integers(0, LARGEST + 1, array.shape).astype(array.dtype)

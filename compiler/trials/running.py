@@ -1,4 +1,4 @@
-"""Run tiny nodes in ONNX Runtime, whole and as three ranks would run them, and compare the results."""
+"""Runs tiny nodes in ONNX Runtime, whole and as three ranks would run them, and compares the results."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.tools.compare import compare
 
 Array = npt.NDArray[Any]
-# The result for a form that does not run whole at any of the made-up sizes begins so.
+# The beginning of the result for a form that does not run whole at any of the made-up sizes.
 UNTRIED = "it could not be tried: "
-# How many forms run in one session: all of these run again for each one that can't. Measured on models with 24 to 250
-# forms: the trials of two in which some can't take 0.4 times as long as with all forms in one, those of others as long.
+# The number of forms in one session. All of them run again for each one that fails. Measured on models with 24 to 250
+# forms, against all forms in one session: 0.4 times the time for two models in which some fail, the same for others.
 AT_ONCE = 16
-# Quantized results may be rounded differently after a sum in another order: by so many steps.
+# The number of steps by which quantized results may differ: a sum in another order is rounded differently.
 ROUNDING = 1
 
 
 def try_forms(forms: Sequence[Form], versions: Mapping[str, int], bound: BoundShapes) -> dict[str, str]:
-    """The result for each form, by digest: empty if its rule holds, else what went wrong.
+    """The result for each form, by digest: empty if its rule holds, else the error.
 
-    Some forms run in one session. If that fails, they are bisected, down to the one that is the cause.
+    Several forms run in one session. If that fails, they are bisected, down to the form that causes it.
     """
     results: dict[str, str] = {}
 
@@ -44,7 +44,7 @@ def try_forms(forms: Sequence[Form], versions: Mapping[str, int], bound: BoundSh
         try:
             tiny = tiny_model(batch, sizings[0], versions, bound)
             made = _run(tiny, RANKS)
-        except Exception as error:  # a rule, the lowering or ONNX Runtime may raise anything: that is what is tried
+        except Exception as error:  # a rule, the lowering or ONNX Runtime may raise anything: this is what is tested
             if len(batch) == 1:
                 if _runs_whole(batch, sizings[0], versions, bound):
                     results[batch[0].digest] = _in_one_line(error)
@@ -69,7 +69,7 @@ def try_forms(forms: Sequence[Form], versions: Mapping[str, int], bound: BoundSh
 
 
 def _bisect(batch: Sequence[Form], error: Exception) -> list[Sequence[Form]]:
-    """The form that an error names and the others; or two halves, if it names none."""
+    """The form that an error names, and the others; or two halves, if it names none."""
     named = error.number if isinstance(error, CannotTryError) else _named(str(error))
     if named is not None and named < len(batch):
         return [[batch[named]], [*batch[:named], *batch[named + 1 :]]]
@@ -78,7 +78,7 @@ def _bisect(batch: Sequence[Form], error: Exception) -> list[Sequence[Form]]:
 
 
 def _named(text: str) -> int | None:
-    """The number of the form whose node ONNX Runtime names in an error."""
+    """The number of the form whose node ONNX Runtime's error names."""
     match = re.search(r"(?:Name:'|Node \(|node \()(?:\d/)?f(\d+)['_)]", text)
     return int(match[1]) if match else None
 
@@ -119,7 +119,7 @@ def _run(tiny: TinyModel, ranks: int) -> dict[str, Array]:
     return {_WIDE.sub("", name): array for name, array in zip(names, session.run(names, fed), strict=True)}
 
 
-# Types that numpy lacks: they are cast inside the model, since ONNX Runtime does not take or give them as arrays.
+# Types that numpy lacks: they are cast inside the model, since ONNX Runtime does not take or return them as arrays.
 _NARROW = frozenset(
     number
     for name, number in onnx.TensorProto.DataType.items()
@@ -143,7 +143,7 @@ def _widen(graph: onnx.GraphProto) -> None:
 
 
 def _add(whole: onnx.GraphProto, part: Any, rank: int) -> None:
-    """Add a rank's graph to another one, with the rank as a prefix of all names."""
+    """Append a rank's graph to another one, with the rank as a prefix of all names."""
 
     def renamed(name: str) -> str:
         return f"{rank}/{name}" if name else ""
@@ -174,7 +174,7 @@ def _join_collectives(graph: onnx.GraphProto, ranks: int) -> None:
 
 
 def _feed(tiny: TinyModel, value: ir.Value, rank: int) -> Array:
-    """A rank's input: its shard, or its part of a partial value."""
+    """A rank's input: its shard, or its summand of a partial value."""
     name = value.name or ""
     if name in tiny.parts:
         return tiny.parts[name][rank]
@@ -188,8 +188,8 @@ def _shard(sharded: ShardedModel, axes: Axes, rank: int, array: Array) -> Array:
 def _misfit(sharded: ShardedModel, node: ir.Node, made: Mapping[str, Array]) -> str:
     """How the shapes of the whole node's results differ from its rule's; empty if they don't.
 
-    They may, since the sizes of atoms were made up independently. Only axes whose atoms its inputs have are compared: a
-    size that depends on data counts as 1.
+    They may differ, since the sizes of atoms were made up independently. Only axes whose atoms occur in its inputs are
+    compared: a size that depends on data counts as 1.
     """
     operation = sharded.axis_map.operations[node]
     known = {atom for axes in operation.inputs for axis in axes or () for atom in ax.atoms(axis)}
@@ -223,7 +223,7 @@ def _judge(sharded: ShardedModel, node: ir.Node, form: Form, made: Mapping[str, 
 
 
 def _difference(expected: Array, actual: Array) -> str:
-    """How an array differs from the expected one by more than outputs may; empty if it doesn't."""
+    """How an array differs from the expected one beyond the tolerance; empty if it doesn't."""
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return f"a rank makes {actual.dtype}{actual.shape} instead of {expected.dtype}{expected.shape}"
     if np.array_equal(expected, actual):

@@ -1,4 +1,4 @@
-"""Forms as one model of tiny, unconnected nodes, and how three ranks hold it."""
+"""Forms as one model of tiny, unconnected nodes, and its shards on three ranks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ Array = npt.NDArray[Any]
 RANKS = 3
 # The units of each rank, for the first sharded axis of a form, the second, and so on. One rank has none.
 UNITS = ((2, 0, 3), (0, 4, 3), (6, 5, 0), (3, 0, 10))
-# For operators that demand multiples of 8.
+# For operators that require multiples of 8.
 EVEN_UNITS = ((8, 0, 16), (0, 16, 8), (16, 8, 0), (8, 0, 16))
 # The ranks' shares of an axis of OUTER units together with its partner.
 SHARES, OUTER = (0.3, 0.2, 0.5), 2
 # The most elements of a value that is tried. A choice: most operators take sizes of 12.
 MOST_ELEMENTS = 1 << 21
-# The most elements along all axes that are not sharded, where few are wanted. A choice: six axes of two.
+# With `few`: the most elements along all axes that are not sharded. A choice: six axes of two.
 FEW = 1 << 6
 
 
@@ -56,8 +56,11 @@ class CannotTryError(Exception):
 class Sizing:
     """How sizes are made up.
 
-    `units` are those of sharded axes. Other axes have probe sizes, or the `planned` ones. Sizes over `largest` are
-    replaced by small ones. With `single`, the first axis has size 1. With `few`, so have most that are not sharded.
+    - `units`: the units of sharded axes.
+    - `planned`: other axes have the planned sizes, not probe sizes.
+    - `largest`: larger sizes are replaced by small ones.
+    - `single`: the first axis has size 1.
+    - `few`: most axes that are not sharded have size 1.
     """
 
     units: Sequence[tuple[int, ...]]
@@ -78,7 +81,7 @@ SIZINGS = (
 
 @dataclass(frozen=True)
 class TinyModel:
-    """One tiny node per form, in the forms' order. `feeds` are its data, `parts` each rank's part, by input name."""
+    """One tiny node per form, in the forms' order. `feeds` are its data, `parts` each rank's summand, by input name."""
 
     sharded: ShardedModel
     stage: Stage
@@ -132,7 +135,7 @@ def _graph(nodes: Sequence[ir.Node], makers: Sequence[_Maker], versions: Mapping
 
 
 class _Maker:
-    """Makes the tiny node of one form, with its axes, its data and the units of each rank."""
+    """Builds the tiny node of one form, with its axes, its data and the units of each rank."""
 
     def __init__(self, form: Form, sizing: Sizing, number: int) -> None:
         self.values: dict[tuple[ir.Value, int], ir.Value] = {}
@@ -150,7 +153,7 @@ class _Maker:
             sizes.update(dict.fromkeys(ax.atoms(form.operation.inputs[0][0]), 1))
         sizes |= {atom: max(run.stop for run in ranges) for atom, ranges in own.items()}
         sizes |= {atom: max(sizes.values()) for atom in _rows_of_tables(form) if atom not in own}
-        # The tiny node is what a rank would run that has so many units of each axis.
+        # The tiny node is that of a rank with these numbers of units.
         self._tiny = Shards({atom: Range(0, size) for atom, size in sizes.items()})
         self._factors = {atom: Factor(size, pinned=atom.pinned) for atom, size in sizes.items()}
         self.ranges: Ranges = {self._factors[atom]: ranges for atom, ranges in own.items()}
@@ -255,13 +258,13 @@ class _Maker:
 
 
 def _has_example(operation: Operation, number: int) -> bool:
-    """Whether an input can't hold any number."""
+    """Whether an input can't hold arbitrary numbers."""
     example = operator_of(operation.node).example_input
     return example is not None and example(operation, number) is not None
 
 
 def _few(sizes: Mapping[Factor, int]) -> dict[Factor, int]:
-    """The first of these sizes, whose product is at most FEW, and 1 for the others: windows have many axes of two."""
+    """The first of these sizes, up to a product of FEW, and 1 for the others: windows have many axes of size two."""
     result, room = {}, FEW
     for atom, size in sizes.items():
         result[atom] = size if size <= room else 1
@@ -270,7 +273,7 @@ def _few(sizes: Mapping[Factor, int]) -> dict[Factor, int]:
 
 
 def _rows_of_tables(form: Form) -> set[Factor]:
-    """The atoms of rows that positions pick: tables have a row for each position, however many there are."""
+    """The atoms of rows that are looked up by position: tables have a row for each position, whatever their number."""
     inputs = form.operation.inputs
     tables = (inputs[number] for number in operator_of(form.node).tables if number < len(inputs))
     return {atom for axes in tables if axes for atom in ax.atoms(axes[0]) if atom in form.atoms}

@@ -1,4 +1,4 @@
-"""Try the rules of the nodes that a choice of axes shards."""
+"""Tries the rules of the nodes that a choice of axes shards."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BROKEN = "its rule did not hold: "
 def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mapping[str, Shape]) -> dict[ir.Node, str]:
     """The nodes that can't be sharded as chosen, since their operator's rule does not hold, each with the reason.
 
-    One node of each form is run in ONNX Runtime at tiny sizes, whole and in uneven shards, as the lowering makes them.
-    `planned` are the shapes that were planned for, by name. They decide too whether a form can be tried, so one that
-    can't be is tried again with others.
+    One node of each form runs in ONNX Runtime at tiny sizes, whole and in uneven shards, as the lowering makes them.
+    `planned` are the planned shapes, by name. A form that can't be tried may be possible to try with other planned
+    shapes, so that result is not kept.
     """
     versions = graph.graph.opset_imports
     forms = list(find_forms(axis_map, choice, versions, planned))
@@ -41,7 +41,7 @@ def _reason(why: str) -> str:
 
 
 def broken_rules(broken: Mapping[ir.Node, str]) -> list[str]:
-    """A warning for each operator whose rule did not hold. For one that could not be tried there is none."""
+    """A warning for each operator whose rule did not hold; none for operators that could not be tried."""
     reasons: dict[str, list[str]] = {}
     for node, reason in broken.items():
         if reason.startswith(BROKEN):
