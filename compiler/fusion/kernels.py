@@ -20,12 +20,10 @@ class Gains:
     """Where fused operators are faster on a kind of device. Types are those of the elements that they are faster for.
 
     - `attention`: MultiHeadAttention, with `least_scores` scores a head and `least_keys` keys or more at the planned
-      sizes,
-    and heads of up to `largest_head`. Unless `biased`, only without a mask or bias.
+      sizes, and heads of up to `largest_head`. Unless `biased`, only without a mask or bias.
     - `parts`: norms and rotary embeddings. `modulations`: adaptive norms.
     - `caches`: caches in place. `has_room`: their room is an input of its own, so that requests keep their sizes.
-      Unless
-    `capped`, decomposed attention with a softcap keeps its cache as it is; likewise with sinks, unless `sinks`.
+      Unless `capped`, decomposed attention with a softcap keeps its cache as it is; so with sinks, unless `sinks`.
     - `scattered`: caches that are written by index.
     - `divided`: products that are split by columns, with `least_rows` rows or more.
     """

@@ -41,7 +41,7 @@ class Tables:
     - `known`: the results of shape arithmetic.
     - `rows`: what was written of a table: one number for each pair, in a row for each position.
     - `uncompared`: names of sizes that the data and the table share. The decomposed product compared them; the operator
-    does not.
+      does not.
     """
 
     def __init__(self, graph: Graph, shapes: Mapping[str, Shape], known: Mapping[str, Array]) -> None:
