@@ -80,7 +80,7 @@ MODULES = typer.Option(
     autocompletion=completion.read_by(_modules),
 )
 SWAP = typer.Option(
-    False, "--swap", help="Of a folder: models work in turn, and give each other the memory of their weights."
+    False, "--swap", help="Of a folder: models take turns, and only the one at work has its weights in memory."
 )
 DEVICE = typer.Option(
     [],
@@ -249,7 +249,7 @@ def compile_command(
     plan_path: Path | None = typer.Option(
         None,
         "--plan",
-        help="A plan from 'splitc plan -o'. Options below may not say otherwise.",
+        help="A plan from 'splitc plan -o'. The options below must agree with it.",
         callback=there("plan"),
     ),
     weights: str = typer.Option(

@@ -77,7 +77,7 @@ def _check_texts(contents: Contents, path: Path) -> None:
     )
     for text in texts:
         if type(text) is not str:
-            raise ModelError(f"{path}: the name {text!r} of a node or value is no UTF-8")
+            raise ModelError(f"{path}: the name {text!r} of a node or value is not UTF-8")
 
 
 def _graphs(graph: onnx.GraphProto, outside: frozenset[str]) -> Iterator[tuple[onnx.GraphProto, frozenset[str]]]:
@@ -104,8 +104,8 @@ def _check_maps(graph: onnx.GraphProto, path: Path) -> None:
             kind = getattr(kind, kind.WhichOneof("value")).elem_type
         if kind.WhichOneof("value") == "map_type":
             raise ModelError(
-                f"{path}: '{value.name}' is of maps, and splitc takes tensors: export the model without them (for "
-                "skl2onnx and onnxmltools, with the option zipmap=False)"
+                f"{path}: '{value.name}' has maps as elements, and splitc takes tensors: export the model without them "
+                "(for skl2onnx and onnxmltools, with the option zipmap=False)"
             )
 
 

@@ -105,7 +105,7 @@ def _check_names_readable(files: Sequence[PurePosixPath]) -> None:
             str(file).encode()
         except UnicodeEncodeError:
             shown = os.fsencode(file).decode("utf-8", "replace")
-            raise ModelError(f"the name of the file {shown} is no UTF-8: give it another one") from None
+            raise ModelError(f"the name of the file {shown} is not UTF-8: give it another one") from None
 
 
 def _check_inside(folder: Path, files: Sequence[PurePosixPath], models: Iterable[PurePosixPath]) -> None:
@@ -117,7 +117,7 @@ def _check_inside(folder: Path, files: Sequence[PurePosixPath], models: Iterable
     for file in files:
         target = Path(os.path.realpath(folder / file))
         if not target.is_file():
-            raise ModelError(f"{folder / file} can't travel with the models: it is no file, or a link to nowhere")
+            raise ModelError(f"{folder / file} can't travel with the models: it is not a file, or it is a broken link")
         if roots.isdisjoint(target.parents):
             raise ModelError(
                 f"{folder / file} is a link to {target}, outside the models' folder: --trust-external-data permits "

@@ -287,7 +287,7 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
         more = rest + max(target.engines for target in targets)
         lines.append(f"  With one more device of {format_bytes(more)}, it would fit.")
     else:
-        lines.append("  Filled in order it fits, but then a device is left with nothing: name fewer devices.")
+        lines.append("  It fits if devices are filled in order, but then one device gets no block: name fewer devices.")
     beside = " beside their engines" if any(target.engines for target in targets) else ""
     short = f"{format_bytes(needed - available)} short" if needed > available else "but no run of blocks for each fits"
     return (

@@ -98,7 +98,7 @@ class Request:
         "--batch-groups",
         minimum=1,
         kind=int,
-        help="Groups of devices that have the whole model each, split in the mode, and compute their rows of a batch.",
+        help="Groups of devices. Each holds the whole model, split in the mode, and computes its rows of a batch.",
         planned=lambda file: 1 if file.split_mode == "batch" else file.batch_groups,
     )
     main_device: str | None = request_field(
@@ -142,7 +142,7 @@ class Request:
         kind=list[str],
         read=parse_places,
         shown=[],
-        help="Weights so named go there; the first match counts.",
+        help="Put the weights with such names on a device; the first match counts.",
         only=PLACING,
         why=_PLACED,
         planned=_used_up,
@@ -153,7 +153,7 @@ class Request:
         metavar="DEVICE[:LAYERS]",
         kind=str | None,
         read=parse_experts,
-        help="The experts of all, or of so many, layers go there.",
+        help="Put the experts of all layers, or of a number of them, on a device.",
         only=PLACING,
         why=_PLACED,
         planned=_used_up,
@@ -229,7 +229,7 @@ class Request:
         kind=list[str],
         read=parse_states,
         shown=[],
-        help="A state: the output goes into the input of the next run. Repeatable, and goes before what is found.",
+        help="A state: the output becomes the input of the next run. Overrides what the graph says. Repeatable.",
         planned=lambda file: {state.input: state.output for state in file.states or ()},
     )
     no_state: bool = request_field(
@@ -243,7 +243,7 @@ class Request:
         False,
         "--no-fuse",
         kind=bool,
-        help="Leave attention, norms and caches as exported. Default: fused where ONNX Runtime is faster so.",
+        help="Leave attention, norms and caches as exported. Default: fused if that is faster in ONNX Runtime.",
         planned=lambda file: not file.fused,
     )
     lora: Sequence[tuple[str, float]] = request_field(

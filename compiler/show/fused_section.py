@@ -10,14 +10,14 @@ from splitc.runtime.reports.contents import Section, Table
 
 TITLES = {
     "attention": "attention fused",
-    "latent": "attention on latents",
+    "latent": "attention computed on latents",
     "cache": "caches in place",
-    "preamble": "masks and lengths before the ranks",
+    "preamble": "masks and lengths computed before the ranks",
     "norm": "norms fused",
     "modulation": "modulated norms fused",
-    "product": "products divided",
+    "product": "products split into parts",
     "rotary": "rotary embeddings fused",
-    "slices": "slices joined",
+    "slices": "slices concatenated",
 }
 
 

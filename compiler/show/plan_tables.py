@@ -126,7 +126,7 @@ def _times_in_words(plan: Plan) -> str:
 def how_timed(plan: Plan) -> str:
     """The source of a plan's times."""
     if plan.profiled:
-        return "as measured, and activations too, a block at a time"
+        return "measured block by block, and activations too"
     speeds = known_machine().speeds
     measured = all(link_end(rank.device) in speeds for rank in plan.ranks)
     return f"estimated by {'measured' if measured else 'typical'} speeds"
@@ -140,7 +140,7 @@ def print_beside(held: Sequence[tuple[int, int, int]]) -> None:
     engines, adapters, mapped = zip(*held, strict=True)
     if any(engines):
         own = format_bytes(max(engines))
-        out.print(f"of the budget, up to {own} are the engine's own, and what predictions may be off by")
+        out.print(f"of the budget, up to {own} are for the engine itself and for errors of the prediction")
     if any(adapters):
         out.print(f"of the budget, up to {format_bytes(max(adapters))} are for requests with adapters")
     if any(mapped):
@@ -218,7 +218,7 @@ def check_explained(plan: Plan) -> None:
     if plan.split.axis_fates() is None and not listed:
         raise MisuseError(
             "--explain lists what was fused or placed, layers without slots, and the axes of --split-mode tensor: "
-            f"there is nothing of it, and this plan's mode is {plan.split_mode}"
+            f"this plan has none of these, and its mode is {plan.split_mode}"
         )
 
 

@@ -133,7 +133,7 @@ def test_outputs_of_maps(tmp_path: Path) -> None:
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 1)]
     model = helper.make_model(helper.make_graph([zipped], "zipped", inputs, ends), opset_imports=opsets, ir_version=8)
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(ModelError, match=r"model.onnx: 'y' is of maps, .* with the option zipmap=False"):
+    with pytest.raises(ModelError, match=r"model.onnx: 'y' has maps as elements, .* with the option zipmap=False"):
         read_model(tmp_path / "model.onnx")
 
 

@@ -141,7 +141,7 @@ def test_folders_that_are_odd(tmp_path: Path) -> None:
 def test_name_that_is_no_text(tmp_path: Path) -> None:
     diffusers_folder(tmp_path)
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/a\xff.txt")).touch()
-    with pytest.raises(ModelError, match="no UTF-8: give it another one"):
+    with pytest.raises(ModelError, match="not UTF-8: give it another one"):
         read_folder(tmp_path)
 
 
@@ -155,7 +155,7 @@ def test_links_that_lead_outside_do_not_travel(tmp_path: Path) -> None:
     assert read_folder(folder, trusts_links=True).files == (PurePosixPath("vocab.txt"),)
     (folder / "vocab.txt").unlink()
     (folder / "vocab.txt").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match="can't travel with the models: it is no file"):
+    with pytest.raises(ModelError, match="can't travel with the models: it is not a file"):
         read_folder(folder)
 
 
