@@ -142,7 +142,7 @@ def _find_cache(operand: Operand, held: Held, shape_of: ShapeOf) -> Cache | None
             source, factor = product[0], factor * product[1]
         elif node.op_type in ("Mul", "Div") and (scale := node.inputs[1]) and set(shape_of(scale) or (1,)) == {1}:
             scales.append(RowScale(scale, node.outputs[0], node.op_type == "Div"))
-        elif node.op_type not in VIEWS | {"Transpose", "Expand", "Identity"}:
+        elif node.op_type not in VIEWS | {"Transpose", "Expand", "Tile", "Identity"}:
             return None
         if source is None:
             return None
@@ -197,12 +197,14 @@ def _follow(node: ir.Node, axes: list[list[_Part]], sizes: Sizes) -> list[list[_
     if node.op_type == "Transpose":
         order = node.attributes.get_ints("perm", tuple(reversed(range(len(axes)))))
         return [axes[axis] for axis in order]
-    if node.op_type == "Expand":
+    if node.op_type in ("Expand", "Tile"):
         lacking = len(made) - len(axes)
-        return [
+        repeated = [
             [("times", size)] if not parts and size != ONE else parts
             for parts, size in zip([*[list[_Part]()] * lacking, *axes], made, strict=True)
         ]
+        whole = [product_of(part[1] for part in parts) for parts in repeated]
+        return repeated if whole == [*made] else None
     if node.op_type in VIEWS:
         return _viewed(_joined(axes), made)
     return axes if len(made) == len(axes) else None

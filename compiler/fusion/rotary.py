@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.nearby import readers_of
 from splitc.compiler.fusion.norm import only_user
 from splitc.compiler.fusion.operand import PASSED, VIEWS
 from splitc.compiler.fusion.rotation import Places, Rotation
@@ -168,7 +169,7 @@ def _flat(node: ir.Node, data: ir.Value, sizes: Sizes) -> tuple[ir.Value, bool] 
         return None
     if made == own:
         return value, False
-    users = list(dict.fromkeys(user for user, _ in value.uses()))
+    users = readers_of(value)  # TorchScript's exporter reads the sizes of what it then flattens
     if made[:-2] != own[:-1] or made[-1] != (2, 2) or len(users) != 1 or users[0].op_type not in VIEWS:
         return None
     return (users[0].outputs[0], True) if sizes.of(users[0].outputs[0]) == own else None

@@ -26,7 +26,7 @@ class Style:
     last tokens that every other layer sees, the first one among them. `operator`: attention is ONNX's operator, which
     reads what was `concatenated`, or takes the `past` itself, as four axes or `flat`, three. It has `attributes` of its
     own, and causal ones have no other mask. With `sinks` a learned number a head is joined to the scores. With `blanks`
-    rows that the mask leaves nothing of become zeros behind the attention.
+    rows that the mask leaves nothing of become zeros behind the attention. `tiled`: keys' heads are repeated by Tile.
     """
 
     masked: bool = True
@@ -48,6 +48,7 @@ class Style:
     attributes: tuple[tuple[str, int | float], ...] = ()
     sinks: bool = False
     blanks: bool = False
+    tiled: bool = False
 
     @property
     def is_causal(self) -> bool:
@@ -286,7 +287,10 @@ class _Writer:
         if style.groups == 1:
             return value
         shape = self.listed(self.size_of(value, 0), style.kv_heads, style.groups, self._all, style.size)
-        many = self.add("Expand", self.add("Unsqueeze", value, self.number([2])), shape)
+        if style.tiled:
+            shape = self.number([1, 1, style.groups, 1, 1])
+        thin = self.add("Unsqueeze", value, self.number([2]))
+        many = self.add("Tile" if style.tiled else "Expand", thin, shape)
         back = self.listed(self.size_of(value, 0), style.heads, self.size_of(value, 2), style.size)
         return self.add("Reshape", many, back)
 

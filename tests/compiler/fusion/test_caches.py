@@ -43,6 +43,7 @@ STYLES = {
     "optimum, as many heads": replace(OPTIMUM, groups=1, scale="after"),
     "one head of keys": replace(OPTIMUM, groups=4, scale="both"),
     "a low number": replace(OPTIMUM, mask="low", turned=True),
+    "heads by Tile": replace(OPTIMUM, tiled=True),
     "lengths of the mask": replace(OPTIMUM, reads="mask", scale="after", mask="low"),
     "opset 13": replace(OPTIMUM, opset=13),
     "blank rows": replace(TRANSFORMERS, masked=True, one=False, blanks=True),

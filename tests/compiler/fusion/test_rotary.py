@@ -159,6 +159,16 @@ def test_elements_of_pairs_by_themselves(tmp_path: Path, interleaved: bool, cros
     check(written(by_pairs(interleaved, NEIGHBOURS if interleaved else SLICED, crossed)), tmp_path, 2e-6)
 
 
+def test_pairs_whose_sizes_are_read_before_they_are_flat(tmp_path: Path) -> None:
+    """As TorchScript's exporter does."""
+    sizes = """of_pairs = Shape (stacked)  three = Constant <value_ints = [3]> ()  first = Slice (of_pairs, zero, three)
+        whole = Concat <axis = 0> (first, last)  y ="""
+    constant = "whole = Constant <value_ints = [0, 0, 0, 8]> ()  y ="
+    body = by_pairs(True, STRIDED)
+    assert constant in body
+    check(written(body.replace(constant, sizes)), tmp_path, 2e-6)
+
+
 @pytest.mark.parametrize("parts", [STRIDED, SLICED], ids=["neighbours before", "halves before"])
 def test_pairs_in_other_places_after_than_before(tmp_path: Path, parts: str) -> None:
     """As DeepSeek-V3's: neighbours are rotated, and stand in halves then."""
