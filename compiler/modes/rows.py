@@ -66,18 +66,20 @@ def _rows_or_why(analysis: Analysis) -> Rows | str:
             f"{describe_node(drawn)} draws random numbers, and all groups of devices would draw the "
             "same. Use another --split-mode, without --batch-groups."
         )
+    told = bound
     rows, opaque = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
     if rows is None:
         rows, _ = _search(analysis, partial(_numbered, graph, bound))
     if rows is None and (same := probes.with_same_axes()) is not None:
-        rows, _ = _search(analysis, partial(_numbered, graph, same))
+        rows, opaque = _search(analysis, partial(_numbered, graph, same))
+        told = same  # these sizes tell the fewest axes apart, so that what is left is the reason
     if rows is None and (others := probes.multiples(bound)) is not None:
         rows, _ = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
     if rows is not None:
         return rows
-    numbers = find_row_numbers(graph, bound, opaque)
+    numbers = find_row_numbers(graph, told, opaque)
     why = explain_no_rows(
-        graph, numbers.axis_map if numbers else find_axes(graph, bound, opaque), nodes_from_sizes(graph)
+        graph, numbers.axis_map if numbers else find_axes(graph, told, opaque), nodes_from_sizes(graph)
     )
     other = "Use another --split-mode, without --batch-groups, or export the model with an axis of independent rows."
     return f"{why}. {other}"

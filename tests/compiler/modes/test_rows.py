@@ -228,6 +228,19 @@ def test_mask_that_follows_from_sizes_is_picked_by_row_numbers(differ: bool, tmp
         check_rows(b, tmp_path, {"x", "y"})
 
 
+def test_the_last_sizes_that_are_tried_say_where_rows_meet(tmp_path: Path) -> None:
+    """Rows of a mask with a symbol of its own are picked by their numbers, and a table of one row is for one row."""
+    b = Block(23)
+    x = b.data("x", (1, HEADS, TOKENS, WIDTH), ["batch", HEADS, TOKENS, WIDTH])
+    mask = b.data("mask", (1, TOKENS), ["rows", TOKENS])
+    rows = b.op("Range", zero(b), b.op("Squeeze", b.shape(x, 0)), b.constant(1, np.int64))
+    own = b.op("Unsqueeze", b.op("Gather", mask, rows), b.ints(1, 3))
+    tables = b.constant(np.ones((1, TOKENS, WIDTH // 2)), np.float32)
+    y = b.op("RotaryEmbedding", b.op("Mul", x, own), tables, tables)
+    b.give(layer(b, y, "up"), "y", ["batch", HEADS, TOKENS, WIDTH])
+    refuse_rows(b, tmp_path, r"\(RotaryEmbedding\): it could not be tried: .*same shape")
+
+
 def test_rows_that_are_counted_by_another_input(tmp_path: Path) -> None:
     """As those of the encoder's states in a decoder, whose ids have a symbol of their own for the rows."""
     b = Block(21)
