@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -58,6 +59,7 @@ class RemoteRanks(ABC):
         self._devices = deployment.devices
         self._first = deployment.first
         self._broken = broken
+        self._owner = os.getpid()
         self._requests: dict[int, InFlightRequest] = {}
         self._count = 0
         # The numbers of the sums of adapters that all ranks have.
@@ -144,8 +146,11 @@ class RemoteRanks(ABC):
         return [report.memory for report in self._ask() if report.memory is not None]
 
     def _ask(self) -> list[Report]:
-        """A report of each rank, after all earlier requests. Empty if the session is broken or closed."""
-        if self._stopped or self._closing:
+        """A report of each rank, after all earlier requests. Empty if the session is broken, closed, or another's.
+
+        In a copy of the session's process it would read the answers that the session waits for.
+        """
+        if self._stopped or self._closing or os.getpid() != self._owner:
             return []
         reports = [Awaited[Report]() for _ in self._devices]
         with later_interrupts():  # all are asked who owe one

@@ -29,7 +29,7 @@ from splitc.runtime.processes.device_processes import DeviceProcess, visible
 from splitc.runtime.processes.messages import Loaded, Report, Start
 from splitc.runtime.processes.rank import RankProcess
 from splitc.runtime.processes.ranks import RankProcesses
-from splitc.runtime.processes.reader import LOOK
+from splitc.runtime.processes.reader import IDLE, LOOK
 from splitc.runtime.processes.remote import PATIENCE
 from splitc.runtime.requests.rank_kinds import PROCESSES, THREADS, choose_ranks
 from tests.conftest import decoder_feeds, run_whole, until
@@ -312,6 +312,17 @@ def test_copy_of_the_caller_is_told_that_it_has_no_session(opened: Session) -> N
         except EngineError:
             os._exit(7)
         os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    opened.run(decoder_feeds())
+
+
+def test_copy_of_the_caller_asks_the_ranks_nothing(opened: Session) -> None:
+    """It would start a thread that reads the answers that the session waits for."""
+    time.sleep(IDLE + 0.5)  # until the session's own such thread has ended
+    child = os.fork()
+    if not child:
+        asked = opened.notes or opened.device_memory() or threading.active_count() > 1
+        os._exit(1 if asked else 7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     opened.run(decoder_feeds())
 
