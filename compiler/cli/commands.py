@@ -249,7 +249,7 @@ def compile_command(
     plan_path: Path | None = typer.Option(
         None,
         "--plan",
-        help="A plan from 'splitc plan -o'. The options below must agree with it.",
+        help="A plan from 'splitc plan -o'. Options below must agree.",
         callback=there("plan"),
     ),
     weights: str = typer.Option(

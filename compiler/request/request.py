@@ -98,7 +98,7 @@ class Request:
         "--batch-groups",
         minimum=1,
         kind=int,
-        help="Groups of devices. Each holds the whole model, split in the mode, and computes its rows of a batch.",
+        help="Groups of devices. Each holds the whole model, and computes its rows of a batch.",
         planned=lambda file: 1 if file.split_mode == "batch" else file.batch_groups,
     )
     main_device: str | None = request_field(
@@ -153,7 +153,7 @@ class Request:
         metavar="DEVICE[:LAYERS]",
         kind=str | None,
         read=parse_experts,
-        help="Put the experts of all layers, or of a number of them, on a device.",
+        help="Put the experts of all, or LAYERS, layers there.",
         only=PLACING,
         why=_PLACED,
         planned=_used_up,
