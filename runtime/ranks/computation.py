@@ -107,9 +107,7 @@ class Computation:
         return self._fixed if request.sequence is not None else {}
 
     def hand_over(self, values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-        """Begin to copy outputs to the caller's arrays on the rank's GPU. Returns a function that waits and returns
-        them.
-        """
+        """Begin to copy outputs for the caller on the rank's GPU. Returns a function that waits and returns them."""
         assert isinstance(self.backend, GpuDevice), "a session asks for that where all ranks have GPUs"
         return hand_over(self.backend, values)
 

@@ -23,9 +23,7 @@ ADAPTED, MASKED = "adapted", "masked"
 
 @dataclass(frozen=True)
 class Setup:
-    """A rank of a package, by its number. `swap` is the buffer that its weights share in turn with other models'; or
-    None.
-    """
+    """A rank of a package, by its number. `swap`: the buffer that models use for weights in turn, or None."""
 
     number: int
     package: Path

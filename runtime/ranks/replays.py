@@ -155,9 +155,7 @@ class RankReplays:
         return next(filter(None, answers), "")
 
     def _begin(self, request: InFlightRequest) -> None:
-        """Choose the home of a new sequence: that of an ended one, if its states fit, so that its recordings fit
-        too.
-        """
+        """Choose the home of a new sequence: that of an ended one if its states fit, to reuse its recordings."""
         new = home_of(request)
         spare = self._kept.take_spare(new)
         if spare is None:
