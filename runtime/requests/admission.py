@@ -96,9 +96,7 @@ class Admission:
                     raise
 
     def _check_waiting(self, request: InFlightRequest, interrupted: Callable[[], bool]) -> None:
-        """Raise the error that ends a wait: SplitcError if the session is broken or closed, CancelledError,
-        _SignalCame.
-        """
+        """Raise what ends a wait: SplitcError if the session is broken or closed, CancelledError, _SignalCame."""
         self.check_usable()
         if request.cancelled is not None:
             raise request.cancelled

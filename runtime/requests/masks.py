@@ -1,6 +1,4 @@
-"""Attention masks in sequences with a capacity: padded to the length of the caches, so that their sizes never
-change.
-"""
+"""Attention masks in sequences with a capacity: padded to the caches' length, so that their sizes never change."""
 
 from __future__ import annotations
 

@@ -158,9 +158,7 @@ class Replicas:
             self._replicas[replica].forget(sequence, reusable)
 
     def watch(self, future: Future[InFlightRequest] | None, request: InFlightRequest) -> None:
-        """See Workers. A caller can read the answers of one replica only: with several parts, other threads read
-        them.
-        """
+        """See Workers. A caller can read one replica's answers only: with several parts, other threads read them."""
         for part in request.parts:
             if part.replica is not None:
                 self._replicas[part.replica].watch(future if len(request.parts) == 1 else None, part)

@@ -27,9 +27,7 @@ class Turns:
         self.callbacks = Callbacks()
 
     def begin(self, turn: Turn, check: Callable[[], None]) -> None:
-        """Wait for a model's turn and count its request. `check` raises an error if the request is to wait no
-        longer.
-        """
+        """Wait for a model's turn and count its request. `check` raises an error if it need wait no longer."""
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)

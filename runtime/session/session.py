@@ -66,23 +66,25 @@ class Session(Requests, Listed):
         with Session("package") as session:
             outputs = session.run({"input_ids": ids})
 
-    `module` names the model of a package that has several. `threads` is the number for each CPU device (default: the
-    package's, or else the cores divided among the devices).
-    `verify` says how often the files' hashes are compared with the manifest, which reads every byte: `always`, `once`
-    (again when a file has changed), or `never`. Weights are compared while they are loaded.
-    `devices` replaces the package's devices, one for each rank; a package that divides the rows of a batch runs on any
-    number of groups of them. An ONNX Runtime package for GPUs also runs on CPU
-    devices, and the other way round. On GPUs, requests of previously seen shapes are replayed as CUDA graphs, unless
-    `cuda_graphs` is False. At most `in_flight` requests are in flight at a time (default: two for each rank), which
-    bounds the memory of their feeds, activations and outputs. `ranks` says what ranks are: `threads` of this process or
-    `processes` of their own (default: threads on CPU devices and on a single GPU, processes otherwise: several ranks
-    on GPUs are never threads). A process that crashes takes nothing with it but its session, and those that share
-    it. `host_code` allows engines to bring code of their own, as those of TensorRT do that later versions run too.
-    `adapters` are files, each with a number: their sum is in all requests that do not say otherwise. `shared` is what
-    the modules of a Pipeline share.
+    - `module`: the model of a package that has several.
+    - `threads`: the number for each CPU device (default: the package's, or else the cores divided among the devices).
+    - `verify`: how often the files' hashes are compared with the manifest, which reads every byte: `always`, `once`
+      (again when a file has changed), or `never`. Weights are compared while they are loaded.
+    - `devices`: replaces the package's devices, one for each rank. A package that divides the rows of a batch runs on
+      any number of groups of them. An ONNX Runtime package for GPUs also runs on CPU devices, and the other way round.
+    - `cuda_graphs`: whether GPUs replay requests of previously seen shapes as CUDA graphs (default: True).
+    - `in_flight`: the most requests in flight at a time (default: two for each rank), which bounds the memory of their
+      feeds, activations and outputs.
+    - `ranks`: `threads` of this process or `processes` of their own (default: threads on CPU devices and on a single
+      GPU, processes otherwise: several ranks on GPUs are never threads). If a process crashes, only its session breaks,
+      and those that share the process.
+    - `host_code`: allows engines with code of their own that runs on the host, such as TensorRT's version-compatible
+      ones.
+    - `adapters`: files, each with a number: their weighted sum applies to all requests that do not name others.
+    - `shared`: the resources that the modules of a Pipeline share.
 
-    Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine
-    can't load, MisuseError for devices that do not fit the package.
+    Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine can't
+    load, MisuseError for devices that do not fit the package.
     """
 
     def __init__(
