@@ -146,8 +146,7 @@ class RemoteRanks(ABC):
         return [report.memory for report in self._ask() if report.memory is not None]
 
     def _ask(self) -> list[Report]:
-        """A report of each rank, after all earlier requests. Empty if the session is broken, closed, or another
-        process's.
+        """A report of each rank, after earlier requests. Empty if the session is broken, closed, or another process's.
 
         A forked process must not read the answers that the session waits for.
         """

@@ -72,14 +72,11 @@ class Session(Requests, Listed):
       (again when a file has changed), or `never`. Weights are compared while they are loaded.
     - `devices`: replaces the package's devices, one for each rank. A package that divides the rows of a batch runs on
       any number of groups of them. An ONNX Runtime package for GPUs also runs on CPU devices, and the other way round.
-    - `cuda_graphs`: whether GPUs replay requests of previously seen shapes as CUDA graphs (default: True).
-    - `in_flight`: the most requests in flight at a time (default: two for each rank), which bounds the memory of their
-      feeds, activations and outputs.
-    - `ranks`: `threads` of this process or `processes` of their own (default: threads on CPU devices and on a single
-      GPU, processes otherwise: several ranks on GPUs are never threads). If a process crashes, only its session breaks,
-      and those that share the process.
-    - `host_code`: allows engines with code of their own that runs on the host, such as TensorRT's version-compatible
-      ones.
+    - `cuda_graphs`: whether GPUs replay requests of previously seen shapes as CUDA graphs.
+    - `in_flight`: the most requests in flight (default: two for each rank). It bounds the memory of their arrays.
+    - `ranks`: `threads` of this process or `processes` (default: threads on CPU devices and on a single GPU, processes
+      otherwise: several ranks on GPUs are never threads). If a process crashes, only sessions with ranks in it break.
+    - `host_code`: allows engines with their own code for the host, such as TensorRT's version-compatible ones.
     - `adapters`: files, each with a number: their weighted sum applies to all requests that do not name others.
     - `shared`: the resources that the modules of a Pipeline share.
 
