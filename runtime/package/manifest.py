@@ -21,9 +21,8 @@ READ = (3, SCHEMA)
 class Fill(Struct, frozen=True):
     """How to generate an array for an input.
 
-    - `normal`: normally distributed numbers.
-    - `randint`: random integers from `low` to before `high`.
-    - `arange`: numbers that count up along the last axis, modulo `high` unless that is 0.
+    `normal`: normally distributed numbers. `randint`: random integers from `low` to before `high`. `arange`: numbers
+    that count up along the last axis, modulo `high` unless that is 0.
     """
 
     kind: Literal["normal", "ones", "zeros", "arange", "randint"]
@@ -34,10 +33,8 @@ class Fill(Struct, frozen=True):
 class Role(Struct, frozen=True):
     """The meaning of an input.
 
-    - `indices`: of a table of `rows` rows.
-    - `positions`: of a table, if `rows` is not 0.
-    - `mask`: an attention mask is computed from it.
-    - `bias`: it is added to attention scores unchanged.
+    `kind` is `indices` (of a table of `rows` rows), `positions` (of a table, if `rows` is not 0), `mask` (an attention
+    mask is computed from it) or `bias` (it is added to attention scores unchanged).
     """
 
     kind: str
@@ -107,9 +104,8 @@ class FixedInput(Struct, frozen=True):
 class AxisPart(Struct, frozen=True):
     """A shard of an axis. The axis is a product of factors of these `sizes`, major first (-1: inferred).
 
-    - `ranges`: the shard's indices of each factor, from the first to before the last; None is all.
-    - `places`: for an axis of several sections, which is one factor: the shard's elements, as runs from the first to
-      before the last.
+    `ranges` are the shard's indices of each factor, from the first to before the last; None is all. An axis of several
+    sections is one factor, and `places` are the shard's elements of it, as runs from the first to before the last.
     """
 
     axis: int
@@ -202,10 +198,8 @@ class Rank(Struct, frozen=True):
     - `keeps`: outputs that it keeps for its states, while another rank returns them to the caller.
     - `total_bytes`: the peak, loading included, which may be more than the sum of the others.
     - `limit_bytes`: the limit for its engines' weights and values, if the rank has a budget.
-    - `engine_bytes`: the engines' own memory.
-    - `mapped_bytes`: weights of which a few rows are read from a mapped file.
-    - `passed_bytes`: the activations that its engines take and return.
-    - `adapter_bytes`: memory that only requests with adapters need.
+    - `engine_bytes`: the engines' own memory. `mapped_bytes`: weights of which a few rows are read from a mapped file.
+    - `passed_bytes`: the activations that its engines take and return. `adapter_bytes`: needed only with adapters.
     """
 
     device: str
@@ -234,9 +228,7 @@ class Rank(Struct, frozen=True):
 
 
 def is_fed(rank: Rank) -> bool:
-    """Whether a rank takes inputs, or values between its engines' runs. Otherwise all its data come by collectives
-    inside.
-    """
+    """Whether a rank takes inputs, or values between its engines' runs; if not, collectives inside bring its data."""
     return bool(rank.inputs) or any(not isinstance(step, Run) for step in rank.program)
 
 
