@@ -16,9 +16,7 @@ LOADING: Label = (-1, None)
 
 
 def check_label(sent: Label, wanted: Label, rank: int, source: int) -> None:
-    """Raise HandOverError unless the received value has the label that was expected: ranks may be in different
-    requests.
-    """
+    """Raise HandOverError unless the received label is the expected one: ranks may be in different requests."""
     if sent != wanted:
         raise HandOverError(
             f"rank {rank} waits for {_words(wanted)} from rank {source}, which sent {_words(sent)}: they are out of "

@@ -71,9 +71,7 @@ class ProcessCollectives:
         return self._label[0], name
 
     def release(self) -> None:
-        """Release the connections between GPUs, in a process that continues. All ranks must call this at the same
-        time.
-        """
+        """Release the connections between GPUs, in a process that continues. All ranks must call this together."""
         self._communicators.close()
 
     def send(self, target: int, name: str, value: Any) -> None:
