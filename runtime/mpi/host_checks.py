@@ -47,9 +47,7 @@ def why_not_placed(devices: Sequence[Device], machines: Sequence[int], hosts: Se
 
 
 def why_lacking(package: Path, manifest: Manifest | None, rank: int) -> str | None:
-    """The file of a rank that is missing on this host; None if none is. Without `manifest`, only its file is
-    checked.
-    """
+    """The file of a rank that this host lacks; None if none is missing. Without `manifest`, checks only its file."""
     names = [FILE_NAME] if manifest is None else [file.path for file in files_of(manifest, rank)]
     lacking = next((name for name in names if not (package / name).exists()), None)
     if lacking is None:
