@@ -49,7 +49,7 @@ class KeptSums:
             return held
 
     def clear(self) -> None:
-        """Drop all sums that are only kept."""
+        """Keep no sums."""
         with self._lock:
             self._kept.clear()
             self._held.clear()
