@@ -107,8 +107,7 @@ class TensorrtEngine:
         return shapes
 
     def _launch(self, key: Any, bind: Callable[[], None]) -> None:
-        """Run the engine on the values that `bind` binds. The second run with a `key` is captured, later ones replay
-        it.
+        """Run the engine on the values that `bind` binds. A `key`'s second run is captured, and later ones replay it.
 
         To launch a graph takes the host a few microseconds, to launch an engine of a few layers hundreds. A graph only
         fits the addresses that it was captured with, but the pool returns the same addresses again and again.

@@ -82,7 +82,7 @@ class Conversation:
         self._open(self._capacity)
 
     def _choose_capacity(self, tokens: int) -> None:
-        """Choose a capacity with room beyond these tokens, and the same before rounding as the least one."""
+        """Choose a capacity with room beyond these tokens. The least one is the same, before rounding up."""
         self._least = self._capacity = None
         if self._most is not None and any(state.in_place for state in self._session.manifest.states):
             self._least = min(self._most, tokens + max(AHEAD, tokens // 4))
