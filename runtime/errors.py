@@ -86,11 +86,11 @@ class EngineError(SplitcError):
 
 
 class HandOverError(EngineError):
-    """Some ranks have a request and others do not, so that none of them can go on."""
+    """Only some ranks have a request, so that no rank can go on."""
 
 
 class FollowingError(EngineError):
-    """An engine gave up a request since another rank had failed, whose error is the cause."""
+    """An engine gave up a request because another rank failed. That rank's error is the cause."""
 
 
 class FeedError(MisuseError):
@@ -105,7 +105,7 @@ class SizesError(FeedError, EngineError):
 
 @contextmanager
 def needed(said: str) -> Iterator[None]:
-    """Raise MisuseError where a library can't be imported, by what is `said` of who needs it."""
+    """Raise MisuseError if a library can't be imported. `said` names who needs it."""
     try:
         yield
     except ImportError as error:
@@ -114,7 +114,7 @@ def needed(said: str) -> Iterator[None]:
 
 @contextmanager
 def blamed(said: str) -> Iterator[None]:
-    """Whatever a library raises becomes a MisuseError that begins with what is `said`.
+    """Turn any error of a library into a MisuseError that begins with `said`.
 
     Errors of most libraries have no base of their own, and panics of those that are written in Rust derive from
     BaseException.
@@ -144,7 +144,7 @@ def collected(errors: list[SplitcError]) -> Iterator[None]:
 
 
 def raise_all(errors: Sequence[SplitcError]) -> None:
-    """Raise what went wrong with several modules as one error, of the kind of the first; nothing if nothing did."""
+    """Raise the errors of several modules as one, of the kind of the first; do nothing if there are none."""
     if len(errors) == 1:
         raise errors[0]
     if errors:

@@ -1,4 +1,4 @@
-"""What sessions say under Python's logging, by the name `splitc`: nothing, until a program gives that a handler."""
+"""Log messages of sessions, under the name `splitc`: none until a program sets a handler for it."""
 
 from __future__ import annotations
 

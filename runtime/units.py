@@ -56,7 +56,7 @@ def parse_seconds(text: str) -> float:
 def named_values(
     option: str, texts: Sequence[str], form: str, divide: Callable[[str, str], tuple[str, str, str]] = str.rpartition
 ) -> dict[str, str]:
-    """What an option gives by name, as in `NAME=VALUE`, divided at the last sign: names in models may have some.
+    """An option's values by name, as in `NAME=VALUE`. The last `=` divides: names in models may contain some.
 
     Raises MisuseError, which says the `form`, for other text, and for a name that comes twice.
     """
@@ -85,7 +85,7 @@ def whole_number(option: str, value: Any, least: int, most: int | None = None, o
 
 
 def shortened(text: str) -> str:
-    """What a user wrote, for a message: its beginning if it is long."""
+    """A user's text for a message: only its beginning if it is long."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

@@ -1,4 +1,4 @@
-"""An adapter of low rank: for each of its modules two matrices, whose product is added to a weight."""
+"""An adapter of low rank: two matrices for each of its modules, whose product is added to a weight."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MOST_RANK = 1 << 14
 class LowRank:
     """The update of a module's weight: `scale` times B A, with A of [rank, inputs, ...] and B of [outputs, rank, ...].
 
-    A convolution's A has its kernel's axes behind, and its B has as many of size 1. `read_a` and `read_b` read the
-    arrays from the file, as they are. With `for_slots`, they are made for slots that a model has, and what these
-    multiply by themselves is not in the scale.
+    - `kernel`: a convolution's kernel sizes: the last axes of its A; its B has as many of size 1.
+    - `read_a`, `read_b`: read the arrays from the file, unchanged.
+    - `for_slots`: the arrays are made for a model's slots. The slots' own factor is not in the scale.
     """
 
     module: str

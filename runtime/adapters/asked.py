@@ -42,7 +42,7 @@ def read_names(text: str) -> dict[str, float] | None:
 
 
 def summed(asked: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """How often each adapter is taken, also one that is named several times."""
+    """The total factor of each adapter, which may be named several times."""
     sums: dict[str, float] = {}
     for name, times in asked:
         sums[name] = sums.get(name, 0.0) + times

@@ -23,7 +23,7 @@ class HeldSum:
 
 
 def shards_of(arrays: Mapping[str, Array], rank: Rank) -> dict[str, Array]:
-    """A rank's shards of a sum's arrays, by the names that its engines have for them."""
+    """A rank's shards of a sum's arrays, by its engines' names for them."""
     return {
         override.value: cut_places(arrays[override.input], override.places)
         for override in rank.overrides

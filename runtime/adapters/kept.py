@@ -1,4 +1,4 @@
-"""The sums of adapters that are kept for later requests, since ranks hold them: few, and within budgets."""
+"""Sums of adapters that are kept for later requests, since ranks hold them: few, and within budgets."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class KeptSums:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, rank: int, make: Callable[[], Mapping[str, Array]]) -> HeldSum:
-        """The sum of this rank that is kept under a key, or a new one of what `make` gives.
+        """The sum kept under a key, of this rank, or a new one from `make`.
 
-        Raises DoesNotFitError if requests and sequences have so many that it exceeds the budgets.
+        Raises DoesNotFitError if the sums of requests and sequences would exceed the budgets.
         """
         with self._lock:
             held = self._held.get(key)
@@ -49,7 +49,7 @@ class KeptSums:
             return held
 
     def clear(self) -> None:
-        """Keep none of them."""
+        """Keep no sums."""
         with self._lock:
             self._kept.clear()
             self._held.clear()
@@ -80,6 +80,6 @@ class KeptSums:
         return made
 
     def _drop(self, number: int) -> None:
-        """Called when nobody has a sum any more, from anywhere."""
+        """The callback for a sum that is no longer used. Any thread may call it."""
         del self._ranks[number]
         self._dropped.append(number)

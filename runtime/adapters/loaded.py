@@ -84,7 +84,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return self.add(name, adapter, scale)
 
     def use_files(self, files: Iterable[tuple[str, float]]) -> None:
-        """Load files, and use their sum in all requests that do not say."""
+        """Load files, and make their sum the default for requests that name no adapters."""
         sums = summed(files)
         for file in sums:
             self.load(file, file)
@@ -120,7 +120,7 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     @property
     def notes(self) -> list[str]:
-        """For the user: what adapters have no slot for."""
+        """Messages for the user: the updates of adapters without a slot."""
         left = {name: adapter.unmatched for name, adapter in self._loaded.items() if adapter.unmatched}
         return [
             f"the adapter '{name}' is used in part: {len(why)} of its {len(why) + len(self[name].arrays)} layers have "
@@ -130,13 +130,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
     @property
     def used(self) -> Mapping[str, float]:
-        """The sum that is used in all requests that do not say."""
+        """The default sum, for requests that name no adapters."""
         return dict(self._used)
 
     def use(self, asked: Mapping[str, float] | str) -> None:
-        """Use a sum of adapters in all requests that do not say which they want, and in sequences that begin.
+        """Set the default sum, for requests that name no adapters and for new sequences.
 
-        Raises MisuseError for one that is not loaded.
+        Raises MisuseError for an adapter that is not loaded.
         """
         self._used = self._read(asked)
 

@@ -1,8 +1,8 @@
-"""Which module of an adapter belongs to which layer of a model, by names and sizes.
+"""Match an adapter's modules with a model's layers, by names and sizes.
 
 Names differ by who wrote them: PEFT has `base_model.model.model.layers.0.self_attn.q_proj`, kohya's scripts
 `lora_unet_down_blocks_0_attn1_to_q`, and an exporter may have dropped or added scopes. So names are compared as words
-from the end. Numbers say which of several blocks is meant, and must agree.
+from the end. Numbers identify one of several blocks, and must agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from splitc.runtime.units import first_few
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that takes adapters: the names that it goes by, and the sizes of its weight."""
+    """A layer that takes adapters: its names, and the sizes of its weight."""
 
     names: tuple[str, ...]
     inputs: int
@@ -35,7 +35,7 @@ class Matches:
 
 
 def match(adapter: Adapter, layers: Sequence[Layer]) -> Matches:
-    """Find the layers of an adapter's updates. Two updates of one layer are none: it is not known which is meant."""
+    """Find the layers of an adapter's updates. Two updates of one layer are ambiguous, and match none."""
     known = [[_name(text) for text in layer.names] for layer in layers]
     taken: dict[int, list[LowRank]] = {}
     unmatched: dict[str, str] = {}

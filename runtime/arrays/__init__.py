@@ -1,1 +1,1 @@
-"""Arrays of numbers: their types, files of them, and settings."""
+"""Arrays: their number types, files, and settings."""

@@ -1,4 +1,4 @@
-"""Arrays on the host as values of ONNX Runtime, and these as arrays, in the same memory."""
+"""Host arrays as OrtValues, and OrtValues as arrays, in the same memory."""
 
 from __future__ import annotations
 

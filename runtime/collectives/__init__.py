@@ -16,7 +16,7 @@ LOADING: Label = (-1, None)
 
 
 def check_label(sent: Label, wanted: Label, rank: int, source: int) -> None:
-    """Raise HandOverError unless a rank has sent what another one waits for: they may have got different requests."""
+    """Raise HandOverError unless the received label is the expected one: ranks may be in different requests."""
     if sent != wanted:
         raise HandOverError(
             f"rank {rank} waits for {_words(wanted)} from rank {source}, which sent {_words(sent)}: they are out of "
@@ -30,19 +30,19 @@ def _words(label: Label) -> str:
 
 
 class Exchange(Protocol):
-    """A rank's connections to all other ranks, as its program needs them. Values from one rank come in order."""
+    """A rank's connections to all other ranks, for its program. Values from one rank arrive in order."""
 
     def send(self, target: int, name: str, value: Any) -> None:
         """Send `value` to the rank `target`. Does not wait for it to be received."""
 
     def receive(self, source: int, name: str) -> Any:
-        """Wait for the next value from the rank `source`, which must have this name."""
+        """Wait for the next value from the rank `source`. It must have this name."""
 
     def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:
-        """Reduce the parts of all ranks of the step. Each rank gives a list with one part for each name in the step.
+        """Reduce the parts of all ranks of the step. Each rank passes one part for each name in the step.
 
         Parts are reduced in the order of the ranks, so the result has the same bits each time. Parts may be
-        overwritten. The results are shared, so nobody may write to them. If a rank gives a Failure, all ranks get that
+        overwritten. The results are shared and must not be written to. If a rank passes a Failure, all ranks get that
         instead.
         """
 
@@ -54,21 +54,21 @@ class Collectives(Exchange, Protocol):
     def rank(self) -> int: ...
 
     def begin(self, request: int) -> None:
-        """What is exchanged from now on belongs to the request of this number, by which all ranks know it.
+        """Begin the request with this number, which is the same on all ranks. Later exchanges belong to it.
 
         A rank that receives a value of another request raises HandOverError.
         """
 
     def all_gather(self, ranks: Sequence[int], value: Any) -> Any:
-        """Wait for a value of each of these ranks. Returns them in order, or the Failure that one of them gave.
+        """Gather a value from each of these ranks. Returns them in order, or the first Failure among them.
 
-        The values are Python objects, which are passed on as they are.
+        The values are Python objects, which are passed on unchanged.
         """
 
     def create_communicator(self, group: Sequence[int], uses_operators: bool) -> Communicator:
         """A communicator for engines of these ranks. All ranks of the group must call this at the same time.
 
-        `uses_operators` says that the collectives inside are operators of splitc's own.
+        With `uses_operators`, the collectives inside engines are splitc's own operators.
 
         Raises PackageError if the library is missing, and the error of any other rank of the group.
         """

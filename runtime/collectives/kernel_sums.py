@@ -135,7 +135,7 @@ class KernelSums:
 
     @property
     def handle(self) -> bytes:
-        """What another process opens this rank's memory by."""
+        """The handle by which another process opens this rank's memory."""
         return bytes(self._gpu.cuda.runtime.ipcGetMemHandle(self._memory.ptr))
 
     def open(self, handles: Sequence[bytes]) -> None:
@@ -147,7 +147,7 @@ class KernelSums:
                 group.places[rank] = place
 
     def close(self) -> None:
-        """Close the other ranks' memory, which may only be freed afterwards."""
+        """Close the other ranks' memory. These may only free it afterwards."""
         for rank, place in enumerate(self._groups[0].places[: self._groups[0].ranks]):
             if rank != self._groups[0].rank and place:
                 self._gpu.cuda.runtime.ipcCloseMemHandle(place)
@@ -168,14 +168,14 @@ class KernelSums:
         self._set_patience(PATIENCE)
 
     def sum(self, part: GpuArray, whole: GpuArray) -> None:
-        """Put a sum on the GPU's stream. Raises EngineError if CUDA can't launch it."""
+        """Launch a sum on the GPU's stream. Raises EngineError if CUDA can't launch it."""
         code, stream = CODES[part.dtype], self._gpu.stream.ptr
         status = load_library().splitc_kernel_sum(self.pointer, code, part.pointer, whole.pointer, part.nbytes, stream)
         if status:
             raise EngineError(f"{self._gpu.name} can't sum: CUDA error {status}")
 
     def check(self) -> None:
-        """Raise EngineError if a rank did not come to a sum in time."""
+        """Raise EngineError if a rank did not join a sum in time."""
         if late := int(self._failed[0]):
             raise EngineError(f"{self._gpu.name} waited too long for rank {late - 1} of its group in an all-reduce")
 
@@ -183,16 +183,16 @@ class KernelSums:
 def connect_kernel_sums(
     gpu: GpuDevice, group: Sequence[int], rank: int, all_gather: Callable[[Sequence[int], Any], Any]
 ) -> KernelSums | None:
-    """The end of a rank, if all ranks can write to each other's memory. All ranks must call this at the same time.
+    """A rank's end, if all ranks can write to each other's memory. All ranks must call this at the same time.
 
-    Otherwise `gpu` gets a note of the reason. `all_gather` is the method of the rank's collectives.
+    Otherwise returns None, and `gpu` gets a note with the reason. `all_gather` is the method of the rank's collectives.
     """
     if not 1 < len(group) <= MOST_RANKS or os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return None
     made: Any = attempt(lambda: KernelSums(gpu, len(group), list(group).index(rank)))
 
     def agree(do: Callable[[Any], Any], known: Any) -> Any:
-        """What `do` gives on all ranks, or the Failure of one of them: then none goes on."""
+        """The results of `do` on all ranks, or the Failure of one of them: then no rank goes on."""
         return all_gather(group, known if isinstance(known, Failure) else attempt(lambda: do(known)))
 
     handles = agree(lambda sums: sums.handle, made)

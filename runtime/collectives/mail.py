@@ -1,4 +1,4 @@
-"""Python values between ranks that are processes: by one channel for each pair of processes."""
+"""Python values between rank processes: one channel for each pair of processes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ENDING = 5.0
 
 
 class Mail(Protocol):
-    """A rank's end of the values that ranks tell each other. Those of one rank arrive in order."""
+    """A rank's end of the messages between ranks. Those of one rank arrive in order."""
 
     def tell(self, target: int, label: Label, value: Any) -> None:
-        """Send a rank a value. Does not wait until it is received. Raises RuntimeError if the rank is gone."""
+        """Send a value to a rank. Does not wait until it is received. Raises RuntimeError if the rank is gone."""
 
     def hear(self, source: int) -> tuple[Label, Any]:
         """Wait for the next value from a rank. Returns it with its label."""
 
 
 def tell_all(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: Label = LOADING) -> None:
-    """Tell all other ranks a value, or a Failure."""
+    """Send a value, or a Failure, to all other ranks."""
     told = Failure(portable(value.error)) if isinstance(value, Failure) else value
     for other in ranks:
         if other != rank:
@@ -40,7 +40,7 @@ def tell_all(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: Lab
 
 
 def hear_labelled(mail: Mail, rank: int, source: int, label: Label) -> Any:
-    """The next value of a rank, which must have this label."""
+    """The next value from a rank. It must have this label."""
     sent, value = mail.hear(source)
     check_label(sent, label, rank, source)
     return value
@@ -54,7 +54,7 @@ def all_gather(mail: Mail, rank: int, ranks: Sequence[int], value: Any, label: L
 
 
 def gather_by_first(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> Any:
-    """As `all_gather` before all requests, through the first rank: the others need no connection with each other."""
+    """As `all_gather`, before all requests, through the first rank: the others need not be connected."""
     first = ranks[0]
     if rank != first:
         tell_all(mail, rank, [first], value)
@@ -66,7 +66,7 @@ def gather_by_first(mail: Mail, rank: int, ranks: Sequence[int], value: Any) -> 
 
 
 class ProcessMail:
-    """The values between ranks of this process and of others, by one channel to each other process."""
+    """Values between ranks of this process and of others, with one channel to each other process."""
 
     def __init__(self) -> None:
         self._channels: dict[int, Channel] = {}
@@ -82,9 +82,9 @@ class ProcessMail:
             threading.Thread(target=self._listen, name="splitc mail", daemon=True).start()
 
     def _listen(self) -> None:
-        """Take what arrives, so that no rank is blocked when it sends.
+        """Receive all values, so that no rank blocks when it sends.
 
-        For the life of the process: another one may be connected after all earlier ones are gone.
+        Runs as long as the process: another one may be connected after all earlier ones are gone.
         """
         try:
             while True:
@@ -104,11 +104,14 @@ class ProcessMail:
             channel.close()
 
     def queue(self, address: tuple[int, int, int]) -> SimpleQueue[tuple[Label, Any]]:
-        """What has arrived for this session, source and target."""
+        """The received values for this session, source and target."""
         return self._arrived.get(address) or self._arrived.setdefault(address, SimpleQueue())  # which is atomic
 
     def tell(self, process: int | None, address: tuple[int, int, int], told: tuple[Label, Any]) -> None:
-        """Tell a rank of another process, or of this one if it is None. Raises OSError if the process is gone."""
+        """Send a value to a rank of another process, or of this one if `process` is None.
+
+        Raises OSError if the process is gone.
+        """
         if process is None:
             self.queue(address).put(told)
         else:
@@ -120,7 +123,7 @@ class ProcessMail:
             channel.finish()
 
     def forget(self, session: int, rank: int) -> None:
-        """The rank has ended."""
+        """Drop the values for a rank that has ended."""
         for address in [known for known in list(self._arrived) if (known[0], known[2]) == (session, rank)]:
             del self._arrived[address]
 

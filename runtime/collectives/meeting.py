@@ -1,4 +1,4 @@
-"""Where engines of ranks on CPU devices meet, to sum and to send: in the C library, without Python."""
+"""Meetings of engines of ranks on CPU devices, to sum and to send: in the C library, without Python."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ STAGING = 1 << 20
 
 
 class Meeting:
-    """A meeting of ranks: threads of this process, processes that share its `memory`, or one end of those by a `post`.
+    """A meeting of ranks.
 
-    `memory` is zeros, or has a meeting of as many ranks that another process made; see `shared_bytes`. With a `post`
-    each rank has a meeting of its own. `together` is how many cores all ranks have (default: those that this process
-    may use): with fewer cores than ranks, waits hardly spin, since the others need the cores. Raises PackageError if
-    the C library was not built, or for more than MOST_RANKS.
+    - `memory`: for threads of this process, or shared by processes: zeros, or a meeting of the same number of ranks
+      that another process made; see `shared_bytes`.
+    - `post`: sends messages between ranks without shared memory. Then each rank has its own meeting.
+    - `together`: the cores of all ranks (default: those that this process may use). With fewer cores than ranks, waits
+      hardly spin, since the others need the cores.
+
+    Raises PackageError if the C library was not built, or for more than MOST_RANKS.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Meeting:
         return self._post is None
 
     def join(self, place: int, patience: float = PATIENCE, gpu: GpuDevice | None = None) -> MeetingEnd:
-        """The end of the rank at this place of its group. It waits for others for `patience` seconds.
+        """The end of the rank at this place of its group. Its waits last `patience` seconds at most.
 
         A rank on a `gpu` copies its arrays to the host and back.
         """
@@ -122,7 +125,7 @@ def release_with(owner: object, handle: int) -> None:
 
 @contextmanager
 def registered(handle: int) -> Iterator[Path]:
-    """The library's path. Operators that are registered on this thread meanwhile belong to the end `handle`."""
+    """The library's path. Operators that this thread registers inside the context use the end `handle`."""
     library = load_library()
     library.splitc_end_register(handle)
     try:

@@ -44,14 +44,14 @@ CHANNELS = 8
 
 @dataclass(frozen=True)
 class Connected:
-    """A communicator of NCCL's, and the kernels for all-reduces inside engines; None without peer access."""
+    """An NCCL communicator, and the kernels for all-reduces inside engines; None without peer access."""
 
     communicator: Any
     kernels: KernelSums | None = None
 
 
 class NcclCommunicator:
-    """One rank's end of a communicator, perhaps still connecting.
+    """One rank's end of a communicator, which may still be connecting.
 
     A rank that is blocked in an NCCL reduction can't be cancelled by a failing peer.
     """
@@ -78,7 +78,7 @@ class NcclCommunicator:
         return self._connecting.result().communicator
 
     def meet(self, meeting: Meeting, place: int) -> None:
-        """Let engines send and receive too. They agree on each transfer in this meeting, where the rank has a place."""
+        """Let engines send and receive too. Ranks agree on each transfer in this meeting, at their places."""
         nccl, end = _load_nccl(), self._make_end()
         send, receive = _function(nccl.ncclSend), _function(nccl.ncclRecv)
         load_library().splitc_end_transfers(end, meeting.address, place, PATIENCE, send, receive)
@@ -100,7 +100,7 @@ class NcclCommunicator:
         self._communicator.send(value.pointer, value.nbytes, _BYTES, target, stream)
 
     def receive(self, value: GpuArray, source: int, stream: int) -> None:
-        """Receive what a rank of the communicator sends."""
+        """Receive an array from a rank of the communicator."""
         self._communicator.recv(value.pointer, value.nbytes, _BYTES, source, stream)
 
     def registered(self) -> AbstractContextManager[Path]:
@@ -126,7 +126,7 @@ class NcclCommunicator:
         self._communicator.abort()
 
     def close(self) -> None:
-        """Close what it has opened of other GPUs."""
+        """Close the memory of other GPUs that it has opened."""
         if self.kernels is not None:
             self.kernels.close()
 
@@ -144,8 +144,8 @@ class NcclCommunicators:
     def create(self, group: Sequence[int], sums: bool = True) -> NcclCommunicator:
         """A communicator for the group. All of its ranks must call this at the same time.
 
-        What `sums` need is connected now. Otherwise the first one would do so, and make the host wait; but for ranks
-        that only send each other values it would be 288 MiB of each GPU, which nothing uses.
+        With `sums`, the connections for all-reduces are made now. Otherwise the first all-reduce would make them and
+        block the host; but for ranks that only send values they would take 288 MiB of each GPU for nothing.
 
         Raises PackageError if NCCL is missing, and the error of any other rank.
         """
@@ -154,7 +154,7 @@ class NcclCommunicators:
         return self._keep(group, made)
 
     def create_later(self, group: Sequence[int], gpu: GpuDevice, one_machine: bool) -> NcclCommunicator:
-        """As `create`, on another thread, while engines are loaded. On one machine, kernels do the all-reduces."""
+        """As `create`, on another thread, while engines load. On one machine, kernels do the all-reduces."""
 
         def connect() -> Connected:
             gpu.attach()
@@ -184,11 +184,11 @@ class NcclCommunicators:
         return find_nccl().NcclCommunicator(len(group), known[0], list(group).index(self._rank))
 
     def find(self, group: Sequence[int]) -> NcclCommunicator | None:
-        """A communicator that was made for the group; None if there is none."""
+        """The communicator of the group; None if there is none."""
         return next((made for ranks, made in self._made if ranks == tuple(group)), None)
 
     def close(self) -> None:
-        """Release the communicators in a process that goes on. All ranks must call this at the same time.
+        """Release the communicators in a process that continues. All ranks must call this at the same time.
 
         The ranks wait for each other, so that no memory is freed that another rank still writes to, and NCCL does not
         block when Python drops a communicator.

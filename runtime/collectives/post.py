@@ -1,4 +1,4 @@
-"""How engines of ranks that share no memory exchange messages: callbacks of the C library."""
+"""Messages between engines of ranks without shared memory: callbacks of the C library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Post(ctypes.Structure):
 class Post(ABC):
     """The end of the rank at a place of a group. `pointer` is that of the C library's `Post`.
 
-    Ranks are known by their places. What derives from this sends the messages.
+    Ranks are identified by their places. Subclasses send the messages.
     """
 
     def __init__(self, ranks: int, place: int) -> None:
@@ -55,11 +55,11 @@ class Post(ABC):
 
     @abstractmethod
     def send(self, peer: int, message: Array) -> None:
-        """Send bytes, which nobody writes to any more. Does not wait until they are received."""
+        """Send bytes, which must not change any more. Does not wait until they are received."""
 
     @abstractmethod
     def receive(self, seconds: float) -> tuple[int, Array] | None:
-        """The next message of any rank, and the rank. None if none comes within these seconds.
+        """The next message of any rank, with that rank. None if none arrives within these seconds.
 
         Messages of one rank arrive in the order of sending.
         """
@@ -109,7 +109,7 @@ class Post(ABC):
                 return LATE
 
     def _receive(self, seconds: float) -> bool:
-        """Wait for a message, and take all that have arrived. Returns whether there are any."""
+        """Wait for a message, and receive all that have arrived. Returns whether there were any."""
         received = first = self.receive(seconds)
         while received is not None:
             source, message = received

@@ -1,7 +1,7 @@
-"""Collectives of ranks that are processes: arrays go from GPU to GPU by NCCL, or over the host by mail.
+"""Collectives between rank processes: arrays go from GPU to GPU by NCCL, or through the host by mail.
 
 NCCL connects GPUs of one rank each, and blocks a GPU until both sides take part. So ranks first tell each other what
-they are about to send: a rank that has failed sends its Failure instead, and nothing is given to NCCL.
+they are about to send: a rank that has failed sends its Failure instead, and NCCL is not called.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from splitc.runtime.threads.failures import Failure, attempt
 
 
 class ProcessCollectives:
-    """The end of one of so many `ranks`. `meetings` are where engines with operators meet.
+    """The end of one of `ranks` ranks. `meetings` are those of engines with operators.
 
-    With `by_nccl`, each rank has a GPU of its own. Otherwise values go over the host, from and to GPUs too.
+    With `by_nccl`, each rank has its own GPU. Otherwise values go through the host, from and to GPUs too.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ProcessCollectives:
         return self._label[0], name
 
     def release(self) -> None:
-        """Release what connects the GPUs, in a process that goes on. All ranks must call this at the same time."""
+        """Release the connections between GPUs, in a process that continues. All ranks must call this together."""
         self._communicators.close()
 
     def send(self, target: int, name: str, value: Any) -> None:
@@ -100,7 +100,7 @@ class ProcessCollectives:
         return all_gather(self._mail, self.rank, ranks, value, self._label)
 
     def gather_by_first(self, ranks: Sequence[int], value: Any) -> Any:
-        """As `all_gather`, slower, between ranks that may be connected with the first one only."""
+        """As `all_gather`, slower, for ranks that may be connected only with the first one."""
         return gather_by_first(self._mail, self.rank, ranks, value)
 
     def all_reduce(self, step: Reduce, parts: Any, accumulate: Callable[[str, Any, Any], None]) -> Any:

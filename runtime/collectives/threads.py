@@ -19,7 +19,7 @@ Queues = dict[tuple[int, int], "SimpleQueue[tuple[Label | None, Any]]"]
 
 @dataclass
 class Rendezvous:
-    """Where the ranks of a group each bring a value. The last one to come computes the result for all."""
+    """A meeting point of a group's threads. The last rank to arrive computes the result for all."""
 
     ranks: Sequence[int]
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -33,7 +33,7 @@ class Rendezvous:
     def meet(self, rank: int, label: Label, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """The result of `combine` on all values in the order of the ranks; or the first Failure among them.
 
-        All must have one label.
+        All must pass the same label.
         """
         with self.lock:
             if self.aborted is not None:
@@ -60,7 +60,7 @@ class Rendezvous:
 
 @dataclass
 class Hub:
-    """What the ranks of a session share: queues between all pairs, where each group meets, and the failure."""
+    """The shared objects of a session's ranks: queues between all pairs, a rendezvous for each group, the failure."""
 
     queues: Queues
     rendezvous: dict[tuple[int, ...], Rendezvous] = field(default_factory=dict)

@@ -47,8 +47,8 @@ class Engine(Protocol):
 class Communicator(Protocol):
     """A rank's end of the collectives inside engines.
 
-    `pointer` is that of NCCL's communicator; None on the host. `capturable` says whether operators that use it can be
-    captured as a CUDA graph.
+    - `pointer`: NCCL's communicator; None on the host.
+    - `capturable`: whether operators that use it can be captured as a CUDA graph.
     """
 
     capturable: bool
@@ -57,25 +57,26 @@ class Communicator(Protocol):
     def pointer(self) -> int | None: ...
 
     def registered(self) -> AbstractContextManager[Path]:
-        """The library to register ONNX Runtime's operators from. Meanwhile, on this thread, they get this end.
+        """The library to register ONNX Runtime's operators from.
 
-        Raises PackageError if the library was not built.
+        Operators that this thread registers inside the context use this communicator. Raises PackageError if the
+        library was not built.
         """
 
     def connect(self) -> None:
         """Wait until the ranks are connected, before engines run. Raises the error of any rank."""
 
     def begin(self, request: int) -> int:
-        """Begin the request of this number, by which all ranks know it. Later ones have larger numbers.
+        """Begin the request with this number, which is the same on all ranks and grows with each request.
 
         Returns the number of its run.
         """
 
     def check(self) -> None:
-        """Raise EngineError if a collective went wrong on the device. To be called when a request has ended there."""
+        """Raise EngineError if a collective failed on the device. To be called when a request has ended there."""
 
     def fail(self, run: int) -> bool:
-        """Take no further part in the run of this number. To be called as soon as this rank's part fails.
+        """Leave the run with this number. To be called as soon as this rank's part fails.
 
         Returns whether the other ranks' collectives of that run then fail at once. If not, they would block for ever.
         """
@@ -83,11 +84,14 @@ class Communicator(Protocol):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How an engine is loaded, which was built from the file `source`.
+    """How to load an engine.
 
-    It reads only the sizes of the inputs `sizes_only`. Its `weights` lie in files beside it. If it is `tuned`, it has
-    kernels that may be chosen by shape. Unless it `replays`, no run of it is recorded. An engine with collectives
-    inside takes a `communicator`: all ranks of its group must load theirs at the same time.
+    - `source`: the ONNX file that the engine was built from.
+    - `sizes_only`: inputs of which the engine reads only the sizes.
+    - `communicator`: for an engine with collectives inside. All ranks of its group must load theirs at the same time.
+    - `weights`: the weights that lie in files beside the engine.
+    - `tuned`: whether it has kernels that may be chosen by shape.
+    - `replays`: whether runs may be recorded as CUDA graphs.
     """
 
     source: Path | None = None
@@ -101,9 +105,11 @@ class LoadOptions:
 class Backend(ABC):
     """Loads engines on one device, and copies arrays to it and from it.
 
-    If it is `asynchronous`, engines have only been launched when `run` returns. `uses_operators` says that collectives
-    inside its engines are operators of splitc's own. `notes` are messages for the user. What a device has no need of
-    does nothing here.
+    - `asynchronous`: `run` returns once the engine is launched, before it has finished.
+    - `uses_operators`: collectives inside its engines are splitc's own operators.
+    - `notes`: messages for the user.
+
+    Methods that a device does not need do nothing.
     """
 
     asynchronous = False
@@ -111,10 +117,10 @@ class Backend(ABC):
     notes: list[str]
 
     def attach(self) -> None:
-        """Must be called first by the thread that uses the backend."""
+        """To be called first by the thread that uses the backend."""
 
     def detach(self) -> None:
-        """Must be called last by that thread."""
+        """To be called last by the thread that uses the backend."""
 
     @abstractmethod
     def load(self, path: Path, options: LoadOptions = LoadOptions()) -> Engine:
@@ -126,14 +132,14 @@ class Backend(ABC):
 
     @abstractmethod
     def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, Any]:
-        """Zeros as values for the backend's engines, which may write to them, by name.
+        """Zeros as writable values for the backend's engines, by name.
 
         Raises EngineError if there is not enough memory.
         """
 
     @abstractmethod
     def copy_front(self, value: Any, longer: Any, axis: int) -> None:
-        """Copy a value over the beginning of one that is longer along this axis."""
+        """Copy a value over the beginning of a longer one, along this axis."""
 
     @abstractmethod
     def download(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.generic]]:
@@ -143,9 +149,9 @@ class Backend(ABC):
     def fetch(
         self, values: Mapping[str, Any], allocate: Allocate | None = None
     ) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
-        """Begin to download. Returns a function that waits, on any thread, and gives the arrays.
+        """Begin to download. Returns a function that waits, on any thread, and returns the arrays.
 
-        With `allocate`, a GPU writes to the arrays that it gives.
+        With `allocate`, a GPU writes to the arrays that it returns.
         """
 
     @abstractmethod
@@ -160,23 +166,23 @@ class Backend(ABC):
         return None
 
     def reserve(self, size: int) -> None:
-        """Reserve this many bytes beside the engines' own."""
+        """Reserve this many bytes, besides the engines' own."""
 
     def limit(self, size: int | None) -> None:
-        """Limit the bytes that engines loaded from now on take for weights and values; None for no limit."""
+        """Limit the bytes for weights and values of engines that are loaded from now on; None for no limit."""
 
     def loading(self) -> AbstractContextManager[None]:
-        """While a rank's engines are loaded: on a CPU these have the limit together, and otherwise each for itself."""
+        """The context to load a rank's engines in. On a CPU they share the limit; elsewhere each has its own."""
         return nullcontext()
 
     def map_weights(self) -> None:
-        """Let engines on a CPU that are loaded from now on take weights from their mapped files, as they are."""
+        """Let CPU engines that are loaded from now on read their weights from mapped files, unpacked."""
 
     def swap_weights(self, buffer: SwapBuffer) -> None:
-        """Let weights of engines that are loaded from now on have this buffer, in turn with those of other models."""
+        """Keep weights of engines that are loaded from now on in this buffer, which other models use in turn."""
 
     def bring_in(self) -> None:
-        """Bring these weights in, if they are not there, and wait for that. Before, engines must not run."""
+        """Copy swapped weights into their buffer unless they are there, and wait. Engines must not run before."""
 
     @abstractmethod
     def stop(self) -> None:

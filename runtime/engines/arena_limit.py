@@ -14,18 +14,18 @@ import onnxruntime as ort
 from splitc.runtime.hardware.control_groups import memory_limit
 from splitc.runtime.units import format_bytes
 
-# Registered arenas belong to the process: between registering one and opening its session no other may be registered.
+# Registered arenas belong to the process: none may be registered between one and its session.
 _REGISTERING = threading.Lock()
-# What ONNX Runtime says of an arena at its limit, on CPUs and on GPUs.
+# ONNX Runtime's message for an arena at its limit, on CPUs and on GPUs.
 _FULL = re.compile(r"Available memory of (\d+) is smaller than requested bytes of (\d+)")
 
 
 @contextlib.contextmanager
 def limited_arena(limit: int | None) -> Iterator[None]:
-    """Sessions that are opened inside, and take the process's arena, have one together, of at most `limit` bytes.
+    """Give the sessions that are opened inside, and use the process's arena, one new arena of at most `limit` bytes.
 
-    Weights count too. Without a limit nothing changes. A session's own arena can't be limited on the CPU, so it is one
-    of the process, which is replaced for the next sessions. Only this thread may open some meanwhile.
+    Weights count too. Without a limit nothing changes. On the CPU a session's own arena can't be limited, only the
+    process's, which is replaced for later sessions. Meanwhile only this thread may open sessions that use it.
     """
     if limit is None:
         yield
@@ -36,30 +36,30 @@ def limited_arena(limit: int | None) -> Iterator[None]:
         try:
             yield
         finally:
-            ort.create_and_register_allocator(where, _config(0))  # which lets go of the sessions'
+            ort.create_and_register_allocator(where, _config(0))  # unregisters the sessions' arena
 
 
 def take_limited_arena(options: ort.SessionOptions) -> None:
-    """Let a session with these options take the process's arena."""
+    """Let a session with these options use the process's arena."""
     options.add_session_config_entry("session.use_env_allocators", "1")
 
 
 def _config(limit: int) -> ort.OrtArenaCfg:
-    """ONNX Runtime's defaults, but for the limit. 0 is none."""
+    """ONNX Runtime's defaults, with this limit; 0 for no limit."""
     defaults = {"arena_extend_strategy": 0, "initial_chunk_size_bytes": -1, "max_dead_bytes_per_chunk": -1}
     return ort.OrtArenaCfg({"max_mem": limit, **defaults})
 
 
 def host_limit(limit: int | None) -> int | None:
-    """The limit of a CPU rank: at most what is free in this process's container."""
+    """The limit of a CPU rank: at most the free memory of this process's container."""
     free = memory_limit()[1]
     return limit if math.isinf(free) else int(free) if limit is None else min(limit, int(free))
 
 
 def beyond_limit(message: str, limit: int | None, values: Mapping[str, Any]) -> str | None:
-    """What a request lacks, if ONNX Runtime's message says that its arena is at the limit; None for other messages.
+    """The error text, if ONNX Runtime's message says that its arena is at the limit; None for other messages.
 
-    `values` are the engine's inputs, of which the largest are named with their shapes.
+    `values` are the engine's inputs. The text gives the names and shapes of the largest.
     """
     full = _FULL.search(message)
     if full is None or limit is None:

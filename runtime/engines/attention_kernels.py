@@ -19,10 +19,10 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def attention_for(known_shapes: bool) -> Iterator[Mapping[str, str]]:
-    """The provider's options for attention: cuDNN's for shapes that are captured, kernels without planning for others.
+    """The provider's attention options: cuDNN for captured shapes, kernels that need no planning for others.
 
-    Sessions that are made meanwhile don't use XQA, which is slower than cuDNN's (8B decoder on H200s, replayed tokens
-    on one and two GPUs: 4.98 and 3.66 ms beside 4.83 and 3.47), and only works on one GPU of a process.
+    Sessions that are made inside don't use XQA. It is slower than cuDNN (8B decoder on H200s, replayed tokens on one
+    and two GPUs: 4.98 and 3.66 ms against 4.83 and 3.47), and only works on one GPU of a process.
     """
     if not os.environ.keys().isdisjoint((CUDNN, XQA)):
         yield {}

@@ -15,9 +15,9 @@ from splitc.runtime.package.manifest import Manifest
 
 
 def check_host_code(package: Path, manifest: Manifest, allowed: bool) -> None:
-    """Raise MisuseError if the package's engines bring code that runs on the host, and the caller has not allowed it.
+    """Raise MisuseError if the package's engines contain code that runs on the host, unless the caller allows it.
 
-    Such code can do whatever the program can. TensorRT refuses engines that bring it without being built so.
+    That code can do whatever the program can. TensorRT only loads it from engines that were built for it.
     """
     if manifest.build is not None and manifest.build.options.version_compatible and not allowed:
         raise MisuseError(
@@ -60,7 +60,7 @@ def check_built_here(package: Path, manifest: Manifest, devices: Sequence[Device
 
 @contextlib.contextmanager
 def newer_named(manifest: Manifest) -> Iterator[None]:
-    """Name both versions in the PackageError of an ONNX file, if the one of ONNX Runtime here is the older one."""
+    """Add both versions to the PackageError of an ONNX file, if ONNX Runtime here is the older one."""
     try:
         yield
     except PackageError as error:

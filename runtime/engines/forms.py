@@ -1,4 +1,4 @@
-"""An engine in several files: each takes other inputs, and a request has the one that takes what it brings."""
+"""An engine in several files with different inputs. The feeds of a request choose the file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from splitc.runtime.engines import Engine
 
 
 class EngineForms:
-    """Runs the `plain` form, or the first of `others` that has one of its inputs among the values of a request.
+    """Runs the first of `others` with an input among a request's values, or else the `plain` form.
 
-    Each of these has a name, the inputs by which it is chosen, and a function that loads it: when it is first needed.
-    Values for other engines of the rank may be among those of a request.
+    Each of `others` has a name, the inputs that choose it, and a function that loads it on first use. A request's
+    values may include inputs of the rank's other engines.
     """
 
     def __init__(self, plain: Engine, others: Mapping[str, tuple[frozenset[str], Callable[[], Engine]]]) -> None:
@@ -28,7 +28,7 @@ class EngineForms:
         return name in self._loaded
 
     def blocker(self, values: Collection[str]) -> str | None:
-        """Why the work for values of these names can't be captured, as far as it is known. None if it can."""
+        """Why the run for values with these names can't be captured; None if it can, as far as known."""
         loaded = self._plain if (name := self._name(values)) is None else self._loaded.get(name)
         return None if loaded is None else loaded.capture_blocker
 
@@ -43,5 +43,5 @@ class EngineForms:
         return form.run({given: value for given, value in values.items() if given in known}, into)
 
     def _name(self, values: Iterable[str]) -> str | None:
-        """The name of the form that takes these values; None for the plain one."""
+        """The name of the form for these values; None for the plain one."""
         return next((name for name, (inputs, _) in self._others.items() if not inputs.isdisjoint(values)), None)

@@ -16,7 +16,7 @@ from splitc.runtime.gpu.array import GpuArray, Place
 class KeptBinding:
     """The IO binding of a session on a `device` (a kind and an index).
 
-    Arrays that stay at their addresses are bound once: to bind a decoder's hundred states takes half a millisecond.
+    An array is only bound again if its address changes: to bind a decoder's hundred states takes half a millisecond.
     """
 
     def __init__(self, session: ort.InferenceSession, device: tuple[str, int]) -> None:
@@ -40,7 +40,7 @@ class KeptBinding:
     ) -> dict[str, ort.OrtValue]:
         """Run on arrays of the device and of the host. Returns the outputs that are not in `into`, by name.
 
-        They are in memory of the session's own, which the binding does not keep. Raises what ONNX Runtime raises.
+        The session allocates these, and the binding does not keep them. Raises what ONNX Runtime raises.
         """
         try:
             self._bind_own(self._outputs.keys() - into.keys())
@@ -70,7 +70,7 @@ class KeptBinding:
 
 
 def _moves(places: dict[str, Place], name: str, value: GpuArray) -> bool:
-    """Whether the array is not where the one of this name was in the last run. Its place is kept."""
+    """Whether the array of this name has another address than in the last run. Records the new address."""
     before, places[name] = places.get(name), value.place
     return before is not value.place and before != value.place
 

@@ -25,9 +25,9 @@ class EngineKind:
       engines are the ONNX files themselves.
     - `priority`: the installed kind with the highest priority is the default; None if it is never the default.
     - `collectives_since`: the first version that supports collectives inside engines; () for all, None for none.
-    - `shares_weights`: the kinds of devices on which equal weights of a pipeline's modules are held once.
-    - `swaps_weights`: the kinds of devices on which modules may have memory for their weights in turn.
-    - `uses_operators`: whether these collectives are operators of splitc's own C library.
+    - `shares_weights`: the kinds of devices on which equal weights of a pipeline's modules are stored once.
+    - `swaps_weights`: the kinds of devices on which modules can use one buffer for their weights in turn.
+    - `uses_operators`: whether collectives inside engines are operators of splitc's own C library.
     """
 
     name: str
@@ -45,7 +45,7 @@ class EngineKind:
 
     @property
     def is_built(self) -> bool:
-        """Whether such engines are built from ONNX files, rather than being these files."""
+        """Whether engines are built from ONNX files; if not, they are the ONNX files."""
         return self.builder is not None
 
     @property
@@ -86,10 +86,12 @@ def release(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """The options of a backend. `threads` are those of a CPU device, `build` is how its engines were built.
+    """The options of a backend.
 
-    With `cuda_graphs`, requests may be captured as CUDA graphs. With `trusts_data`, external data of ONNX files may lie
-    outside of their folders.
+    - `threads`: the number of threads of a CPU device.
+    - `build`: how the engines were built.
+    - `cuda_graphs`: whether requests may be captured as CUDA graphs.
+    - `trusts_data`: whether external data of ONNX files may lie outside their folders.
     """
 
     kind: EngineKind

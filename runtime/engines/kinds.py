@@ -66,7 +66,7 @@ def make_backend(
     cuda_graphs: bool = True,
     trusts_data: bool = False,
 ) -> Backend:
-    """The backend for this kind of engine on the device. `threads` are those of a CPU device.
+    """The backend for this kind of engine on the device. `threads` is the number of threads of a CPU device.
 
     Raises PackageError if the GPU or a library is missing.
     """
@@ -129,12 +129,12 @@ def is_installed(engine: str) -> bool:
 def has_collectives(engine: str, devices: Sequence[Device]) -> bool:
     """Whether engines that are built here may have collectives inside, on these devices.
 
-    Operators meet by NCCL where each rank has a GPU of its own, and else on the host, wherever the ranks are.
+    Operators use NCCL if each rank has its own GPU, and the host's memory otherwise, on any devices.
     """
     kind = find_kind(engine)
     return kind.has_collectives and (kind.uses_operators or has_gpu_each(devices))
 
 
 def maps_weights(engine: str, devices: Sequence[Device]) -> bool:
-    """Whether weights that kernels do not pack stay in their mapped files, of which only what is read is in memory."""
+    """Whether weights that kernels do not pack stay in mapped files: only pages that are read take memory."""
     return engine == ONNXRUNTIME and all(device.kind == "cpu" for device in devices)

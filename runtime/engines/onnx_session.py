@@ -1,4 +1,4 @@
-"""Open ONNX files in ONNX Runtime, whose size and external data are checked."""
+"""Open ONNX files in ONNX Runtime, after a check of their size and external data."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def open_onnx(
     trusts_data: bool = False,
     disabled_optimizers: Sequence[str] = (),
 ) -> ort.InferenceSession:
-    """A session of an ONNX file, without these of ONNX Runtime's optimizers.
+    """A session of an ONNX file, without the disabled optimizers of ONNX Runtime.
 
-    With `trusts_data`, the model's external data may lie outside of its folder.
+    With `trusts_data`, the model's external data may lie outside its folder.
 
-    Raises what ONNX Runtime raises; RuntimeError, which is one of these, for a file that is too large; MisuseError if
-    `onnx` is needed and missing.
+    Raises what ONNX Runtime raises, such as RuntimeError for a file that is too large; MisuseError if `onnx` is needed
+    and missing.
     """
     if (reason := too_large(path)) is not None:
         raise RuntimeError(reason)
@@ -44,7 +44,7 @@ def open_onnx(
 
 
 def open_content(content: bytes, folder: Path) -> ort.InferenceSession:
-    """A session on the CPU of what was in an ONNX file, whose external data are in this folder."""
+    """A CPU session of an ONNX file's content, with external data in this folder."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
@@ -52,7 +52,7 @@ def open_content(content: bytes, folder: Path) -> ort.InferenceSession:
 
 
 def too_large(path: Path) -> str | None:
-    """Why an ONNX file is too large to be read; None if it is not."""
+    """The reason why an ONNX file is too large to read; None if it is not."""
     if not path.is_file() or (size := path.stat().st_size) <= LARGEST:
         return None
     return (
@@ -63,7 +63,7 @@ def too_large(path: Path) -> str | None:
 
 
 def has_data_outside(path: Path) -> bool:
-    """Whether a model's external data lie outside its folder. False without onnx, which alone can tell."""
+    """Whether a model's external data lie outside its folder. False if the package onnx is missing."""
     if find_spec("onnx") is None or too_large(path) is not None:
         return False
     from google.protobuf.message import DecodeError
@@ -75,9 +75,9 @@ def has_data_outside(path: Path) -> bool:
 
 
 def _from_the_root(path: Path) -> bytes | None:
-    """The model with paths of its external data from the root of the file system.
+    """The model, with paths of external data relative to the root of the file system.
 
-    None if all data are below the model's folder, where ONNX Runtime finds them.
+    None if all data are below the model's folder, where ONNX Runtime reads them itself.
     """
     if find_spec("onnx") is None:
         raise MisuseError("--trust-external-data needs onnx, which is not installed here: pip install onnx")
@@ -106,7 +106,7 @@ def _external(message: Any) -> Iterator[Any]:
 
 
 def _openable(path: Path) -> str:
-    """The path as ONNX Runtime takes it. Raises PackageError for one that is no UTF-8."""
+    """The path as ONNX Runtime takes it. Raises PackageError if it is not UTF-8."""
     text = str(path)
     try:
         text.encode()

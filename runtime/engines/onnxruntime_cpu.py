@@ -40,14 +40,14 @@ OLDEST = (1, 23)
 # States from this many bytes on are compared with the free memory, whose look-up takes 0.2 ms
 # where to fill as many bytes takes 5 (measured on two cores).
 LARGE = 1 << 26
-# What operators say if another rank has failed, or is in another request.
+# Messages of operators if another rank has failed, or is in another request.
 _GIVEN_UP, _APART = "was given up", "ranks were not given the same requests"
 
 
 def failed(
     name: str, message: str, limit: int | None = None, values: Mapping[str, Any] = MappingProxyType({})
 ) -> EngineError:
-    """The error of an engine that says this, by ONNX Runtime, on these values."""
+    """The EngineError for ONNX Runtime's message about an engine that failed on these values."""
     message = f"{name} failed: {beyond_limit(message, limit, values) or message}"
     kind = FollowingError if _GIVEN_UP in message else HandOverError if _APART in message else EngineError
     return kind(message)
@@ -63,8 +63,8 @@ def open_session(
 ) -> ort.InferenceSession:
     """An ONNX Runtime session on the CPU with `threads` threads. Raises PackageError if the file can't be loaded.
 
-    If it is `limited`, it shares the arena of `limited_arena`. With `stays_mapped`, it takes weights from their mapped
-    files, rather than from a copy that is packed for matmuls.
+    - `limited`: use the arena of `limited_arena`.
+    - `stays_mapped`: read weights from their mapped files, without a copy that is packed for matmuls.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -89,14 +89,17 @@ def open_session(
 
 
 def register_operators(options: ort.SessionOptions, communicator: Communicator | None) -> None:
-    """Give a session with a communicator the operators for collectives. Raises PackageError without the library."""
+    """Register the collective operators with a session if it has a communicator.
+
+    Raises PackageError without the library.
+    """
     if communicator is not None:
         with communicator.registered() as library:
             options.register_custom_ops_library(str(library))
 
 
 class OnnxRuntimeEngine:
-    """One ONNX file in its own session. Values are OrtValues, which pass between sessions without a copy."""
+    """One ONNX file in its own session. Values are OrtValues, which are passed between sessions without a copy."""
 
     capture_blocker: str | None = None
 
@@ -145,7 +148,7 @@ class OnnxRuntimeEngine:
 def run_overridden(
     name: str, session: ort.InferenceSession, values: Mapping[str, ort.OrtValue]
 ) -> dict[str, ort.OrtValue]:
-    """Run on host values of which some replace weights, which an IO binding does not support.
+    """Run on host values, some of which replace weights: an IO binding does not support that.
 
     Raises EngineError if the run fails.
     """
@@ -212,7 +215,7 @@ class OnnxRuntimeBackend(Backend):
         self._stays_mapped = True
 
     def swap_weights(self, buffer: SwapBuffer) -> None:
-        """See Backend. Weights in mapped files need no moving: the system drops and reads their pages as it must."""
+        """See Backend. Does nothing for weights in mapped files: the system pages them in and out."""
         self.map_weights()
 
     def stop(self) -> None:
@@ -237,6 +240,6 @@ class OnnxRuntimeBackend(Backend):
 
 
 def check_free(size: int) -> None:
-    """Raise EngineError if this machine lacks so many bytes for states. An allocation would succeed, and fail later."""
+    """Raise EngineError if less memory is free than the states need: an allocation would only fail when used."""
     if size >= LARGE and size > (free := host_memory()[1]):
         raise EngineError(f"the states of a sequence need {format_bytes(size)}, and {format_bytes(free)} is free")

@@ -57,9 +57,9 @@ WORKSPACE = ":4096:1"
 
 
 class OnnxRuntimeGpuEngine:
-    """One ONNX file, which launches work on the GPU's stream and does not wait for it.
+    """One ONNX file. `run` launches work on the GPU's stream and does not wait for it.
 
-    The first of its `sessions` runs most requests, the last one those that are to be captured. They share `weights`.
+    The first of its `sessions` runs most requests, the last one captured requests. They share `weights`.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class OnnxRuntimeGpuEngine:
             self._seen.popitem(last=False)
 
     def _run_overridden(self, values: Mapping[str, GpuArray], into: Mapping[str, GpuArray]) -> dict[str, GpuArray]:
-        """Run on values of which some replace weights. They go through the host, as an IO binding can't take them."""
+        """Run on values, some of which replace weights. They pass through the host: an IO binding can't take them."""
         fed = {name: host_value(array) for name, array in self._gpu.download(values).items()}
         outputs = run_overridden(f"{self._name} on {self._gpu.name}", self._session, fed)
         made = {name: self._gpu.upload(host_array(value)) for name, value in outputs.items()}
@@ -133,14 +133,14 @@ class OnnxRuntimeGpuEngine:
         return {**made, **into}
 
     def _allocate_outputs(self, seen: _Seen | None, into: Collection[str]) -> dict[str, GpuArray]:
-        """Our own memory for outputs that are not in `into`: the arena's memory may be reused after the run."""
+        """Buffers of our own for outputs that are not in `into`: the arena may reuse its memory after the run."""
         if seen is None or not seen.prepared:
             raise EngineError(f"{self._name} has not run with these shapes to be captured")
         known = zip(self.outputs, seen.outputs, strict=True)
         return {name: self._gpu.empty(shape, self._types[name]) for name, shape in known if name not in into}
 
     def _own(self, name: str, value: ort.OrtValue) -> GpuArray:
-        """An output by DLPack: as an OrtValue it would keep all outputs of its run alive, through the binding."""
+        """An output, through DLPack. As an OrtValue it would keep all outputs of its run alive, through the binding."""
         dtype, owner = self._types[name], value
         passed_on = dtype != "bool" and dtype not in CODES  # the types that both DLPack and CuPy support
         if passed_on and math.prod(value.shape()):
@@ -150,7 +150,7 @@ class OnnxRuntimeGpuEngine:
 
 @dataclass(frozen=True)
 class _Seen:
-    """The shapes of the outputs that inputs of some shapes give, in order. If `prepared`, a run can be captured."""
+    """The output shapes for some input shapes, in order. If `prepared`, a run can be captured."""
 
     outputs: Sequence[tuple[int, ...]]
     prepared: bool
@@ -210,7 +210,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         return OnnxRuntimeGpuEngine(path.name, sessions, self, *how)
 
     def _place(self, path: Path, weights: Sequence[Weight] | None) -> Mapping[str, ort.OrtValue] | None:
-        """The weights that the engine's sessions share with each other or with other engines; None if they do not."""
+        """The weights that the engine's sessions share with each other or with other engines; None if none are."""
         if not weights:
             return self._place_anew(path, weights)
         places = path.parent, *((weight.file, weight.offset) for weight in weights)
@@ -239,7 +239,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
     def _open_sessions(
         self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool, replays: bool = True
     ) -> tuple[list[ort.InferenceSession], str | None]:
-        """The engine's sessions, and its capture blocker, if it has one. `shares` says that there may be two.
+        """The engine's sessions, and its capture blocker or None. With `shares`, there may be two sessions.
 
         ONNX Runtime refuses to capture control flow, and CPU nodes that exchange values with the GPU. It has no error
         code for this, so the session is opened again without CUDA graphs: if that succeeds, capture was refused.
@@ -305,7 +305,7 @@ _LOADING = threading.Lock()
 def _load_libraries() -> None:
     """Load CUDA and cuDNN from pip's packages, where the provider does not look for them.
 
-    Ranks' threads may call this at the same time: one of them loads, and the others wait.
+    Threads of several ranks may call this at the same time: one loads, and the others wait.
     """
     with _LOADING:
         _load_libraries_once()

@@ -1,4 +1,4 @@
-"""The C library of operators for collectives inside engines. It is built with splitc if there is a C compiler."""
+"""The C library of operators for collectives inside engines. It is built on installation if there is a C compiler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_built() -> bool:
 
 
 def library_path() -> Path:
-    """The library's file. Raises PackageError if it was not built, or not from these sources."""
+    """The library's file. Raises PackageError if it was not built, or from other sources."""
     load_library()
     return _find_library()
 
@@ -58,7 +58,7 @@ def _find_library() -> Path:
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The library, with its functions' types. Raises PackageError if it was not built, or not from these sources."""
+    """The library, with its functions' types. Raises PackageError if it was not built, or from other sources."""
     path = _find_library()
     library = ctypes.CDLL(str(path))
     interface = library.splitc_interface() if hasattr(library, "splitc_interface") else 0
@@ -76,7 +76,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _need_memory(made: int | None, function: object, arguments: object) -> int:
-    """What a function has made. Raises EngineError if it had no memory for that."""
+    """Return the pointer. Raises EngineError if it is null: the function had no memory."""
     if made is None:
         raise EngineError("this machine has no memory left for the collectives inside engines")
     return made

@@ -22,14 +22,14 @@ from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import BuildOptions
 
 # The most CUDA graphs that an engine keeps, and the most input shapes whose output shapes it remembers. A choice: a
-# graph takes memory on the GPU, a shape a few hundred bytes; what was dropped is made anew.
+# graph takes memory on the GPU, a shape a few hundred bytes; dropped ones are made again.
 MOST_GRAPHS, MOST_SHAPES = 32, 64
 # TensorRT's names of number types that are not numpy's in upper case.
 TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}
 
 
 class TensorrtEngine:
-    """One engine and its context. All engines of a rank use the backend's scratch memory in turn."""
+    """One engine and its context. The engines of a rank share the backend's scratch memory: one runs at a time."""
 
     optional: frozenset[str] = frozenset()  # TensorRT has none
 
@@ -98,7 +98,7 @@ class TensorrtEngine:
                 raise EngineError(f"{self._name} was not built for the shape {value.shape} of '{name}'")
 
     def _infer(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the outputs for the inputs that are bound."""
+        """The shapes of the outputs for the bound inputs."""
         if missing := self.context.infer_shapes():
             raise EngineError(f"{self._name} lacks the sizes of {', '.join(missing)}")
         shapes = {name: tuple(self.context.get_tensor_shape(name)) for name in self.outputs}
@@ -107,10 +107,10 @@ class TensorrtEngine:
         return shapes
 
     def _launch(self, key: Any, bind: Callable[[], None]) -> None:
-        """Run the engine on what `bind` binds. The second run with the same `key` is captured, and later ones replayed.
+        """Run the engine on the values that `bind` binds. A `key`'s second run is captured, and later ones replay it.
 
-        Launching a graph takes the host a few microseconds, launching an engine of a few layers hundreds. A graph only
-        fits the addresses that it was captured with, but the pool gives the same ones again and again.
+        To launch a graph takes the host a few microseconds, to launch an engine of a few layers hundreds. A graph only
+        fits the addresses that it was captured with, but the pool returns the same addresses again and again.
         """
         stream = self._backend.stream
         if self._backend.tape is not None:
@@ -133,7 +133,7 @@ class TensorrtEngine:
         self._enqueue()
 
     def _captured(self) -> Any:
-        """A run with the bound values as a CUDA graph; None if it can't be captured, which is then not tried again."""
+        """A run with the bound values as a CUDA graph; None if it can't be captured, which ends further attempts."""
         stream = self._backend.stream
         try:
             stream.begin_capture(self._backend.cuda.runtime.streamCaptureModeThreadLocal)
@@ -199,14 +199,14 @@ class TensorrtBackend(GpuDevice, Backend):
         self.notes.append(f"weights stay on {self.name} while other modules work: these engines hold them inside")
 
     def _refit(self, engine: Any, path: Path, source: Path | None) -> None:
-        """Give an engine that was built without weights the weights of its ONNX file."""
+        """Load the weights of its ONNX file into an engine that was built without weights."""
         refitter = self.trt.Refitter(engine, self._logger)
         parser = self.trt.OnnxParserRefitter(refitter, self._logger)
         if source is None or not parser.refit_from_file(str(source)) or not refitter.refit_cuda_engine():
             raise PackageError(f"{path} has no weights, and can't be given those of {source}: {self.said()}")
 
     def lend_scratch(self, engine: TensorrtEngine) -> int:
-        """Let the engine use the scratch memory that all engines of the rank share: one runs at a time.
+        """Give the engine the scratch memory that the rank's engines share: one runs at a time.
 
         Returns its address.
         """
@@ -224,7 +224,7 @@ class TensorrtBackend(GpuDevice, Backend):
 
 
 def _make_context(trt: ModuleType, engine: Any) -> Any:
-    """A context without its own scratch memory. TensorRT 10 changed the way to ask for that."""
+    """A context without its own scratch memory. TensorRT 10 changed the call for that."""
     if hasattr(trt, "ExecutionContextAllocationStrategy"):
         return engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     return engine.create_execution_context_without_device_memory()

@@ -1,4 +1,4 @@
-"""ONNX files in ONNX Runtime as they are: without its optimizations, and without reading their weights."""
+"""Load ONNX files in ONNX Runtime without its optimizations, and without reading their weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from splitc.runtime.engines.operator_library import library_path
 def load_unoptimized(
     model: Path | bytes, uses_operators: bool = False, trusts_data: bool = False
 ) -> ort.InferenceSession:
-    """Load an ONNX file, or what is in one, in ONNX Runtime without optimizations.
+    """Load an ONNX file, or its content, in ONNX Runtime without optimizations.
 
     External weights are mapped into memory, not read.
 
-    One that `uses_operators` of splitc's library can't be run. Raises one of ERRORS: NotImplemented if the CPU provider
-    has no kernel for an operator.
+    A model that `uses_operators` of splitc's library can't be run. Raises one of ERRORS: NotImplemented if the CPU
+    provider has no kernel for an operator.
     """
     options = ort.SessionOptions()
     if uses_operators:

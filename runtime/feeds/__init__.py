@@ -1,1 +1,1 @@
-"""What goes into a model: checked, made up, cut into micro-batches."""
+"""A model's feeds: checked, generated, cut into micro-batches."""

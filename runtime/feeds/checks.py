@@ -16,7 +16,7 @@ from splitc.runtime.units import first_few, format_shape
 
 
 class Inputs:
-    """What requests are fed: checked often, and so prepared once.
+    """A package's inputs, prepared for checks of many requests.
 
     Feeds for `optional` inputs may be missing. Those for `fixed` inputs, which the package does not have, are checked
     and left out.
@@ -71,7 +71,7 @@ class Inputs:
 
 
 class _Wanted:
-    """One input: what its feeds must be."""
+    """The requirements for the feeds of one input."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -115,7 +115,7 @@ class _Wanted:
 
 
 def _check_fixed(feed: npt.ArrayLike, fixed: FixedInput) -> None:
-    """Raise FeedError unless the feed fits an input that the package has not."""
+    """Raise FeedError unless the feed fits a fixed input."""
     wanted = _Wanted(Tensor(fixed.name, fixed.dtype, fixed.shape))
     array = wanted.read(feed, on_gpu=fixed.value is None)
     wanted.check(array)

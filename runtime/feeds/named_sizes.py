@@ -1,4 +1,4 @@
-"""Sizes that a model gives one name: feeds that contradict it.
+"""Sizes with one name in a model, and feeds that contradict it.
 
 Two sizes for one name need not be wrong: exporters give one name to sizes that a model never compares.
 """
@@ -14,7 +14,7 @@ from splitc.runtime.package.manifest import Tensor
 
 
 class NamedSizes:
-    """The places of each symbol in the inputs' shapes, or of these `symbols` alone."""
+    """The axes of each symbol in the inputs' shapes, or only of these `symbols`."""
 
     def __init__(self, inputs: Sequence[Tensor], symbols: Collection[str] | None = None) -> None:
         places = defaultdict[str, list[tuple[str, int]]](list)

@@ -1,4 +1,4 @@
-"""Rows of a batch: how many each of several takes, their part of each array, and micro-batches."""
+"""Rows of a batch: their division by shares, slices of arrays, and micro-batches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ T = TypeVar("T", Array, Feed, Array | Zeros)
 def count_rows(
     arrays: Mapping[str, Feed | Zeros], axes: Mapping[str, int], sources: Collection[str] = ()
 ) -> int | None:
-    """The rows that arrays have along their row axis (`axes`); None if they differ, or none has rows.
+    """The size of the arrays' row axes (`axes`); None if they differ, or no array has rows.
 
-    One row may stand for all, but in the `sources`.
+    A single row may broadcast to all, except in the `sources`.
     """
     lengths = {name: array.shape[axes[name]] for name, array in arrays.items() if name in axes}
     rows = max(lengths.values(), default=None)
@@ -32,9 +32,9 @@ def count_rows(
 
 
 def share_rows(rows: int, shares: Sequence[float], order: Iterable[int] | None = None) -> list[int]:
-    """How many rows each takes, so that whoever takes most for its share takes as few as can be.
+    """Divide rows by shares, so that the largest quotient of rows and share is as small as possible.
 
-    The first in `order`, by default that of the shares, goes before others that would take as long.
+    On a tie the first in `order` goes first, by default in the order of the shares.
     """
     total = sum(shares)
     counts = [int(rows * share / total) for share in shares]
@@ -45,7 +45,7 @@ def share_rows(rows: int, shares: Sequence[float], order: Iterable[int] | None =
 
 
 def cut_rows(arrays: Mapping[str, T], axes: Mapping[str, int], rows: int, start: int, stop: int) -> dict[str, T]:
-    """The rows from `start` to before `stop` of the arrays that have so many `rows`, and the others whole."""
+    """Slice the rows from `start` to before `stop` of the arrays with `rows` rows. Other arrays stay whole."""
     cut = {name for name, array in arrays.items() if name in axes and array.shape[axes[name]] == rows}
     return {name: _cut(array, axes[name], start, stop) if name in cut else array for name, array in arrays.items()}
 
@@ -78,7 +78,7 @@ def cut_batches(
 
 
 def join_batches(pieces: Sequence[Mapping[str, Array]], axes: Mapping[str, int] | None) -> dict[str, Array]:
-    """The outputs of all micro-batches, joined along the batch axis of each output. One without is the same in all."""
+    """The outputs of all micro-batches, concatenated along their batch axes. Outputs without one are equal in all."""
     assert axes is not None
     return {
         name: np.concatenate([piece[name] for piece in pieces], axes[name]) if name in axes else first

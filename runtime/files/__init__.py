@@ -1,1 +1,1 @@
-"""Files that are written whole, the user's cache, and text of others."""
+"""Files written atomically, the user's cache, and text from untrusted files."""

@@ -1,4 +1,4 @@
-"""Errors of the system, as errors for users."""
+"""System errors as errors for users."""
 
 from __future__ import annotations
 

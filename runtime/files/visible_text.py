@@ -11,5 +11,5 @@ VISIBLE = {
 
 
 def visible(text: str) -> str:
-    """The text with symbols in place of such characters."""
+    """The text, with control characters replaced by symbols."""
     return text.translate(VISIBLE)

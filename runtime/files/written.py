@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and never over what is read; checks of files that are read."""
+"""Files that are written atomically, and never over what is read; checks of files that are read."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def try_link(source: str | Path, target: str | Path) -> bool:
 
 
 def link_file(source: str | Path, target: str | Path) -> None:
-    """As `try_link`, or a copy where that can't be."""
+    """As `try_link`, or copy the file if it can't be linked."""
     if not try_link(source, target):
         shutil.copyfile(source, target)
 

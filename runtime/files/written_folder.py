@@ -42,7 +42,7 @@ def written_folder(target: Path, check: Callable[[Path], None]) -> Iterator[Path
 
 
 def _put(folder: Path, target: Path, replaced: Path) -> None:
-    """Let a folder become the target, in the place of what is there."""
+    """Rename a folder to the target, and replace what is there."""
     try:
         if target.exists():
             target.rename(replaced)
@@ -54,7 +54,7 @@ def _put(folder: Path, target: Path, replaced: Path) -> None:
 
 
 def _restore(target: Path, replaced: Path) -> None:
-    """Bring a folder back that was moved away, unless another one is in its place."""
+    """Move a replaced folder back, unless another one is in its place."""
     if replaced.exists() and not target.exists():
         replaced.rename(target)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -62,7 +62,7 @@ def _restore(target: Path, replaced: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path, target: Path) -> Iterator[None]:
-    """Make the folder, empty, for this process alone."""
+    """Create the empty folder, locked for this process."""
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(exist_ok=True)

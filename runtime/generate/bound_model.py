@@ -1,4 +1,4 @@
-"""A model some of whose inputs are bound: those who run it need not know of them."""
+"""A model with some inputs bound, which its caller need not feed."""
 
 from __future__ import annotations
 

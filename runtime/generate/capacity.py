@@ -14,7 +14,7 @@ USUAL_CONTEXT = 4096
 
 
 def find_capacity(manifest: Manifest, signature: LanguageSignature) -> int | None:
-    """The most tokens that can be read in one sequence; None if nothing in the manifest limits them.
+    """The most tokens that one sequence can read; None if nothing in the manifest limits them.
 
     A mask may have a fixed length, a table may end the positions, and engines may be built for a range of lengths.
     """
@@ -35,7 +35,7 @@ def find_capacity(manifest: Manifest, signature: LanguageSignature) -> int | Non
 
 
 def _longest(tensor: Tensor, axis: int) -> int | None:
-    """The most that the tensor can have along an axis; None if there is no limit."""
+    """The largest size of the tensor along an axis; None if there is no limit."""
     size = None if tensor.shape is None else tensor.shape[axis]
     if isinstance(size, int):
         return size

@@ -1,4 +1,4 @@
-"""How likely a model finds the tokens that were chosen."""
+"""Log probabilities of the chosen tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy.typing as npt
 
 
 class Chances:
-    """A rule of `generate` that changes nothing, and remembers the last logits."""
+    """A rule of `generate` that records the last logits and changes nothing."""
 
     def __init__(self) -> None:
         self._logits: npt.NDArray[Any] = np.zeros(0)
 
     def __call__(self, logits: npt.NDArray[Any], tokens: Sequence[int]) -> npt.NDArray[Any]:
-        """The logits as they are."""
+        """The logits, unchanged."""
         self._logits = logits
         return logits
 
     def of(self, token: int, count: int) -> list[tuple[int, float]]:
-        """The token that was chosen by the last logits, and the `count` likeliest ones, one with its log probability.
+        """The chosen token and the `count` likeliest ones, with their log probabilities by the last logits.
 
         These are the model's own, whatever the temperature.
         """

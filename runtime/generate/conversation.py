@@ -63,10 +63,10 @@ class ModelRunner(Protocol):
 
 
 class Conversation:
-    """Reads tokens, and gives the logits after the last one, [vocabulary]. A model without states reads all again.
+    """Reads tokens, and returns the logits after the last one, [vocabulary]. A model without states reads all again.
 
-    The prompt has `prompt` tokens, and at most `most` are read in all. Caches that are written in place have a capacity
-    beyond the prompt at first, and grow; if `most` is None, each request makes them anew. If the session replays
+    The prompt has `prompt` tokens, and at most `most` are read in all. Caches that are written in place begin with a
+    capacity beyond the prompt, and grow; if `most` is None, each request allocates new ones. If the session replays
     requests, capacities are rounded up: see `round_capacity`.
     """
 
@@ -82,7 +82,7 @@ class Conversation:
         self._open(self._capacity)
 
     def _choose_capacity(self, tokens: int) -> None:
-        """Choose a capacity for so many tokens and some more, and the least one that would do as well."""
+        """Choose a capacity with room beyond these tokens. The least one is the same, before rounding up."""
         self._least = self._capacity = None
         if self._most is not None and any(state.in_place for state in self._session.manifest.states):
             self._least = min(self._most, tokens + max(AHEAD, tokens // 4))
@@ -103,7 +103,7 @@ class Conversation:
     def _or_with_least_capacity(self, read: Callable[[], Logits], new: Sequence[int]) -> Logits:
         """Read new tokens. If an engine fails, read all tokens again with the least capacity.
 
-        A model may have tables for so many tokens and no more, which the manifest does not say.
+        A model may have tables with a fixed number of rows that the manifest does not state.
         """
         tokens = [*self._tokens, *new]
         try:
@@ -123,7 +123,7 @@ class Conversation:
         return logits
 
     def read_prompt_with(self, prefill: ModelRunner, prompt: Sequence[int]) -> Logits:
-        """Read a prompt with another package, which makes the caches. Raises MisuseError if it does not make all."""
+        """Read a prompt with another package, which computes the caches. Raises MisuseError if it lacks some."""
         self._feeder.chunk(len(prompt), len(prompt))  # raises for a model that can't go on token by token
         manifest, signature, handed = self._session.manifest, find_signature(prefill.manifest), self._signature.handed
         outputs = prefill.run(Feeder(prefill.manifest, signature).feeds(prompt, len(prompt)))
@@ -163,9 +163,9 @@ class Conversation:
 
 
 def round_capacity(tokens: int) -> int:
-    """A capacity for so many tokens: at most a quarter more, and at least 256.
+    """The capacity for this many tokens: at most a quarter more, and at least 256.
 
-    There are few such sizes, so most conversations find the caches, and the CUDA graphs, of an earlier one.
+    There are few such sizes, so most conversations reuse the caches and CUDA graphs of an earlier one.
     """
     step = max(LEAST_CAPACITY, 1 << (tokens - 1).bit_length()) // 8
     return max(LEAST_CAPACITY, -(-tokens // step) * step)

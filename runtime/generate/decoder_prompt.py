@@ -1,4 +1,4 @@
-"""The tokens that a decoder of an encoder begins with, by the generation config."""
+"""The first tokens of an encoder's decoder, by the generation config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder of embeddings, as one of tokens: another model makes the embeddings, those of images among them."""
+"""A decoder of embeddings, wrapped as one of tokens: another model computes the embeddings, also for images."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Embedding:
 
 
 class EmbeddedModel:
-    """The decoder's face to those who feed tokens. `embeds` is its input of embeddings.
+    """The decoder, with tokens as inputs. `embeds` is its input of embeddings.
 
-    With `places`, its input `positions` has several numbers for a token, of which those who feed tokens know one.
+    With `places`, its input `positions` has several numbers for each token; the caller feeds one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class EmbeddedModel:
         return EmbeddedSequence(self, self._decoder.start(capacity))
 
     def embedded(self, feeds: Mapping[str, npt.ArrayLike], used: int) -> tuple[dict[str, Any], int]:
-        """The feeds with embeddings in place of tokens, and the rows of features that are used with them."""
+        """The feeds with embeddings instead of tokens, and the number of feature rows in them."""
         rest = dict(feeds)
         rows, used = self._embedding.rows(np.asarray(rest.pop(self._embedding.ids.name)), used)
         if self._places is not None:
@@ -124,14 +124,14 @@ class EmbeddedSequence:
 
 
 def _without_rows(positions: Tensor) -> Tensor:
-    """The input of positions as those see it who know one number a token: [batch, tokens]."""
+    """The input of positions for callers with one number for each token: [batch, tokens]."""
     shapes = (positions.shape, positions.max_shape)
     shape, most = (None if sizes is None else sizes[1:] for sizes in shapes)
     return msgspec.structs.replace(positions, shape=shape, sample_shape=None, min_shape=None, max_shape=most)
 
 
 def check_rows(features: Array, tokens: int) -> None:
-    """Raise MisuseError unless there are as many rows of features as tokens that stand for them."""
+    """Raise MisuseError unless there is one row of features for each token that stands for one."""
     if len(features) != tokens:
         raise MisuseError(
             f"the vision model makes {len(features)} rows of features, and the processor's prompt has {tokens} tokens "

@@ -51,7 +51,7 @@ class EncoderDecoder:
         return None if self.wiring.encoder is None else self._sessions[self.wiring.encoder].manifest
 
     def encode(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Run the encoder on its feeds. Its mask is among what it gives: the decoder reads the same positions."""
+        """Run the encoder on its feeds. The result includes its mask: the decoder reads the same positions."""
         if self.encoder is None:
             return {}
         masks = {
@@ -95,11 +95,11 @@ class EncoderDecoder:
             conversation.close()
 
     def _decoders(self, encoded: Mapping[str, Array]) -> tuple[BoundModel, BoundModel | None]:
-        """The decoder's uses, bound to what they read of the encoder: see DecoderUses."""
+        """The decoder's uses, bound to their feeds from the encoder: see DecoderUses."""
         return self.wiring.opened(lambda name: BoundModel(self._sessions[name], self._cross_feeds(name, encoded)))
 
     def _cross_feeds(self, decoder: str, encoded: Mapping[str, Array]) -> dict[str, Array]:
-        """What a decoder reads of its encoder, and masks of it. Without one of the encoder's, nothing is padding."""
+        """A decoder's feeds from its encoder, with masks. Without a mask of the encoder's, nothing is padding."""
         if self.encoder is None or not encoded:
             return {}
         manifest = self._sessions[decoder].manifest

@@ -23,9 +23,9 @@ class Feeder:
         self._is_vector = shape is not None and len(shape) == 1
 
     def chunk(self, prompt: int, wanted: int) -> int:
-        """The number of tokens in one run of the prompt.
+        """The number of prompt tokens in one run.
 
-        Raises MisuseError if `wanted` is no number of tokens, and for a model with a fixed length above 1.
+        Raises MisuseError if `wanted` is not a valid number of tokens, and for a model with a fixed length above 1.
         """
         wanted = whole_number("--prompt-chunk", wanted, 1, of=" of tokens")
         ids = self._inputs[self.signature.ids]
@@ -36,7 +36,7 @@ class Feeder:
         return 1 if fixed == 1 else max(1, min(wanted, prompt, most))
 
     def feeds(self, new: Sequence[int], total: int) -> dict[str, Array]:
-        """The feeds for `new` tokens, which are the last ones of `total`."""
+        """The feeds for `new` tokens, the last ones of `total`."""
         feeds = {self.signature.ids: np.array([new])}
         if self.signature.mask is not None:
             feeds[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)

@@ -22,28 +22,28 @@ TAKEN = ("image_grid_thw", "mm_token_type_ids")
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of a prompt, [rows, tokens]. Tokens after it go on at their own place plus `shift`, in all rows."""
+    """The positions of a prompt, [rows, tokens]. Later tokens have their index plus `shift`, in all rows."""
 
     prompt: Array
     shift: int
 
     @staticmethod
     def of_text(rows: int, tokens: int) -> Positions:
-        """Those of a prompt without images: its tokens' own places, in all rows."""
+        """The positions of a prompt without images: the tokens' indices, in all rows."""
         return Positions(np.tile(np.arange(tokens), (rows, 1)), 0)
 
     def at(self, places: Array) -> Array:
-        """The positions, [rows, *places], of tokens at these places of the sequence."""
+        """The positions, [rows, *places], of tokens with these indices in the sequence."""
         count = self.prompt.shape[1]
         known = self.prompt[:, np.minimum(places, count - 1)]
         return np.asarray(np.where(places < count, known, places + self.shift))
 
 
 def read_positions(package: Path, module: str, prompt: ImagePrompt) -> Positions:
-    """Have transformers' model, without its weights, say where the tokens of a prompt are.
+    """Compute the positions of a prompt's tokens with transformers' model, without its weights.
 
     Its config travels with the `module` of the package. Raises MisuseError without that, without torch, and for a model
-    that says nothing.
+    that does not compute positions.
     """
     file = find_beside(package, module, "config.json")
     if file is None:

@@ -1,4 +1,4 @@
-"""A question about images as a model of transformers reads it: tokens, and arrays of pixels."""
+"""A question about images as a transformers model reads it: tokens, and arrays of pixels."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ImagePrompt:
 
 
 def read_images(package: Path, module: str, question: str, paths: Sequence[Path]) -> ImagePrompt:
-    """Have transformers' processor of the model read a question and images.
+    """Read a question and images with the model's processor from transformers.
 
     Its configs travel with the `module` of the package. Raises MisuseError without them or without transformers, and
-    for a file that is no image.
+    for a file that is not an image.
     """
     folder = next((file.parent for name in CONFIGS if (file := find_beside(package, module, name))), None)
     if folder is None:

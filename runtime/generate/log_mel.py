@@ -1,4 +1,4 @@
-"""The features that speech encoders of Whisper's kind read: the logarithm of a mel spectrogram."""
+"""The features for speech encoders like Whisper's: the logarithm of a mel spectrogram."""
 
 from __future__ import annotations
 

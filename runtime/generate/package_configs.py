@@ -16,7 +16,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer/tokenizer.json")
 
 
 def find_beside(package: Path, module: str, name: str) -> Path | None:
-    """A file of this name: beside the module's model in the models' folder, or as near above it as there is one."""
+    """A file of this name: beside the module's model in the models' folder, or in the nearest folder above."""
     pipeline = read_pipeline(package)
     listed = None if pipeline is None else pipeline.find(module)
     if listed is None:
@@ -45,7 +45,7 @@ def read_beside(package: Path, module: str, name: str) -> dict[str, Any]:
 
 
 def generation_config(package: Path, module: str) -> dict[str, Any]:
-    """What a module's configs say of generation; generation_config.json goes before config.json."""
+    """A module's generation settings: those of generation_config.json override config.json."""
     model = read_beside(package, module, "config.json")
     stated = read_beside(package, module, "generation_config.json")
     return {**model, **{key: value for key, value in stated.items() if value is not None}}
@@ -53,7 +53,7 @@ def generation_config(package: Path, module: str) -> dict[str, Any]:
 
 @contextmanager
 def understood(what: str) -> Iterator[None]:
-    """Raise MisuseError where a config, which `what` names, has something else than it should."""
+    """Raise MisuseError for unexpected content of a config, which `what` names."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError) as error:

@@ -1,4 +1,4 @@
-"""Text from the modules of a package, as the configs that travel with them say: its begin, its end, its rules."""
+"""Text from the modules of a package, by the configs that travel with them: first tokens, stop tokens, rules."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def generate_from_encoder(
 
 
 def _encode_prompt(model: EncoderDecoder, prompt: Sequence[int] | None, timings: Timings) -> Iterator[Encoded]:
-    """What the encoder makes of a prompt, which is the decoder's own if there is no encoder."""
+    """The encoder's outputs for a prompt. Without an encoder, the prompt is the decoder's own."""
     if prompt is None:
         if model.encoder is None:
             raise MisuseError("there is no prompt: give --prompt with a --tokenizer, or --prompt-ids 1,2,3")
@@ -135,7 +135,7 @@ def _encode_prompt(model: EncoderDecoder, prompt: Sequence[int] | None, timings:
 def _encode_sound(
     model: EncoderDecoder, package: Path, sound: Path, timings: Timings, warn: Callable[[str], None]
 ) -> Iterator[Encoded]:
-    """What the encoder makes of each window of a sound."""
+    """The encoder's outputs for each window of a sound."""
     features = _find_preprocessor(model, package)
     samples = read_sound(sound, features.rate)
     if len(samples) > features.samples:
@@ -149,7 +149,7 @@ def _encode_sound(
 
 
 def _find_preprocessor(model: EncoderDecoder, package: Path) -> LogMel:
-    """How features are made of a sound. Raises MisuseError for an encoder of something else, and without a config."""
+    """The preprocessor for sounds. Raises MisuseError for an encoder of other inputs, and without a config."""
     tensor, module = find_features(model.encoder), str(model.wiring.encoder)
     file = find_beside(package, module, PREPROCESSOR)
     if file is None:

@@ -19,8 +19,8 @@ COLDEST = 1e-6
 class Sampling:
     """How to choose a token. `temperature` 0 takes the likeliest one.
 
-    Otherwise a token is drawn at random from the `top_k` likeliest ones (0: all), and of these only from the fewest
-    that have the probability `top_p` together.
+    Otherwise a token is drawn from the `top_k` likeliest ones (0: all), cut to the fewest whose probabilities sum to
+    `top_p`.
     """
 
     temperature: float = 0.0
@@ -42,7 +42,7 @@ class Sampling:
 def choose_token(logits: npt.NDArray[Any], sampling: Sampling, generator: np.random.Generator) -> int:
     """Choose a token by its logits, a vector with one number for each token of the vocabulary.
 
-    Raises EngineError if one of them is no number, or if all are ruled out.
+    Raises EngineError if one of them is NaN, or if all are excluded.
     """
     likeliest = int(np.argmax(logits))  # or the first one that is no number
     largest = float(logits[likeliest])

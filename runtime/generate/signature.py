@@ -14,9 +14,9 @@ from splitc.runtime.units import shortened
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """The names of a model's inputs that are made of tokens. Some models have no mask or positions.
+    """The names of a model's inputs that are computed from tokens. Some models have no mask or positions.
 
-    `handed` are further inputs, each with the output of the package that read the prompt; they do not change later.
+    `handed` maps further inputs to outputs of the package that read the prompt; they do not change later.
     """
 
     ids: str
@@ -78,7 +78,7 @@ def find_logits(manifest: Manifest) -> list[Tensor]:
 
 
 def need_tokens(manifest: Manifest, logits: str, tokens: Collection[int]) -> None:
-    """Raise MisuseError for tokens to end at that the model, by the shape of its logits, never gives."""
+    """Raise MisuseError for stop tokens beyond the vocabulary, by the shape of the model's logits."""
     if not isinstance(tokens, Collection) or not all(isinstance(token, Integral) for token in tokens):
         raise MisuseError(f"the tokens to end at are a list of token ids, as in [2], not {shortened(repr(tokens))}")
     shape = next(tensor.shape for tensor in manifest.outputs if tensor.name == logits)
@@ -106,7 +106,7 @@ def find_handed(manifest: Manifest, made: Collection[str]) -> dict[str, str]:
 
 
 def _without_end(first: str, second: str) -> tuple[str, str]:
-    """Two names without the end that they have in common."""
+    """Two names without their common suffix."""
     while first and second and first[-1] == second[-1]:
         first, second = first[:-1], second[:-1]
     return first, second

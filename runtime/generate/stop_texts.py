@@ -1,4 +1,4 @@
-"""Texts that end a text: what was generated is given on, but for what may still become one of them."""
+"""Texts that end generation. Generated text is passed on, except what may still become one of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopTexts:
-    """Takes pieces of a text, and gives it on up to the first of some texts. `ended` says that one of them came."""
+    """Takes pieces of text, and passes it on up to the first stop text. `ended`: a stop text came."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
@@ -14,7 +14,7 @@ class StopTexts:
         self.ended = False
 
     def take(self, piece: str) -> str:
-        """The text that one more piece makes certain."""
+        """The text that can be passed on after this piece."""
         text = self._held + piece
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:
@@ -25,11 +25,11 @@ class StopTexts:
         return text[: len(text) - held]
 
     def rest(self) -> str:
-        """What was held back, when no more comes."""
+        """The text that was held back, at the end."""
         return self._held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text that begins the stop text."""
+    """The length of the longest suffix of the text that is a prefix of the stop text."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

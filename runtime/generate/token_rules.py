@@ -1,4 +1,4 @@
-"""Which tokens a generation config permits: logits are changed before a token is chosen."""
+"""The tokens that a generation config permits: logits are changed before a token is chosen."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ Logits = npt.NDArray[Any]
 class TokenRules:
     """Rules of a generation config, for a prompt of `begin` tokens and at most `most` tokens with it.
 
-    `forced` are the only tokens permitted at a place, counted from the first of the prompt. `never` are lists of tokens
-    that must not follow each other. `suppressed_first` are not permitted right after the prompt. Before there are
-    `least` tokens, none that `ends` a text is permitted. No `repeats` tokens may occur twice in the same order. The
-    logits of tokens that have occurred are divided by `penalty` if they are positive, and multiplied if not.
+    - `forced`: the only permitted token at each place, counted from the first of the prompt.
+    - `never`: sequences of tokens that must not occur.
+    - `suppressed_first`: not permitted right after the prompt.
+    - `ends`: not permitted before there are `least` tokens.
+    - `repeats`: no sequence of this many tokens may occur twice.
+    - `penalty`: logits of tokens that have occurred are divided by it if they are positive, and multiplied if not.
     """
 
     begin: int
@@ -34,7 +36,7 @@ class TokenRules:
     penalty: float = 1.0
 
     def __call__(self, logits: Logits, tokens: Sequence[int]) -> Logits:
-        """The logits of the next token after `tokens`; those that are not permitted have minus infinity."""
+        """The logits of the next token after `tokens`; minus infinity for tokens that are not permitted."""
         changed = logits.astype(np.float32)
         place = len(tokens)
         if place in self.forced:
@@ -62,14 +64,14 @@ def _only(logits: Logits, token: int) -> Logits:
 
 
 def _would_repeat(tokens: Sequence[int], size: int) -> set[int]:
-    """The tokens that would make the last `size` tokens ones that have occurred before in this order."""
+    """The tokens that would complete a repeated sequence of `size` tokens."""
     last = list(tokens[len(tokens) - size + 1 :])
     places = range(len(tokens) - size + 1)
     return {tokens[place + size - 1] for place in places if list(tokens[place : place + size - 1]) == last}
 
 
 def read_rules(config: Mapping[str, Any], prompt: int, most: int, ends: Sequence[int]) -> TokenRules:
-    """The rules that a generation config has, for a prompt of so many tokens and at most `most` with it."""
+    """The rules of a generation config, for a prompt of this length and at most `most` tokens with it."""
     forced: dict[int, int] = {}
     if (first := config.get("forced_bos_token_id")) is not None and prompt == 1:
         forced[1] = int(first)

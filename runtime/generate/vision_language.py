@@ -123,7 +123,7 @@ def _embedded(
 
 
 def _see(vision: ModelRunner, prompt: ImagePrompt, embeds: Tensor) -> Array:
-    """The features of the images, a row for each token that stands for them."""
+    """The features of the images, one row for each token that stands for one."""
     manifest, width = vision.manifest, (embeds.shape or [None])[-1]
     if not prompt.arrays:
         return np.empty((0, width if isinstance(width, int) else 0), number_type(embeds.dtype))

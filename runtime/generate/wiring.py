@@ -1,4 +1,4 @@
-"""Which module of a package has which part in generating text, by their inputs and outputs."""
+"""The role of each module of a package in generating text, by its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATES_AXES = 3
 
 @dataclass(frozen=True)
 class DecoderUses:
-    """A decoder among modules. `first` reads the prompt and makes the caches that `step` goes on with.
+    """A decoder among modules. `first` reads the prompt and computes the caches that `step` continues with.
 
     One of the two may be missing: `first` alone reads all tokens again for each new one, `step` alone begins with empty
     caches.
@@ -32,7 +32,7 @@ class DecoderUses:
         return self.step or self.first or ""
 
     def opened(self, make: Callable[[str], T]) -> tuple[T, T | None]:
-        """What `make` makes of the use that reads the newest token, and of that for the prompt, if it is another."""
+        """The results of `make` for the use that reads the newest token, and for the prompt's if that is another."""
         return make(self.decoder), make(self.first) if self.first is not None and self.step is not None else None
 
 
@@ -101,7 +101,7 @@ def find_wanted(manifest: Manifest) -> list[str]:
 
 
 def find_links(reader: Manifest, maker: Manifest) -> dict[str, str]:
-    """The inputs of a model, each with the output of another model that it takes: by name, or if only one fits."""
+    """The inputs of a model, each with the output of another model that feeds it: by name, or if only one fits."""
     wanted = set(find_wanted(reader))
     handed = find_handed(reader, {tensor.name for tensor in maker.outputs})
     links = {name: output for name, output in handed.items() if name in wanted}

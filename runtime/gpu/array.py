@@ -39,9 +39,11 @@ class GpuArray:
 class Tape:
     """A rank's buffers for a recorded request.
 
-    `inputs` has, by name, pinned memory that a replay first copies to the GPU, or memory on the GPU for feeds that are
-    on one already. `owned` is pinned memory with numbers of the engines, which a replay copies too. Objects in `kept`
-    must stay alive until the capture ends. All other memory of a graph comes from the GPU's private pool.
+    - `inputs`: by name, pinned memory that a replay first copies to the GPU, or GPU memory for feeds that are on a GPU.
+    - `owned`: pinned memory with the engines' own numbers, which a replay copies too.
+    - `kept`: objects that must stay alive until the capture ends.
+
+    All other memory of a graph comes from the GPU's private pool.
     """
 
     inputs: dict[str, npt.NDArray[Any] | GpuArray] = field(default_factory=dict)
@@ -50,10 +52,10 @@ class Tape:
 
 
 class Use(Enum):
-    """What an engine runs: eager work, that of a request whose kind is captured next, or what is captured.
+    """What an engine runs: eager work, the last eager run before a capture, or a run for a capture.
 
-    An engine may have memory for eager work, and other memory for what is captured. It frees the first after the last
-    of a kind's eager runs, and gets the other ready in a run that is not captured yet.
+    An engine may have memory for eager runs, and other memory for captured ones. It frees the first after the last
+    eager run of a kind of request, and allocates the other in a run that is not captured yet.
     """
 
     USUAL, LAST, CAPTURED = range(3)

@@ -53,9 +53,14 @@ LARGE = 1 << 20
 class GpuDevice:
     """A rank's GPU. It may be created on any thread, and is then used by one thread, which calls `attach` first.
 
-    `name` is the user's, `index` CUDA's number of it in this process. `profile` describes its kind. `notes` are
-    messages for the user. While a request is recorded as a CUDA graph, `tape` has this rank's buffers; `recorded` says
-    whether a request was ever recorded, and `use` what engines run now. Raises PackageError if there is no such GPU.
+    - `name`: the user's name for it. `index`: CUDA's number of it in this process.
+    - `profile`: describes its kind.
+    - `notes`: messages for the user.
+    - `tape`: this rank's buffers while a request is recorded as a CUDA graph.
+    - `recorded`: whether any request was recorded.
+    - `use`: what engines run now.
+
+    Raises PackageError if there is no such GPU.
     """
 
     asynchronous = True
@@ -115,7 +120,7 @@ class GpuDevice:
         return GpuArray(memory.ptr, shape, dtype, memory)
 
     def allocate(self, size: int) -> Any:
-        """Memory of its own, of this many bytes, which returns to the GPU when it is freed. Raises EngineError."""
+        """Separate memory of this many bytes, which returns to the GPU when it is freed. Raises EngineError."""
         with self.device:
             return self._take(self.cuda.Memory, size)
 
@@ -136,7 +141,7 @@ class GpuDevice:
         return self.stage(array)[0]
 
     def zeros(self, wanted: Mapping[str, Zeros]) -> dict[str, GpuArray]:
-        """Zeros by name, side by side in one piece of memory: a decoder has a hundred states, and is waited for."""
+        """Zeros by name, in one allocation: a decoder has a hundred states, and its start is waited for."""
         starts, size = lay_out(bytes_of(state.shape, state.dtype) for state in wanted.values())
         whole = self.empty((size,), "uint8")
         made = {
@@ -147,7 +152,7 @@ class GpuDevice:
         return made
 
     def clear(self, states: Iterable[GpuArray]) -> None:
-        """Set the states of a sequence to zeros, on the stream. Those in one piece of memory are set at once."""
+        """Set the states of a sequence to zeros, on the stream. States in one allocation are set at once."""
         pieces: dict[int, list[GpuArray]] = {}
         for state in states:
             pieces.setdefault(id(state.owner), []).append(state)
@@ -157,7 +162,7 @@ class GpuDevice:
                 self.cuda.runtime.memsetAsync(start, 0, size, self.stream.ptr)
 
     def stage(self, array: npt.NDArray[Any]) -> tuple[GpuArray, npt.NDArray[Any]]:
-        """As `upload`, and also returns the pinned memory that is copied from, as an array."""
+        """As `upload`, and also returns the pinned source memory, as an array."""
         target = self.empty(array.shape, str(array.dtype))
         if not array.nbytes:
             return target, array
@@ -174,7 +179,7 @@ class GpuDevice:
     def fetch(
         self, values: Mapping[str, GpuArray], allocate: Allocate | None = None
     ) -> Callable[[], dict[str, npt.NDArray[np.generic]]]:
-        """Begin to download. Returns a function that waits, on any thread, and gives the arrays."""
+        """Begin to download. Returns a function that waits, on any thread, and returns the arrays."""
         if not values:
             return dict
         if self.tape is not None:
@@ -193,7 +198,7 @@ class GpuDevice:
     def copy_to_pinned(
         self, values: Mapping[str, GpuArray], allocate: Allocate | None = None
     ) -> dict[str, npt.NDArray[np.generic]]:
-        """Pinned memory that the arrays are copied to on the stream, by name: that of `allocate`, or new one."""
+        """Copy the arrays to pinned memory on the stream. Returns it by name: that of `allocate`, or new memory."""
         shapes = {name: (value.shape, number_type(value.dtype)) for name, value in values.items()}
         give = allocate or (lambda wanted: {name: self.pinned(*shape) for name, shape in wanted.items()})
         copied = give(shapes)
@@ -203,7 +208,7 @@ class GpuDevice:
         return copied
 
     def take(self, feed: GpuFeed, target: GpuArray | None = None) -> GpuArray:
-        """A copy of a feed that is on a GPU, once that is ready: in `target`, of the same size, or in new memory."""
+        """A copy of a feed on a GPU, once that is ready: in `target`, which has the same size, or in new memory."""
         made = target or self.empty(feed.shape, str(feed.dtype))
         self.stream.wait_event(feed.ready)
         if size := made.nbytes:
@@ -220,7 +225,7 @@ class GpuDevice:
         return target
 
     def persist_state(self, value: GpuArray, before: GpuArray | None) -> GpuArray:
-        """See Backend. Recordings have the addresses of states in them, so these must not change."""
+        """See Backend. Recordings contain the addresses of states, so these must not change."""
         if value is before or not self.recorded:
             return value
         if before is None or (before.shape, before.dtype) != (value.shape, value.dtype):
@@ -234,7 +239,7 @@ class GpuDevice:
         self.keep(value)
 
     def copy_front(self, value: GpuArray, longer: GpuArray, axis: int) -> None:
-        """See Backend. What comes before the axis are rows."""
+        """See Backend. The axes before this one are treated as rows."""
         rows = math.prod(value.shape[:axis])
         if size := value.nbytes // max(1, rows):
             pitch, kind = longer.nbytes // rows, self.cuda.runtime.memcpyDeviceToDevice
@@ -330,7 +335,7 @@ class GpuDevice:
                 time.sleep(NAP)
 
     def accumulate(self, operation: str, total: npt.NDArray[Any], part: npt.NDArray[Any]) -> None:
-        """Reduce arrays on the host, where ranks sum that are not connected by NCCL."""
+        """Reduce arrays on the host, for ranks that are not connected by NCCL."""
         accumulate_arrays(operation, total, part)
 
     def stop(self) -> None:
@@ -348,7 +353,7 @@ class GpuDevice:
         return np.frombuffer(pinned, np.uint8, size).view(dtype).reshape(shape)
 
     def pinned_alone(self, size: int) -> npt.NDArray[np.uint8]:
-        """Pinned memory of its own, which goes back to the system when it is freed. Raises EngineError."""
+        """Separate pinned memory, which returns to the system when it is freed. Raises EngineError."""
         try:
             with self.device:
                 memory = self.cuda.PinnedMemoryPointer(self.cuda.PinnedMemory(size), 0)

@@ -1,4 +1,4 @@
-"""What a captured CUDA graph copies from the host's memory, which CUDA's driver tells, and CuPy does not.
+"""The copies from host memory in a captured CUDA graph, from CUDA's driver, since CuPy does not list them.
 
 The structures and the numbers are those of cuda.h (CUDA_MEMCPY3D_v2, CUgraphNodeType, CUmemorytype).
 """
@@ -61,13 +61,13 @@ def _driver() -> Any:
 
 
 def own_what_is_copied(graph: Any, known: Sequence[npt.NDArray[Any]], pinned: Callable[[int], Bytes]) -> list[Bytes]:
-    """Replace pinned memory of engines, which a graph copies from, by memory of its own.
+    """Replace the engines' pinned memory that a graph copies from by memory of the graph's own.
 
-    Engines reuse theirs once they have run. Returns the new memory, which must live as long as the graph. `known` is
-    memory that may stay, `pinned` makes new memory.
+    Engines reuse theirs after the run. Returns the new memory, which must live as long as the graph. `known` is memory
+    that may stay, `pinned` allocates new memory.
 
-    Raises EngineError if the graph copies from unpinned memory of the host, which may be freed already, or to the host,
-    and where CuPy kept none: before version 14 only what was instantiated is left of a graph.
+    Raises EngineError if the graph copies from unpinned host memory, which may be freed already, or to the host, and if
+    CuPy did not keep the graph: before version 14 it keeps only the instance.
     """
     if not graph.graph:
         raise EngineError(
@@ -90,7 +90,7 @@ def own_what_is_copied(graph: Any, known: Sequence[npt.NDArray[Any]], pinned: Ca
 
 
 def _copies(graph: int, is_inside: bool = False) -> Iterator[tuple[ctypes.c_void_p, Copy, bool]]:
-    """The copies of a graph and of the graphs in it: their nodes, and whether these are in another graph."""
+    """The copies of a graph and of its child graphs: the nodes, and whether they are in a child graph."""
     count = ctypes.c_size_t()
     _call("cuGraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
@@ -108,7 +108,7 @@ def _copies(graph: int, is_inside: bool = False) -> Iterator[tuple[ctypes.c_void
 
 
 def _address(end: End, known: Sequence[range]) -> int | None:
-    """Where the end is in the host's memory; None if it is on a device, or in what is known."""
+    """The host address of this end of a copy; None if it is on a device, or in known memory."""
     if end.kind == _HOST:
         address = (end.host or 0) + end.x
     elif end.kind == _UNIFIED and _memory_type(end.device) != _DEVICE:
@@ -126,7 +126,7 @@ def _memory_type(address: int) -> int:
 
 
 def _replace(instance: int, node: ctypes.c_void_p, copy: Copy, source: Bytes) -> None:
-    """Let a node of the graph that was instantiated copy from other memory of the host."""
+    """Make a copy node of an instantiated graph read from other host memory."""
     context = ctypes.c_void_p()
     _call("cuCtxGetCurrent", ctypes.byref(context))
     copy.source.x, copy.source.kind, copy.source.host = 0, _HOST, source.ctypes.data

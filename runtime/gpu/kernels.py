@@ -1,4 +1,4 @@
-"""A small CUDA kernel that copies: in a captured graph it starts sooner than CUDA's own copy."""
+"""A small CUDA kernel for copies: in a captured graph it starts sooner than CUDA's own copy."""
 
 from __future__ import annotations
 

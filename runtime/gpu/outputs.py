@@ -1,4 +1,4 @@
-"""Outputs that stay on a GPU, as arrays of CuPy."""
+"""Outputs that stay on a GPU, as CuPy arrays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from splitc.runtime.units import format_bytes
 
 
 def hand_over(gpu: GpuDevice, values: Mapping[str, GpuArray]) -> Callable[[], dict[str, Any]]:
-    """Begin to copy arrays to CuPy's own. Returns a function that waits, on any thread, and gives these by name.
+    """Begin to copy arrays to new CuPy arrays. Returns a function that waits, on any thread, and returns these by name.
 
-    Their memory belongs to the default stream, as that of arrays that a caller makes. Memory of the rank's stream would
+    Their memory belongs to the default stream, like that of the caller's own arrays. Memory of the rank's stream would
     be reused as soon as the caller drops the arrays, while work that the caller has launched may still read them.
     Raises EngineError if there is not enough memory.
     """

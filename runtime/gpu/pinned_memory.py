@@ -15,7 +15,7 @@ from splitc.runtime.ipc.demand import Demand
 class Pins:
     """Memory that is registered with a GPU, and unregistered before it is freed; and pinned memory of CuPy's pool.
 
-    The pool keeps what was freed for later.
+    The pool keeps freed memory for later.
     """
 
     def __init__(self, cupy: Any, index: int) -> None:
@@ -27,7 +27,7 @@ class Pins:
         self._kept: list[object] = []
 
     def add(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Register the memory. It is unregistered when neither this array nor any that was cut from it is left."""
+        """Register the memory. It is unregistered once this array and all its views are gone."""
         address = memory.ctypes.data
         with self._cuda.Device(self._index):
             self._cuda.runtime.hostRegister(address, memory.nbytes, 0)
@@ -38,7 +38,7 @@ class Pins:
         self._ends = [end for end in self._ends if end.alive] + [end]
 
     def take(self, size: int, trims: bool) -> Any:
-        """Pinned memory of the pool. With `trims`, the pool first frees what is many times larger than is needed."""
+        """Pinned memory from the pool. With `trims`, the pool first frees blocks that are many times too large."""
         most = self._demand.most(size)
         if trims and self._largest > most:
             self._cupy.get_default_pinned_memory_pool().free_all_blocks()

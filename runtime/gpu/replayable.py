@@ -1,4 +1,4 @@
-"""Which engines are not replayed as CUDA graphs, as far as a package says."""
+"""The engines that are not replayed as CUDA graphs, as far as a package says."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ UNLOADED = "has convolutions, whose kernels are unloaded when a request has anot
 
 
 def shares_weights(rank: Rank, file: EngineFile) -> bool:
-    """Whether an engine's weights may be in two sessions: the only engine's, since several are too many for that."""
+    """Whether two sessions may share an engine's weights: only if it is the rank's only engine."""
     return len(rank.engines) == 1 and can_share(file.weights)
 
 
 def why_unsafe_to_replay(rank: Rank, file: EngineFile) -> str:
-    """Why a replay of an engine could be wrong, or end in an error of CUDA; "" if nothing is known of that."""
+    """Why a replay of an engine could be wrong, or end in a CUDA error; "" if no reason is known."""
     if file.data_sizes:  # a recording has the sizes of one request, and reads memory that is not its own with others
         return f"sizes in {file.path} depend on data"
     if file.control_flow:  # TensorRT captures the branch that one request took
@@ -26,7 +26,7 @@ def why_unsafe_to_replay(rank: Rank, file: EngineFile) -> str:
 
 
 def why_not_replayed(rank: Rank, file: EngineFile) -> str:
-    """Why requests are not replayed where a GPU runs the engine, by a node if one is known; "" if they are."""
+    """Why a GPU that runs the engine does not replay requests, with a node if one is known; "" if it does."""
     if file.not_captured and not file.data_sizes:
         return f"in {file.path}, {file.not_captured}"
     return why_unsafe_to_replay(rank, file)

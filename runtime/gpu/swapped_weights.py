@@ -1,6 +1,6 @@
-"""Weights of models that work in turn: each model's wait in pinned memory of the host, and share one buffer on a GPU.
+"""Swapped weights: those of each model wait in pinned host memory, and are copied to one shared GPU buffer in turn.
 
-Addresses never change, so that sessions and recorded CUDA graphs go on as they are.
+Addresses never change, so that sessions and recorded CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from splitc.runtime.threads.executor import Executor
 
 
 class _Buffer:
-    """The memory on a GPU, and whose weights are in it."""
+    """The memory on a GPU, and the owner of the weights in it."""
 
     def __init__(self, gpu: GpuDevice, size: int) -> None:
         self.chunk = gpu.allocate(size)
@@ -35,9 +35,10 @@ _making = threading.Lock()
 
 
 class SwappedWeights:
-    """The weights of a rank's engine on a GPU, of which `values` are there between `bring_in` and that of another one.
+    """The swapped weights of a rank's engine. `values` are valid from `bring_in` until another model's `bring_in`.
 
-    Their files lie in `folder`. They are there when this is made. Raises EngineError if there is not enough memory.
+    Their files lie in `folder`. A new object's weights are in the buffer. Raises EngineError if there is not enough
+    memory.
     """
 
     def __init__(self, gpu: GpuDevice, buffer: SwapBuffer, folder: Path, weights: Sequence[Weight]) -> None:
@@ -71,7 +72,7 @@ class SwappedWeights:
         return self._buffer.holds is not None and self._buffer.holds() is self
 
     def bring_in(self) -> None:
-        """Copy the weights in, when those that were there before have done all their work. Waits for the copy."""
+        """Copy the weights in, once the previous owner's work is done. Waits for the copy."""
         gpu, buffer = self._gpu, self._buffer
         if self.is_in:
             return

@@ -1,4 +1,4 @@
-"""The layout of an engine's weights in a GPU's memory, where sessions do not allocate them themselves."""
+"""The layout of an engine's weights in GPU memory that sessions do not allocate themselves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PASSED_ON = frozenset(
 
 
 class SwapBuffer(Struct, frozen=True, array_like=True):
-    """Memory of a device, of so many bytes, for the weights of whichever model of a pipeline is at work.
+    """A device buffer of this many bytes for the weights of the pipeline's model that is at work.
 
     `pipeline` is the pipeline's number in the caller's process.
     """
@@ -42,7 +42,7 @@ class SwapBuffer(Struct, frozen=True, array_like=True):
 
 
 def can_share(weights: Sequence[Weight] | None) -> bool:
-    """Whether sessions can share an engine's weights: they are known, and of types that can be passed on."""
+    """Whether sessions can share an engine's weights: they are listed, and DLPack can pass their types."""
     return weights is not None and all(weight.dtype in PASSED_ON for weight in weights)
 
 
@@ -52,12 +52,12 @@ def size_of(weight: Weight) -> int:
 
 
 def lay_out(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where arrays of these bytes begin in one piece of memory, and the bytes of that."""
+    """The offsets of arrays of these sizes in one allocation, and its bytes."""
     ends = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
     return ends[:-1], max(ALIGNED, ends[-1])
 
 
 def swappable_bytes(rank: Rank) -> int:
-    """The bytes of a rank's weights that can be swapped: those of a single engine; 0 if they can't be."""
+    """The bytes of a rank's swappable weights: those of a single engine; 0 if they can't be swapped."""
     weights = rank.engines[0].weights if len(rank.engines) == 1 else None
     return lay_out(map(size_of, weights))[1] if weights and can_share(weights) else 0

@@ -1,4 +1,4 @@
-"""Weights in a GPU's memory, which several sessions of ONNX Runtime share."""
+"""Weights in GPU memory, shared by several ONNX Runtime sessions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def place_weights(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Ma
 
 
 def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
-    """The weights in one piece of memory."""
+    """The weights in one allocation."""
     if not weights:
         return {}
     sizes = list(map(size_of, weights))
@@ -90,14 +90,14 @@ def _copy(gpu: GpuDevice, pieces: Sequence[tuple[int, Bytes]], first: int) -> No
 
 
 def make_value(gpu: GpuDevice, weight: Weight, place: Any) -> ort.OrtValue:
-    """The weight at a place in the GPU's memory, a pointer of CuPy's, as a value that keeps this memory."""
+    """The weight at this CuPy pointer, as a value that keeps the memory alive."""
     is_bfloat = weight.dtype == "bfloat16"
     array = gpu.cupy.ndarray(tuple(weight.shape), BITS if is_bfloat else weight.dtype, place)
     return ort.OrtValue.from_dlpack(_as_bfloat(array.__dlpack__()) if is_bfloat else array)
 
 
 def _as_bfloat(capsule: Any) -> Any:
-    """The DLPack capsule of 16-bit numbers as one of bfloat16."""
+    """The DLPack capsule of 16-bit numbers, relabelled as bfloat16."""
     find = ctypes.pythonapi.PyCapsule_GetPointer
     find.restype, find.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     ctypes.c_uint8.from_address(find(capsule, b"dltensor") + CODE_AT).value = BFLOAT

@@ -1,1 +1,1 @@
-"""Devices: which there are, what they hold, and how fast they are."""
+"""Devices: names, memory and speed."""

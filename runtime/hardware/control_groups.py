@@ -24,7 +24,7 @@ def cpu_limit(root: Path = Path("/")) -> float:
 
 
 def memory_limit(root: Path = Path("/")) -> tuple[float, float]:
-    """The bytes that this process may use, together with the others of its groups, and how many of them are free.
+    """The bytes that this process may use, together with the others of its groups, and the free ones of these.
 
     Infinity without a limit.
     """

@@ -165,7 +165,7 @@ def cores() -> int:
 
 
 def within_limit(count: int) -> int:
-    """So many cores, or as many as this process's control groups allow."""
+    """The smaller of `count` and the cores that this process's control groups allow."""
     return max(1, int(min(count, cpu_limit())))
 
 
@@ -220,7 +220,7 @@ def free_bytes(devices: Sequence[Device]) -> list[int | None]:
 
 
 def memory_of(device: Device) -> str:
-    """The memory that a device uses: all CPU devices of a host have one, each GPU has its own."""
+    """The memory that a device uses: the CPU devices of a host share one, each GPU has its own."""
     if device.kind != "cpu":
         return str(device)
     return "cpu" if device.host is None else f"host{device.host}/cpu"

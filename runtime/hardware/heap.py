@@ -25,11 +25,11 @@ _loading = 0
 
 @contextlib.contextmanager
 def compact_heap() -> Iterator[None]:
-    """Have what is freed meanwhile, as engines are loaded, go back to the system at once, and the rest at the end.
+    """Return freed memory to the system at once while engines are loaded, and the rest at the end.
 
-    ONNX Runtime folds and packs weights one by one, and frees what they were made of. In a heap that leaves gaps which
-    the next ones do not fit into: they took up to half of a model's weights. Later, blocks of up to LARGEST_LEARNT come
-    from the heap, as glibc would have learnt.
+    ONNX Runtime folds and packs weights one by one, and frees their sources. In a heap that leaves gaps which later
+    ones do not fit into: they took up to half of a model's weights. Later, blocks of up to LARGEST_LEARNT come from the
+    heap, as glibc would have learnt.
     """
     global _loading
     libc = ctypes.CDLL(None)

@@ -21,5 +21,5 @@ class RankMemory(Struct, frozen=True):
 
     @property
     def unaccounted(self) -> int:
-        """What the peak has more than predicted; less than 0 if it has less."""
+        """The measured peak minus the predicted one."""
         return self.peak - self.predicted_total

@@ -1,1 +1,1 @@
-"""Between processes: messages, and memory that they share."""
+"""Messages and shared memory between processes."""

@@ -32,8 +32,9 @@ TOGETHER = 64
 class Channel:
     """One end of a socket for messages between two processes. Any thread may send, one at a time receives.
 
-    A receiver polls for a message for `spin` seconds before it sleeps. `encode` makes pieces of a message, `decode` a
-    message of their bytes, which are its own.
+    - `spin`: the seconds that a receiver polls before it sleeps.
+    - `encode`: turns a message into pieces.
+    - `decode`: turns the bytes of a message, which it owns, into a message.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Channel:
                 sent = max(0, sent - len(piece))
 
     def send_nowait(self, message: Any, *descriptors: int) -> None:
-        """As `send`, but does not wait while the socket is full: what is left goes with the next one, or with `flush`.
+        """As `send`, but does not wait while the socket is full: the rest is sent with the next message, or by `flush`.
 
         So two processes that send to each other never wait for each other.
         """
@@ -81,7 +82,7 @@ class Channel:
             self._send_unsent()
 
     def flush(self) -> None:
-        """Send what is left of `send_nowait`, as far as it fits. Raises OSError if the other end is gone."""
+        """Send the rest of `send_nowait`, as far as it fits. Raises OSError if the other end is gone."""
         if self._unsent:
             with self._lock:
                 self._send_unsent()
@@ -109,7 +110,7 @@ class Channel:
         return self._messages.popleft()
 
     def take(self) -> list[Any]:
-        """Wait until something arrives, and take the messages that are complete. Raises as `receive` does."""
+        """Wait until something arrives, and return the complete messages. Raises as `receive` does."""
         with memoryview(self._long or self._buffer) as buffer, buffer[self._filled :] as rest:
             count, rights, flags, _ = self._socket.recvmsg_into([rest], SPACE)
         if not count:
@@ -152,7 +153,7 @@ class Channel:
         return descriptor
 
     def finish(self) -> None:
-        """Send no more. The other end gets what was sent before, and then EOFError."""
+        """Send no more. The other end receives all earlier messages, and then EOFError."""
         with contextlib.suppress(OSError):  # it is gone
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -171,12 +172,12 @@ def _with_length(pieces: Pieces) -> Pieces:
 
 
 def _rights(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
-    """What lets descriptors come with a message. socket.send_fds does the same, and ignores flags."""
+    """The ancillary data that passes descriptors. socket.send_fds does the same, but ignores flags."""
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error, or one that says the same if it can't be sent to another process."""
+    """The error, or an equivalent one if it can't be sent to another process."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its class does when it is copied

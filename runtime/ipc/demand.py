@@ -1,4 +1,4 @@
-"""How much memory was needed lately: what is many times larger is given back."""
+"""The memory needed recently: memory that is many times larger is returned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Demand:
         self._before = math.inf
 
     def most(self, size: int) -> float:
-        """Bytes that are needed now. Returns the most that should be kept."""
+        """Record the bytes needed now. Returns the most bytes to keep."""
         self._count += 1
         self._most = max(self._most, size, LEAST)
         kept = WASTE * max(self._before, self._most)

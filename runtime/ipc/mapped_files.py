@@ -1,4 +1,4 @@
-"""Shared memory that libraries leave behind if their processes are killed: files of theirs in /dev/shm."""
+"""Shared memory that libraries leave behind if their processes are killed: their files in /dev/shm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages as pickles whose long arrays lie beside them: they are not copied, and where they arrive they stay."""
+"""Messages as pickles, with long arrays beside them: neither sender nor receiver copies these."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ALIGNMENT = 64
 
 
 def pickled(message: Any) -> Pieces:
-    """The number of a message's long arrays, the sizes of what follows if there are any, its pickle, and the arrays.
+    """A message as pieces: the number of its long arrays, the sizes of the rest if there are any, a pickle, the arrays.
 
-    They are not copied.
+    The arrays are not copied.
     """
     arrays: list[memoryview] = []
 
@@ -38,7 +38,7 @@ def pickled(message: Any) -> Pieces:
 
 
 def unpickled(packed: bytearray) -> Any:
-    """The message of these bytes, which its long arrays lie in."""
+    """The message in these bytes. Its long arrays are views of them."""
     whole = memoryview(packed)
     (count,) = struct.unpack_from("<Q", packed)
     if not count:

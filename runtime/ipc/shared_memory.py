@@ -80,7 +80,7 @@ class _Map:
 
 
 def map_memory(descriptor: int) -> Array:
-    """The memory as bytes, which are freed with the last array that is cut from them. Closes the descriptor."""
+    """The memory as bytes, which are freed with the last view of them. Closes the descriptor."""
     try:
         return np.asarray(_Map(descriptor))
     finally:
@@ -88,7 +88,7 @@ def map_memory(descriptor: int) -> Array:
 
 
 def place(shapes: Iterable[tuple[str, tuple[int, ...], np.dtype[Any]]]) -> tuple[list[Placed], int]:
-    """Places for arrays of these names, shapes and types, and the bytes of all."""
+    """Places for arrays with these names, shapes and types, and their total size in bytes."""
     placed, size = [], 0
     for name, shape, dtype in shapes:
         placed.append(Placed(name, _name(dtype), shape, size))
@@ -103,9 +103,10 @@ def view(memory: Array, placed: Placed) -> Array:
 
 
 class SharedArrays(Struct, frozen=True, array_like=True):
-    """What a Lender tells of arrays in one of its buffers. `size` is that of a new one, whose descriptor comes with it.
+    """A Lender's message about arrays in one of its buffers.
 
-    `dropped` are buffers that are never used again.
+    - `size`: that of a new buffer, whose descriptor comes with the message.
+    - `dropped`: buffers that are never used again.
     """
 
     buffer: int
@@ -134,11 +135,11 @@ class _Buffer:
 
 
 class Lender:
-    """Buffers for arrays that another process gets, and gives back when it has no more use for them.
+    """Buffers for arrays that another process receives, and returns when it no longer uses them.
 
-    There are as many as are in use at a time, and those that are many times larger than what is needed lately are
-    dropped. `pin` is called with the memory of each new buffer. Any thread may use it: a GPU's rank allocates the
-    outputs of the next request while another thread sends those of the one before.
+    There are as many as are in use at a time. Buffers that are many times larger than needed recently are dropped.
+    `pin` is called with the memory of each new buffer. Any thread may use it: a GPU's rank allocates the outputs of the
+    next request while another thread sends those of the previous one.
     """
 
     def __init__(self, pin: Callable[[Array], None] | None = None) -> None:
@@ -164,7 +165,7 @@ class Lender:
         return arrays
 
     def send(self, arrays: Sequence[tuple[str, Array]]) -> tuple[SharedArrays | None, list[int]]:
-        """What to tell the other process of the arrays, and the descriptor of a buffer that it does not know.
+        """The message about the arrays for the other process, and the descriptor of a new buffer.
 
         Arrays that are not from `allocate` are copied to a buffer. The caller closes the descriptor.
         """
@@ -194,13 +195,13 @@ class Lender:
         return buffer
 
     def give_back(self, numbers: Iterable[int]) -> None:
-        """The other process has no more use for these buffers."""
+        """Mark these buffers as free: the other process no longer uses them."""
         with self._lock:
             for number in numbers:
                 insort(self._free, self._buffers[number], key=_size)
 
     def close(self) -> None:
-        """Free the buffers, but for those that somebody still has arrays of."""
+        """Free the buffers, except those with arrays still in use."""
         with self._lock:
             for buffer in list(self._buffers.values()):
                 self._drop(buffer)
@@ -235,7 +236,7 @@ class Lender:
         return buffer
 
     def _drop(self, buffer: _Buffer) -> None:
-        """Free a buffer, and have the other process do so with what it is sent next."""
+        """Free a buffer, and let the other process free it with the next message."""
         del self._buffers[buffer.number]
         if buffer.descriptor is None:
             self._dropped.append(buffer.number)
@@ -247,7 +248,7 @@ _size = attrgetter("size")
 
 
 class Borrower:
-    """The other end of a Lender. `descriptor` gives the descriptor that came with what was sent."""
+    """The receiving end of a Lender. `descriptor` returns the descriptor that came with a message."""
 
     def __init__(self, descriptor: Callable[[], int]) -> None:
         self._descriptor = descriptor
@@ -255,7 +256,7 @@ class Borrower:
         self._unused: deque[int] = deque()
 
     def look(self, shared: SharedArrays | None) -> list[tuple[str, Array]]:
-        """The arrays that were sent, where they are: valid until the other process uses their buffer again."""
+        """The arrays of a message, in place: valid until the other process reuses their buffer."""
         if shared is None:
             return []
         for number in shared.dropped:
@@ -265,7 +266,7 @@ class Borrower:
         return [(at.name, view(self._buffers[shared.buffer], at)) for at in shared.placed]
 
     def receive(self, shared: SharedArrays | None) -> dict[str, Array]:
-        """The arrays that were sent. They stay valid as long as anybody has them, then their buffer goes back."""
+        """The arrays of a message. Their buffer is returned once they are no longer used."""
         arrays = self.look(shared)
         if shared is None:
             return {}
@@ -278,16 +279,16 @@ class Borrower:
         return {at.name: view(lent, at) for at in shared.placed}
 
     def close(self) -> None:
-        """Free the buffers, but for those that somebody still has arrays of."""
+        """Free the buffers, except those with arrays still in use."""
         self._buffers.clear()
 
     def unused(self) -> list[int]:
-        """The buffers that nobody has arrays of any more, to be given back."""
+        """The buffers with no arrays in use, to be returned."""
         return [self._unused.popleft() for _ in range(len(self._unused))]
 
 
 class _Loan:
-    """A buffer's memory. All arrays that are cut from it refer to this, so it ends with the last of them."""
+    """A buffer's memory. All views of it refer to this, so it ends with the last of them."""
 
     def __init__(self, memory: Array, buffer: int, unused: deque[int]) -> None:
         self._memory, self._buffer, self._unused = memory, buffer, unused

@@ -1,1 +1,1 @@
-"""Ranks that are processes which MPI has started, on one machine or on several."""
+"""Ranks as MPI's processes, on one machine or on several."""

@@ -1,4 +1,4 @@
-"""Times of other machines by this machine's clock: each machine's clock began at another time."""
+"""Times of other machines, converted to this machine's clock: each clock began at another time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ RECENT = 64
 
 
 class Clocks:
-    """The clocks of the machines that ranks run on: `machines` has the number of each rank's; the caller's is 0.
+    """The clocks of the ranks' machines. `machines` has the number of each rank's machine; the caller's is 0.
 
-    An answer arrives after its end. Of a machine's recent answers, the one with the shortest way gives the clocks'
-    offset: converted times are too late by the time that it took.
+    The clocks' offset is taken from the recent answer of a machine with the shortest transit. Converted times are too
+    late by that transit.
     """
 
     def __init__(self, machines: Sequence[int]) -> None:
@@ -26,7 +26,7 @@ class Clocks:
         self._apart: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
 
     def by_ours(self, rank: int, answer: Answer, arrived: float) -> Answer:
-        """A rank's answer, which arrived at this time of our clock, with its times by our clock."""
+        """A rank's answer with its times by our clock. It arrived at the time `arrived` of our clock."""
         machine = self._machines[rank]
         if machine == 0:
             return answer

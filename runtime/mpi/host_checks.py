@@ -1,4 +1,4 @@
-"""Whether the hosts that MPI gave are those that a package was planned for, and have what its ranks need."""
+"""Whether MPI's hosts are those that a package was planned for, and have what its ranks need."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from splitc.runtime.units import format_bytes
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rank has found on its host, the machine of this number. `gpu` is None on CPU devices."""
+    """The properties of a rank's host, the machine with this number. `gpu` is None on CPU devices."""
 
     host: str
     machine: int
@@ -26,7 +26,7 @@ class Finding:
 
 
 def why_not_placed(devices: Sequence[Device], machines: Sequence[int], hosts: Sequence[str]) -> str | None:
-    """Why ranks on these machines are not placed as planned: those of one planned host are on several.
+    """Why ranks on these machines are not placed as planned: one planned host's ranks are on several machines.
 
     Several planned hosts may be one machine, and devices without a host are on any.
     """
@@ -47,7 +47,7 @@ def why_not_placed(devices: Sequence[Device], machines: Sequence[int], hosts: Se
 
 
 def why_lacking(package: Path, manifest: Manifest | None, rank: int) -> str | None:
-    """Which file of a rank is missing on this host; None if none is. Without `manifest`, looks for its file alone."""
+    """The file of a rank that this host lacks; None if none is missing. Without `manifest`, checks only its file."""
     names = [FILE_NAME] if manifest is None else [file.path for file in files_of(manifest, rank)]
     lacking = next((name for name in names if not (package / name).exists()), None)
     if lacking is None:

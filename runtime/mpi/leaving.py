@@ -1,4 +1,4 @@
-"""How the processes that MPI has started end together."""
+"""How MPI's processes end together."""
 
 from __future__ import annotations
 

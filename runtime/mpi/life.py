@@ -22,7 +22,7 @@ PATIENCE = 8.0
 
 
 class Life(threading.Thread):
-    """Sends heartbeats: of a rank to process 0, the session's, or of that one to all ranks."""
+    """Sends heartbeats: a rank's to process 0, the session's process, and process 0's to all ranks."""
 
     def __init__(self, communicator: Any) -> None:
         super().__init__(name="splitc life", daemon=True)
@@ -69,11 +69,11 @@ class Life(threading.Thread):
         self._told = True  # no lock: it may come again meanwhile
 
     def silent(self, process: int) -> float:
-        """Seconds since the last sign of life of a process, as far as this one was awake."""
+        """The seconds since a process's last heartbeat, in which this process was awake."""
         return self._silent[process]
 
     def end(self) -> None:
-        """Send no more, before this process ends, and receive the last heartbeats. All processes must call this."""
+        """Stop sending, before this process ends, and receive the last heartbeats. All processes must call this."""
         self._ended.set()
         self.join()
         begin, all_ended = time.monotonic(), self._communicator.Ibarrier()

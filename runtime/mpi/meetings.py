@@ -1,4 +1,4 @@
-"""The meetings of engines of MPI's processes: in memory that they share, or by MPI's messages."""
+"""Meetings of engines in MPI's processes: in shared memory, or by MPI's messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages of processes that MPI has started, besides those of all ranks that are processes."""
+"""Messages between MPI's processes, besides those of all rank processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from splitc.runtime.mpi.world import World
 
 @dataclass(frozen=True)
 class Join:
-    """Asks all ranks to load their engines of a package, for the session of this number in process 0.
+    """Asks all ranks to load their engines of a package, for the session with this number in process 0.
 
-    Of several replicas each has a number. `first` is the process of the first of its `size` ranks, and its messages go
-    in a `lane` of their own. `seal` is the hash of the package's manifest, `devices` are those of all replicas. For
-    `threads` and `cuda_graphs` see Deployment.
+    - `first`, `size`: the process of the replica's first rank, and the number of its ranks. Each replica has a number.
+    - `lane`: the lane of its messages.
+    - `seal`: the hash of the package's manifest.
+    - `devices`: those of all replicas.
+    - `threads`, `cuda_graphs`: see Deployment.
     """
 
     number: int
@@ -51,9 +53,9 @@ class Stop:
 
 @dataclass(frozen=True)
 class Leave:
-    """The program in process 0 ends, and so must the process that gets this."""
+    """The program in process 0 ends, and the receiving process must end too."""
 
 
 @dataclass(frozen=True)
 class Left:
-    """A rank has ended its part of a session; or, in answer to Leave, its program is about to end."""
+    """A rank has left a session; or, in answer to Leave, its program is about to end."""

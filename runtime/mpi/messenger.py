@@ -1,4 +1,4 @@
-"""Messages between the processes that MPI has started: Python objects, whose arrays are not copied on the way."""
+"""Messages between MPI's processes: Python objects, whose arrays are sent without a copy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LANES = 1 << 14
 class Messenger:
     """A communicator's messages, which arrive in the order of sending. Any thread may send, one at a time receives.
 
-    A small message is one of MPI's. An empty one announces a message with large arrays (from MPI4PY_PICKLE_THRESHOLD
-    bytes on), each of which is sent on its own, without a copy. What is sent in one of the communicator's lanes arrives
-    there.
+    A small message is one MPI message. An empty one announces a message with large arrays (from MPI4PY_PICKLE_THRESHOLD
+    bytes on), each of which is sent on its own, without a copy. Lanes are separate: a message arrives in the lane that
+    it was sent in.
     """
 
     def __init__(self, communicator: Any, sending: Sending, lane: int = 0) -> None:
@@ -37,7 +37,7 @@ class Messenger:
         return Messenger(self._communicator, self._sending, lane)
 
     def send(self, target: int, message: Any) -> None:
-        """Send a message. Its arrays may not be written to until the other process has it."""
+        """Send a message. Its arrays must not be written to until the other process has it."""
         data, large = self._pickle.dumps_oob(message)
         sent = self._communicator.Isend([b"" if large else data, self._byte], target, self._message)
         if not large:
@@ -53,9 +53,9 @@ class Messenger:
     def receive(
         self, source: int | None = None, seconds: float = math.inf, spin: float = 0.0
     ) -> tuple[int, Any] | None:
-        """The next message of a process, or of any, and who sent it. None if none arrives within these seconds.
+        """The next message of a process, or of any, with its sender. None if none arrives within these seconds.
 
-        It is looked for without a pause for `spin` seconds.
+        Polls without a pause for the first `spin` seconds.
         """
         wanted, begin = self._any if source is None else source, time.perf_counter()
         while (arrived := self._communicator.improbe(wanted, self._message, self._status)) is None:

@@ -83,7 +83,7 @@ def run_rank(everyone: World, join: Join, control: MpiControl) -> None:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a rank is made of, and its host."""
+    """The parts of a rank, and its host."""
 
     manifest: Manifest
     backend: Backend
@@ -91,7 +91,7 @@ class _Prepared:
 
 
 def _prepare(world: World, join: Join) -> _Prepared:
-    """See whether this host has what the rank needs. Raises PackageError, which names the host, if not."""
+    """Check that this host has what the rank needs. Raises PackageError, which names the host, if not."""
     rank, host, package = world.rank, world.hosts[world.rank], join.package
     own = rank - join.first  # in its replica, whose files are all replicas'
     try:
@@ -122,7 +122,7 @@ def _check_files(package: Path, manifest: Manifest | None, rank: int) -> None:
 
 
 def _agree(mail: Mail, world: World, prepared: _Prepared | Failure) -> Failure | None:
-    """Why any rank can't go on, or all can't run together; None if they can. All must call this."""
+    """The reason why a rank, or all together, can't go on; None if they can. All must call this."""
     told = prepared if isinstance(prepared, Failure) else prepared.finding
     agreed = all_gather(mail, world.rank, range(world.size), told)
     if isinstance(agreed, Failure):

@@ -21,14 +21,14 @@ def sleep_after(waited: float) -> None:
 
 @dataclass
 class Outgoing:
-    """A message on its way, which MPI reads from until it `has_left`."""
+    """A message being sent. MPI reads from it until it `has_left`."""
 
     is_complete: Callable[[], bool]
     message: Any
     has_left: bool = False
 
     def look(self) -> bool:
-        """See whether it has left."""
+        """Check whether it has left."""
         if not self.has_left and self.is_complete():
             self.has_left, self.message = True, None
         return self.has_left

@@ -54,7 +54,7 @@ class World:
         return [rank for rank, machine in enumerate(self.machines) if machine == self.machines[self.rank]]
 
     def part(self, first: int, size: int) -> World:
-        """So many processes from `first` on, numbered from 0, to which this one need not belong."""
+        """The processes from `first` to before `first` + `size`, renumbered from 0. This one need not be among them."""
         stop = first + size
         hosts, versions, machines = self.hosts[first:stop], self.versions[first:stop], self.machines[first:stop]
         return replace(
@@ -78,7 +78,7 @@ def started_by_mpi() -> bool:
 
 
 def _count() -> int | None:
-    """How many processes were started, where that is said."""
+    """The number of processes started, from the environment; None if it is not set."""
     said = (os.environ.get(name, "") for name in COUNTS)
     return next((int(count) for count in said if count.isdecimal()), None)
 

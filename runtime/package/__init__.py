@@ -1,1 +1,1 @@
-"""A package as files: its manifest, what that may say, and whether its files are as it says."""
+"""A package as files: its manifest, and checks of the manifest and the files."""

@@ -1,4 +1,4 @@
-"""The part of a manifest's schema that is about engines which are built where they run."""
+"""The part of a manifest's schema for engines that are built on the target machine."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
 
 
 def find_contradiction(manifest: Manifest) -> str | None:
-    """What is wrong with the manifest; None if nothing is."""
+    """The first contradiction in the manifest; None if there is none."""
     checks = (_threads, _files, _weights, _names, _groups, _programs, _exchanges, _parts, _replicas, _preamble)
     return next(chain.from_iterable(check(manifest) for check in checks), None)
 
@@ -33,7 +33,7 @@ def _threads(manifest: Manifest) -> Iterator[str]:
 
 
 def _files(manifest: Manifest) -> Iterator[str]:
-    """Engines lie inside the package, and their files are among those that are verified."""
+    """Engines lie inside the package, and their files are among the verified ones."""
     for path, count in Counter(file.path for file in manifest.files).items():
         if not is_inside(path):
             yield f"the file '{path}' lies outside the package"
@@ -53,7 +53,7 @@ def _files(manifest: Manifest) -> Iterator[str]:
 
 
 def _preamble(manifest: Manifest) -> Iterator[str]:
-    """It is among the files that are verified, and takes what there is."""
+    """The preamble's files are among the verified ones, and its inputs exist."""
     if (preamble := manifest.preamble) is None:
         return
     for path in filter(None, (preamble.file, preamble.plain)):
@@ -79,7 +79,7 @@ def _preamble(manifest: Manifest) -> Iterator[str]:
 
 
 def _weights(manifest: Manifest) -> Iterator[str]:
-    """Weights lie in files of the package, and end before these do."""
+    """Weights lie in files of the package, within the files' sizes."""
     sizes = {file.path: file.bytes for file in manifest.files}
     for engine in (engine for rank in manifest.ranks for engine in rank.engines):
         for weight in engine.weights or ():
@@ -93,7 +93,7 @@ def _weights(manifest: Manifest) -> Iterator[str]:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path, on whatever system, stays inside the folder that it is relative to."""
+    """Whether a path, on any system, stays inside the folder that it is relative to."""
     parts = PurePosixPath(path).parts
     if not parts or "\0" in path or "\\" in path or PureWindowsPath(path).drive:
         return False
@@ -101,7 +101,7 @@ def is_inside(path: str) -> bool:
 
 
 def _names(manifest: Manifest) -> Iterator[str]:
-    """Names are those of the model's inputs and outputs, each is there once, and each output comes from somewhere."""
+    """Names are those of the model's inputs and outputs, without duplicates, and each output has a source."""
     if not manifest.ranks:
         yield "it has no ranks"
     inputs = [tensor.name for tensor in (*manifest.inputs, *manifest.overridable)]
@@ -140,7 +140,7 @@ def _names(manifest: Manifest) -> Iterator[str]:
 
 
 def _lengths(manifest: Manifest, inputs: Sequence[str]) -> Iterator[str]:
-    """Lengths are of states, and are read off inputs."""
+    """Lengths belong to states, and are sizes of inputs."""
     states = {state.input for state in manifest.states}
     for length in manifest.lengths:
         if length.input in inputs:
@@ -152,7 +152,7 @@ def _lengths(manifest: Manifest, inputs: Sequence[str]) -> Iterator[str]:
 
 
 def _groups(manifest: Manifest) -> Iterator[str]:
-    """All ranks of a group have equally many engines with its collectives."""
+    """All ranks of a group have the same number of engines with its collectives."""
     counts = Counter(
         (number, tuple(engine.group)) for number, rank in enumerate(manifest.ranks) for engine in rank.engines
     )
@@ -171,7 +171,7 @@ def _are_ranks(group: Sequence[int], manifest: Manifest) -> bool:
 
 
 def _programs(manifest: Manifest) -> Iterator[str]:
-    """Each step has what it needs from the steps before it."""
+    """Each step's values come from earlier steps."""
     for number, rank in enumerate(manifest.ranks):
         known = set(rank.inputs)
         for place, step in enumerate(rank.program):
@@ -194,7 +194,7 @@ def _programs(manifest: Manifest) -> Iterator[str]:
 
 
 def _passes(step: Step, rank: Rank) -> tuple[Sequence[str], Sequence[str]]:
-    """The values that a step needs, and those that it makes."""
+    """The values that a step reads and makes."""
     if isinstance(step, Run):
         return rank.engines[step.engine].inputs, rank.engines[step.engine].outputs
     if isinstance(step, Reduce):
@@ -204,14 +204,14 @@ def _passes(step: Step, rank: Rank) -> tuple[Sequence[str], Sequence[str]]:
 
 @dataclass(frozen=True)
 class _Collective:
-    """A step that ends when all of these ranks have come to it: a reduction, or a run of engines with collectives."""
+    """A step that ends once all of these ranks have come to it: a reduction, or a run of engines with collectives."""
 
     what: str
     ranks: tuple[int, ...]
 
 
 def _exchanges(manifest: Manifest) -> Iterator[str]:
-    """The ranks' programs end: they are walked, engines aside."""
+    """The ranks' programs end: their exchanges are simulated, without the engines."""
     left = [deque(_waits(rank)) for rank in manifest.ranks]
     sent: dict[tuple[int, int], deque[str]] = {}
     while any(left):
@@ -239,7 +239,7 @@ def _waits(rank: Rank) -> Iterator[Send | Receive | _Collective]:
 def _walk(
     number: int, left: Sequence[deque[Send | Receive | _Collective]], sent: dict[tuple[int, int], deque[str]]
 ) -> bool:
-    """Take the next step of a rank, unless it has to wait. Returns whether it was taken."""
+    """Take the next step of a rank, unless it must wait. Returns whether it was taken."""
     step = left[number][0]
     if isinstance(step, _Collective):
         if any(not left[rank] or left[rank][0] != step for rank in step.ranks):
@@ -266,7 +266,7 @@ def _describe(step: Send | Receive | _Collective) -> str:
 
 
 def _parts(manifest: Manifest) -> Iterator[str]:
-    """Shards of an array are cut alike, and those of an output cover it."""
+    """All shards of an array are cut in the same way, and those of an output cover it."""
     tensors = {tensor.name: tensor for tensor in (*manifest.outputs, *manifest.inputs, *manifest.optional)}
     for number, rank in enumerate(manifest.ranks):
         for name, count in Counter(part.name for part in rank.parts).items():
@@ -288,7 +288,7 @@ def _parts(manifest: Manifest) -> Iterator[str]:
 
 
 def _replicas(manifest: Manifest) -> Iterator[str]:
-    """All replicas have as many devices as there are ranks, and the first one those of the ranks."""
+    """Each replica has one device for each rank, and the first one has the ranks' devices."""
     for number, replica in enumerate(manifest.replicas):
         for own in (replica.devices, replica.activation_bytes, replica.cache_bytes, replica.total_bytes):
             if len(own) != len(manifest.ranks):
@@ -302,7 +302,7 @@ def _replicas(manifest: Manifest) -> Iterator[str]:
 
 
 def _is_cut(axis: AxisPart, tensor: Tensor | None) -> bool:
-    """Whether there is such a shard of an array of the planned shape, which is not known of what a preamble makes."""
+    """Whether the planned shape has this shard. The shapes of a preamble's outputs are not known."""
     if tensor is not None and tensor.sample_shape is not None:
         if not 0 <= axis.axis < len(tensor.sample_shape):
             return False
@@ -343,6 +343,6 @@ def _cover(parts: Sequence[Part]) -> bool:
 
 
 def _runs(part: Part, sizes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """A shard's runs of places along each factor of its axes, which have these sizes."""
+    """A shard's runs of elements along each factor of its axes, which have these sizes."""
     given: list[Sequence[tuple[int, int] | None]] = [axis.places or [own] for axis in part.axes for own in axis.ranges]
     return [[run or (0, size) for run in own] for own, size in zip(given, sizes, strict=True)]

@@ -23,9 +23,9 @@ def hash_file(path: Path) -> str:
 
 
 def hash_package_file(path: Path, file: File, check: Callable[[int], None] = lambda _: None) -> str:
-    """The hash of the file, in hexadecimal, of the kind that the manifest has.
+    """The hash of the file, in hexadecimal, by the manifest's hash function.
 
-    `check` is called before each piece, with its bytes. It may raise, to end it early.
+    `check` is called with the bytes of each piece before it is hashed. It may raise to stop.
     """
     digest = hashlib.sha256() if file.blake3 is None else blake3(max_threads=blake3.AUTO)
     return _hash(path, digest, check)
@@ -52,6 +52,6 @@ def _describe(package: Path, path: Path) -> File:
 
 
 def files_of(manifest: Manifest, rank: int) -> list[File]:
-    """The files that a rank needs: those in the folders of its engines."""
+    """The files that a rank needs: those in its engines' folders."""
     folders = {PurePosixPath(engine.path).parent for engine in manifest.ranks[rank].engines}
     return [file for file in manifest.files if PurePosixPath(file.path).parent in folders]

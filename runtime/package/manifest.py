@@ -19,7 +19,7 @@ READ = (3, SCHEMA)
 
 
 class Fill(Struct, frozen=True):
-    """How to make up an array for an input.
+    """How to generate an array for an input.
 
     `normal`: normally distributed numbers. `randint`: random integers from `low` to before `high`. `arange`: numbers
     that count up along the last axis, modulo `high` unless that is 0.
@@ -34,7 +34,7 @@ class Role(Struct, frozen=True):
     """The meaning of an input.
 
     `kind` is `indices` (of a table of `rows` rows), `positions` (of a table, if `rows` is not 0), `mask` (an attention
-    mask is made from it) or `bias` (it is added to attention scores as it is).
+    mask is computed from it) or `bias` (it is added to attention scores unchanged).
     """
 
     kind: str
@@ -70,9 +70,9 @@ def of_role(inputs: Sequence[Tensor], role: str) -> list[Tensor]:
 class Slot(Struct, frozen=True):
     """A layer's place for adapters: optional inputs A, [inputs, rank], and B, [rank, outputs].
 
-    `names` are those that the layer goes by. The product of both, with the layer's input and times the `factor`, is
-    added to its output. A convolution has a `kernel`: its A is [rank, inputs, ...] with the kernel's sizes, its B
-    [outputs, rank, ...] with ones.
+    `names` are the layer's names in adapter files. input x A x B x `factor` is added to the layer's output. A
+    convolution has a `kernel`: its A is [rank, inputs, ...] with the kernel's sizes, its B [outputs, rank, ...] with
+    ones.
     """
 
     names: list[str]
@@ -90,9 +90,9 @@ def slot_tensors(slots: Sequence[Slot]) -> list[Tensor]:
 
 
 class FixedInput(Struct, frozen=True):
-    """An input of the model that no rank takes: bound to `value`, or (None) not read by anything.
+    """An input of the model that no rank takes: fixed to `value`, or unused (None).
 
-    Requests need not give it. What they give must fit, and is ignored.
+    Requests may omit it. If they feed it, it must fit, and is ignored.
     """
 
     name: str
@@ -102,7 +102,7 @@ class FixedInput(Struct, frozen=True):
 
 
 class AxisPart(Struct, frozen=True):
-    """A shard of an axis. The axis is a product of factors of these `sizes`, major first (-1: whatever is left).
+    """A shard of an axis. The axis is a product of factors of these `sizes`, major first (-1: inferred).
 
     `ranges` are the shard's indices of each factor, from the first to before the last; None is all. An axis of several
     sections is one factor, and `places` are the shard's elements of it, as runs from the first to before the last.
@@ -115,7 +115,7 @@ class AxisPart(Struct, frozen=True):
 
 
 class Part(Struct, frozen=True):
-    """The shard of an input or output of the model that a rank takes or gives."""
+    """The shard of an input or output of the model that a rank takes or returns."""
 
     name: str
     axes: list[AxisPart]
@@ -124,7 +124,7 @@ class Part(Struct, frozen=True):
 class Override(Struct, frozen=True):
     """An optional input as a rank's engines take it: it replaces their weight `value`.
 
-    `places` are the rank's elements along each axis that is sharded, as runs from the first to before the last.
+    `places` are the rank's elements along each sharded axis, as runs from the first to before the last.
     """
 
     input: str
@@ -145,7 +145,7 @@ class Sizes(Struct, frozen=True):
 class Weight(Struct, frozen=True, array_like=True):
     """A weight of an engine, in a file beside it, from the byte `offset` on. `dtype` is numpy's name.
 
-    `key` says which weights of a pipeline's modules have the same content, and so may be held once; "" for others.
+    `key` is equal for weights of a pipeline's modules with the same content, which may be stored once; "" for others.
     """
 
     name: str
@@ -159,14 +159,18 @@ class Weight(Struct, frozen=True, array_like=True):
 class EngineFile(Struct, frozen=True):
     """An engine of a rank: its file, relative to the package, and the names of its inputs and outputs.
 
-    `adapted` is the file of the same engine with slots for adapters, for requests that bring some, and `unmasked` of
-    one without the preamble's masks, for requests that leave them out. `source` is the ONNX file that it is built from,
-    if the package holds it. `sizes` are the input sizes that it is built for. `group` are the ranks of collectives
-    inside the engine, its own included. `sizes_only` are the inputs whose sizes it reads, but not their data. `weights`
-    are those in files beside it that several sessions may share; None if they can't be listed. `attends` says whether
-    it has operators of attention, `convolves` whether it has convolutions, `data_sizes` whether sizes inside it depend
-    on data, as NonZero's do, `control_flow` whether data may decide what it runs. `not_captured` is what keeps ONNX
-    Runtime from capturing it on a GPU, as far as the compiler knows: a node that is left on the CPU.
+    - `adapted`: the file of this engine with slots for adapters, for requests with adapters.
+    - `unmasked`: the file of this engine without the preamble's masks, for requests without them.
+    - `source`: the ONNX file that it is built from, if the package has it.
+    - `sizes`: the input sizes that it is built for.
+    - `group`: the ranks of collectives inside the engine, its own included.
+    - `sizes_only`: the inputs of which it reads the sizes, but not the data.
+    - `weights`: those in files beside it that several sessions may share; None if they can't be listed.
+    - `attends`, `convolves`: whether it has attention operators, or convolutions.
+    - `data_sizes`: whether sizes inside it depend on data, as NonZero's do.
+    - `control_flow`: whether data may decide what it runs.
+    - `not_captured`: a node left on the CPU, which keeps ONNX Runtime from capturing the engine on a GPU, as far as the
+      compiler knows.
     """
 
     path: str
@@ -187,14 +191,15 @@ class EngineFile(Struct, frozen=True):
 
 
 class Rank(Struct, frozen=True):
-    """One rank: its device, what it loads and runs, and the memory that it is predicted to hold, in bytes.
+    """One rank: its device, what it loads and runs, and its predicted memory, in bytes.
 
-    `parts` are the shards of inputs and outputs that it takes or gives. `overrides` are the optional inputs among its
-    weights. `keeps` are outputs that it keeps for its states, while another rank gives them to the caller.
-    `total_bytes` is the peak, loading included, which may be more than the sum of the others. `limit_bytes` is what its
-    engines may take for weights and values where the rank was given a budget. `engine_bytes` are the engines' own
-    memory, and `mapped_bytes` those of the weights of which a few rows are read from a mapped file. `passed_bytes` are
-    those of the activations that its engines take and give, `adapter_bytes` what only requests with adapters need.
+    - `parts`: the shards of inputs and outputs that it takes or returns.
+    - `overrides`: the optional inputs that replace its weights.
+    - `keeps`: outputs that it keeps for its states, while another rank returns them to the caller.
+    - `total_bytes`: the peak, loading included, which may be more than the sum of the others.
+    - `limit_bytes`: the limit for its engines' weights and values, if the rank has a budget.
+    - `engine_bytes`: the engines' own memory. `mapped_bytes`: weights of which a few rows are read from a mapped file.
+    - `passed_bytes`: the activations that its engines take and return. `adapter_bytes`: needed only with adapters.
     """
 
     device: str
@@ -218,12 +223,12 @@ class Rank(Struct, frozen=True):
 
     @property
     def loaded_bytes(self) -> int:
-        """What is predicted to be in memory before the first request: weights, and the engine's own memory."""
+        """The predicted memory before the first request: weights, and the engines' own."""
         return self.weights_bytes - self.mapped_bytes + self.engine_bytes
 
 
 def is_fed(rank: Rank) -> bool:
-    """Whether a rank takes inputs, or values between its engines' runs. Else others of its group send it all inside."""
+    """Whether a rank takes inputs, or values between its engines' runs; if not, collectives inside bring its data."""
     return bool(rank.inputs) or any(not isinstance(step, Run) for step in rank.program)
 
 
@@ -243,7 +248,7 @@ class Source(Struct, frozen=True):
 
 
 class UnsplitWeight(Struct, frozen=True):
-    """A weight that the split mode could not split, or not entirely: its unsplit bytes and the reason."""
+    """A weight that the split mode could not split completely: its unsplit bytes and the reason."""
 
     name: str
     bytes: int
@@ -282,7 +287,7 @@ class Replica(Struct, frozen=True):
 
 
 class MergedAdapter(Struct, frozen=True):
-    """An adapter that the weights have in them: its file's name, how strong it is, and how many layers it changed."""
+    """An adapter that is merged into the weights: its file's name, its scale, and the number of layers changed."""
 
     name: str
     scale: float
@@ -344,25 +349,25 @@ class Manifest(Struct, frozen=True):
 
     @property
     def devices(self) -> list[str]:
-        """The devices of all ranks, one replica's after the other's."""
+        """The devices of all ranks, one replica after the other."""
         if not self.replicas:
             return [rank.device for rank in self.ranks]
         return [device for replica in self.replicas for device in replica.devices]
 
     @property
     def added(self) -> list[str]:
-        """The inputs of ranks that are no inputs of the model: those for lengths, and what the preamble makes."""
+        """The ranks' inputs that are not the model's: lengths, and outputs of the preamble."""
         own = [name for length in self.lengths for name in length.names]
         return [*own, *([] if self.preamble is None else self.preamble.outputs)]
 
     @property
     def masks(self) -> frozenset[str]:
-        """The inputs of ranks that a request may leave out."""
+        """The ranks' inputs that a request may omit."""
         return frozenset(() if self.preamble is None else (*self.preamble.masks, *self.preamble.blanks))
 
     @property
     def overridable(self) -> list[Tensor]:
-        """The inputs that take the place of engines' weights: optional ones, and those of slots."""
+        """The inputs that replace weights of engines: optional ones, and those of slots."""
         return [*self.optional, *slot_tensors(self.slots)]
 
     @property
@@ -383,7 +388,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def resident_states(self) -> list[State]:
-        """The states that stay on the ranks in a sequence: those that each rank that takes them also makes."""
+        """The states that stay on the ranks in a sequence: every rank that takes them also computes them."""
         resident = []
         for state in self.states:
             takers = [rank for rank in self.ranks if state.input in rank.inputs]

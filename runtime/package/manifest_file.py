@@ -48,7 +48,7 @@ def seal(content: bytes) -> bytes:
 
 
 def read_seal(package: Path) -> str:
-    """The hash of a package's manifest, as it says itself. Raises PackageError if that can't be read."""
+    """The hash of a package's manifest, as stored in it. Raises PackageError if it can't be read."""
     try:
         _need_regular(package / FILE_NAME)
         with (package / FILE_NAME).open("rb") as file:
@@ -71,7 +71,7 @@ def _need_regular(path: Path) -> None:
 
 
 def _is_sealed(text: bytes) -> bool:
-    """Whether a manifest is as it was written."""
+    """Whether a manifest's content matches its own hash."""
     match = _SEAL.match(text)
     if match is None:
         return False
@@ -91,7 +91,7 @@ def read_manifest(package: Path) -> Manifest:
 
 
 def why_no_package(path: Path) -> str:
-    """What is there in place of a package."""
+    """What is at the path instead of a package, in words."""
     what = f"has no {FILE_NAME}, so it is no package" if path.is_dir() else "does not exist"
     what = "is a file, and packages are folders" if path.is_file() else what
     if inside := sorted(file.parent.name for file in path.glob(f"*/{FILE_NAME}")):
@@ -103,7 +103,7 @@ def why_no_package(path: Path) -> str:
 
 
 def read_sealed(path: Path, decoder: Decoder[Sealed], versions: Sequence[int]) -> Sealed | None:
-    """Read a file that `seal` has made; None if there is none. The last of the `versions` of its schema is the newest.
+    """Read a file that `seal` wrote; None if there is none. The last of the `versions` of its schema is the newest.
 
     Raises PackageError for a file that this version can't read or trust.
     """

@@ -15,7 +15,7 @@ from splitc.runtime.units import format_shape
 
 
 def cut_part(array: Array, part: Part) -> Array:
-    """Cut a rank's shard out of a whole array. Raises PackageError for an array that has no such shard."""
+    """Cut a rank's shard out of a whole array. Raises PackageError if the array has no such shard."""
     shape = part_shape(array.shape, part)
     try:
         view = array.reshape(_factors(array.shape, part))
@@ -33,7 +33,7 @@ def cut_part(array: Array, part: Part) -> Array:
 
 
 def cut_places(array: Array, places: Mapping[int, Sequence[tuple[int, int]]]) -> Array:
-    """Keep these runs of an array along each axis. Runs go from the first element to before the last."""
+    """Keep these runs of elements along each axis. Runs go from the first element to before the last."""
     for axis, runs in places.items():
         array = array.take(np.concatenate([np.arange(*run) for run in runs]), axis)
     return np.ascontiguousarray(array)
@@ -94,9 +94,9 @@ def _factors(shape: Sequence[int], part: Part) -> list[int]:
 
 
 def _blocks(rank: int, part: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Where the blocks of a shard are, along the factors of the whole array's axes and along its own axes.
+    """The blocks of a shard: their slices along the factors of the whole array, and along the shard's own axes.
 
-    There is one, but for axes of several sections, of which each run of elements has its own.
+    There is one block, except for axes of several sections, where each run of elements has its own.
     """
     cut = {axis.axis: axis for axis in part.axes}
     choices: list[list[tuple[list[slice], slice]]] = []

@@ -1,4 +1,4 @@
-"""The file of a pipeline: a package of several models, its modules, and of other files that their program needs.
+"""The file of a pipeline: a package of several models, its modules, and the other files that their program needs.
 
 Each module is a package of its own, in a folder with the module's name. Other files (tokenizers, configs, schedulers)
 have the paths that they had in the models' folder.

@@ -1,4 +1,4 @@
-"""What a manifest says of states: what stays from request to request, how long it is, and what follows from that."""
+"""The manifest's entries for states: what stays from request to request, and how long it is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from msgspec import Struct
 
 
 class State(Struct, frozen=True):
-    """An input that is fed with an output of the run before (a past and its present).
+    """An input that is fed with an output of the previous run (a past and its present).
 
-    A sequence begins with zeros. A state that grows has length 0 along the axis `grows` then. With `in_place` the
-    engine can write the output over the input, which may have the capacity for later tokens.
+    - `grows`: the axis along which the state grows: a sequence begins with length 0 there, and with zeros otherwise.
+    - `in_place`: the engine can write the output over the input, which may have a capacity for later tokens.
     """
 
     input: str
@@ -19,12 +19,14 @@ class State(Struct, frozen=True):
 
 
 class Length(Struct, frozen=True):
-    """How many rows of the states `states` are filled along the axis `axis`, where engines write them in place.
+    """The number of filled rows of `states` along `axis`, where engines write them in place.
 
-    Ranks take it as the size of the input `input`, which requests do not give. Each request adds `adds` rows, or, where
-    `reads` is set, as many as that input has along that axis. With `room_for_batches`, several rows of the batch read
-    several tokens after others only in states that have room for them. With `one_row`, they can't: such a request is
-    for one row. `room` is an input whose size is the room that there is.
+    - `input`: the ranks' input whose size it is. Requests do not feed it.
+    - `adds`, `reads`: a request adds `adds` rows, or as many as the input `reads` has along that axis.
+    - `room_for_batches`: batches of several rows read several tokens after earlier ones only in states with room for
+      them.
+    - `one_row`: they can't at all: such a request must have one row.
+    - `room`: an input whose size is the available room.
     """
 
     input: str

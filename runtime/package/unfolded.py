@@ -1,4 +1,4 @@
-"""A package's ranks with those of all its replicas, as tables and pages show them."""
+"""A package's ranks in all its replicas, for tables and pages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from splitc.runtime.package.steps import Receive, Run, Send, Step
 
 
 def unfolded(manifest: Manifest, devices: Sequence[str] | None = None) -> Manifest:
-    """The manifest with a rank for each of these devices, by default the package's.
+    """The manifest with one rank for each of these devices, by default the package's.
 
-    It is for reading only: ranks of further replicas have no files of their own.
+    For reading only: ranks of further replicas have no files of their own.
     """
     names, size = list(devices or manifest.devices), len(manifest.ranks)
     ranks = []
@@ -30,7 +30,7 @@ def unfolded(manifest: Manifest, devices: Sequence[str] | None = None) -> Manife
 
 
 def count_groups(manifest: Manifest, ranks: int) -> int:
-    """How many groups so many ranks are that have the whole model each."""
+    """The number of groups with the whole model that this number of ranks forms."""
     size = len(manifest.replicas[0].devices) if manifest.replicas else ranks
     return ranks // size
 

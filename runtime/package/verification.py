@@ -60,9 +60,10 @@ def check_size(package: Path, file: File) -> None:
 
 
 class Verification:
-    """Compares a package's files with the manifest, on a thread of its own, from `begin` until `finish` or `stop`.
+    """Compares a package's files with the manifest, on its own thread, from `begin` until `finish` or `stop`.
 
-    Raises PackageError, which says which file differs and how, at first for those that are not there in their sizes.
+    Raises PackageError, which says which file differs and how. Files that are missing or of another size are reported
+    first.
     """
 
     def __init__(self, package: Path, files: Iterable[File], verify: str, first: Iterable[str] = ()) -> None:
@@ -81,7 +82,7 @@ class Verification:
         self._pool = Executor(1, "splitc verifies")
 
     def begin(self) -> None:
-        """Compare those files that are to be first, and begin with the others."""
+        """Compare the files that must be first, and start on the others."""
         self._verify_all(self._first)
         self._rest = self._pool.submit(self._verify_all, self._others)
 
@@ -91,7 +92,7 @@ class Verification:
         self.stop()
 
     def stop(self) -> None:
-        """End it early, or after `finish`. What has been compared by then is remembered."""
+        """End it early, or after `finish`. Files compared so far are remembered."""
         self._stopped = True
         self._pool.shutdown()
         if self._remembers and self._found:
@@ -150,7 +151,7 @@ def _decode(content: bytes) -> list[Known]:
 
 
 def _remember(package: Path, compared: Sequence[Known]) -> None:
-    """Add to what is known, which another process may have added to meanwhile."""
+    """Add to the record of compared files, which another process may have extended meanwhile."""
     paths = {path for path, *_ in compared}
 
     def with_found(known: Iterable[Known]) -> bytes:
@@ -168,6 +169,6 @@ def _remember(package: Path, compared: Sequence[Known]) -> None:
 
 
 def engine_files(manifest: Manifest) -> list[str]:
-    """The paths of engines and what they are built from: they are to be compared before they are loaded."""
+    """The paths of engines and their sources, to compare before they are loaded."""
     engines = (engine for rank in manifest.ranks for engine in rank.engines)
     return [path for engine in engines for path in (engine.path, engine.source) if path is not None]

@@ -1,1 +1,1 @@
-"""Ranks that are processes of their own: one for each GPU, and for CPU devices on demand."""
+"""Ranks as processes: one for each GPU, and for CPU devices on demand."""

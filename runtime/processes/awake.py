@@ -1,6 +1,6 @@
 """Time in which this process was awake: not stopped by Ctrl-Z, nor frozen with its container or its machine.
 
-Only in such time can another process be found silent.
+Only awake time counts towards the silence of another process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class AwakeClock:
         self._read = time.monotonic()
 
     def read(self) -> float:
-        """The seconds that were counted up to now."""
+        """The seconds counted so far."""
         now = time.monotonic()
         self._counted += min(now - self._read, MOST)
         self._read = now

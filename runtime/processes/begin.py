@@ -1,4 +1,4 @@
-"""The start of a process of ranks: its heartbeat and CUDA's start, while Python imports the rest.
+"""The start of a rank process: its heartbeat, and CUDA's initialization while Python imports the rest.
 
 This imports almost nothing itself.
 """
@@ -23,10 +23,11 @@ BEAT = 0.5
 
 
 def begin(control: int, pulse: int, parent: int, starts_cuda: bool) -> None:
-    """Begin the process of a device's ranks, whose main program follows on this thread.
+    """Start the process of a device's ranks, whose main program follows on this thread.
 
-    `control` is the descriptor of the socket to the caller's process, `parent` the caller's number, `pulse` the
-    descriptor of memory for the time of the last heartbeat, by time.monotonic.
+    - `control`: the descriptor of the socket to the caller's process.
+    - `parent`: the caller's process number.
+    - `pulse`: the descriptor of memory for the time of the last heartbeat, by time.monotonic.
     """
     print_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all: the caller handles it
@@ -36,13 +37,13 @@ def begin(control: int, pulse: int, parent: int, starts_cuda: bool) -> None:
 
 
 def print_to_stderr() -> None:
-    """Redirect to stderr what libraries print, such as NCCL's messages: stdout is for the caller's results."""
+    """Redirect what libraries print, such as NCCL's messages, to stderr: stdout is for the caller's results."""
     with contextlib.suppress(OSError):  # the caller has no stderr
         os.dup2(2, 1)
 
 
 def _show_life(control: int, pulse: int, parent: int) -> None:
-    """Write the heartbeat, and end this process when the caller's has ended."""
+    """Write the heartbeat, and end this process when the caller's process has ended."""
     times = mmap.mmap(pulse, os.fstat(pulse).st_size)
     os.close(pulse)
     hangup = select.poll()
@@ -63,7 +64,7 @@ def end_at_once() -> NoReturn:
 
 
 def _make_context() -> None:
-    """Make the context of the first GPU. A missing driver or GPU is reported later, by who needs it."""
+    """Create the context of the first GPU. A missing driver or GPU is reported later, when it is used."""
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) == 0:

@@ -1,4 +1,4 @@
-"""A rank's end of the messages between the session and the processes of all ranks."""
+"""A rank's end of the connection to the session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from splitc.runtime.processes.messages import Answer, Message, Order
 
 
 class Control(Protocol):
-    """Requests come in, answers go out."""
+    """Receives requests, sends answers."""
 
     def receive(self, spins: bool) -> Message:
         """Wait for the next message; with `spins`, a control may busy-wait.
@@ -26,7 +26,7 @@ class Control(Protocol):
         """
 
     def arrays(self, order: Order) -> tuple[dict[str, Array], dict[str, Array]]:
-        """The feeds and the initial states of the order that was received last: valid until it is answered."""
+        """The feeds and initial states of the last order. They are valid until it is answered."""
 
     def send(self, message: Message) -> None:
         """Send the session a message."""
@@ -35,7 +35,7 @@ class Control(Protocol):
         """Answer a request with these outputs."""
 
     def allocator(self, backend: Backend) -> Allocate | None:
-        """Where the outputs of a GPU should be put, if that matters."""
+        """The allocator for a GPU's outputs; None if any memory will do."""
 
 
 class SocketControl:

@@ -1,4 +1,4 @@
-"""The processes of ranks: one for each device, which hosts this device's ranks of all models that share it."""
+"""The rank processes: one for each device, with this device's ranks of all models that share it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ ENDING = 5.0
 class DeviceProcess:
     """The process of a device, with this process's import path, whatever the caller's main module is.
 
-    `number` is that among those that sessions share. Raises PackageError for a GPU that this process can't see.
+    `number` is its number among the processes that sessions share. Raises PackageError for a GPU that this process
+    can't see.
     """
 
     def __init__(self, device: Device, number: int) -> None:
@@ -68,8 +69,8 @@ class DeviceProcess:
     def host(self, start: Start, descriptors: Sequence[int]) -> Channel:
         """Start a rank, which begins to load its engines. Returns the channel to it.
 
-        If the process is gone, the channel's other end is closed. Raises EngineError if the rank can't be told to start
-        for another reason, such as too many descriptors in flight.
+        If the process is gone, the channel's other end is closed. Raises EngineError if the start can't be sent for
+        another reason, such as too many descriptors in flight.
         """
         ours, theirs = socket.socketpair()
         made = Channel(ours.detach(), pack, unpack)
@@ -86,11 +87,11 @@ class DeviceProcess:
         return made
 
     def leave(self, rank: Channel) -> None:
-        """The rank with this channel has ended."""
+        """Record that the rank with this channel has ended."""
         self._ranks.discard(rank)
 
     def seal(self) -> None:
-        """Let it end with its last rank: there will be no more."""
+        """Accept no more ranks: the process ends with its last one."""
         if not self._sealed:
             self._sealed = True
             with contextlib.suppress(OSError):
@@ -98,7 +99,7 @@ class DeviceProcess:
 
     @property
     def last_beat(self) -> tuple[float, bool]:
-        """When its last heartbeat was, by time.monotonic, or when it was started; whether there ever was one."""
+        """The time of its last heartbeat, by time.monotonic, or of its start; and whether there was a heartbeat."""
         return float(self._pulse[0]) or self._began, bool(self._pulse[0])
 
     def kill(self, why: BaseException) -> set[str]:
@@ -111,13 +112,13 @@ class DeviceProcess:
         return files
 
     def wait(self, patience: float) -> None:
-        """Wait until it has been ended, for at most so many seconds: a GPU that hangs may keep it."""
+        """Wait until it has ended, for at most `patience` seconds: a GPU that hangs may keep it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience)
         self._close()
 
     def join(self, patience: float) -> bool:
-        """Wait until it has ended, if its ranks were its last ones, for so many seconds. Returns whether it has."""
+        """Wait `patience` seconds for its end, if its last rank has ended. Returns whether it has ended."""
         if not self._sealed or self._ranks:
             return True  # it goes on
         try:
@@ -128,12 +129,12 @@ class DeviceProcess:
         return True
 
     def _close(self) -> None:
-        """Release what connects this process with it. The time of its last heartbeat is kept."""
+        """Close the connections to it. The time of its last heartbeat is kept."""
         self._channel.close()
         self._pulse = self._pulse.copy()
 
     def how_it_ended(self) -> str:
-        """How it ended. Waits for that."""
+        """How it ended, in words. Waits for the end."""
         try:
             code = self._process.wait(ENDING)
         except subprocess.TimeoutExpired:
@@ -144,9 +145,9 @@ class DeviceProcess:
 
 
 class DeviceProcesses:
-    """The processes of all devices that a session uses, or several sessions that share them: one for each device.
+    """The processes of one session, or of several that share them: one for each device.
 
-    `devices` are those of all these sessions, `sessions` gives each a number.
+    `devices` are those of all these sessions, `sessions` numbers them.
     """
 
     def __init__(self, devices: Iterable[Device] = ()) -> None:
@@ -164,17 +165,17 @@ class DeviceProcesses:
             return self._processes[device]
 
     def connect_anew(self, pairs: Set[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Those of these pairs of processes, the lower number first, that are not connected yet. Now they are."""
+        """Mark these pairs of processes, lower number first, as connected. Returns those that were not."""
         new = set(pairs - self._connected)
         self._connected |= new
         return new
 
     def running(self, devices: Iterable[Device]) -> list[DeviceProcess]:
-        """The processes of these devices that were started."""
+        """The started processes of these devices."""
         return [self._processes[device] for device in dict.fromkeys(devices) if device in self._processes]
 
     def seal(self) -> None:
-        """Let each process end with its last rank: no more will be started."""
+        """Accept no more ranks: each process ends with its last one."""
         for process in self._processes.values():
             process.seal()
 

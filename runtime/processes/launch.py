@@ -30,7 +30,7 @@ SPIN = 2e-3
 class Launched:
     """The process of each rank, and the channels to the ranks.
 
-    `spins` says whether each process, the caller's included, has a core that nobody else needs.
+    `spins` says whether each process, the caller's included, has a core to itself.
     """
 
     spins: bool
@@ -41,8 +41,8 @@ class Launched:
 def launch(deployment: Deployment, processes: DeviceProcesses, swap: Mapping[Device, SwapBuffer]) -> Launched:
     """Start each rank in the process of its device, where it begins to load its engines. For `swap` see Setup.
 
-    Raises PackageError for a GPU that this process can't see, EngineError for a rank that can't be told to start. Then
-    none of these processes is left.
+    Raises PackageError for a GPU that this process can't see, EngineError if a rank's start can't be sent. Then all
+    these processes are ended.
     """
     manifest, devices = deployment.manifest, deployment.devices
     made, session = Launched(has_spare_cores(deployment.all_devices or devices)), next(processes.sessions)
@@ -82,7 +82,7 @@ def launch(deployment: Deployment, processes: DeviceProcesses, swap: Mapping[Dev
 
 
 def _between(hosts: Sequence[int], pairs: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The pairs of processes, the lower number first, that these pairs of ranks are in."""
+    """The pairs of processes, lower number first, that host these pairs of ranks."""
     processes = {(hosts[one], hosts[other]) for one, other in pairs}
     return {(min(pair), max(pair)) for pair in processes if len(set(pair)) > 1}
 
@@ -90,7 +90,7 @@ def _between(hosts: Sequence[int], pairs: Iterable[tuple[int, int]]) -> set[tupl
 class _Sockets:
     """A socket for each pair of processes, made when the first of them gets its rank: all at once may be too many.
 
-    The stack closes those that are left.
+    The stack closes sockets that were not used.
     """
 
     def __init__(self, pairs: Iterable[tuple[int, int]], stack: ExitStack) -> None:
@@ -124,7 +124,7 @@ def has_spare_cores(devices: Sequence[Device]) -> bool:
 
 
 def find_groups(manifest: Manifest) -> set[tuple[int, ...]]:
-    """The groups of ranks whose engines meet: to exchange values, or to agree on what NCCL does."""
+    """The groups of ranks whose engines meet: to exchange values, or to agree on NCCL's transfers."""
     if not find_kind(manifest.engine).uses_operators:
         return set()
     files = [file for rank in manifest.ranks for file in rank.engines if file.group]
@@ -132,9 +132,9 @@ def find_groups(manifest: Manifest) -> set[tuple[int, ...]]:
 
 
 def find_pairs(manifest: Manifest, devices: Sequence[Device]) -> set[tuple[int, int]]:
-    """The pairs of ranks that are connected, the lower number first.
+    """The pairs of ranks to connect, lower number first.
 
-    While they load, all agree with rank 0. If there are GPUs, all agree with all on what is captured.
+    All ranks agree with rank 0 while they load. With GPUs, all agree with all on what to capture.
     """
     ranks = range(len(devices))
     if any(device.kind != "cpu" for device in devices):

@@ -21,11 +21,14 @@ REPLAYED, CAPTURED = -1, -2
 
 
 class Start(Struct, frozen=True, array_like=True, tag=True):
-    """What a rank needs to know. With it come descriptors: that of the socket to the session, and then as below.
+    """The start of a rank. Descriptors come with it: that of the socket to the session, then those named below.
 
-    `hosts` are the numbers of all ranks' processes, `peers` those that its own is not yet connected with, with a socket
-    to each, `meetings` the groups whose engines meet, with the memory where they do. With `by_nccl`, each rank has a
-    GPU of its own. A rank polls for work for `spin` seconds before it sleeps. For `swap` see Setup.
+    - `hosts`: the numbers of all ranks' processes.
+    - `peers`: the processes that the rank's own is not yet connected with. A socket to each comes with it.
+    - `meetings`: the groups whose engines meet. The memory of each comes with it.
+    - `by_nccl`: each rank has its own GPU.
+    - `spin`: the seconds that a rank polls for work before it sleeps.
+    - `swap`: see Setup.
     """
 
     session: int
@@ -43,11 +46,12 @@ class Start(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Order(Struct, frozen=True, array_like=True, tag=True):
-    """A request. The first `fed` arrays are its feeds, the others initial states that are not zeros.
+    """A request.
 
-    For `sequence`, `in_place`, `after` and `growth` see InFlightRequest. `adapters` is the number of its HeldSum, whose
-    arrays are among the initial states if this request is the first that has it. `unused` are the buffers of each
-    rank that it may use again.
+    - `arrays`: the first `fed` of them are its feeds, the others initial states that are not zeros.
+    - `sequence`, `in_place`, `after`, `growth`: see InFlightRequest.
+    - `adapters`: the number of its HeldSum, whose arrays are among the initial states in the first request with it.
+    - `unused`: the buffers that each rank may use again.
     """
 
     number: int
@@ -63,9 +67,9 @@ class Order(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Forget(Struct, frozen=True, array_like=True, tag=True):
-    """Free the states of a sequence, or let another one begin in their memory: if they are `reusable`.
+    """Free the states of a sequence, or keep them for another one if `reusable`.
 
-    Or free the sum of adapters of this number.
+    Or free the sum of adapters with this number.
     """
 
     sequence: int
@@ -73,7 +77,7 @@ class Forget(Struct, frozen=True, array_like=True, tag=True):
 
 
 class BringIn(Struct, frozen=True, array_like=True, tag=True):
-    """Bring the weights in, whose memory other models had."""
+    """Copy swapped weights in."""
 
 
 class Ask(Struct, frozen=True, array_like=True, tag=True):
@@ -81,7 +85,7 @@ class Ask(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Loaded(Struct, frozen=True, array_like=True, tag=True):
-    """A rank has loaded its engines, or could not. `files` are those that NCCL may leave behind."""
+    """A rank has loaded its engines, or failed to. `files` are those that NCCL may leave behind."""
 
     error: BaseException | None
     files: tuple[str, ...] = ()
@@ -97,8 +101,8 @@ class Report(Struct, frozen=True, array_like=True, tag=True):
 class Answer(Struct, frozen=True, array_like=True, tag=True):
     """A rank has finished a request.
 
-    `spans` has, for each step that ran, its number in the rank's program, or else REPLAYED or CAPTURED, and when it
-    ran. For `grew` see Execution.
+    `spans` has, for each step that ran, its number in the rank's program, or REPLAYED or CAPTURED, and its times. For
+    `grew` see Execution.
     """
 
     number: int
@@ -111,7 +115,7 @@ class Answer(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Broken(Struct, frozen=True, array_like=True, tag=True):
-    """A rank can't go on, unless all other ranks fail in `request` too, if its error is of one."""
+    """A rank can't go on; if the error belongs to a `request`, unless all other ranks fail in that request too."""
 
     error: BaseException
     request: int | None
@@ -137,10 +141,10 @@ _decoder: Decoder[Message] = Decoder(Message, dec_hook=_restore)
 
 
 def pack(message: Message | list[bytes]) -> list[bytes]:
-    """A message as the pieces that a channel sends, unless it is that already."""
+    """A message as the pieces that a channel sends. Packed messages are returned unchanged."""
     return message if isinstance(message, list) else [_encoder.encode(message)]
 
 
 def unpack(packed: bytearray) -> Message:
-    """The message of these bytes."""
+    """The message in these bytes."""
     return _decoder.decode(packed)

@@ -96,7 +96,7 @@ class RankProcess:
         self._control.send(Loaded(None, tuple(find_mapped(os.getpid(), NCCL))))
 
     def _connect(self) -> None:
-        """Connect the ranks, and agree on whether their work can be captured."""
+        """Connect the ranks, and agree on whether to capture their work."""
         if self._exchanges:
             self._collectives.connect()
         blocker = self.worker.capture_blocker if self._collectives.by_nccl else OVER_HOST
@@ -170,7 +170,7 @@ def _make(
 def _host(start: Start, descriptor: int, meetings: Sequence[int], mails: ProcessMail) -> None:
     """Run a rank until its session ends it. If the session is gone, or this fails, the whole process ends.
 
-    The descriptor is that of the socket to the session.
+    `descriptor` is the socket to the session.
     """
     try:
         channel = Channel(descriptor, pack, unpack)
@@ -197,9 +197,9 @@ def _host(start: Start, descriptor: int, meetings: Sequence[int], mails: Process
 
 
 def main(descriptor: int) -> None:
-    """Host ranks until there will be no more, and the last one has ended.
+    """Host ranks until no more can come and the last one has ended.
 
-    The descriptor is that of the socket to the process that starts them.
+    `descriptor` is the socket to the process that starts them.
     """
     home, mails = Channel(descriptor, pack, unpack), ProcessMail()
     ranks: list[threading.Thread] = []

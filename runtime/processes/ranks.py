@@ -26,7 +26,7 @@ from splitc.runtime.ranks.deployment import Deployment
 class RankProcesses(RemoteRanks):
     """The ranks of a package in `processes`, once they are started.
 
-    `processes` are shared with other sessions' ranks; without, these have their own. For `swap` see Setup.
+    `processes` are shared with other sessions' ranks; if None, these ranks get their own. For `swap` see Setup.
     """
 
     _wire: SocketWire

@@ -1,4 +1,4 @@
-"""Which thread reads what ranks' processes send: that of a caller who waits for an answer anyway, or one of its own.
+"""Reads the answers of rank processes, on the thread of a waiting caller or on one of its own.
 
 The caller's thread has the answer sooner, since no other thread must wake it. An idle session has no thread: a pipeline
 may have a hundred sessions.
@@ -33,10 +33,11 @@ IDLE = 1.0
 
 
 class Reader:
-    """Has one thread at a time read what comes by a wire, until all ranks are lost: then it has `ended`.
+    """Lets one thread at a time read a wire, until all ranks are lost: then it has `ended`.
 
-    `receive` takes what has arrived, or arrives within so many seconds; `is_waiting` says whether anything is awaited.
-    With `spins`, a caller may busy-wait.
+    - `receive`: handles messages that have arrived, or arrive within this many seconds.
+    - `is_waiting`: whether any message is awaited.
+    - `spins`: whether a caller may busy-wait.
     """
 
     ended = False
@@ -58,7 +59,7 @@ class Reader:
         _WATCH.add(self)
 
     def wake(self) -> None:
-        """Messages are awaited, and no caller reads them."""
+        """Have messages read that no caller reads."""
         if self._wake.empty():
             self._wake.put(None)
         if not self._runs:
@@ -66,7 +67,7 @@ class Reader:
                 self._runs = self._runs or self._start()
 
     def _start(self) -> bool:
-        """Start the thread. Returns whether it could be: if not, who looks after all ranks reads, though later."""
+        """Start the thread. Returns whether that worked; if not, the watch over all ranks reads, though later."""
         try:
             threading.Thread(target=self._run, name="splitc ranks", daemon=True).start()
         except RuntimeError:  # the system allows no more
@@ -74,9 +75,9 @@ class Reader:
         return True
 
     def read_until(self, future: Future[Any], expected: float) -> None:
-        """Read until the future is done, in some `expected` seconds, unless another thread reads: then return at once.
+        """Read until the future is done, in about `expected` seconds. Returns at once if another thread reads.
 
-        An interrupt ends it after the message that is being read.
+        An interrupt ends it after the current message.
         """
         with later_interrupts() as interrupted:  # from the start: nobody could read after a caller that is gone
             if not self._begin(blocking=False):
@@ -99,7 +100,7 @@ class Reader:
             self._receive(LOOK)
 
     def join(self, patience: float = 2 * LOOK) -> bool:
-        """Wait until all ranks have ended, for at most so many seconds. Returns whether they have."""
+        """Wait until all ranks have ended, for at most `patience` seconds. Returns whether they have."""
         self.wake()
         if self._who_reads != threading.get_ident():  # it may close a session that nobody has any more
             with suppress(Empty):
@@ -107,7 +108,7 @@ class Reader:
         return self.ended
 
     def glance(self) -> None:
-        """Look after the ranks, unless somebody reads."""
+        """Check on the ranks, unless another thread reads."""
         if self._begin(blocking=False):
             try:
                 self._receive(0.0)
@@ -115,7 +116,7 @@ class Reader:
                 self._end()
 
     def _begin(self, blocking: bool) -> bool:
-        """Begin to read, unless another thread does. Returns whether this one may."""
+        """Begin to read, unless another thread does. Returns whether this thread may."""
         begun = self._reading.acquire(blocking)
         if begun:
             self._who_reads = threading.get_ident()
@@ -126,7 +127,7 @@ class Reader:
         self._reading.release()
 
     def _run(self) -> None:
-        """Read what no caller does."""
+        """Read the messages that no caller reads."""
         while not self.ended:
             try:
                 self._wake.get(timeout=IDLE)
@@ -145,7 +146,7 @@ class Reader:
                 self._end()
 
     def _receive(self, patience: float) -> None:
-        """Have taken what has arrived, or arrives within `patience` seconds, and see whether that was all."""
+        """Handle messages that have arrived, or arrive within `patience` seconds, and check whether all ranks ended."""
         self._take(patience)
         if not self._wire.alive and not self.ended:
             self.ended = True
@@ -154,7 +155,7 @@ class Reader:
 
 
 class _Watch:
-    """The thread that looks after the ranks of all sessions that nobody waits for."""
+    """The thread that checks on the ranks of all idle sessions."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -162,7 +163,7 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def add(self, reader: Reader) -> None:
-        """Look after the ranks of a reader until they have ended."""
+        """Check on the ranks of a reader until they have ended."""
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="splitc watches", daemon=True)
@@ -187,7 +188,7 @@ _WATCH = _Watch()
 
 
 def _begin_anew() -> None:
-    """In a copy of this process: it has no thread of it, and must not read what is another one's."""
+    """Reset in a forked process: it does not have the watch's thread, and must not read another process's messages."""
     global _WATCH
     _WATCH = _Watch()
 

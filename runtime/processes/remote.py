@@ -46,9 +46,9 @@ GRACE = 2.0
 
 
 class RemoteRanks(ABC):
-    """The ranks of a package, each in a process of its own. `broken` is called once if a rank can't go on.
+    """The ranks of a package, each in its own process. `broken` is called once if a rank can't go on.
 
-    What derives from this connects `_wire` and `_reader` when it is started.
+    Subclasses set `_wire` and `_reader` when they are started.
     """
 
     _wire: Wire
@@ -88,7 +88,7 @@ class RemoteRanks(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Let all ranks begin to load their engines. If not all can, none is left."""
+        """Start all ranks, which then load their engines. If one can't start, all are ended."""
 
     def wait_loaded(self) -> None:
         """Wait until all ranks have loaded their engines. Raises the first error, PackageError for a bad package."""
@@ -128,12 +128,12 @@ class RemoteRanks(ABC):
         self._count += 1  # only now: those in flight have slots by their numbers, which follow each other
 
     def forget(self, sequence: int, reusable: bool) -> None:
-        """Free the states of a sequence, or let another one begin in their memory, if that can be."""
+        """Free the states of a sequence, or keep them for another one if `reusable`."""
         self._held.discard(sequence)
         self._wire.send(Forget(sequence, reusable))
 
     def bring_in(self) -> None:
-        """Let all ranks bring their weights in, whose memory other models had, before later requests."""
+        """Have all ranks copy swapped weights in, before later requests."""
         self._wire.send(BringIn())
 
     @property
@@ -146,9 +146,9 @@ class RemoteRanks(ABC):
         return [report.memory for report in self._ask() if report.memory is not None]
 
     def _ask(self) -> list[Report]:
-        """A report of each rank, after all earlier requests. Empty if the session is broken, closed, or another's.
+        """A report of each rank, after earlier requests. Empty if the session is broken, closed, or another process's.
 
-        In a copy of the session's process it would read the answers that the session waits for.
+        A forked process must not read the answers that the session waits for.
         """
         if self._stopped or self._closing or os.getpid() != self._owner:
             return []
@@ -164,7 +164,7 @@ class RemoteRanks(ABC):
             return []
 
     def watch(self, future: Future[InFlightRequest] | None, request: InFlightRequest) -> None:
-        """Read what the ranks send until a request's future is done, unless another thread does; None: have it read."""
+        """Read messages until a request's future is done, unless another thread does. None: have them read."""
         if future is None:
             self._reader.wake()
         else:
@@ -176,7 +176,7 @@ class RemoteRanks(ABC):
         return busy or not all(loaded.done() for loaded in self._loaded)
 
     def _receive(self, patience: float) -> None:
-        """Take what has arrived, or arrives within so many seconds, and look after the ranks every LOOK seconds."""
+        """Handle messages that have arrived, or arrive within `patience`, and check on the ranks every LOOK seconds."""
         try:
             for rank, message in self._wire.take(patience):
                 if message is LOST:
@@ -191,7 +191,7 @@ class RemoteRanks(ABC):
             self._break(EngineError(f"what a rank sent can't be taken: {error}"))
 
     def _take(self, rank: int, message: Any) -> None:
-        """Take one message of a rank. Those of ranks that were ended come too late: all waits for them have ended."""
+        """Handle a rank's message. Messages of ranks that were ended are ignored: all waits for them have ended."""
         if self._stopped:
             return
         if isinstance(message, Answer):
@@ -214,9 +214,9 @@ class RemoteRanks(ABC):
             self._loaded[rank].set_exception(message.error)
 
     def _answered(self, rank: int, answer: Answer) -> None:
-        """Give a request its outputs of one rank.
+        """Add one rank's outputs to a request.
 
-        Raises HandOverError for another request than is due: sums on GPUs have no numbers by which that would be seen.
+        Raises HandOverError if another request was due: sums on GPUs have no numbers that would show this.
         """
         if answer.number != self._due[rank]:
             raise HandOverError(
@@ -238,7 +238,7 @@ class RemoteRanks(ABC):
         request.finish(rank, outputs, Execution(answer.start, answer.end, spans, answer.grew), answer.error)
 
     def _look(self, alive: Sequence[int]) -> None:
-        """Break the session if a rank hangs, or has failed in a request that others go on with."""
+        """Break the session if a rank hangs, or has failed in a request that others complete."""
         now = self._clock.read()
         awake, self._looked = now - self._looked, now
         if self._suspect is not None:
@@ -256,7 +256,7 @@ class RemoteRanks(ABC):
 
     @abstractmethod
     def _silent(self, rank: int) -> tuple[float, float]:
-        """The seconds since a rank's last heartbeat, awake or not, and the most that there may be."""
+        """The seconds since a rank's last heartbeat, awake or not, and the limit."""
 
     def _break(self, error: BaseException) -> None:
         """End all ranks, and the session with this error."""
@@ -281,7 +281,7 @@ class RemoteRanks(ABC):
 
     @abstractmethod
     def _lost(self, rank: int) -> None:
-        """The process of a rank has ended."""
+        """Handle the end of a rank's process."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The session's end of the messages to and from all ranks."""
+"""The session's end of the connections to all ranks."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Wire(Protocol):
         """Give all ranks a request, with these feeds and initial states."""
 
     def send(self, message: Message) -> None:
-        """Send all ranks a message. A rank that is gone is left out: the reader notices that."""
+        """Send a message to all ranks. Ranks that are gone are skipped: the reader notices them."""
 
     def outputs(self, rank: int, shared: SharedArrays | None) -> dict[str, Array]:
-        """The arrays that came with the answer of a rank that was taken last."""
+        """The arrays of the last answer that was taken from a rank."""
 
     def is_ready(self) -> bool:
         """Whether something has arrived."""
 
     def take(self, seconds: float) -> list[tuple[int, Any]]:
-        """What has arrived, or arrives within these seconds: ranks and their messages, or LOST."""
+        """The messages that have arrived, or arrive within these seconds: pairs of a rank and its message, or LOST."""
 
     @property
     def alive(self) -> Sequence[int]:
@@ -114,7 +114,7 @@ class SocketWire:
         return list(self._ranks.values())
 
     def close(self) -> None:
-        """Close the channels, and release the memory of arrays, except of those that somebody still has."""
+        """Close the channels, and free the memory of arrays that are no longer in use."""
         for channel in self._channels:
             channel.close()
         self._feeds.close()

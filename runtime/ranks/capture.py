@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def capture(gpu: GpuDevice, tape: Tape, give: Callable[[], T]) -> tuple[Any, T]:
-    """The graph of the work that `give` puts on the GPU's stream, and what it returns.
+    """The graph of the work that `give` puts on the GPU's stream, and the result of `give`.
 
-    `tape` gets the pinned memory that the graph copies from. Raises what goes wrong: the work can still run eagerly.
-    EngineError if the graph copies from or to memory of the host that may be gone when it is replayed.
+    `tape` gets the pinned memory that the graph copies from. Raises any error of the capture: the work can still run
+    eagerly. EngineError if the graph copies from or to host memory that may be freed before a replay.
     """
     gpu.prepare()
     # Engines may allocate memory while they are captured, which CUDA only allows in this mode.

@@ -1,4 +1,4 @@
-"""What one rank computes for a request: its feeds become its outputs, and the states of a sequence stay."""
+"""One rank's computation for a request: from feeds to outputs. The states of a sequence stay on the rank."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ Ran = tuple[Callable[[], dict[str, Array]], list[Span], bool]
 class Computation:
     """A rank's part of requests, on the thread of its `backend`.
 
-    `resident` maps each input that is a state to its output. `sequences` hold the states. A GPU writes outputs to the
-    arrays of `allocate`, if given.
+    - `resident`: the output of each input that is a state.
+    - `sequences`: the states of each sequence.
+    - `allocate`: returns the arrays that a GPU writes outputs to, if given.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class Computation:
         return self._fetch(request, given, self.allocate), spans, grew
 
     def run_aside(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Array]:
-        """The outputs of the request, without a change of its sequence's states.
+        """The outputs of the request, without a change to its sequence's states.
 
-        Those that are written in place are written, with what the request will write again.
+        States in place are written, with the values that the request will write again.
         """
         values, _ = self.execute(request, states, partial(self._upload, request))
         return self._fetch(request, {name: values[name] for name in self.given(request)}, None)()
@@ -87,17 +88,17 @@ class Computation:
         return self.hand_over(values) if request.on_device else self.backend.fetch(values, allocate)
 
     def hold_states(self, request: InFlightRequest, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies of a sequence's states, but for those that are written in place."""
+        """Copies of a sequence's states, except those that are written in place."""
         assert isinstance(self.backend, GpuDevice), "others record nothing"
         held = states.keys() & self._replaced(request)
         return {name: self.backend.copy_of(states[name]) for name in sorted(held)}
 
     def _replaced(self, request: InFlightRequest) -> Set[str]:
-        """The states that the request's outputs take the place of: those that it does not write in place."""
+        """The states that the request's outputs replace, rather than being written in place."""
         return self.resident.keys() - self._overwritten(request).keys()
 
     def _overwritten(self, request: InFlightRequest) -> dict[str, State]:
-        """The states that the request writes in place: those that have their full room, as fixed ones always have.
+        """The states that the request writes in place: those with their full capacity, as fixed ones always have.
 
         Without a sequence, states are the caller's arrays.
         """
@@ -106,14 +107,14 @@ class Computation:
         return self._fixed if request.sequence is not None else {}
 
     def hand_over(self, values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-        """Begin to give the caller outputs on the rank's GPU. Returns a function that waits, and gives them."""
+        """Begin to copy outputs for the caller on the rank's GPU. Returns a function that waits and returns them."""
         assert isinstance(self.backend, GpuDevice), "a session asks for that where all ranks have GPUs"
         return hand_over(self.backend, values)
 
     def _begin_states(self, request: InFlightRequest) -> dict[str, Any]:
-        """What a sequence begins with on this rank: states that are zeros, and constant feeds.
+        """The initial states of a sequence on this rank: zeros, and constant feeds.
 
-        Or the states of the sequence that it goes on from, in longer ones.
+        Or, in longer arrays, the states of the sequence that it continues.
         """
         made = self.backend.zeros(self._zeros_of(request))
         if request.after is None:
@@ -131,7 +132,7 @@ class Computation:
     def execute(
         self, request: InFlightRequest, states: Mapping[str, Any], upload: Callable[[str], Any]
     ) -> tuple[dict[str, Any], list[Span]]:
-        """Run the program on the states that stay on this rank, and on other inputs that `upload` makes by name."""
+        """Run the program on the rank's states, and on other inputs that `upload` makes by name."""
         into: dict[str, Any] = {}
 
         def feeds() -> dict[str, Any]:
@@ -149,9 +150,9 @@ class Computation:
         return execute(self._program, self.collectives, feeds, self.backend.accumulate, into)
 
     def _hold(self, asked: HeldSum | None) -> Mapping[str, Any]:
-        """This rank's shards of a sum of adapters: from the first request that has it on, they stay where they are.
+        """This rank's shards of a sum of adapters. They stay on the device from the first request with this sum.
 
-        Raises EngineError if that request failed before, and this one came without the arrays.
+        Raises EngineError if that request failed, and this one comes without the arrays.
         """
         if asked is None:
             return {}
@@ -164,19 +165,19 @@ class Computation:
         return self.adapters[asked.number]
 
     def check_capturable(self, request: InFlightRequest) -> None:
-        """Raise EngineError if the engines' forms for this request, which are loaded late, can't be captured."""
+        """Raise EngineError if the engine forms for this request, which are loaded late, can't be captured."""
         own = {*request.feeds, *(self.adapters[request.adapters.number] if request.adapters is not None else ())}
         for engine in self._program.engines:
             if isinstance(engine, EngineForms) and (why := engine.blocker(own)):
                 raise EngineError(why)
 
     def forget(self, number: int) -> None:
-        """Free the states of the sequence, or the sum of adapters, of this number."""
+        """Free the states of the sequence, or the sum of adapters, with this number."""
         self.sequences.pop(number, None)
         self.adapters.pop(number, None)
 
     def given(self, request: InFlightRequest) -> list[str]:
-        """The outputs that the rank gives to the caller rather than keeps as states."""
+        """The outputs that the rank returns to the caller, and does not keep as states."""
         kept = set(self.resident.values()) if request.sequence is not None else set[str]()
         return [name for name in self.rank.outputs if name not in kept]
 
@@ -198,14 +199,14 @@ class Computation:
         }
 
     def feed_of(self, name: str, request: InFlightRequest) -> Feed:
-        """As `_cut_feed`. A feed on a GPU is returned as it is: it is never sharded, and replaces no weight."""
+        """As `_cut_feed`. A feed on a GPU is returned unchanged: it is never sharded, and replaces no weight."""
         feed = request.feeds.get(name)
         return feed if isinstance(feed, GpuFeed) else self._cut_feed(name, request)
 
     def _cut_feed(self, name: str, request: InFlightRequest) -> Array:
         """This rank's shard of a feed or of a state's initial array, by the name of the input.
 
-        Or by that of the weight which an optional input replaces. These are on the host.
+        For an optional input, by the name of the weight that it replaces. The arrays are on the host.
         """
         if name in self._overrides:
             array: Feed | Zeros = request.feeds[self._overrides[name].input]

@@ -1,4 +1,4 @@
-"""What all ranks of a session have in common."""
+"""The settings that all ranks of a session share."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from splitc.runtime.package.manifest import Manifest
 
 @dataclass(frozen=True)
 class Deployment:
-    """A package on devices, one a rank. `threads` are those of each CPU device; 0 leaves them to the ranks.
+    """A package on devices, one for each rank.
 
-    With `cuda_graphs`, requests on GPUs are replayed where they can be. Of several replicas it is one, whose first rank
-    has the number `first` in the session, whose devices are then `all_devices`.
+    - `threads`: the number for each CPU device; 0 lets the ranks choose.
+    - `cuda_graphs`: whether requests on GPUs are replayed where possible.
+    - `first`: the number in the session of this replica's first rank, if there are several replicas.
+    - `all_devices`: the devices of all replicas.
     """
 
     package: Path

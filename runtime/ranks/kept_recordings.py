@@ -1,4 +1,4 @@
-"""Which recordings are kept, which requests are worth recording, and which states wait for a new sequence."""
+"""Which recordings to keep, which requests to record, and which states to reuse for a new sequence."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ IDLE = 64
 
 
 class Kind(NamedTuple):
-    """The kind of a request: what is equal for requests with the same work.
+    """The kind of a request. Requests of one kind do the same work.
 
-    `adapters` is the number of their sum, `feeds` the names and shapes of the feeds, `states` the sizes of its
-    sequence's states, `how` what else the request asks for, and which feeds are on GPUs.
+    - `adapters`: the number of their sum.
+    - `feeds`: the names and shapes of the feeds.
+    - `states`: the sizes of the sequence's states.
+    - `how`: the other options of the request, and which feeds are on GPUs.
     """
 
     adapters: int | None
@@ -43,10 +45,12 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Home:
-    """Where a sequence has its states on the ranks: in the memory that the sequence of this number began with.
+    """The memory of a sequence's states on the ranks.
 
-    `sizes` are the names, shapes and types of what it began with. If that was zeros (`is_zeros`), another sequence may
-    reuse the memory. `growth` counts the requests in which states grew: they are in other memory since.
+    - `number`: the sequence whose initial states were allocated there.
+    - `sizes`: the names, shapes and types of the initial states.
+    - `is_zeros`: whether these were zeros. Then another sequence may reuse the memory.
+    - `growth`: the number of requests in which states grew. Each moved them to other memory.
     """
 
     number: int
@@ -56,11 +60,11 @@ class Home:
 
 
 class KeptRecordings:
-    """Recordings by the home of their states, and by kind of request. `requests` counts requests.
+    """Recordings by the home of their states and the kind of request. `requests` counts requests.
 
-    With `same_feeds` there are only recordings of requests with feeds of the same shapes at a time: to run engines with
-    convolutions on other shapes before a capture unloads kernels of earlier recordings (see UNLOADED of
-    replayable.py). States of other sizes are no reason to drop one: convolutions are assumed not to read caches.
+    With `same_feeds`, recordings of only one set of feed shapes are kept at a time. To run engines with convolutions on
+    other shapes before a capture unloads kernels of earlier recordings (see UNLOADED of replayable.py). Recordings with
+    other state sizes are kept: convolutions are assumed not to read caches.
     """
 
     def __init__(self, same_feeds: bool = False) -> None:
@@ -74,11 +78,11 @@ class KeptRecordings:
         self._spare: OrderedDict[Home, States] = OrderedDict()
 
     def pop(self, home: Home, kind: Kind) -> Recording | None:
-        """Take a recording out, to keep it again when it is used. None if there is none."""
+        """Take a recording out, to pass it to `keep` when it is used. None if there is none."""
         return self._kept.pop((home, kind), None)
 
     def keep(self, home: Home, kind: Kind, recording: Recording) -> None:
-        """Keep a recording that the current request uses. There is room for a new one."""
+        """Keep a recording that the current request uses. For a new one, `make_room` must have been called."""
         if not recording.last:  # a new one
             self._recorded[kind] = None
             if len(self._recorded) > REMEMBERED:
@@ -94,7 +98,7 @@ class KeptRecordings:
                 self._spare.pop(key[0], None)
 
     def _rivals(self, kind: Kind) -> list[tuple[Home, Kind]]:
-        """The recordings that can't be kept beside a new one of this kind: the oldest of many, those of other feeds."""
+        """The recordings to drop for a new one of this kind: the oldest if there are many, and those of other feeds."""
         beyond = len(self._kept) + 1 - MOST
         return [
             key
@@ -103,7 +107,7 @@ class KeptRecordings:
         ]
 
     def is_worth(self, kind: Kind) -> bool:
-        """Whether to record a request of this kind: it came often enough, and may be kept.
+        """Whether to record a request of this kind: it came often enough, and there is room for it.
 
         Recordings in use are not dropped for others. Otherwise, with more sequences than recordings, each request would
         make a new one.
@@ -125,12 +129,12 @@ class KeptRecordings:
             self.drop(next(iter(self._spare)))
 
     def take_spare(self, wanted: Home) -> tuple[Home, States] | None:
-        """The home and the states of an ended sequence, for a new one that wants such. None if there are none."""
+        """The home and states of an ended sequence that fit a new one. None if there are none."""
         fitting = next((home for home in self._spare if wanted.is_zeros and home.sizes == wanted.sizes), None)
         return None if fitting is None else (fitting, self._spare.pop(fitting))
 
     def drop(self, home: Home) -> None:
-        """Drop all recordings for these states, which are about to be freed."""
+        """Drop all recordings with these states, which are about to be freed."""
         for key in [key for key in self._kept if key[0] == home]:
             del self._kept[key]
         self._spare.pop(home, None)

@@ -1,4 +1,4 @@
-"""A rank's engines on its device, connected with those of other ranks."""
+"""A rank's engines on its device, and their connections with those of other ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADAPTED, MASKED = "adapted", "masked"
 
 @dataclass(frozen=True)
 class Setup:
-    """Which rank of a package it is. Its weights have the buffer `swap` in turn with other models', if there is one."""
+    """A rank of a package, by its number. `swap`: the buffer that models use for weights in turn, or None."""
 
     number: int
     package: Path
@@ -32,16 +32,16 @@ class Setup:
 
     @property
     def rank(self) -> Rank:
-        """What the manifest says of it."""
+        """The rank's entry in the manifest."""
         return self.manifest.ranks[self.number]
 
 
 @dataclass(frozen=True)
 class LoadedRank:
-    """A rank's program and its engines' communicators, one for each group that it is in.
+    """A rank's program and its engines' communicators, one for each of its groups.
 
-    `capture_blocker` says why its work can't be captured as a CUDA graph, or is None. `before` and `loaded` are the
-    bytes in use on the device before and after; None where it uses the host's memory.
+    - `capture_blocker`: why its work can't be captured as a CUDA graph; None if it can.
+    - `before`, `loaded`: the bytes in use on the device before and after loading; None where it uses the host's memory.
     """
 
     program: Program
@@ -51,24 +51,24 @@ class LoadedRank:
     loaded: int | None
 
     def begin(self, request: int) -> list[int]:
-        """Begin the request of this number in all collectives. Returns the number of its run in each."""
+        """Begin the request with this number in all collectives. Returns the number of its run in each."""
         return [communicator.begin(request) for communicator in self.communicators]
 
     def check(self) -> None:
-        """Raise EngineError if a collective went wrong."""
+        """Raise EngineError if a collective failed."""
         for communicator in self.communicators:
             communicator.check()
 
     def fail(self, runs: Sequence[int]) -> bool:
-        """Fail a request, by what `begin` returned, on the ranks whose engines would wait for this one's.
+        """Fail the runs that `begin` returned, on the ranks whose engines would wait for this rank's.
 
-        Returns whether all of them could be told.
+        Returns whether the collectives of all groups then fail at once.
         """
         told = [communicator.fail(run) for communicator, run in zip(self.communicators, runs, strict=True)]
         return all(told)
 
     def memory(self, rank: Rank, now: int | None) -> RankMemory | None:
-        """How much more memory the device uses than before loading; None if it uses the host's memory.
+        """The growth of the device's used memory since before loading; None if it uses the host's memory.
 
         CuPy and the engines never return memory, so after a run this is the peak.
         """
@@ -80,7 +80,7 @@ class LoadedRank:
 
 
 def measured_memory(rank: Rank, loaded: int, peak: int, adapted: bool) -> RankMemory:
-    """What was measured of a rank, beside what its package says. `adapted`: of requests with adapters too."""
+    """A rank's measured memory and the package's prediction. `adapted`: requests with adapters are included."""
     total = rank.total_bytes if adapted else rank.total_bytes - rank.adapter_bytes
     return RankMemory(rank.device, loaded, peak, rank.weights_bytes, rank.loaded_bytes, total)
 
@@ -88,7 +88,7 @@ def measured_memory(rank: Rank, loaded: int, peak: int, adapted: bool) -> RankMe
 def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> LoadedRank:
     """Load the engines on this thread, and connect those with collectives inside.
 
-    Raises PackageError if an engine can't be loaded, and the error of any other rank that these exchange values with.
+    Raises PackageError if an engine can't be loaded, and the error of any other rank in these collectives.
     """
     rank = setup.rank
     backend.attach()
@@ -127,7 +127,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
 
 
 def choices_of(manifest: Manifest, rank: Rank) -> dict[str, frozenset[str]]:
-    """The inputs of a rank's engines by which their forms are chosen: slots for adapters, and masks."""
+    """The inputs that choose the forms of a rank's engines: slots for adapters, and masks."""
     slots = (override.value for override in rank.overrides if override.input in manifest.slot_inputs)
     masks = manifest.masks.intersection(rank.inputs)
     return {ADAPTED: frozenset(slots), MASKED: masks}
@@ -136,7 +136,7 @@ def choices_of(manifest: Manifest, rank: Rank) -> dict[str, frozenset[str]]:
 def load_engine(
     backend: Backend, package: Path, file: EngineFile, choices: Mapping[str, frozenset[str]], how: LoadOptions
 ) -> Engine:
-    """An engine of a rank. Its other forms are loaded later, in the same way."""
+    """An engine of a rank. Its other forms are loaded on first use."""
     forms = {ADAPTED: file.adapted, MASKED: None if file.unmasked is None else file.path}
     others = {
         name: (choices[name], partial(backend.load, package / path, how))

@@ -1,6 +1,6 @@
 """The loop that runs a rank's program for one request.
 
-Values are of the backend's own type (`splitc.runtime.engines`). The loop only passes them on.
+Values are of the backend's own type (`splitc.runtime.engines`), and opaque to the loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from splitc.runtime.threads.failures import Failure, attempt
 
 @dataclass(frozen=True)
 class Replay:
-    """The replay of a CUDA graph, which has all steps of the rank. It may have been `captured` for this request."""
+    """The replay of a CUDA graph with all steps of the rank. `captured`: it was captured for this request."""
 
     captured: bool = False
 
@@ -36,7 +36,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Program:
-    """A rank's steps, the engines that they run, and the names of the values to return at the end."""
+    """A rank's steps, the engines that they run, and the names of the values to return."""
 
     steps: Sequence[Step]
     engines: Sequence[Engine]
@@ -44,7 +44,7 @@ class Program:
 
     @cached_property
     def last_uses(self) -> Mapping[int, Sequence[str]]:
-        """For each step the values that can be freed after it: no later step reads them, and they are no outputs."""
+        """For each step the values to free after it: no later step reads them, and they are not outputs."""
         last: dict[str, int] = {}
         for number, step in enumerate(self.steps):
             last.update(dict.fromkeys(self._names(step), number))
@@ -69,14 +69,14 @@ def execute(
     accumulate: Callable[[str, Any, Any], None],
     into: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], list[Span]]:
-    """Run the program on the values of `feeds`. Returns all values that are left at the end, and when each step ran.
+    """Run the program on the values of `feeds`. Returns the values that are live at the end, and the time of each step.
 
     `accumulate` reduces a part into another one in place, by the operation of a Reduce step. Outputs in `into` are
     written to those values.
 
-    After a failure, the rest of the program is walked without computing: values from other ranks are received, and a
-    Failure is sent instead of values for them. So a failed request leaves no values on their way. The first error is
-    raised at the end.
+    After a failure, the rest of the program runs without computing: values from other ranks are received, and a Failure
+    is sent to them instead of values. So a failed request leaves no values in flight. The first error is raised at the
+    end.
     """
     values: dict[str, Any] = {}
     spans = []
@@ -122,7 +122,7 @@ def _run(engine: Engine, values: Mapping[str, Any], into: Mapping[str, Any]) -> 
 
 
 def _send(exchange: Exchange, step: Send, value: Any) -> Failure | None:
-    """Send a value, or a Failure if sending fails. Returns the Failure that was sent, or None."""
+    """Send a value, or a Failure if sending fails. Returns that Failure; None if the value was sent."""
     failed = attempt(partial(exchange.send, step.target, step.value, value))
     if isinstance(failed, Failure):  # nothing was sent, but the other rank waits
         value = failed

@@ -1,4 +1,4 @@
-"""One kind of request as a CUDA graph of a rank: recorded once for its shapes, and replayed."""
+"""A rank's CUDA graph for one kind of request: recorded once for its shapes, and replayed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ Played = tuple[dict[str, Array], Span]
 class Recording:
     """The rank's graph for one kind of request, and its buffers.
 
-    The graph has the addresses of `states` in it. `seconds` is the time of the shortest replay; `last` is the number of
-    the last request that was replayed.
+    - `states`: the graph contains their addresses.
+    - `seconds`: the time of the shortest replay.
+    - `last`: the number of the request that was replayed last.
     """
 
     graph: Any

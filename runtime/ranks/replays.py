@@ -1,11 +1,11 @@
 """A rank's CUDA graphs: each rank records and replays its part of a request, with its collectives inside.
 
-Eager work takes the host about ten microseconds per launch, which in a step of a decoder is more than the GPU takes. A
-graph is launched at once. The same shapes must have run eagerly before, so that engines know their output shapes, and
-all memory is allocated and all kernels are loaded.
+Eager work takes the host about ten microseconds per launch. In a step of a decoder that is more than the GPU takes. A
+graph is one launch. The same shapes must have run eagerly before, so that engines know their output shapes, all memory
+is allocated and all kernels are loaded.
 
 All ranks make the same decisions without communication: these depend only on the requests, which all ranks get whole
-and in the same order, not on what a rank is fed or which states it has.
+and in the same order, not on a rank's own feeds or states.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ STATELESS_HOME = Home(-1, ())
 
 
 def not_replayed(reason: str) -> str:
-    """The message for the user where requests run eagerly."""
+    """The message for the user when requests run eagerly."""
     return f"requests are not replayed as CUDA graphs: {reason}"
 
 
 class RankReplays:
     """The recordings of one rank, which computes requests by `computation`, on a GPU.
 
-    Requests with any optional input of the model are never replayed. `everyone` are all ranks of the session, if there
-    are several. They agree on whether a request could be recorded: all replay it, or none.
+    Requests with an optional input of the model are never replayed. `everyone` are all ranks of the session, if there
+    are several. After an attempt to record, they agree: all replay the request, or none.
     """
 
     def __init__(self, manifest: Manifest, computation: Computation, everyone: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class RankReplays:
         return list(map(not_replayed, dict.fromkeys(self._refused.values())))
 
     def play(self, request: InFlightRequest, drain: Callable[[], None]) -> Played | None:
-        """Replay the request: its outputs, and when the GPU worked. None if it has to run eagerly.
+        """Replay the request. Returns its outputs and the GPU's working time; None if it must run eagerly.
 
         `drain` waits for all earlier requests.
         """
@@ -90,10 +90,10 @@ class RankReplays:
         return recording.launch(self._computation, self._gpu, request)
 
     def _record(self, request: InFlightRequest, home: Home, kind: Kind) -> Played | None:
-        """Record the rank's work for the request, and replay it: this must give what an eager run of it gives.
+        """Record the rank's work for the request, and replay it. The outputs must equal those of an eager run.
 
-        None if it can't be captured, or gives something else, on whichever rank. Then no such request is recorded
-        again, and this one has to run eagerly. It has to as well if it fails.
+        Returns None if any rank fails, can't capture the work, or gets other outputs: this request must then run
+        eagerly. If the capture or the replay was the cause, requests of this kind are not recorded again.
         """
         computation = self._computation
         states = computation.sequences.get(request.sequence, STATELESS)
@@ -134,7 +134,7 @@ class RankReplays:
         return Recording(graph, tape, outputs, states, gpu.cuda.Event(), gpu.cuda.Event())
 
     def _replay_first(self, recording: Recording, request: InFlightRequest, eager: Mapping[str, Any]) -> Played:
-        """Replay what was just recorded. Raises EngineError if it gives something else than the eager run."""
+        """Replay a new recording. Raises EngineError if its outputs differ from the eager run's."""
         self._gpu.recorded = True
         recording.graph.upload(self._gpu.stream)
         outputs, span = recording.launch(self._computation, self._gpu, request)
@@ -143,9 +143,9 @@ class RankReplays:
         return outputs, replace(span, step=Replay(captured=True))
 
     def _why_not(self, *done: Any) -> str:
-        """Why any of the ranks can't go on: a Failure in what it has done. Nothing if all can.
+        """The error of the first rank with a Failure among its results; empty if there is none.
 
-        All must go the same way, since they wait for each other.
+        All must decide alike, since they wait for each other.
         """
         failure = first_failure(done)
         why = "" if failure is None else str(failure.error) or type(failure.error).__name__
@@ -155,7 +155,7 @@ class RankReplays:
         return next(filter(None, answers), "")
 
     def _begin(self, request: InFlightRequest) -> None:
-        """Note where a new sequence has its states: in those of an ended one, if they fit, which recordings know."""
+        """Choose the home of a new sequence: that of an ended one if its states fit, to reuse its recordings."""
         new = home_of(request)
         spare = self._kept.take_spare(new)
         if spare is None:
@@ -167,7 +167,7 @@ class RankReplays:
         request.initial = {}
 
     def _home(self, request: InFlightRequest) -> Home:
-        """Where the request has its states. Recordings for states that have grown since are dropped."""
+        """The home of the request's states. If these have grown, recordings for the old ones are dropped."""
         home = self._homes.get(request.sequence, STATELESS_HOME)
         if home.growth != request.growth:
             self._kept.drop(home)
@@ -175,9 +175,9 @@ class RankReplays:
         return home
 
     def forget(self, sequence: int, reusable: bool) -> None:
-        """The sequence has ended. If there are recordings for its `reusable` states, these are for another one.
+        """End a sequence. Its `reusable` states are kept for another one if there are recordings for them.
 
-        Or recordings have the addresses of a sum of adapters, which is about to be freed.
+        Or drop the recordings with the sum of adapters of this number, which is about to be freed.
         """
         self._kept.drop_adapters(sequence)
         if (home := self._homes.pop(sequence, None)) is None:
@@ -188,12 +188,12 @@ class RankReplays:
             self._kept.drop(home)
 
     def clear(self) -> None:
-        """Drop all recordings. NCCL's communicators can't be released before those with their work."""
+        """Drop all recordings. NCCL's communicators can't be released before the recordings that use them."""
         self._kept.clear()
 
 
 def find_difference(ran: Mapping[str, Any], played: Mapping[str, Any]) -> str:
-    """How a replay's outputs differ from those of an eager run; empty if they agree."""
+    """The difference between the outputs of a replay and of an eager run, in words; empty if they agree."""
     for name in ran:
         eager, replayed = (_on_host(outputs[name]) for outputs in (ran, played))
         if eager.shape != replayed.shape:
@@ -206,7 +206,7 @@ def find_difference(ran: Mapping[str, Any], played: Mapping[str, Any]) -> str:
 
 
 def _on_host(array: Any) -> Array:
-    """The array, which may be CuPy's, as one of numpy."""
+    """An array of CuPy or numpy as an array of numpy."""
     return array.get() if hasattr(array, "get") else array  # type: ignore[no-any-return]
 
 

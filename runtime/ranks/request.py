@@ -18,9 +18,11 @@ from splitc.runtime.ranks.loop import Span
 
 @dataclass(frozen=True)
 class Execution:
-    """A request on one rank: when it began and ended there, in seconds of time.perf_counter, and when its steps ran.
+    """A request on one rank.
 
-    `grew` says that a state of its sequence has another size than before.
+    - `start`, `end`: when it began and ended there, in seconds of time.perf_counter.
+    - `spans`: when its steps ran.
+    - `grew`: whether a state of its sequence has changed its size.
     """
 
     start: float
@@ -33,30 +35,30 @@ NEVER = Execution(0.0, 0.0, ())
 
 
 def closed_before() -> SplitcError:
-    """The error of a request that the end of its session cancels."""
+    """The error of a request that was cancelled because its session ended."""
     return SplitcError("the session was closed before this request ran")
 
 
 def nothing_to_do(request: InFlightRequest) -> None:
-    """What is done once a request has ended that nobody waits for."""
+    """The default callback at the end of a request: does nothing."""
 
 
 @dataclass(eq=False)
 class Fate:
-    """Whether a request will run: it is cancelled, or a rank has begun it. One for a request and all of its parts."""
+    """Whether a request is cancelled, or begun by a rank. The request and all its parts share one."""
 
     started: bool = False
     cancelled: BaseException | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> bool:
-        """Whether to run it. All who ask get the same answer: after one has begun, it can't be cancelled."""
+        """Begin the request unless it is cancelled. Returns whether to run it: all ranks get the same answer."""
         with self._lock:
             self.started = self.started or self.cancelled is None
             return self.started
 
     def cancel(self, error: BaseException) -> bool:
-        """Let it end with this error, unless a rank has begun. Returns whether it will not run."""
+        """Cancel the request with this error, unless a rank has begun it. Returns whether it is cancelled."""
         with self._lock:
             self.cancelled = self.cancelled or error
             return not self.started
@@ -66,18 +68,20 @@ class Fate:
 class InFlightRequest:
     """A request in flight. Each rank adds its outputs, and the last one calls `done`.
 
-    `sequence` is the number of the request's sequence, `initial` what the sequence begins with on the ranks: the states
-    that stay there, and feeds that are the same in all its requests. With `in_place`, the states have their full
-    capacity, and are written in place. With `after`, the sequence goes on from that one: its states are copied into the
-    beginning of `initial`, which are longer. `growth` counts the requests of the sequence in which states grew on any
-    rank. With `on_device`, outputs are arrays of CuPy on the ranks' GPUs. `adapters` are those of its slots. `given`
-    are the caller's own feeds, where the ranks' are others.
-
-    Where several replicas divide the rows, `parts` are what each of them has of the request, with its own outputs, and
-    `replica` says of such a part whose it is; None for whichever is free.
-
-    `waiting` is the number of ranks that have not finished, `number` what all ranks know the request by. `outputs` and
-    `executions` are by rank. `trace` is the caller's span, in whatever traces it.
+    - `sequence`: the number of its sequence.
+    - `initial`: the sequence's initial values on the ranks: states that stay there, and feeds that never change.
+    - `in_place`: the states have their full capacity, and are written in place.
+    - `after`: the sequence that this one continues: its states are copied to the beginning of the longer `initial`.
+    - `growth`: the number of the sequence's requests in which states grew on any rank.
+    - `on_device`: outputs are CuPy arrays on the ranks' GPUs.
+    - `adapters`: the sum of adapters for its slots.
+    - `given`: the caller's own feeds, if those of the ranks differ.
+    - `parts`: each replica's part of the request, with its own outputs, if replicas divide the rows.
+    - `replica`: the replica of a part; None for any that is free.
+    - `waiting`: the number of ranks that have not finished.
+    - `number`: the request's number on all ranks.
+    - `outputs`, `executions`: by rank.
+    - `trace`: the span of the caller's tracer.
     """
 
     feeds: Mapping[str, Feed]
@@ -104,11 +108,11 @@ class InFlightRequest:
 
     @property
     def cancelled(self) -> BaseException | None:
-        """The error that it ends with if no rank has begun it."""
+        """The error that cancels it unless a rank has begun it; None if it is not cancelled."""
         return self.fate.cancelled
 
     def withdraw(self) -> bool:
-        """Cancel it for its caller, who waits for it no more. Returns whether it will not run."""
+        """Cancel it for its caller, who no longer waits for it. Returns whether it is cancelled."""
         return self.fate.cancel(CancelledError())
 
     def finish(

@@ -29,11 +29,13 @@ Work = InFlightRequest | Callable[[], None] | None
 class Worker(threading.Thread):
     """The thread of one rank of a session.
 
-    The queue `requests` has requests, functions to call on the thread, and None to end it, which are taken in order.
-    `next_request` replaces it. `broken` is called if the thread itself fails, not just a request. Requests are replayed
-    as CUDA graphs if `replays_with` is not None: all ranks, which must agree on that, or none if there is one rank. A
-    GPU puts the outputs in what `allocate` gives, if that matters. `capture_blocker`, set after loading, says why the
-    rank's work can't be captured, or is None.
+    - `requests`: a queue of requests, functions to call on the thread, and None to end it, in order.
+    - `next_request`: replaces this queue.
+    - `broken`: called if the thread itself fails, not just a request.
+    - `replays_with`: None if requests are not replayed as CUDA graphs; otherwise all ranks, which must agree on
+      replays, or empty for a single rank.
+    - `allocate`: returns the arrays that a GPU writes outputs to, if given.
+    - `capture_blocker`: set after loading: why the rank's work can't be captured; None if it can.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Worker(threading.Thread):
             del self.computation, self._loaded
 
     def _leave(self) -> None:
-        """Free memory here rather than by the garbage collector: this thread has the device."""
+        """Free memory on this thread, which has the device, rather than in the garbage collector."""
         if self.replays is not None:
             self.replays.clear()
         if self._finisher is not None:
@@ -95,7 +97,7 @@ class Worker(threading.Thread):
         self.backend.detach()
 
     def _serve_next(self) -> bool:
-        """Run the next request. Returns False at the end. No reference to the request is kept."""
+        """Run the next request, and keep no reference to it. Returns False at the end."""
         request = self._next_request()
         if isinstance(request, InFlightRequest):
             if request.fate.begin():
@@ -107,7 +109,7 @@ class Worker(threading.Thread):
         return request is not None
 
     def bring_in(self) -> None:
-        """Bring the weights in, whose memory other models had, and reserve again what those may have taken."""
+        """Copy swapped weights in, and reserve memory again that other models may have taken."""
         self.backend.bring_in()
         reserve(self._setup, self.backend)
 
@@ -144,7 +146,7 @@ class Worker(threading.Thread):
     ) -> None:
         """Give the request its outputs or its error. `runs` are its numbers in the collectives.
 
-        If it has failed already, it must have failed `alone`, or the session is broken.
+        If it fails but not `alone`, other ranks may wait for this one for ever, so the session is broken.
         """
         made: Any = ran
         spans: Sequence[Span] = ()
@@ -161,14 +163,14 @@ class Worker(threading.Thread):
             self._broken(made.error)
 
     def _finish_elsewhere(self, *request: Any) -> None:
-        """As `_finish`, on another thread. Nobody looks at what is raised there, and the caller would wait for ever."""
+        """As `_finish`, on another thread. An error there would go unseen, so it breaks the session."""
         try:
             self._finish(*request)
         except BaseException as error:
             self._broken(error)
 
     def _take(self, wait: Callable[[], dict[str, Array]]) -> dict[str, Array]:
-        """The outputs, if all collectives went well."""
+        """The outputs, if no collective failed."""
         made = wait()
         self._loaded.check()
         return made
@@ -187,15 +189,15 @@ class Worker(threading.Thread):
         return self._unfinished is not None and not self._unfinished.done()
 
     def _drain(self) -> None:
-        """Wait until the outputs of all earlier requests were given, so that they are given in order."""
+        """Wait until all earlier requests have their outputs, so that requests finish in order."""
         if self._unfinished is not None:
             self._unfinished.result()
             self._unfinished = None
 
     def forget(self, sequence: int, reusable: bool) -> None:
-        """Free the states of a sequence, or let another one begin in their memory, if that can be.
+        """Free the states of a sequence, or keep them for another one if `reusable`.
 
-        Or free the sum of adapters of this number.
+        Or free the sum of adapters with this number.
         """
         if self.replays is not None:
             self.replays.forget(sequence, reusable)

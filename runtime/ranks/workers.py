@@ -1,4 +1,4 @@
-"""All ranks of a session, which are loaded and ended together."""
+"""All ranks of a session, loaded and ended together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE = 10.0
 
 
 class Workers:
-    """The ranks of a package, on CPU devices or a single GPU, once they are started.
+    """The ranks of a package as threads, on CPU devices or a single GPU.
 
     `broken` is called if a rank's thread fails. With `replays`, the single GPU's rank replays requests.
     """
@@ -52,7 +52,7 @@ class Workers:
         return iter(self._workers)
 
     def start(self) -> None:
-        """Let all ranks begin to load their engines. If not all can, none is left."""
+        """Start all ranks, which then load their engines. If one can't start, all are ended."""
         try:
             for worker in self._workers:
                 worker.start()
@@ -86,10 +86,10 @@ class Workers:
             worker.requests.put(request)
 
     def bring_in(self) -> None:
-        """Bring the weights in, whose memory other models had. Waits for that, since a replay would not.
+        """Copy swapped weights in on all ranks, and wait, since a replay would not.
 
-        A rank's own thread, in a callback of a request, does its part itself: it takes nothing else meanwhile. Raises
-        the error of a rank that fails.
+        A callback of a request on a rank's own thread does that rank's part itself. Raises the error of a rank that
+        fails.
         """
         brought: list[Future[None]] = []
         for worker in self._workers:
@@ -106,15 +106,15 @@ class Workers:
             raise error
 
     def watch(self, future: Future[InFlightRequest] | None, request: InFlightRequest) -> None:
-        """Threads give their answers without help."""
+        """Do nothing: threads finish requests themselves."""
 
     def forget(self, sequence: int, reusable: bool) -> None:
-        """Free the states of a sequence, or let another one begin in their memory, if that can be."""
+        """Free the states of a sequence, or keep them for another one if `reusable`."""
         for worker in self._workers:
             worker.requests.put(partial(worker.forget, sequence, reusable))
 
     def abort(self, error: BaseException) -> None:
-        """End all waits of ranks for each other with this error."""
+        """End all waits between ranks with this error."""
         self._collectives[0].abort(error)
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class Workers:
 
 
 def _complete(future: Future[None], work: Callable[[], None]) -> None:
-    """Do the work, and give the future its error, or say that it is done."""
+    """Do the work, and set the future's result or error."""
     done = attempt(work)
     if isinstance(done, Failure):
         future.set_exception(done.error)

@@ -1,4 +1,4 @@
-"""What a bench says to change, and what that would gain, from its own numbers."""
+"""Advice from a bench's own numbers: what to change, and the expected gain."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _in_stages(result: BenchResult) -> Iterator[str]:
 
 
 def _together(result: BenchResult) -> Iterator[str]:
-    """All ranks work on one request: what they wait for each other is lost."""
+    """All ranks work on one request: time that they wait for each other is lost."""
     if len(result.ranks) < 2:
         return
     busy, waiting = (_mean([getattr(rank, what) for rank in result.ranks]) for what in ("busy", "waiting"))

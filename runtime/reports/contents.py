@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Search:
-    """Rows of which a reader sees those that have what was typed. `title` says what is looked for."""
+    """Rows that a reader can filter by text. `title` says what to search for."""
 
     title: str
     columns: Sequence[str]
@@ -77,7 +77,7 @@ class Section:
 class Chapter:
     """The sections of one module, or of all together. `title` is empty on the page of a single model.
 
-    `verdict` says what to change and what it would gain, the most important first.
+    `verdict` has the changes to make and their expected gain, the most important first.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""The error of each output of a check, against what is allowed."""
+"""The error of each output of a check, and the allowed error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long requests took: a histogram, with that of an earlier bench, and the unsplit model's time in a table."""
+"""The times of requests: a histogram, with that of an earlier bench, and a table with the unsplit model's time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each device's memory as a bar against its budget: what is predicted, and what was measured."""
+"""Each device's memory as a bar against its budget: predicted and measured."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Bar:
 
 
 def _bars(number: int, label: str, rank: ShownRank) -> Iterator[_Bar]:
-    """What is predicted of a rank, and below it what was measured."""
+    """A rank's predicted memory, and below it the measured one."""
     sizes = (rank.weights, rank.cache, rank.activations, rank.adapters)
     parts = dict(zip(PREDICTED, (*sizes, max(0, rank.total - sum(sizes))), strict=True))
     if not rank.adapters:

@@ -1,4 +1,4 @@
-"""The pages of a package: what it holds, its times, and how it differs from the unsplit model."""
+"""The pages of a package: its contents, its times, and its differences from the unsplit model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STREAMED = 4
 
 
 def inspect_page(name: str, manifests: Mapping[str, Manifest], files: Sequence[str] = (), swap: bool = False) -> Page:
-    """What a package holds, by module, which work in turn with `swap`. The only one of a single model has no name."""
+    """A package's contents, by module. With `swap`, modules work in turn. The module of a single model has no name."""
     chapters = [_holds(title, manifest) for title, manifest in manifests.items()]
     if len(manifests) > 1:
         sums = sum_modules(manifests, swap)
@@ -63,7 +63,7 @@ def bench_page(
     measured: Sequence[RankMemory],
     before: EarlierBench | None = None,
 ) -> Page:
-    """A package's times, with its timelines and memory, and beside an earlier bench."""
+    """A package's times, timelines and memory, with those of an earlier bench if given."""
     at_work = words_of(manifest.split_mode).at_work
     streamed = result.timeline[-STREAMED * result.in_flight :] if result.in_flight > 1 else []
     facts = [("rate", f"{result.rate:.1f} requests/s"), ("in flight", str(result.in_flight))]
@@ -83,7 +83,7 @@ def bench_page(
 def check_page(
     name: str, checked: Mapping[str, tuple[Manifest, Sequence[Difference], str, Sequence[RankMemory]]]
 ) -> Page:
-    """How outputs differ, by module: its manifest, the differences, what they were compared with, and ranks' memory."""
+    """The differences of outputs, by module: its manifest, the differences, the reference, and the ranks' memory."""
     chapters = []
     for title, (manifest, differences, compared, measured) in checked.items():
         agree = sum(difference.passed for difference in differences)
@@ -96,7 +96,7 @@ def check_page(
 
 
 def _holds(title: str, manifest: Manifest) -> Chapter:
-    """What a package of one model, or a module, holds."""
+    """The contents of a package of one model, or of a module."""
     ranks = len(manifest.ranks)
     mode = mode_in_words(manifest.split_mode, ranks, count_groups(manifest, ranks))
     facts = [("split mode", mode), ("engines", manifest.engine), ("numbers", manifest.number_type)]
@@ -112,7 +112,7 @@ def _holds(title: str, manifest: Manifest) -> Chapter:
 
 
 def _body(manifest: Manifest, measured: Sequence[RankMemory], whole: bool = False) -> list[Section]:
-    """Blocks and memory; and with `whole` what the split mode left whole."""
+    """Blocks and memory; with `whole`, also the weights that were not split."""
     budgets = free_bytes(parse_devices([rank.device for rank in manifest.ranks]))
     ranks = [
         ShownRank(

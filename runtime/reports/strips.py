@@ -17,9 +17,9 @@ COLOURS = 8
 
 @dataclass(frozen=True)
 class ShownRank:
-    """What pages show of a rank: its device, blocks, predicted bytes, and its budget and measured bytes if known.
+    """A rank as pages show it: its device, blocks, predicted bytes, and its budget and measured bytes if known.
 
-    `adapters` is what requests with adapters take of the `total`.
+    `adapters` is the part of `total` that only requests with adapters need.
     """
 
     device: str
@@ -34,9 +34,9 @@ class ShownRank:
 
 
 def strip_section(ranks: Sequence[ShownRank], cuts: Sequence[Cut], is_radial: bool, copies: int = 1) -> Section:
-    """Which rank has which blocks. With `is_radial`, values cross between rank 0 and each other rank.
+    """The blocks of each rank. With `is_radial`, values cross between rank 0 and each other rank.
 
-    Ranks of several `copies` of the model come one copy after the other, and each is shown below that of the first one.
+    Ranks of several `copies` of the model come one copy after the other. Each is shown below that of the first one.
     """
     size = len(ranks) // copies
     firsts = _share_stages(ranks[:size])

@@ -1,4 +1,4 @@
-"""How charts look. Colours are CSS variables of the page, so that they follow light, dark and print."""
+"""The style of charts. Colours are CSS variables of the page, so that they follow light, dark and print."""
 
 from __future__ import annotations
 

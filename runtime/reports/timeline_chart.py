@@ -1,4 +1,4 @@
-"""When each rank ran its steps, of one request and of a stream of them."""
+"""Timelines of the ranks' steps, for one request and for a stream of them."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def _bars(ranks: Sequence[Rank], requests: Timeline) -> list[Bar]:
 
 
 def _joined(served: Execution, rank: Rank, gap: float) -> list[tuple[str, str, float, float]]:
-    """The kind, name, start and end of steps. Steps of one kind within the gap of each other are one.
+    """The kind, name, start and end of steps. Steps of one kind with less than `gap` between them are joined.
 
-    Steps that only told a GPU what to do are followed by the wait for what it does.
+    A step that only launches work on a GPU is followed by the wait for that work.
     """
     joined: list[tuple[str, str, float, float]] = []
     for span in served.spans:

@@ -1,4 +1,4 @@
-"""How long each rank was busy, waited, and did the runtime's own work, per request."""
+"""Each rank's time in engines, waiting, and in the runtime's own work, per request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is whole on every rank, and why."""
+"""The weights that are whole on every rank, and why."""
 
 from __future__ import annotations
 

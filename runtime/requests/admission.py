@@ -62,11 +62,11 @@ class Admission:
         self._callbacks = Callbacks()
 
     def submit(self, request: InFlightRequest, here: bool) -> Future[InFlightRequest]:
-        """Start a request, whose `waiting` and `done` are set here. Waits while `in_flight` requests are in flight.
+        """Start a request, and set its `waiting` and `done`. Waits while `in_flight` requests are in flight.
 
         With `here`, this thread reads the answers of processes until the request is done. Raises SplitcError if the
-        session is broken or closed, or is another process's; MisuseError for a callback of a request that waits for
-        another one.
+        session is broken or closed, or belongs to another process; MisuseError in a callback of a request if it would
+        wait for another request.
         """
         if os.getpid() != self._owner:
             raise EngineError("a forked process can't use the session of its parent: open one of its own")
@@ -81,8 +81,8 @@ class Admission:
     def _hand_over(self, request: InFlightRequest, future: Future[InFlightRequest]) -> None:
         """Give a request to all ranks.
 
-        Signals come before or after that: if one rank had a request and another one did not, later requests would get
-        other requests' values. Raises as `submit` does.
+        Signals are held back meanwhile: if only some ranks had the request, later requests would get its values. Raises
+        as `submit` does.
         """
         while True:
             with later_interrupts() as interrupted:
@@ -106,7 +106,7 @@ class Admission:
     def _admit(self, request: InFlightRequest, future: Future[InFlightRequest], check: Callable[[], None]) -> None:
         """Wait for a place for a request and for its model's turn, and give it to the ranks.
 
-        Whatever is raised, neither is taken any more.
+        On an error, both the place and the turn are free again.
         """
         in_callback = self._callbacks.active
         check()
@@ -136,13 +136,13 @@ class Admission:
                 raise
 
     def _leave(self) -> None:
-        """A request has ended."""
+        """Free the place of a request that has ended."""
         if self._turn is not None:
             self._turn.turns.end(self._turn)
         self._places.release()
 
     def _done(self, request: InFlightRequest) -> None:
-        """Give a request its result, once all ranks have finished it."""
+        """Set a request's result, once all ranks have finished it."""
         future = self._under_way.pop(request)
         self._telemetry.end(request, request.error)
         self._leave()
@@ -180,7 +180,7 @@ class Admission:
         self._workers.abort(error)  # now: what the other ranks say then only follows from it
 
     def forget(self, sequence: int, reusable: bool) -> None:
-        """Free the states of a sequence, or let another one begin in their memory, if that can be."""
+        """Free the states of a sequence, or keep them for another one if `reusable`."""
         if os.getpid() != self._owner:
             return
         with later_interrupts(), self._order:  # all ranks, or none
@@ -189,8 +189,8 @@ class Admission:
     def close(self) -> None:
         """End the ranks, in bounded time. Requests that have begun are completed or stopped; others are cancelled.
 
-        In a callback of a request, which the ranks wait for, this is done by another thread. In another process than
-        the session's, nothing is done.
+        In a callback of a request, which the ranks wait for, another thread does this. Does nothing in another process
+        than the session's.
         """
         if os.getpid() != self._owner:
             return

@@ -1,4 +1,4 @@
-"""Which threads are in callbacks of requests: those must not wait for what only they themselves would end."""
+"""The threads that are in callbacks of requests: they must not wait for what only they could complete."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 class Callbacks(threading.local):
-    """Whether this thread gives a request its result, and so may be in a function that was to be called then."""
+    """Whether this thread is setting a request's result, and so may be in one of its callbacks."""
 
     active = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Meanwhile, this thread is in callbacks."""
+        """A context in which this thread counts as in a callback."""
         before, self.active = self.active, True
         try:
             yield

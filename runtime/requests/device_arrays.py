@@ -12,10 +12,10 @@ from splitc.runtime.requests.rank_kinds import THREADS
 
 
 class DeviceArrays:
-    """What may stay on a GPU: nothing unless the rank is a thread of this process.
+    """The arrays that may stay on a GPU: none unless the rank is a thread of this process.
 
     CUDA shares memory between processes by handles of whole allocations. A handle costs more to open than a copy, and
-    there is none for memory that came by a handle itself, as a server's tensors do.
+    memory that was itself opened from a handle, as a server's tensors are, has none.
     """
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device], ranks: str) -> None:

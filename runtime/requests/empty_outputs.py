@@ -1,4 +1,4 @@
-"""Requests without rows or tokens, where ONNX Runtime would end the process."""
+"""Refuse requests without rows or tokens, with which ONNX Runtime would end the process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ ON_CPUS = "ONNX Runtime would end the process: this model's engines run no reque
 class EmptyOutputs:
     """The sizes that must not be 0.
 
-    On CPU devices they are those of some operators (LSTM, GRU, GroupQueryAttention), which the manifest lists. ONNX
-    Runtime's attention on a GPU divides by sizes: SIGFPE ends the process. It also fuses attention itself when it loads
-    an engine, so this is checked for every package. There they are those that inputs share with an output, and those
-    that all inputs share. States may be empty.
+    - On CPU devices: sizes of some operators (LSTM, GRU, GroupQueryAttention), which the manifest lists.
+    - On GPUs: sizes that inputs share with an output, and those that all inputs share. ONNX Runtime's attention divides
+      by sizes: SIGFPE ends the process. It also fuses attention when it loads an engine, so every package is checked.
+
+    States may be empty.
     """
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device]) -> None:
@@ -44,7 +45,7 @@ class EmptyOutputs:
 
 
 def _places(inputs: Sequence[Tensor], sizes: set[str], why: str) -> Iterator[tuple[str, int, str, str]]:
-    """Where inputs have these sizes, which must not be 0."""
+    """The axes of inputs with these sizes, which must not be 0."""
     for tensor in inputs:
         for axis, size in enumerate(tensor.shape or ()):
             if isinstance(size, str) and size in sizes:

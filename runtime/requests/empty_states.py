@@ -1,4 +1,4 @@
-"""What states are before the first request: zeros, and caches of length 0."""
+"""The states before the first request: zeros, and caches of length 0."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def empty_states(
 
 
 def unfed_states(manifest: Manifest, feeds: Mapping[str, Feed]) -> dict[str, Array]:
-    """The states as they begin, if none of them is fed. Feeds that the package does not take change nothing."""
+    """The initial states, if no state is fed. Feeds that are not inputs of the package are ignored."""
     if not {state.input for state in manifest.states}.isdisjoint(feeds):
         return {}
     taken = {tensor.name for tensor in (*manifest.inputs, *manifest.overridable)}

@@ -1,4 +1,4 @@
-"""How many rows of the caches that are written in place are filled: the ranks take it as the size of an input."""
+"""The number of filled rows in caches that are written in place. Ranks get it as the size of an input."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from splitc.runtime.package.states import Length
 
 
 def with_lengths(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> dict[str, Feed]:
-    """A request's feeds with the ranks' inputs for the lengths of the pasts among them.
+    """A request's feeds, with the ranks' inputs for the lengths of the pasts in it.
 
-    Raises FeedError for pasts that are not as long as others, and for a request that the engines can't run.
+    Raises FeedError if pasts differ in length, and for a request that the engines can't run.
     """
     filled = {length.input: filled_rows(length, feeds) for length in lengths}
     batch = max((feeds[length.states[0]].shape[0] for length in lengths), default=1)
@@ -29,7 +29,7 @@ def with_lengths(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> dict[s
 
 
 def check_lengths(lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]) -> None:
-    """Raise FeedError for a request that engines which write caches in place can't run."""
+    """Raise FeedError for a request that the engines can't run, since they write caches in place."""
     for length in lengths:
         before, more = filled[length.input], added(length, feeds)
         if not batch or not more:  # where there is no row, ONNX Runtime's operator ends the process: it divides by zero
@@ -47,9 +47,9 @@ def check_lengths(lengths: Sequence[Length], batch: int, filled: Mapping[str, in
 def length_feeds(
     lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed], room: int = 0
 ) -> dict[str, Array]:
-    """The ranks' inputs for lengths: arrays with an axis of the rows that are filled, or have `room`, of no bytes.
+    """The ranks' inputs for lengths: arrays with one axis as long as the filled rows.
 
-    A second axis of 1 says that the engines are to read the filled rows again.
+    A second axis of size 1 makes the engines read the filled rows again. An input for the `room` has no bytes.
     """
     made = {}
     for length in lengths:
@@ -62,7 +62,7 @@ def length_feeds(
 
 
 def needs_one_row(lengths: Sequence[Length], feeds: Mapping[str, Feed]) -> bool:
-    """Whether the engines take a request with these pasts row by row only."""
+    """Whether the engines run a request with these pasts only for one row of the batch at a time."""
     return any(
         _is_for_one_row(length, feeds[length.states[0]].shape[0], added(length, feeds), filled_rows(length, feeds))
         for length in lengths
@@ -76,24 +76,24 @@ def _is_for_one_row(length: Length, batch: int, more: int, before: int) -> bool:
 def room_needed(
     lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]
 ) -> dict[str, int]:
-    """The rows that states must have for a request, by their inputs. None where the engines make longer ones anyway."""
+    """The rows that states need for a request, by input. Empty where the engines allocate longer states anyway."""
     if not any(_reads_again(length, batch, filled, feeds) for length in lengths):
         return {}
     return {name: filled[length.input] + added(length, feeds) for length in lengths for name in length.states}
 
 
 def _reads_again(length: Length, batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]) -> bool:
-    """Whether the engines' operator can only read a request's tokens together with those before."""
+    """Whether the engines' operator can read a request's tokens only together with the earlier ones."""
     return length.room_for_batches and batch > 1 and added(length, feeds) > 1 and filled[length.input] > 0
 
 
 def lengthened(array: Array, axis: int, rows: int) -> Array:
-    """An array with zeros behind it, up to so many rows along an axis."""
+    """An array, padded with zeros at the end of an axis to this number of rows."""
     return np.pad(array, [(0, rows - size if n == axis else 0) for n, size in enumerate(array.shape)])
 
 
 def filled_rows(length: Length, pasts: Mapping[str, Feed]) -> int:
-    """The rows of pasts. Raises FeedError if one is not as long as others."""
+    """The rows of pasts. Raises FeedError if they differ."""
     first, *others = length.states
     filled = pasts[first].shape[length.axis]
     for name in others:

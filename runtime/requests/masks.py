@@ -1,4 +1,4 @@
-"""Attention masks in sequences with a capacity: they are as long as the caches, so that requests keep their sizes."""
+"""Attention masks in sequences with a capacity: padded to the caches' length, so that their sizes never change."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from splitc.runtime.package.manifest import Manifest, of_role
 
 @dataclass(frozen=True)
 class CacheMasks:
-    """The names of `masks` [batch, tokens so far], and of the inputs with a number for each new token."""
+    """The names of `masks` [batch, tokens so far], and of the inputs with one number for each new token."""
 
     masks: Sequence[str] = ()
     tokens: Sequence[str] = ()
 
     def with_room(self, feeds: Mapping[str, Array], capacity: int) -> Mapping[str, Array]:
-        """The feeds, with zeros in the masks for the tokens to come, up to the capacity.
+        """The feeds, with masks padded with zeros to the capacity.
 
-        Kernels read several tokens after others in one row only, and take a longer mask for such a request. So masks of
-        several rows get zeros only if each row has one new token.
+        Kernels read several new tokens after earlier ones only in a batch of one row, and take a longer mask for such a
+        request. So masks of several rows are padded only if each row has one new token.
         """
         single = all(feeds[name].shape[-1] == 1 for name in self.tokens if name in feeds)
         fitting = [name for name in self.masks if name in feeds and (single or len(feeds[name]) == 1)]
@@ -30,7 +30,7 @@ class CacheMasks:
 
 
 def _lengthened(mask: Array, length: int) -> Array:
-    """A mask with zeros up to this length, in a fifth of the time of np.pad."""
+    """A mask, padded with zeros to this length, in a fifth of the time of np.pad."""
     if mask.shape[1] >= length:
         return mask
     made = np.zeros((len(mask), length), mask.dtype)
@@ -39,9 +39,9 @@ def _lengthened(mask: Array, length: int) -> Array:
 
 
 def find_cache_masks(manifest: Manifest) -> CacheMasks:
-    """The masks of a model that writes all of its caches in place by itself; none for any other model.
+    """The masks of a model that writes all of its caches in place; none for other models.
 
-    Where ranks are told how many rows are filled, masks have the length of these.
+    Where ranks get the number of filled rows, masks have that length.
     """
     growing = [state for state in manifest.states if state.grows is not None]
     if not growing or manifest.lengths or not all(state.in_place for state in manifest.states):

@@ -1,4 +1,4 @@
-"""What a session has done since it began: its requests, and how long its ranks' engines ran."""
+"""A session's counters: its requests, and the working time of its ranks' engines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from splitc.runtime.ranks.request import InFlightRequest
 class Metrics:
     """Counters of a session.
 
-    Requests are `done` or `failed`, or else were cancelled; `in_flight` are those that have a place and have not ended.
-    Of those that are done some were `replayed` as CUDA graphs, on all ranks, and for some the graph was `captured`.
-    `busy` are the seconds that the engines of each rank ran, or its graphs.
+    - `done`, `failed`: requests that ended so; others were cancelled.
+    - `in_flight`: requests that have a place and have not ended.
+    - `replayed`: requests done that all ranks replayed as CUDA graphs.
+    - `captured`: requests done for which the graph was captured.
+    - `busy`: for each rank, the seconds that its engines or graphs ran.
     """
 
     done: int = 0
@@ -28,7 +30,7 @@ class Metrics:
     busy: tuple[float, ...] = ()
 
     def __add__(self, other: Metrics) -> Metrics:
-        """The sums, for sessions of the same ranks that follow each other."""
+        """The sums, for successive sessions with the same ranks."""
         busy = zip(self.busy or (0.0,) * len(other.busy), other.busy or (0.0,) * len(self.busy), strict=True)
         return Metrics(
             self.done + other.done,
@@ -52,13 +54,13 @@ def is_replayed(request: InFlightRequest) -> bool:
 
 
 def _replays(request: InFlightRequest) -> list[Replay | None]:
-    """The replay of each rank that has run the request, None for one that ran its steps."""
+    """The replay of each rank that ran the request; None for a rank that ran its steps."""
     first = [ran.spans[0].step for ran in request.executions.values() if ran.spans]
     return [step if isinstance(step, Replay) else None for step in first]
 
 
 class Counters:
-    """Counts the requests of a session of so many ranks. Any thread may call it."""
+    """Counts the requests of a session. Any thread may call it."""
 
     def __init__(self, ranks: int) -> None:
         self._lock = threading.Lock()
@@ -66,12 +68,12 @@ class Counters:
         self._busy = [0.0] * ranks
 
     def begin(self) -> None:
-        """A request has got a place."""
+        """Count a request that has got a place."""
         with self._lock:
             self._in_flight += 1
 
     def end(self, request: InFlightRequest, *, done: bool, failed: bool) -> None:
-        """A request that had a place has ended: neither way if it was cancelled."""
+        """Count a request that has ended: neither done nor failed if it was cancelled."""
         busy = {rank: _seconds(ran.spans) for rank, ran in request.executions.items()}
         captured, replayed = is_captured(request), is_replayed(request)
         with self._lock:
@@ -84,7 +86,7 @@ class Counters:
             self._replayed += done and replayed
 
     def read(self) -> Metrics:
-        """All of them, at one moment."""
+        """A consistent copy of all counters."""
         with self._lock:
             return Metrics(self._done, self._failed, self._in_flight, self._captured, self._replayed, tuple(self._busy))
 

@@ -18,7 +18,7 @@ from splitc.runtime.ranks.request import InFlightRequest
 class OutputJoiner:
     """Joins the ranks' outputs: whole ones, sharded ones, and outputs that are inputs.
 
-    Outputs that are to stay on GPUs are joined on the first rank's.
+    Outputs that stay on GPUs are joined on the first rank's.
     """
 
     def __init__(self, manifest: Manifest, devices: Sequence[Device]) -> None:

@@ -1,4 +1,4 @@
-"""What is computed before the ranks: masks, positions and lengths, of what grows with each token."""
+"""The preamble: masks, positions and lengths, which are computed before the ranks run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCK = 64
 
 
 class PreambleEngine:
-    """A package's preamble, on a thread of the caller's. Raises PackageError if ONNX Runtime can't load it."""
+    """A package's preamble, run on the caller's thread. Raises PackageError if ONNX Runtime can't load it."""
 
     def __init__(self, package: Path, preamble: Preamble, lengths: Sequence[Length]) -> None:
         self._preamble, self._lengths = preamble, lengths
@@ -31,10 +31,10 @@ class PreambleEngine:
         self._plain = None if preamble.plain is None else _Graph(package, preamble.plain)
 
     def apply(self, feeds: Mapping[str, Feed], keeps_masks: bool = False) -> dict[str, Feed]:
-        """The feeds with what the preamble makes of them, and without those that it alone reads.
+        """The feeds with the preamble's outputs, and without the feeds that only the preamble reads.
 
-        Masks are left out too, if engines hide the same without, unless it `keeps_masks`. Raises EngineError if it
-        fails on them.
+        Masks are left out too if engines hide the same without them, unless it `keeps_masks`. Raises EngineError if the
+        preamble fails.
         """
         consumed = {*self._preamble.consumed}
         if self._plain is not None and not keeps_masks and self._is_plain(feeds):
@@ -53,7 +53,7 @@ class PreambleEngine:
         return all(is_causal(made[name], feeds[length].shape[0], windows.get(name)) for name, length in masks)
 
     def _is_plain(self, feeds: Mapping[str, Feed]) -> bool:
-        """Whether it is known what masks hide: see `runtime.package.states.Preamble`."""
+        """Whether the plain graph applies, where it is known what masks hide: see `runtime.package.states.Preamble`."""
         rows, *others = {feeds[length.input].shape[0] + added(length, feeds) for length in self._lengths}
         ones = (feeds[name] for name in self._preamble.ones)
         batch = {feeds[name].shape[axis] for name, axis in self._preamble.batch.items()}
@@ -63,7 +63,7 @@ class PreambleEngine:
 
 
 class _Graph:
-    """One of its graphs, as a session on the CPU."""
+    """One graph of the preamble, as a session on the CPU."""
 
     def __init__(self, package: Path, file: str) -> None:
         self._file, self._session = file, open_session(package / file, 1)
@@ -71,7 +71,7 @@ class _Graph:
         self._outputs = [tensor.name for tensor in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, Feed]) -> dict[str, Array]:
-        """What it makes of feeds. Raises EngineError."""
+        """The graph's outputs for these feeds. Raises EngineError."""
         own = {name: np.asarray(on_host(feeds[name]), order="C") for name in self._inputs}
         try:
             made: list[Array] = self._session.run(self._outputs, own)
@@ -83,8 +83,9 @@ class _Graph:
 def is_causal(mask: Array, before: int, window: int | None = None) -> bool:
     """Whether a mask hides later tokens from earlier ones, and nothing else.
 
-    With a `window`, also all but the last so many tokens, itself included. The mask is added to scores [..., tokens,
-    rows], of which `before` are those of earlier requests. What is behind the rows of this request is not read.
+    With a `window`, it must also hide all but the last `window` tokens, the token itself included. The mask is added to
+    scores [..., tokens, rows], of which the first `before` rows are those of earlier requests. Later rows than this
+    request's are not read.
     """
     tokens = mask.shape[-2]
     window = before + tokens if window is None else window
@@ -107,7 +108,7 @@ def is_causal(mask: Array, before: int, window: int | None = None) -> bool:
 
 
 def _is_hidden(added: Array, where: npt.NDArray[np.bool_]) -> bool:
-    """Whether what is added hides this, and nothing else."""
+    """Whether the mask hides these elements, and no others."""
     return _is_zero(added[..., ~where]) and _hides(added[..., where])
 
 

@@ -1,4 +1,4 @@
-"""Whether a session's ranks are threads of its process, processes that it starts, or those that MPI has started."""
+"""The kind of a session's ranks: threads, processes that the session starts, or processes of MPI."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KINDS = (THREADS, PROCESSES, MPI)
 def choose_ranks(
     asked: str | None, devices: Sequence[Device], world: World | None, shared: Sequence[Device] = ()
 ) -> str:
-    """What the ranks are: as asked for, or else MPI's processes, where it has started several.
+    """The kind of ranks: as asked for; or else MPI's processes, if it has started several.
 
-    Otherwise they are threads on CPU devices and on a single GPU, and else processes. `shared` are the devices of all
-    models whose ranks share processes: a model on one GPU has a process there if others have other GPUs. Raises
-    MisuseError for an unknown word, and for what is impossible: several threads with a GPU among their devices, MPI's
-    processes without MPI, or several hosts without MPI.
+    Otherwise threads on CPU devices and on a single GPU, and processes elsewhere. `shared` are the devices of all
+    models whose ranks share processes: a model on one GPU has a process if others have other GPUs. Raises MisuseError
+    for an unknown word, and for an impossible choice: several threads with a GPU among their devices, MPI's processes
+    without MPI, or several hosts without MPI.
     """
     if asked not in (None, *KINDS):
         raise MisuseError(f"ranks are '{THREADS}', '{PROCESSES}' or '{MPI}', not '{asked}'")

@@ -1,7 +1,7 @@
-"""Several groups of ranks, each with the whole model, which divide the rows of a request: as the ranks of one session.
+"""Replicas: groups of ranks with the whole model each, which divide the rows of a request.
 
-Replicas exchange nothing. A request of several rows becomes a part for each of them, and any other one goes whole to
-whichever is free. A sequence stays where its first request went, its rows divided in the same way.
+Replicas exchange nothing. A request of several rows is divided into a part for each of them. Any other goes whole to
+the least busy one. A sequence stays on the replicas of its first request, its rows divided in the same way.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Replicas:
         return self._size * len(self._replicas)
 
     def divide(self, request: InFlightRequest) -> None:
-        """Give a request its parts. Raises FeedError for a request of a sequence that has other rows than before."""
+        """Set the parts of a request. Raises FeedError if a later request of a sequence has another number of rows."""
         rows = count_rows({**request.initial, **request.feeds}, self._axes, self._sources)
         began = request.sequence if request.after is None else request.after
         division = None if began is None else self._sequences.get(began)
@@ -75,9 +75,9 @@ class Replicas:
             start += count
 
     def _divide(self, rows: int | None) -> _Division | None:
-        """Who takes how many rows of a request; None for one that stays whole.
+        """The number of rows for each replica; None if the request stays whole.
 
-        Inputs that disagree on the rows may yet be what the model takes.
+        Inputs that disagree on the rows may still be valid for the model.
         """
         if rows is None or rows < 2:
             return None
@@ -88,7 +88,7 @@ class Replicas:
     def put(self, request: InFlightRequest | None) -> None:
         """Give each part to its replica.
 
-        If one can't be given, the request fails once the others have ended: not before, since they take memory.
+        If that fails for one, the request fails once the others have ended: until then they use memory.
         """
         if request is None:
             for ranks in self._replicas:
@@ -123,9 +123,9 @@ class Replicas:
             raise
 
     def _choose(self, stays: bool) -> int:
-        """The replica with the least to do for its share: requests at work, and for one that `stays` also sequences.
+        """The replica with the least work for its share: requests in flight, and for one that `stays` also sequences.
 
-        These are idle as others begin, and would all stay with the first replica.
+        Sequences are often idle when others begin: by requests alone, all would stay on the first replica.
         """
         load = Counter(dict(enumerate(self._at_work)))
         if stays:
@@ -137,7 +137,7 @@ class Replicas:
             self._at_work[replica] -= 1
 
     def _ended(self, request: InFlightRequest, part: InFlightRequest) -> None:
-        """All ranks of a replica have finished a part."""
+        """Finish a part on all ranks of its replica."""
         part.done = nothing_to_do  # it refers to the request, and the request to it
         assert part.replica is not None
         self._leave(part.replica)
@@ -145,7 +145,7 @@ class Replicas:
             request.finish(part.replica * self._size + rank, {}, execution, part.error)
 
     def _fail(self, request: InFlightRequest, part: InFlightRequest, error: BaseException) -> None:
-        """End a part that was given to nobody."""
+        """Finish a part that no replica got with this error."""
         assert part.replica is not None
         for rank in range(self._size):
             request.finish(part.replica * self._size + rank, {}, NEVER, error)
@@ -158,7 +158,7 @@ class Replicas:
             self._replicas[replica].forget(sequence, reusable)
 
     def watch(self, future: Future[InFlightRequest] | None, request: InFlightRequest) -> None:
-        """See Workers. What several replicas send is read by others: the caller can only wait for one of them."""
+        """See Workers. A caller can read one replica's answers only: with several parts, other threads read them."""
         for part in request.parts:
             if part.replica is not None:
                 self._replicas[part.replica].watch(future if len(request.parts) == 1 else None, part)
@@ -218,7 +218,7 @@ class Replicas:
 
 
 def _check_rows(counts: Sequence[int], rows: int | None) -> None:
-    """Raise FeedError unless a request of a sequence has the rows that its first one had."""
+    """Raise FeedError unless a request has as many rows as the first one of its sequence."""
     if rows != sum(counts):
         has = "inputs with different numbers of rows" if rows is None else f"{rows}"
         raise FeedError(
@@ -230,7 +230,7 @@ def _check_rows(counts: Sequence[int], rows: int | None) -> None:
 def _part(
     request: InFlightRequest, replica: int | None, feeds: Mapping[str, Feed], initial: Mapping[str, Array | Zeros]
 ) -> InFlightRequest:
-    """What a replica gets of a request: these feeds and initial states."""
+    """A replica's part of a request, with these feeds and initial states."""
     return InFlightRequest(
         feeds,
         sequence=request.sequence,

@@ -25,10 +25,11 @@ from splitc.runtime.requests.replicas import Replicas
 
 
 class Requests:
-    """What a session does below its public methods. It sets `_admission` before the first request.
+    """The private half of a session. The session sets `_admission` before the first request.
 
-    `ranks` says what ranks are: see `choose_ranks`. `_replicas` divide requests, if there are several. The `_preamble`
-    comes before them, if there is one.
+    - `ranks`: the kind of the ranks: see `choose_ranks`.
+    - `_replicas`: divide requests, if there are several.
+    - `_preamble`: runs before the ranks, if there is one.
     """
 
     _admission: Admission
@@ -84,7 +85,7 @@ class Requests:
         return joined[0] if len(joined) == 1 else join_batches(joined, self.manifest.batch)
 
     def number_sequence(self) -> int:
-        """The number of another sequence on the ranks."""
+        """A new sequence's number on the ranks."""
         return next(self._sequences)
 
     def forget(self, sequence: int, reusable: bool) -> None:

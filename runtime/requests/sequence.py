@@ -100,7 +100,7 @@ class StateSequence:
             return {name: array for name, array in outputs.items() if name not in self._outputs}
 
     def _next_request(self, arrays: Mapping[str, Array]) -> InFlightRequest:
-        """The request that begins the sequence, moves it to larger states, or goes on in those that it has."""
+        """The request that begins the sequence, moves it to larger states, or continues with the present ones."""
         initial: Mapping[str, Array | Zeros] = {}
         after, room = None, self._room(arrays)
         if not self._numbers:
@@ -128,7 +128,7 @@ class StateSequence:
         )
 
     def _with_its_room(self, error: EngineError) -> EngineError:
-        """The error of a request; if it names a cache with a capacity, which may be too small, with that."""
+        """The error of a request. If it names a cache with a capacity, that is added: it may be too small."""
         caches = [state.output for state in self._session.manifest.states if state.in_place]
         if self._capacity is None or not any(name in str(error) for name in caches):
             return error
@@ -138,7 +138,7 @@ class StateSequence:
         )
 
     def _room(self, feeds: Mapping[str, Array]) -> dict[str, int]:
-        """The tokens that the states which are written in place have room for; none if a request makes longer ones."""
+        """The capacity in tokens of the states that are written in place; none if a request allocates longer ones."""
         manifest = self._session.manifest
         if self._capacity is None:
             return room_needed(manifest.lengths, count_batch(feeds), self._filled, feeds)
@@ -146,9 +146,9 @@ class StateSequence:
         return dict.fromkeys(growing, self._capacity)
 
     def _fill(self, feeds: Mapping[str, Array]) -> dict[str, int]:
-        """The filled rows of its caches after a request.
+        """The filled rows of the caches after a request.
 
-        Raises FeedError for a request that the engines can't run, MisuseError for one that there is no room for.
+        Raises FeedError for a request that the engines can't run, MisuseError if it exceeds the capacity.
         """
         filled, lengths = dict(self._filled), self._session.manifest.lengths
         check_lengths(lengths, count_batch(feeds), filled, feeds)
@@ -179,11 +179,11 @@ class StateSequence:
             self._loaded = loaded
 
     def hold(self, feeds: Mapping[str, npt.ArrayLike]) -> None:
-        """Give the ranks feeds that are the same in all requests, such as what a decoder reads of its encoder.
+        """Give the ranks feeds that are the same in all requests, such as an encoder's outputs for a decoder.
 
         They go with the first request and stay on the ranks: no `run` is given them again. Raises FeedError for feeds
-        that do not fit the model, MisuseError while another thread uses the sequence, SplitcError after a run or
-        after `close`.
+        that do not fit the model, MisuseError while another thread uses the sequence, SplitcError after a run or after
+        `close`.
         """
         with self._alone():
             if self._numbers:
@@ -195,10 +195,10 @@ class StateSequence:
             self._fed = Inputs(self._given, manifest.optional, manifest.fixed)
 
     def grow(self, capacity: int) -> None:
-        """Give the caches a capacity of so many tokens, with the next run, which copies them once.
+        """Raise the caches' capacity to this number of tokens, with the next run, which copies them once.
 
-        Raises MisuseError unless the sequence was started with a capacity, which is smaller, and while another thread
-        uses it; SplitcError after `close`.
+        Raises MisuseError unless the sequence was started with a smaller capacity, and while another thread uses it;
+        SplitcError after `close`.
         """
         with self._alone():
             if self._capacity is None or (capacity := _check_capacity(capacity)) < self._capacity:
@@ -206,19 +206,19 @@ class StateSequence:
             self._capacity = capacity
 
     def _lengthen(self, feeds: Mapping[str, Array], room: Mapping[str, int]) -> Mapping[str, Zeros]:
-        """What the ranks copy their states to. The states that are carried are lengthened here."""
+        """The longer states that the ranks copy theirs to. Carried states are padded here."""
         zeros = empty_states(self._session.manifest, feeds, room)
         self._carried.update(self._with_room({n: array for n, array in self._carried.items() if n in room}, room))
         return {name: zeros[name] for name in room if name not in self._carried}
 
     def _with_room(self, states: Mapping[str, Array], room: Mapping[str, int]) -> dict[str, Array]:
-        """States with zeros behind them."""
+        """States padded with zeros to this room."""
         grows = {state.input: state.grows for state in self._session.manifest.states}
         axes = {name: axis for name in states if (axis := grows[name]) is not None}
         return {name: lengthened(states[name], axis, room[name]) for name, axis in axes.items()}
 
     def _begin(self, feeds: Mapping[str, Array], room: Mapping[str, int]) -> dict[str, Array | Zeros]:
-        """What the sequence begins with on the ranks. States that are carried begin here."""
+        """The sequence's initial values on the ranks. Carried states begin here."""
         loaded = {**self._loaded, **self._with_room({n: a for n, a in self._loaded.items() if n in room}, room)}
         begun: Mapping[str, Array | Zeros] = loaded or empty_states(
             self._session.manifest, {**feeds, **self._constant}, room
@@ -234,7 +234,7 @@ class StateSequence:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other threads out. Raises MisuseError if one is in, SplitcError if the sequence is closed."""
+        """Exclude other threads. Raises MisuseError if one uses the sequence, SplitcError if it is closed."""
         entered = False
         try:
             with later_interrupts():  # one that came as it is entered would leave it locked
@@ -280,5 +280,5 @@ def _drop(reference: weakref.ref[Requests], numbers: list[int]) -> None:
 
 
 def _check_capacity(capacity: int) -> int:
-    """The capacity. Raises MisuseError if it is no number of tokens."""
+    """The capacity. Raises MisuseError if it is not a valid number of tokens."""
     return whole_number("--capacity", capacity, 1, MOST_CAPACITY, of=" of tokens")

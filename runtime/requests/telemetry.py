@@ -1,4 +1,4 @@
-"""What others see of a session's requests: counters, the log, and traces."""
+"""Reports a session's requests: counters, the log, and traces."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from splitc.runtime.units import first_few, format_seconds, format_shape
 
 
 class Telemetry:
-    """Is told of each request of a session of a package on these devices."""
+    """Records each request of a session of a package on these devices."""
 
     def __init__(self, package: str, devices: Sequence[Device]) -> None:
         self._package, self._devices = package, devices
         self.counters = Counters(len(devices))
 
     def begin(self, request: InFlightRequest) -> None:
-        """The request has got a place, on the thread that has submitted it."""
+        """Record that the request has got a place, on the thread that submitted it."""
         self.counters.begin()
         request.trace = begin_trace(request, self._package)
 
     def end(self, request: InFlightRequest, error: BaseException | None) -> None:
-        """All ranks have finished the request, or it has failed."""
+        """Record that all ranks have finished the request, or that it has failed."""
         cancelled = isinstance(error, CancelledError)
         self.counters.end(request, done=error is None, failed=error is not None and not cancelled)
         if request.trace is not None:
@@ -40,10 +40,10 @@ class Telemetry:
             LOG.info("%s: captured as a CUDA graph: %s", self._package, shapes)
 
     def loaded(self, seconds: float) -> None:
-        """The ranks have loaded their engines."""
+        """Record that the ranks have loaded their engines."""
         devices = first_few([str(device) for device in self._devices])
         LOG.info("%s: loaded on %s, in %s", self._package, devices, format_seconds(seconds))
 
     def broken(self, error: BaseException) -> None:
-        """The session can run no more requests."""
+        """Record that the session can run no more requests."""
         LOG.error("%s: the session is broken: %s", self._package, error)

@@ -1,6 +1,6 @@
 """Requests as spans of OpenTelemetry, in programs that use it.
 
-splitc imports nothing of it: a program that traces has imported it before its first request.
+splitc does not import it: a program that traces has imported it before its first request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODULE = "opentelemetry.trace"
 
 
 def begin_trace(request: InFlightRequest, package: str) -> Any:
-    """The span of a request, inside that in which it was submitted; None where nobody traces."""
+    """The span of a request, as a child of the current one; None if the program does not trace."""
     if (otel := sys.modules.get(MODULE)) is None:
         return None
     try:
@@ -34,7 +34,7 @@ def begin_trace(request: InFlightRequest, package: str) -> Any:
 
 
 def end_trace(span: Any, request: InFlightRequest, devices: Sequence[Device], error: BaseException | None) -> None:
-    """End the span of a request. In it is one for each rank that ran it."""
+    """End the span of a request, with a child span for each rank that ran it."""
     otel = sys.modules[MODULE]
     try:
         inside = otel.set_span_in_context(span)

@@ -1,4 +1,4 @@
-"""Turns of the models of a pipeline which work one after the other."""
+"""Turns of a pipeline's models, which work one at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECK_EVERY = 0.1
 
 
 class Turns:
-    """Gives one model at a time the turn, in the order in which they ask for it."""
+    """Gives the turn to one model at a time, in the order of asking."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -27,7 +27,7 @@ class Turns:
         self.callbacks = Callbacks()
 
     def begin(self, turn: Turn, check: Callable[[], None]) -> None:
-        """Count a request of a model, once it has the turn. `check` raises an error if it needs no turn any more."""
+        """Wait for a model's turn and count its request. `check` raises an error if it need wait no longer."""
         ticket = object()
         with self._changed:
             self._waiting.append(ticket)
@@ -51,7 +51,7 @@ class Turns:
             self._bring_in(turn)
 
     def _bring_in(self, turn: Turn) -> None:
-        """Bring a model in whose turn begins. Other requests wait meanwhile, but not for the lock."""
+        """Copy the model's weights in at the start of its turn. Other requests wait, without holding the lock."""
         came = False
         try:
             turn.bring_in()
@@ -65,20 +65,20 @@ class Turns:
                 self._changed.notify_all()
 
     def _may_begin(self, turn: Turn, ticket: object) -> bool:
-        """Whether nobody else is at work or comes in, and nobody asked before, for whom a callback does not wait."""
+        """Whether no other model works or is brought in, and no earlier ticket waits. A callback skips the queue."""
         if self._comes_in or (self._owner is not turn and self._owner is not None and self._owner.requests):
             return False
         return self.callbacks.active or self._waiting[0] is ticket
 
     def end(self, turn: Turn) -> None:
-        """A request of a model has ended."""
+        """Count the end of a model's request."""
         with self._changed:
             turn.requests -= 1
             self._changed.notify_all()
 
 
 class Turn:
-    """A model's part in `turns`. `requests` are those at work, `bring_in` is called when it gets the turn."""
+    """A model's part in `turns`. `requests` counts those at work. `bring_in` is called at the start of its turn."""
 
     def __init__(self, turns: Turns, bring_in: Callable[[], None]) -> None:
         self.turns = turns

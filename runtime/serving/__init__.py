@@ -1,1 +1,1 @@
-"""Packages in servers of other projects: what is written for a server, and what it imports then."""
+"""Packages in other projects' servers: the files that servers read, and the modules that they import."""

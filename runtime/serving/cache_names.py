@@ -1,4 +1,4 @@
-"""The names of a decoder's caches: two per layer, which differ from layer to layer in a number only."""
+"""The names of a decoder's caches: two for each layer. Names of different layers differ only in a number."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _group(states: Sequence[State]) -> dict[tuple[str, str], set[int]]:
 
 
 def _patterns(state: State) -> dict[tuple[str, str], int]:
-    """The names with a gap in place of a number that both have, and the number."""
+    """The names with a gap in place of a common number, and that number."""
     if "%" in state.input + state.output:
         return {}
     return {

@@ -40,7 +40,7 @@ def genai_config(
 
 
 def _stage(number: int, rank: Rank, engine: EngineFile) -> dict[str, Any]:
-    """A rank as a model of the pipeline."""
+    """The config of a rank as a model of the pipeline."""
     stage: dict[str, Any] = {"filename": engine.path, "inputs": engine.inputs, "outputs": engine.outputs}
     device = device_named(rank.device)
     if device.kind == "cuda":

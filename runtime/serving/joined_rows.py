@@ -25,9 +25,9 @@ def group_alike(requests: Sequence[Feeds]) -> list[list[int]]:
 
 
 def join_rows(requests: Sequence[Feeds]) -> tuple[dict[str, Array], list[int]]:
-    """One batch with the rows of all requests, and the first row of each request but the first.
+    """One batch with the rows of all requests, and the first row of each request except the first.
 
-    Arrays of CuPy become one of CuPy, on their GPU.
+    CuPy arrays are joined on their GPU.
     """
     joined = {name: np.concatenate([feeds[name] for feeds in requests]) for name in requests[0]}
     counts = [next(iter(feeds.values())).shape[0] for feeds in requests]
@@ -35,6 +35,6 @@ def join_rows(requests: Sequence[Feeds]) -> tuple[dict[str, Array], list[int]]:
 
 
 def part_rows(outputs: Feeds, starts: Sequence[int]) -> list[dict[str, Array]]:
-    """The outputs of each request."""
+    """Split the outputs of a batch into those of each request."""
     parts = {name: np.split(array, starts) for name, array in outputs.items()}
     return [{name: pieces[number] for name, pieces in parts.items()} for number in range(len(starts) + 1)]

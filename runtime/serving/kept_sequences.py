@@ -20,7 +20,7 @@ Answer = Future[dict[str, Array]]
 
 @dataclass(frozen=True)
 class SequenceStep:
-    """Which sequence a request belongs to, and whether it is the first or the last of it."""
+    """The sequence of a request, and whether it is the first or the last of it."""
 
     id: int | str
     start: bool = False
@@ -42,7 +42,7 @@ class KeptSequences:
     """The open sequences of a session. Requests of one sequence run in order, those of several at the same time.
 
     A sequence is closed with its last request, when it starts again, when its engine fails, and when it was idle for
-    `idle_seconds`. With `most`, so many are open at a time.
+    `idle_seconds`. At most `most` are open at a time, if given.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A served package's counters, for the page that Prometheus reads of the server."""
+"""A served package's counters, on the server's page for Prometheus."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MetricsPage:
         self._puts: dict[tuple[str, ...], Put] = {}
 
     def show(self, metrics: Metrics, devices: Sequence[Device]) -> None:
-        """Bring the page up to these counters, which are later than those before."""
+        """Update the page to these counters, which are later than the previous ones."""
         with self._lock:
             for family, labels, value in _readings(metrics, devices):
                 self._show(family, labels, value)

@@ -26,7 +26,7 @@ class UnknownModelError(MisuseError):
 
 
 class BusyError(Exception):
-    """As many answers are being written as the model takes."""
+    """The model is already writing the most answers that it takes."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Writer:
             raise
 
     async def _finish(self, texts: list[str], number: int, pieces: AsyncGenerator[str, None], request: Request) -> None:
-        """Put what is left of an answer behind what there is of it, unless the client goes away."""
+        """Collect the rest of an answer, unless the client disconnects."""
         async for piece in pieces:
             texts[number] += piece
             if await request.is_disconnected():
@@ -121,7 +121,7 @@ class Writer:
                 await pieces.aclose()
 
     async def _write(self, asked: Asked, prompt: Prompt, number: int, reply: Reply) -> AsyncGenerator[str, None]:
-        """Yield the answer in pieces. If nobody wants more, its sequence ends after the token that is being made."""
+        """Yield the answer in pieces. If the reader stops, its sequence ends after the current token."""
         most = self._served.serving.most_sequences
         if self._answers >= most:
             raise BusyError(f"{most} answers are being written, the limit (most_sequences): ask again later")
@@ -165,20 +165,20 @@ class Writers:
         self._loaded: dict[str, Writer] = {}
 
     def add(self, name: str, writer: Writer) -> None:
-        """A model can be asked from now on, in place of another one of its name."""
+        """Offer a model. It replaces one with the same name."""
         self._loaded[name] = writer
 
     def remove(self, name: str, writer: Writer) -> None:
-        """A model can't be asked any more."""
+        """Offer a model no longer."""
         if self._loaded.get(name) is writer:
             del self._loaded[name]
 
     def list_models(self) -> Response:
-        """The models that can be asked."""
+        """The offered models."""
         return JSONResponse({"object": "list", "data": [card(name) for name in self._loaded]})
 
     def show_model(self, name: str) -> Response:
-        """One of them."""
+        """The offered model with this name."""
         try:
             self._find(name)
         except UnknownModelError as error:

@@ -44,11 +44,11 @@ class OpenAIModel(SplitcModel):
         return bool(await super().unload())
 
     async def list_models(self) -> Response:
-        """The models that can be asked."""
+        """The offered models."""
         return WRITERS.list_models()
 
     async def show_model(self, name: str) -> Response:
-        """One of them."""
+        """The offered model with this name."""
         return WRITERS.show_model(name)
 
     async def chat(self, request: Request) -> Response:

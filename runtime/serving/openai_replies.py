@@ -90,7 +90,7 @@ def _told(likely: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
 
 def card(name: str) -> dict[str, Any]:
-    """What is said of a model."""
+    """The description of a model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "splitc"}
 
 

@@ -30,7 +30,7 @@ MOST_CHOICES, MOST_LIKELIEST = 128, 20
 
 
 class RequestError(MisuseError):
-    """A request can't be answered for the sake of one of its fields."""
+    """A request can't be answered because of one of its fields."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -114,7 +114,7 @@ class Asked(Struct):
 
     @property
     def likeliest(self) -> int | None:
-        """How many of the likeliest tokens are told beside each one; None if no chances are. Raises RequestError."""
+        """The number of likeliest tokens to list at each token; None without log probabilities. Raises RequestError."""
         count = self.top_logprobs or 0
         if not 0 <= count <= MOST_LIKELIEST:
             raise RequestError("top_logprobs", f"top_logprobs {count}: it is 0 to {MOST_LIKELIEST}")
@@ -164,7 +164,7 @@ def read_asked(body: bytes, wanted: str) -> Asked:
 
 
 def _as_template_takes(message: Message) -> dict[str, Any]:
-    """A message for a chat template, which wants the arguments of calls as they are, not as JSON."""
+    """A message for a chat template, which takes the arguments of calls as objects, not as JSON text."""
     taken: dict[str, Any] = {"role": message.role, "content": _text_of(message)}
     if message.tool_calls:
         taken["tool_calls"] = [

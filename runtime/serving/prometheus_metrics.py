@@ -1,4 +1,4 @@
-"""Metrics of MLServer's page, of which a process has one of each name."""
+"""Metrics of MLServer's page. A process has one metric of each name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders for servers: written whole or not at all, with packages' files as hard links where they can be."""
+"""Folders for servers, written atomically, with hard links to packages' files where possible."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def link_adapters(adapters: Mapping[str, str], manifest: Manifest, folder: Path)
 
 
 def link_package(package: Path, manifest: Manifest, target: Path) -> None:
-    """Make `target` the same package. Its files are hard links, or copies on another file system.
+    """Make `target` the same package, with hard links to its files, or copies on another file system.
 
     Raises PackageError for a package that is incomplete. Hashes are compared when the package is loaded.
     """

@@ -1,4 +1,4 @@
-"""A package in a server: requests from many clients, each answered on its own."""
+"""A package in a server, with separate answers to the requests of many clients."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from splitc.runtime.package.steps import Reduce
 
 
 def find_stages(manifest: Manifest, runner: str, engines: Sequence[str] = ("onnxruntime",)) -> list[EngineFile]:
-    """The engines of the ranks, in their order. What one needs of others, those before it make, under the same name.
+    """The engines of the ranks, in order. Each takes outputs of earlier ones, under the same names.
 
-    Raises MisuseError, with the name of who would run them, for engines that are not of these kinds, for ranks that do
-    more than run one engine, and for engines that take what only this runtime gives.
+    Raises MisuseError, which names the `runner`, for engines that are not of these kinds, for ranks that do more than
+    run one engine, and for engines with inputs that only this runtime provides.
     """
     if manifest.engine not in engines:
         wanted = " and ".join(f"{find_kind(engine).title}'s" for engine in engines)

@@ -95,7 +95,7 @@ class Texts:
         return why_no_tools(self._templates)
 
     def read_answer(self, prompt: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Message:
-        """What was written after a prompt: its text and its calls of tools. Raises as `read_calls`."""
+        """The parts of an answer to a prompt: its text and its calls of tools. Raises as `read_calls`."""
         return read_calls(self._templates, prompt, text, tools)
 
     def read_text(self, text: str, special: bool = True) -> list[int]:

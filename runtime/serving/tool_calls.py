@@ -1,4 +1,4 @@
-"""Calls of tools in what a model wrote, as transformers reads them."""
+"""Calls of tools in a model's output, parsed by transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Message:
 
 
 def why_no_tools(tokenizer: Any) -> str | None:
-    """Why calls of tools can't be told from text with transformers' tokenizer; None if they can."""
+    """Why transformers' tokenizer can't parse calls of tools; None if it can."""
     if "tools" not in str(tokenizer.chat_template):
         return "the model's chat template offers no tools to it"
     if not hasattr(tokenizer, "parse_response"):
@@ -41,7 +41,7 @@ def why_no_tools(tokenizer: Any) -> str | None:
 
 
 def read_calls(tokenizer: Any, prompt: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Message:
-    """What was written after a prompt, special tokens included. What is no call as it should be stays text."""
+    """Parse the output after a prompt, special tokens included. Malformed calls stay text."""
     own = getattr(tokenizer, "response_template", None)
     try:
         if own is not None:

@@ -1,1 +1,1 @@
-"""The caller's face: a session, and a pipeline of several."""
+"""The public API: a session, and a pipeline of several."""

@@ -1,4 +1,4 @@
-"""Requests for programs of asyncio, which is imported with the first of them: not all programs wait for it."""
+"""Requests for asyncio programs. asyncio is imported with the first of them, since not all programs need it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Feeds = Mapping[str, npt.ArrayLike]
 
 
 async def run(begin: Callable[[], Future[dict[str, Array]]], withdraw: Callable[[], bool]) -> dict[str, Array]:
-    """A request's outputs. The loop goes on while another thread waits to `begin` it, and while it runs.
+    """A request's outputs. The event loop is not blocked while another thread waits to `begin` it, nor while it runs.
 
     A task that is cancelled withdraws the request, which has an effect if no rank has begun it.
     """
@@ -35,7 +35,7 @@ async def run(begin: Callable[[], Future[dict[str, Array]]], withdraw: Callable[
 
 
 def _drop(begun: asyncio.Future[Future[dict[str, Array]]]) -> None:
-    """Take the error of a request that nobody waits for any more, or asyncio would tell of it."""
+    """Retrieve the error of an abandoned request, or asyncio would report it."""
     if not begun.cancelled():
         begun.exception()
 
@@ -43,9 +43,9 @@ def _drop(begun: asyncio.Future[Future[dict[str, Array]]]) -> None:
 async def run_each(
     run: Callable[[Feeds], Coroutine[Any, Any, dict[str, Array]]], feeds: Iterable[Feeds], in_flight: int
 ) -> AsyncIterator[dict[str, Array]]:
-    """The outputs of requests in their order, with so many in flight. Feeds are taken lazily.
+    """The outputs of requests in order, with `in_flight` of them at a time. Feeds are taken lazily.
 
-    The first that fails ends it with its error; the others are cancelled, if no rank has begun them.
+    The first failed request ends the iteration with its error; the others are cancelled, if no rank has begun them.
     """
     import asyncio
 

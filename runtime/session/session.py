@@ -66,23 +66,22 @@ class Session(Requests, Listed):
         with Session("package") as session:
             outputs = session.run({"input_ids": ids})
 
-    `module` names the model of a package that has several. `threads` is the number for each CPU device (default: the
-    package's, or else the cores divided among the devices).
-    `verify` says how often the files' hashes are compared with the manifest, which reads every byte: `always`, `once`
-    (again when a file has changed), or `never`. Weights are compared while they are loaded.
-    `devices` replaces the package's devices, one for each rank; a package that divides the rows of a batch runs on any
-    number of groups of them. An ONNX Runtime package for GPUs also runs on CPU
-    devices, and the other way round. On GPUs, requests of previously seen shapes are replayed as CUDA graphs, unless
-    `cuda_graphs` is False. At most `in_flight` requests are in flight at a time (default: two for each rank), which
-    bounds the memory of their feeds, activations and outputs. `ranks` says what ranks are: `threads` of this process or
-    `processes` of their own (default: threads on CPU devices and on a single GPU, processes otherwise: several ranks
-    on GPUs are never threads). A process that crashes takes nothing with it but its session, and those that share
-    it. `host_code` allows engines to bring code of their own, as those of TensorRT do that later versions run too.
-    `adapters` are files, each with a number: their sum is in all requests that do not say otherwise. `shared` is what
-    the modules of a Pipeline share.
+    - `module`: the model of a package that has several.
+    - `threads`: the number for each CPU device (default: the package's, or else the cores divided among the devices).
+    - `verify`: how often the files' hashes are compared with the manifest, which reads every byte: `always`, `once`
+      (again when a file has changed), or `never`. Weights are compared while they are loaded.
+    - `devices`: replaces the package's devices, one for each rank. A package that divides the rows of a batch runs on
+      any number of groups of them. An ONNX Runtime package for GPUs also runs on CPU devices, and the other way round.
+    - `cuda_graphs`: whether GPUs replay requests of previously seen shapes as CUDA graphs.
+    - `in_flight`: the most requests in flight (default: two for each rank). It bounds the memory of their arrays.
+    - `ranks`: `threads` of this process or `processes` (default: threads on CPU devices and on a single GPU, processes
+      otherwise: several ranks on GPUs are never threads). If a process crashes, only sessions with ranks in it break.
+    - `host_code`: allows engines with their own code for the host, such as TensorRT's version-compatible ones.
+    - `adapters`: files, each with a number: their weighted sum applies to all requests that do not name others.
+    - `shared`: the resources that the modules of a Pipeline share.
 
-    Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine
-    can't load, MisuseError for devices that do not fit the package.
+    Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine can't
+    load, MisuseError for devices that do not fit the package.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Session(Requests, Listed):
     def _make_ranks(
         self, shared: SharedRanks | None, world: World | None, verify: str, deployment: Deployment
     ) -> Workers | RemoteRanks:
-        """The ranks of one replica, which are not started: MPI's, where they are processes of its `world`."""
+        """The ranks of one replica, not yet started: those of MPI if there is a `world`."""
         broken = partial(_fail, weakref.ref(self))
         swap = shared.swap if shared else {}
         if world is not None:
@@ -151,7 +150,7 @@ class Session(Requests, Listed):
         return _make_threads(deployment, broken, swap)
 
     def _start(self, verification: Verification) -> None:
-        """Start the ranks, and have the files compared meanwhile. If that fails, or is interrupted, nothing is left."""
+        """Start the ranks while the files are verified. If that fails or is interrupted, all is ended."""
         started = False
         try:
             verification.begin()
@@ -264,19 +263,19 @@ class Session(Requests, Listed):
     def _begin(
         self, request: InFlightRequest, feeds: Mapping[str, npt.ArrayLike], adapters: Asked
     ) -> Future[dict[str, Array]]:
-        """Start a request that is new, with a copy of the feeds."""
+        """Start a new request with a copy of the feeds."""
         request.feeds, request.adapters = self._take(feeds, copy=True), self.adapters.sum(adapters)
         return self._answer(request)
 
     def _take(self, feeds: Mapping[str, npt.ArrayLike], copy: bool = False) -> dict[str, Feed]:
-        """The feeds as arrays. Without a state among them, all states begin empty, as in a sequence."""
+        """The feeds as arrays. If no state is fed, all states begin empty, as in a sequence."""
         if not self._begins or not isinstance(feeds, Mapping) or not self._states.isdisjoint(feeds):
             return self._whole.take(feeds, copy, self.device_arrays.feeds)
         taken = self._begins.take(feeds, copy, self.device_arrays.feeds)
         return {**taken, **unfed_states(self.manifest, taken)}
 
     def _answer(self, request: InFlightRequest) -> Future[dict[str, Array]]:
-        """Start a request, whose arrays nobody changes while it is in flight, and return a future of its outputs."""
+        """Start a request whose arrays nobody changes in flight. Returns a future of its outputs."""
         return then(self.submit_request(request), self.join, request.withdraw)
 
     def map(
@@ -290,7 +289,7 @@ class Session(Requests, Listed):
         return in_order(map(submit, feeds), self._at_once(in_flight))
 
     def _at_once(self, asked: int | None) -> int:
-        """How many requests of a stream are in flight."""
+        """The number of requests of a stream in flight."""
         return self.in_flight if asked is None else min(whole_number("--in-flight", asked, 1), self.in_flight)
 
     async def run_async(self, feeds: Mapping[str, npt.ArrayLike], *, adapters: Asked = None) -> dict[str, Array]:
@@ -363,7 +362,7 @@ class Session(Requests, Listed):
 
 
 def _fail(reference: weakref.ref[Session], error: BaseException) -> None:
-    """End a session whose ranks can't go on. These live as long as the session, and not the other way round."""
+    """End a session whose ranks can't go on. The reference is weak, so that ranks do not keep the session alive."""
     if (session := reference()) is not None:
         session._admission.fail(error)
 
@@ -371,7 +370,7 @@ def _fail(reference: weakref.ref[Session], error: BaseException) -> None:
 def _make_threads(
     deployment: Deployment, broken: Callable[[BaseException], None], swap: Mapping[Device, SwapBuffer]
 ) -> Workers:
-    """Ranks that are threads, which are not started. For `swap` see Setup."""
+    """Ranks as threads, not yet started. For `swap` see Setup."""
     manifest, devices, graphs = deployment.manifest, deployment.devices, deployment.cuda_graphs
     backends = [make_backend(manifest.engine, device, deployment.threads, manifest.build, graphs) for device in devices]
     setups = [Setup(rank, deployment.package, manifest, swap.get(device)) for rank, device in enumerate(devices)]
@@ -381,7 +380,7 @@ def _make_threads(
 def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Device]:
     """The device of each rank. Raises MisuseError unless there is one for each, of a kind that the engines run on.
 
-    A package of replicas has as many of them as the devices are for.
+    For a package of replicas, the number of devices decides how many replicas there are.
     """
     devices, count = parse_devices(asked or manifest.devices), len(manifest.ranks)
     if len(devices) != count and not (manifest.replicas and len(devices) % count == 0):
@@ -395,6 +394,6 @@ def choose_devices(manifest: Manifest, asked: Sequence[str] | None) -> list[Devi
 
 
 def choose_shares(manifest: Manifest, count: int) -> list[float]:
-    """The share of a request's rows of so many replicas: the package's, or equal ones for another number of them."""
+    """The replicas' shares of a request's rows: the package's, or equal ones for another number of replicas."""
     shares = [replica.share for replica in manifest.replicas]
     return shares if len(shares) == count else [1.0] * count

@@ -1,4 +1,4 @@
-"""What the sessions of a pipeline's modules share: the processes of their devices, and memory that they use in turn."""
+"""The resources that the modules of a pipeline share: a process for each device, and memory used in turn."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class SharedRanks:
-    """What sessions share. Without `turns`, modules may work at the same time.
+    """The resources that sessions share. Without `turns`, modules may work at the same time.
 
-    On devices with a buffer `swap`, that has the weights of whichever module is at work; on others weights stay.
+    On devices with a buffer `swap`, it has the weights of the module at work; on others all weights stay.
     """
 
     processes: DeviceProcesses
@@ -31,10 +31,10 @@ class SharedRanks:
 
 
 def need_turns(modules: Mapping[str, Sequence[Device]]) -> bool:
-    """Whether modules on these devices must work in turn: two of them have ranks on several GPUs, and share one.
+    """Whether modules on these devices must work in turn: two of them with ranks on several GPUs share a GPU.
 
-    An all-reduce blocks its GPU until all ranks take part. Those of two modules, in another order on each of two GPUs,
-    would be a deadlock.
+    An all-reduce blocks its GPU until all ranks take part. If two GPUs ran the all-reduces of two modules in different
+    orders, they would deadlock.
     """
     split = [set(devices) for devices in modules.values() if len(set(devices)) > 1]
     return any(device.kind == "cuda" for one, other in itertools.combinations(split, 2) for device in one & other)

@@ -1,1 +1,1 @@
-"""Work on other threads, and signals: what no signal leaves half done."""
+"""Work on other threads, and signals that leave nothing half done."""

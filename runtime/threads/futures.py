@@ -37,7 +37,7 @@ class Answer(Future[T]):
         return self._waited(super().exception, timeout)
 
     def _waited(self, get: Callable[[float | None], S], timeout: float | None) -> S:
-        """What `get` gives once the request has ended. It waits for at most so many seconds."""
+        """The result of `get` once the request has ended. Waits for at most `timeout` seconds."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             with later_interrupts() as interrupted:
@@ -54,7 +54,7 @@ class Answer(Future[T]):
             return super().done()
 
     def cancel(self) -> bool:
-        """Cancel the request if it has not begun. Returns whether it will not run."""
+        """Cancel the request if it has not begun. Returns whether it is cancelled."""
         with later_interrupts():
             return super().cancel()
 
@@ -82,9 +82,9 @@ def in_order(futures: Iterable[Future[T]], most: int) -> Iterator[T]:
 
 
 def first_error(futures: Iterable[Future[Any]], what: str | None = None) -> BaseException | None:
-    """Wait until all futures are done, or one has failed. Returns its error, None if all went well.
+    """Wait until all futures are done, or one has failed. Returns its error; None if all succeeded.
 
-    Those that are done are counted, if `what` they do is given. Signals end the wait as they do an Answer's.
+    Progress is reported if `what` is given: what the futures do. Signals end the wait as they do an Answer's.
     """
     every = list(futures)
     if what is not None:
@@ -102,12 +102,12 @@ def first_error(futures: Iterable[Future[Any]], what: str | None = None) -> Base
 
 
 def _never() -> bool:
-    """What has begun is not withdrawn."""
+    """The default `withdraw`: nothing can be cancelled."""
     return False
 
 
 class _Following(Answer[T]):
-    """A future that follows another one. `withdraw` cancels what that one is of, and returns whether it could."""
+    """A future that follows another one. `withdraw` cancels the work of that one, and returns whether it could."""
 
     def __init__(self, withdraw: Callable[[], bool]) -> None:
         super().__init__()
@@ -118,9 +118,9 @@ class _Following(Answer[T]):
 
 
 def then(future: Future[S], function: Callable[[S], T], withdraw: Callable[[], bool] = _never) -> Future[T]:
-    """A future of the function's result on another future's result.
+    """A future of a function's result on another future's result.
 
-    To cancel it is to `withdraw` what the other one is of: the other one then ends with a CancelledError.
+    To cancel it, `withdraw` cancels the work of the other one, which then ends with a CancelledError.
     """
     result: _Following[T] = _Following(withdraw)
 

@@ -1,4 +1,4 @@
-"""How often Python looks for garbage, for all threads."""
+"""The frequency of Python's garbage collections, for all threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _before: list[tuple[int, int, int]] = []
 
 @contextmanager
 def rare_garbage() -> Iterator[None]:
-    """Have Python look for garbage rarely meanwhile. Where it never does, or more rarely, it stays so."""
+    """A context with rare garbage collections. If they are disabled or rarer already, nothing changes."""
     with _lock:
         _before.append(_before[0] if _before else gc.get_threshold())
         young, *others = _before[0]

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, deferred while they could leave something half done, or get lost."""
+"""Ctrl-C and SIGTERM, deferred while they could leave work half done, or get lost."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 def later_interrupts() -> AbstractContextManager[Callable[[], bool]]:
-    """Let signals that raise (SIGINT, and SIGTERM where it has a handler) come at the end of the block.
+    """Defer signals that raise (SIGINT, and SIGTERM where it has a handler) to the end of the block.
 
-    The function that it yields says whether one has come since the block began. Python runs handlers on the main
-    thread, so on other threads this does nothing; nor does it inside of another such block, at whose end signals come.
+    The function that it yields says whether a signal has come since the block began. Python runs handlers on the main
+    thread, so on other threads this does nothing. Nor does it inside another such block: signals come at the outer end.
     """
     if threading.current_thread() is not threading.main_thread():
         return _NEVER
@@ -153,7 +153,7 @@ def _kill_later(number: int) -> None:
 
 @dataclass(frozen=True)
 class _Dropped:
-    """Gets what Python drops. Other than signals goes to the hook before it."""
+    """Receives the exceptions that Python drops. Passes those that are not signals to the previous hook."""
 
     others: Callable[[sys.UnraisableHookArgs], Any]
 

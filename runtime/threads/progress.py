@@ -22,13 +22,13 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def telling(what: str) -> Callable[[float, int], None]:
-    """A function for any thread to say how much is done, and of how much. The listener is this thread's."""
+    """A function for any thread to report the amount done, and the total, to this thread's listener."""
     return partial(_listener.get() or (lambda *_: None), what)
 
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """The listener is told when the block begins and when it has ended."""
+    """Report the beginning and the end of the block to the listener."""
     tell = telling(what)
     tell(0, 1)
     yield
@@ -36,7 +36,7 @@ def doing(what: str) -> Iterator[None]:
 
 
 def counted(what: str, items: Sequence[T]) -> Iterator[T]:
-    """The items; the listener is told as each one is done. `what` names them: `candidates`."""
+    """Yield the items, and report each to the listener when it is done. `what` names them: `candidates`."""
     tell = telling(what)
     tell(0, len(items))
     for number, item in enumerate(items):
@@ -45,7 +45,7 @@ def counted(what: str, items: Sequence[T]) -> Iterator[T]:
 
 
 def counting(what: str, total: int) -> Callable[[int], None]:
-    """A function for any thread to say how much more of `total` is done. The listener is this thread's."""
+    """A function for any thread to report how much more of `total` is done, to this thread's listener."""
     tell, lock, done = telling(what), Lock(), 0
 
     def add(more: int) -> None:
@@ -61,7 +61,7 @@ def counting(what: str, total: int) -> Callable[[int], None]:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Tell a listener what is counted inside, by this thread and by threads that it gives work to."""
+    """A context in which a listener gets the progress of this thread, and of threads that work for it."""
     token = _listener.set(listener)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Measure a package's times, and those of the unsplit model in turns with it."""
+"""Measure a package's times, alternating with those of the unsplit model."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def bench(
 
 @dataclass(frozen=True)
 class _Stream:
-    """A run of requests: seconds for all of them, seconds for each, and when the ranks ran their steps."""
+    """A run of requests: its total seconds, the seconds of each request, and the times of the ranks' steps."""
 
     seconds: float
     latencies: list[float]

@@ -1,4 +1,4 @@
-"""What the measured times of ranks include, said to the user beside them."""
+"""What the measured times of ranks include, for the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An earlier bench, as `bench --json` printed it, beside the one that was made now."""
+"""An earlier bench from `bench --json`, compared with a new one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from splitc.runtime.units import format_seconds
 
 @dataclass(frozen=True)
 class EarlierTimes:
-    """What is compared of a bench; see BenchResult."""
+    """The compared fields of a bench; see BenchResult."""
 
     latency: Latency
     rate: float
@@ -34,7 +34,7 @@ class EarlierBench:
     time: EarlierTimes
 
     def rows(self, now: BenchResult) -> list[tuple[str, str, str, str]]:
-        """What is compared: then, now, and now divided by then."""
+        """The comparison: name, old value, new value, and new divided by old."""
         then = self.time
         rows = [
             _compared("latency", then.latency.median, now.latency.median),
@@ -48,7 +48,7 @@ class EarlierBench:
         return rows
 
     def unlike(self, now: BenchResult) -> Sequence[str]:
-        """What differs between the two beyond the package: their times say less for it."""
+        """The differences between the two beyond the package, which make their times less comparable."""
         then = self.time
         differs = []
         if then.in_flight != now.in_flight:

@@ -50,7 +50,7 @@ class EngineCosts(msgspec.Struct, frozen=True):
 def measure_engine(
     path: Path, device: Device, threads: int, feeds: Mapping[str, npt.NDArray[Any]], in_place: Mapping[str, str]
 ) -> EngineCosts:
-    """What a file costs. `in_place` are the inputs that outputs are written over, by these outputs.
+    """The costs of a file. `in_place` maps inputs to the outputs that overwrite them.
 
     Raises SplitcError if it does not run.
     """
@@ -97,7 +97,7 @@ def _run(backend: Backend, engine: Engine, feeds: Mapping[str, Any], into: Mappi
 
 
 def replay_seconds(gpu: GpuDevice, give: Callable[[], Any]) -> float | None:
-    """The seconds of the GPU for what `give` puts on its stream, replayed; None where it can't be captured."""
+    """The GPU's seconds for a replay of the work that `give` launches; None if it can't be captured."""
     captured = attempt(partial(capture, gpu, Tape(), give))
     if isinstance(captured, Failure):
         return None
@@ -121,6 +121,6 @@ def _timed(run: Callable[[], float]) -> float:
 
 
 def _forget_peak() -> None:
-    """Let the peak begin anew, on Linux: while loading, one weight is held twice, which is not of the run."""
+    """Reset the peak, on Linux: loading holds a weight twice, which is not part of the run."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

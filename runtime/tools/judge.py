@@ -1,4 +1,4 @@
-"""Which differences the unsplit model itself explains: by random numbers, optimizations, or rounding."""
+"""Differences that the unsplit model itself explains: by random numbers, optimizations, or rounding."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ _WORK = bytes(1 << 19)
 
 
 def be_busy() -> None:
-    """Do as an engine does, for a while."""
+    """Be as busy as an engine, for a while."""
     hashlib.sha256(_WORK).digest()
 
 

@@ -1,4 +1,4 @@
-"""What the modules of a package hold together on each device."""
+"""The memory of all modules of a package together, on each device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ IN_TURN = (
 
 @dataclass(frozen=True)
 class HeldTogether:
-    """The bytes that all modules hold on a device. Modules run one after the other: `activations` are the most of one.
+    """The bytes of all modules on a device.
 
-    `running` is the most that one of them needs beyond what stays. Of `weights`, so many as `swapped` are there in
-    turn: those of one module, the most; and so many as `mapped` stay in files, and take no memory. `engines` are what
-    the engines take themselves, `adapters` what requests with adapters take beside all that.
+    - `activations`: the most of one module, since modules run one after the other.
+    - `running`: the most that one module needs beyond what stays.
+    - `swapped`: the part of `weights` that is there in turn: those of one module, the most.
+    - `mapped`: the part of `weights` that stays in files, and takes no memory.
+    - `engines`: the engines' own memory.
+    - `adapters`: the further memory of requests with adapters.
     """
 
     weights: int = 0
@@ -63,7 +66,7 @@ def sum_modules(manifests: Mapping[str, Manifest], swap: bool = False) -> dict[s
 
 
 def _running(rank: Rank) -> int:
-    """What a rank needs beyond what stays."""
+    """The memory that a rank needs beyond what stays."""
     return rank.total_bytes - rank.loaded_bytes - rank.adapter_bytes - rank.cache_bytes
 
 

@@ -115,7 +115,7 @@ def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """What `write_arrays` wrote."""
+    """Read a file of `write_arrays`."""
     arrays: dict[str, npt.NDArray[Any]] = pickle.loads(path.read_bytes())
     return arrays
 
@@ -150,7 +150,7 @@ def _run_together(
 def _load(
     backend: Backend, package: Path, manifest: Manifest, rank: Rank, join: Callable[[Sequence[int]], Communicator]
 ) -> list[Engine]:
-    """The rank's engines. `join` gives its end of the meeting of engines with collectives inside."""
+    """The rank's engines. `join` returns its end of the meeting of engines with collectives inside."""
     ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
     for end in ends.values():
         end.begin(0)
@@ -188,7 +188,7 @@ def peak_bytes() -> int:
 
 
 def _status(name: str) -> int | None:
-    """The bytes that Linux says of this process by this name; None on other systems."""
+    """The bytes under this name in Linux's status of this process; None on other systems."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
