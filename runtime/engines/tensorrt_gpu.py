@@ -45,9 +45,9 @@ class TensorrtEngine:
         self._on_host = {tensor for tensor in names if engine.get_tensor_location(tensor) == trt.TensorLocation.HOST}
         if given := [tensor for tensor in self.outputs if tensor in self._on_host]:
             raise PackageError(
-                f"{name} outputs '{given[0]}', a list of sizes, on the host, where no other engine reads it"
+                f"{name} outputs '{given[0]}', a shape tensor, on the host, where no other engine reads it"
             )
-        self.capture_blocker: str | None = f"{name} takes a list of sizes on the host" if self._on_host else None
+        self.capture_blocker: str | None = f"{name} takes a shape tensor on the host" if self._on_host else None
         self.context = _make_context(trt, engine)
         if self.context is None:
             raise PackageError(f"TensorRT can't make a context for {name} on {backend.name}: {backend.said()}")

@@ -201,7 +201,7 @@ def find_difference(ran: Mapping[str, Any], played: Mapping[str, Any]) -> str:
         one, other = eager.astype(np.float64), replayed.astype(np.float64)
         largest = np.abs(one[np.isfinite(one)]).max(initial=0.0)
         if not np.allclose(one, other, rtol=0.0, atol=CLOSE * largest, equal_nan=True):
-            return f"the first replay gave another '{name}' than an eager run"
+            return f"the output '{name}' of the first replay differs from that of an eager run"
     return ""
 
 
