@@ -197,7 +197,7 @@ def find_difference(ran: Mapping[str, Any], played: Mapping[str, Any]) -> str:
     for name in ran:
         eager, replayed = (_on_host(outputs[name]) for outputs in (ran, played))
         if eager.shape != replayed.shape:
-            return f"the first replay gave '{name}' another shape than an eager run"
+            return f"the output '{name}' of the first replay has another shape than that of an eager run"
         one, other = eager.astype(np.float64), replayed.astype(np.float64)
         largest = np.abs(one[np.isfinite(one)]).max(initial=0.0)
         if not np.allclose(one, other, rtol=0.0, atol=CLOSE * largest, equal_nan=True):
