@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -27,7 +27,8 @@ def arena_bytes(graph: EngineGraph, scratch: Scratch, on_host: bool = True) -> i
     steps = find_steps(graph, scratch, on_host)
     arenas = [Arena(on_host, downwards) for downwards in ((True,) if on_host else (True, False))]
     for arena in arenas:
-        replay(steps, arena)
+        for _ in replay(steps, arena):
+            pass
     return max(arena.touched for arena in arenas)
 
 
@@ -75,13 +76,14 @@ def _step(
     return Step(made, freed, before=scratch) if operator.scratch_first else Step(made, freed, scratch=scratch)
 
 
-def replay(steps: Iterable[Step], arena: Arena) -> list[int]:
-    """Run the steps in an arena. Returns the bytes of the chunks for the values of each."""
-    places, held = dict[ir.Value, Place](), list[int]()
+def replay(steps: Iterable[Step], arena: Arena) -> Iterator[list[Place]]:
+    """Run the steps in an arena. Yields the chunks of each step's values as soon as they are allocated."""
+    places = dict[ir.Value, Place]()
     for step in steps:
         before = [arena.allocate(size) for size in step.before if size]
-        places.update((value, arena.allocate(size)) for value, size in step.made)
-        held.append(sum(arena.size(places[value]) for value, _ in step.made))
+        made = [arena.allocate(size) for _, size in step.made]
+        yield made
+        places.update((value, place) for (value, _), place in zip(step.made, made, strict=True))
         for place in before:
             arena.free(place)
         arena.pass_by(step.scratch)
@@ -89,7 +91,6 @@ def replay(steps: Iterable[Step], arena: Arena) -> list[int]:
         for value in step.freed:
             if value in places:
                 arena.free(places.pop(value))
-    return held
 
 
 def _last_uses(run: Optimized) -> list[list[ir.Value]]:

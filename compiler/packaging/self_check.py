@@ -101,7 +101,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     if weights > limit:
         check_loads(package, read_manifest(package))
         if not plan.written.rewrites:
-            return Verdict(True, "the model is too large to be compared whole: its nodes were tried one by one")
+            return Verdict(True, "the model is too large to be compared whole: each node was tried with separate rows")
         return _check_blocks(plan.written, package, limit)
     with (
         _open_package(plan, package) as session,

@@ -18,15 +18,17 @@ class CacheMasks:
     masks: Sequence[str] = ()
     tokens: Sequence[str] = ()
 
-    def with_room(self, feeds: Mapping[str, Array], capacity: int) -> Mapping[str, Array]:
+    def with_room(self, feeds: Mapping[str, Array], capacity: int | None) -> Mapping[str, Array]:
         """The feeds, with masks padded with zeros to the capacity.
 
         Kernels read several new tokens after earlier ones only in a batch of one row, and take a longer mask for such a
         request. So masks of several rows are padded only if each row has one new token.
         """
+        if capacity is None or not self.masks:
+            return feeds
         single = all(feeds[name].shape[-1] == 1 for name in self.tokens if name in feeds)
         fitting = [name for name in self.masks if name in feeds and (single or len(feeds[name]) == 1)]
-        return {**feeds, **{name: _lengthened(feeds[name], capacity) for name in fitting}} if fitting else feeds
+        return {**feeds, **{name: _lengthened(feeds[name], capacity) for name in fitting}}
 
 
 def _lengthened(mask: Array, length: int) -> Array:

@@ -81,7 +81,7 @@ class StateSequence:
         with self._alone():
             if self._failed:
                 raise SplitcError("a run of this sequence failed, so its states are lost: start another one")
-            arrays = self._masks.with_room(self._fed.on_host(feeds), self._capacity or 0)
+            arrays = self._masks.with_room(self._fed.on_host(feeds), self._capacity)
             filled = self._fill(arrays)
             self._failed = True  # until the end: whatever comes between may leave states that nobody knows
             request = self._next_request(arrays)

@@ -81,7 +81,9 @@ def _replayed(options: argparse.Namespace, package: Path) -> list[Allocation]:
     compile_model(plan, package, verify=False)
     steps = find_steps(*_own(graphs, plan, plan.ranks[options.rank]))
     names = (", ".join(value.name or "" for value, _ in step.made) for step in steps)
-    return [Allocation(size, name) for size, name in zip(replay(steps, Arena(True)), names, strict=True)]
+    arena = Arena(True)
+    sizes = (sum(map(arena.size, places)) for places in replay(steps, arena))
+    return [Allocation(size, name) for size, name in zip(sizes, names, strict=True)]
 
 
 def _own(graphs: Sequence[Replayed], plan: Plan, rank: RankPlan) -> Replayed:
