@@ -25,8 +25,9 @@ from splitc.runtime.hardware.profiles import find_profile
 class Speed:
     """A device's floating point operations per second, and bytes per second to and from its memory.
 
-    Computed values of at most `cache` bytes are read from its cache, at `cached` bytes per second. Of computing and
-    moving bytes, the shorter one overlaps with the longer one except for the share `exposed`.
+    - `cached`, `cache`: computed values of at most `cache` bytes are read from its cache, at `cached` bytes per second.
+    - `exposed`: of computing and moving bytes, the shorter one overlaps with the longer one except for this share.
+    - `attention`: the share of `flops` that attention as one operator reaches.
     """
 
     flops: float
@@ -34,6 +35,7 @@ class Speed:
     cached: float = 0.0
     cache: int = 0
     exposed: float = 0.0
+    attention: float = 1.0
 
 
 def nominal_speed(kind: str) -> Speed:
@@ -42,7 +44,7 @@ def nominal_speed(kind: str) -> Speed:
     It is right to an order of magnitude, enough to compare stages. `--profile` measures the model instead.
     """
     profile = find_profile(kind)
-    return Speed(profile.flops, profile.bytes)
+    return Speed(profile.flops, profile.bytes, exposed=profile.exposed, attention=profile.attention)
 
 
 # The bytes of a file that Linux maps around a byte that is read (`fault_around_bytes`).
@@ -215,7 +217,8 @@ class Costs:
         near = sum([size for size in computed if size <= speed.cache])
         far = stored + sum(computed) - near
         moving = far / speed.bytes + (near / speed.cached if near else 0.0)
-        computing = self._flops[node] / speed.flops
+        share = speed.attention if operator_of(node).is_attention else 1.0
+        computing = self._flops[node] / (share * speed.flops)
         return max(computing, moving) + speed.exposed * min(computing, moving)
 
     @cached_property

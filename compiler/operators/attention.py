@@ -204,9 +204,18 @@ def attention_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     output = outputs[0] if outputs else ()
     weight = inputs[1] if len(inputs) > 1 else ()
     projection = 2 * math.prod(output[:-1]) * math.prod(weight) if len(weight) == 2 else 0
-    # The number of keys is the longest length, since it includes those in the cache.
-    lengths = [shape[-2] for shape in (*inputs, *outputs) if len(shape) >= 3]
-    return 4 * math.prod(output) * max(lengths, default=1) + projection
+    return 4 * math.prod(output) * _count_keys(inputs, outputs) + projection
+
+
+def _count_keys(inputs: Shapes, outputs: Shapes) -> int:
+    """The number of keys: those given, [b, s, heads x d], [b, heads, s, d] or packed [b, s, heads, 2, d], or cached.
+
+    Keys that are packed with the queries are as many as these. A cache holds past and new keys, and its room.
+    """
+    packed = len(inputs) < 2 or len(inputs[1]) < 3
+    given = inputs[0 if packed else 1] if inputs else ()
+    own = given[2] if len(given) == 4 else given[1] if len(given) > 2 else 1
+    return max(own, *(shape[-2] for shape in outputs[1:3] if len(shape) > 3), 1)
 
 
 OPERATORS = (

@@ -35,11 +35,16 @@ def whole_node(node: ir.Node) -> float:
 
 @dataclass(frozen=True)
 class Pace:
-    """A device's speed with all its threads, and with one. `kernel` is the time of a kernel with almost no work."""
+    """A device's speed with all its threads, and with one.
+
+    - `kernel`: the time of a kernel with almost no work.
+    - `launch`: what each kernel takes beyond its work.
+    """
 
     speed: Speed
     one: Speed
     kernel: float
+    launch: float
 
     def seconds(self, costs: Costs, nodes: Iterable[ir.Node], share: Callable[[ir.Node], float] = whole_node) -> float:
         """The seconds of a share of each node's work."""
@@ -48,11 +53,11 @@ class Pace:
         for node in nodes:
             if node in folded or not (own := share(node)):
                 continue
-            least = self.kernel if not operator_of(node).is_view else 0.0
+            least, launch = (0.0, 0.0) if operator_of(node).is_view else (self.kernel, self.launch)
             took = own * costs.seconds(node, self.one)
             if took > HOST.spreading and self.speed != self.one:  # otherwise more threads are no faster
                 took = min(took, HOST.spreading + own * costs.seconds(node, self.speed))
-            total += max(least, took)
+            total += launch + max(least, took)
         return total
 
 
@@ -174,7 +179,8 @@ def sum_link(devices: Sequence[Device], machine: Machine) -> Link:
 def find_pace(device: Device, threads: int, at_once: int, machine: Machine, cached: bool = False) -> Pace:
     """The pace of one rank with this number of threads while `at_once` ranks work. See `rank_speed`."""
     speed, one = (rank_speed(device, count, at_once, machine, cached) for count in (threads, 1))
-    return Pace(speed, one, find_profile(device.kind).kernel)
+    profile = find_profile(device.kind)
+    return Pace(speed, one, profile.kernel, profile.launch)
 
 
 def block_seconds(analysis: Analysis, resources: Resources, places: Iterable[int]) -> list[list[float]]:
@@ -237,7 +243,7 @@ def _unshared_speed(device: Device, machine: Machine) -> Speed:
     """The speed of a GPU, or of one CPU core."""
     nominal, measured = nominal_speed(device.kind), machine.speed(device)
     if device.kind != "cpu":
-        return Speed(measured.flops or nominal.flops, measured.bytes or nominal.bytes)
+        return replace(nominal, flops=measured.flops or nominal.flops, bytes=measured.bytes or nominal.bytes)
     flops = measured.flops / _gain(HOST.thread_gain, cores()) if measured.flops else nominal.flops
     far, near = measured.bytes or nominal.bytes, measured.cached or HOST.cached
-    return Speed(flops, far, near, cache_bytes(), HOST.exposed)
+    return replace(nominal, flops=flops, bytes=far, cached=near, cache=cache_bytes())

@@ -51,6 +51,9 @@ class DeviceProfile:
     - `more_ranks`: what each rank beyond the second adds to the time of a sum, as a share of it.
     - `engine_start`: to start an engine, beyond its computation; on GPUs as part of a CUDA graph.
     - `kernel`: the time of a kernel with almost no work.
+    - `launch`: what each kernel takes beyond its work, to start and to drain.
+    - `exposed`: the share of the shorter of computing and moving bytes that the longer one does not hide.
+    - `attention`: the share of `flops` that attention as one operator reaches.
     - `cold_link`: the time of a copy beyond the measured one, if the devices had other work since the last copy.
     - `engine_bytes`: the memory of an ONNX Runtime session beside weights and activations.
     - `library_bytes`: the same of all sessions of a rank together.
@@ -69,6 +72,9 @@ class DeviceProfile:
     engine_start: float
     more_ranks: float = 1.0
     kernel: float = 0.0
+    launch: float = 0.0
+    exposed: float = 0.5
+    attention: float = 1.0
     cold_link: float = 0.0
     engine_bytes: int = 0
     library_bytes: int = 0
@@ -79,7 +85,8 @@ class DeviceProfile:
 
 
 # One core of a server's CPU: typical figures, which those of `devices --measure` replace. Ranks are threads of one
-# process: they pass values without a copy, and wake each other.
+# process: they pass values without a copy, and wake each other. Measured: of 184 times of decoders in three runs of
+# `tests.benchmarks.auto`, 167 are within 30 % with `exposed`, 160 without.
 CPU = DeviceProfile(
     kind="cpu",
     names=(),
@@ -91,24 +98,31 @@ CPU = DeviceProfile(
     engine_start=4e-5,
     kernel=5e-6,
 )
-# A data center's GPU of 2022, in half precision, with PCI Express 4 and replayed requests. Measured on H200s with ONNX
-# Runtime 1.31: `kernel`, `cold_link`, `engine_bytes` (at the peak of a decoder in tensor mode; 20 MiB after loading),
-# `communicator_bytes` and `peer_bytes` (0.7 GiB on two GPUs, 1.0 on four, little without peer access),
-# `kernel_copy_bytes` (a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
-# before and after it), and `more_ranks` (a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and
-# 9.7). Measured on an H100: `library_bytes` (a decoder, FLUX.1-dev's shape and that of SDXL's U-Net). Measured on two:
-# `sum_bytes` (0.82 GiB between loading and the peak of two decoders of TensorRT's; 0.6 to 0.7 in layer and row mode).
+# A data center's GPU of 2022, in half precision, with PCI Express 4 and replayed requests. `flops` is that of large
+# products. Measured on H200s with ONNX Runtime 1.31:
+# - `launch`, `exposed`, `attention`: 190 distinct kernels of SDXL's U-Net and of Flux, for one image and for two, take
+#   0.85 to 1.0 of their measured time in sum. Attention reaches 165 TFLOP/s (1,024 tokens, 20 heads of 64) to 335
+#   (4,608 tokens, 24 heads of 128), products 400 to 775.
+# - `cold_link`; `engine_bytes` at the peak of a decoder in tensor mode (20 MiB after loading).
+# - `communicator_bytes` and `peer_bytes`: 0.7 GiB on two GPUs, 1.0 on four, little without peer access.
+# - `kernel_copy_bytes`: a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
+#   before and after it.
+# - `more_ranks`: a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and 9.7.
+# Measured on H100s: `library_bytes` (a decoder, FLUX.1-dev's shape and that of SDXL's U-Net); `sum_bytes` (0.82 GiB
+# between loading and the peak of two decoders of TensorRT's in tensor mode; 0.6 to 0.7 in layer and row mode).
 HOPPER = DeviceProfile(
     kind="cuda",
     names=("H100", "H200", "GH200"),
     compute_capabilities=("9.0",),
-    flops=4e14,
+    flops=6.5e14,
     bytes=3e12,
     copy=Link(1e-5, 5e-11),
     sum=Link(1e-5, 1e-10),
     engine_start=2e-6,
     more_ranks=0.25,
-    kernel=2e-6,
+    launch=2e-6,
+    exposed=0.15,
+    attention=0.4,
     cold_link=5e-6,
     engine_bytes=42 << 20,
     library_bytes=240 << 20,
@@ -140,8 +154,6 @@ class HostCosts:
     - `spreading`: to spread an operator over threads, and to wait for them. An operator that would take longer than on
       one thread is not spread. Measured: a product of 27 microseconds takes 8 on 8 threads, and 8 on 16.
     - `crowded`: the share of their speed that CPU devices keep if they wait for memory at the same time.
-    - `exposed`: the share of the shorter of computing and moving bytes that the longer one does not hide. Measured: of
-      184 times of decoders in three runs of `tests.benchmarks.auto`, 167 are within 30 % with it, 160 without.
     - `jitter`: the time that ranks wait for the slowest one at a collective, as a share of the time between two.
 
     The others are estimates: `tests.benchmarks.auto` compares what follows from all of them with measured times.
@@ -154,7 +166,6 @@ class HostCosts:
     cached: float = 5e10
     spreading: float = 5e-6
     crowded: float = 0.9
-    exposed: float = 0.5
     jitter: float = 0.1
 
 

@@ -11,11 +11,13 @@ import numpy as np
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.hardware.gpus import need_cupy
 from splitc.runtime.hardware.machine import MeasuredSpeed, link_end
+from splitc.runtime.hardware.profiles import find_profile
 
 # Rows and columns of the matrices.
 CPU_SIDE, GPU_SIDE = 512, 8192
-# Tokens of a prompt, as rows of a product on a GPU. Measured on an H100, in TFLOP/s: 585 with 512 rows, 741 with 8192.
-GPU_ROWS = 512
+# Rows of the product that only computes. Measured on an H100, in TFLOP/s: 585 with 512 rows, whose matrices take half
+# as long to be read, 741 with 8192.
+GPU_ROWS = 4096
 # Products that are timed together, each of one row with a matrix that no cache holds. They follow each other as in a
 # replayed token: one alone is a third slower on an H200, since its start and its end leave the memory idle.
 GPU_READS = 8
@@ -53,9 +55,9 @@ def _cpu_speed() -> MeasuredSpeed:
 
 
 def _gpu_speed(index: int) -> MeasuredSpeed:
-    """By products as a prompt and a token have them: of many rows, which compute, and of one, which reads the matrix.
+    """By a product of many rows, which computes, and by products of one row, which read the matrix.
 
-    Numbers are random: a GPU multiplies ones a sixth faster.
+    The time to start a kernel is not part of either. Numbers are random: a GPU multiplies ones a sixth faster.
     """
     cupy = need_cupy()
     drawn = np.random.default_rng(0).standard_normal((GPU_ROWS, GPU_SIDE), np.float32).astype(np.float16)
@@ -79,6 +81,7 @@ def _gpu_speed(index: int) -> MeasuredSpeed:
             reading = _best(seconds, lambda: [cupy.matmul(row, weight) for weight in GPU_READS // 2 * (matrix, other)])
         except Exception:  # of any kind, if CuPy finds no cuBLAS
             return MeasuredSpeed()
+        reading -= GPU_READS * find_profile("cuda").launch
         return MeasuredSpeed(2 * drawn.size * GPU_SIDE / multiplying, GPU_READS * matrix.nbytes / reading)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from splitc.compiler.analysis.costs import node_flops
 from splitc.compiler.lowering.rank_graph import rank_graph
+from splitc.compiler.request.shapes import Shape
 from tests.helpers.attention import (
     HEAD,
     HEADS,
@@ -240,3 +241,21 @@ def test_flops(name: str) -> None:
     new, size = 5, HEADS * HEAD
     shapes = dict.fromkeys("qkvy", (2, new, size)) | {"past": (2, HEADS, 3, HEAD), "present": (2, HEADS, 8, HEAD)}
     assert node_flops(node, shapes) == 2 * (2 * 2 * new * 8 * size)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "keys"),
+    [
+        ((2, 5, 12), (2, 3, 12), 3),
+        ((2, 5, 12), (2, 4, 3, 3), 3),
+        ((2, 5, 12), (2, 3, 4, 2, 3), 3),
+        ((2, 5, 4, 3, 3), None, 5),
+    ],
+)
+def test_flops_of_cross_attention(query: Shape, key: Shape | None, keys: int) -> None:
+    """Queries meet as many keys as are given, in whatever form, not as many as there are queries."""
+    names = ("q",) if key is None else ("q", "k")
+    node = ir.node("MultiHeadAttention", [ir.Value(name=name) for name in names], domain="com.microsoft", num_outputs=1)
+    node.outputs[0].name = "y"
+    shapes = {"q": query, "y": (2, 5, 12)} | ({} if key is None else {"k": key})
+    assert node_flops(node, shapes) == 4 * 2 * 5 * 12 * keys
