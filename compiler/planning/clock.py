@@ -128,11 +128,26 @@ class Clock:
         With a GPU, it includes the copies of a request from the host to the first stage, and of outputs to the host.
         """
         feeds, outputs = (
-            sum(value.name not in self.states for value in ends) for ends in (rank.stage.feeds, rank.stage.outputs)
+            [value for value in ends if value.name not in self.states]
+            for ends in (rank.stage.feeds, rank.stage.outputs)
         )
-        ways = (rank.group == 0) + (outputs > 0) if rank.device.kind != "cpu" else 0
-        host = self.machine.copy(Device("cpu", 0, host=rank.device.host), rank.device)
-        return HOST.array * (feeds + outputs) + ways * host.latency
+        arrays = HOST.array * (len(feeds) + len(outputs))
+        if rank.device.kind == "cpu":
+            return arrays
+        crossing = [feeds if rank.group == 0 else [], outputs]
+        size = sum(self.analysis.costs.value_bytes(value) for values in crossing for value in values)
+        return arrays + sum(map(bool, crossing)) * self._hop + size * self._host_link(rank).per_byte
+
+    @property
+    def _hop(self) -> float:
+        """The time of a request's way to a GPU's rank, or back: one GPU's rank is a thread, several are processes."""
+        return HOST.thread_hop if len(self.ranks) * self.replicas == 1 else HOST.process_hop
+
+    def _host_link(self, rank: RankPlan) -> Link:
+        """The time of a copy between the host and a rank: a thread copies by itself, a process from shared memory."""
+        if len(self.ranks) * self.replicas == 1:
+            return find_profile(rank.device.kind).copy
+        return self.machine.copy(Device("cpu", 0, host=rank.device.host), rank.device)
 
     @property
     def shares_cores(self) -> bool:

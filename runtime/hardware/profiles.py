@@ -101,7 +101,7 @@ CPU = DeviceProfile(
 # A data center's GPU of 2022, in half precision, with PCI Express 4 and replayed requests. `flops` is that of large
 # products. Measured on H200s with ONNX Runtime 1.31:
 # - `launch`, `exposed`, `attention`: 190 distinct kernels of SDXL's U-Net and of Flux, for one image and for two, take
-#   0.85 to 1.0 of their measured time in sum. Attention reaches 165 TFLOP/s (1,024 tokens, 20 heads of 64) to 335
+#   0.87 to 1.0 of their measured time in sum. Attention reaches 165 TFLOP/s (1,024 tokens, 20 heads of 64) to 335
 #   (4,608 tokens, 24 heads of 128), products 400 to 775.
 # - `cold_link`; `engine_bytes` at the peak of a decoder in tensor mode (20 MiB after loading).
 # - `communicator_bytes` and `peer_bytes`: 0.7 GiB on two GPUs, 1.0 on four, little without peer access.
@@ -120,7 +120,7 @@ HOPPER = DeviceProfile(
     sum=Link(1e-5, 1e-10),
     engine_start=2e-6,
     more_ranks=0.25,
-    launch=2e-6,
+    launch=2.5e-6,
     exposed=0.15,
     attention=0.4,
     cold_link=5e-6,
@@ -147,6 +147,8 @@ class HostCosts:
     """The costs of requests on the host, and how CPU devices share it. Times are in seconds.
 
     - `array`: to feed an array to an engine, or to take an output. `part`: to cut or join a sharded array.
+    - `thread_hop`, `process_hop`: a request's way to a GPU's rank, or back, if the rank is a thread or a process.
+      Measured on H100s and H200s: 0.2 and 0.35 to 0.4 milliseconds for both ways of a token.
     - `thread_gain`, `bandwidth_gain`: what another thread, or another core's bandwidth, adds to an operator, as a share
       of the first one: threads wait for each other, and cores share the memory.
     - `cached`: bytes per second that a core reads or writes in its cache. Measured: of 64 times on two cores, 55 are
@@ -161,6 +163,8 @@ class HostCosts:
 
     array: float = 5e-6
     part: float = 1e-5
+    thread_hop: float = 1e-4
+    process_hop: float = 1.9e-4
     thread_gain: float = 0.9
     bandwidth_gain: float = 0.15
     cached: float = 5e10

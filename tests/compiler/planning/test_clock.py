@@ -13,7 +13,7 @@ from splitc.compiler.planning import clock
 from splitc.compiler.planning.clock import Clock, rank_speed
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.hardware.machine import Machine, MeasuredSpeed
-from splitc.runtime.hardware.profiles import HOST
+from splitc.runtime.hardware.profiles import HOPPER, HOST, Link
 
 
 def test_more_threads_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +46,22 @@ def test_cores_read_as_fast_as_was_measured(
     assert rank_speed(cpu, 4, 1, machine).bytes == pytest.approx(four)
     assert rank_speed(cpu, 2, 2, machine).bytes == pytest.approx(four / 2)
     assert rank_speed(cpu, 1, 1, machine).bytes == pytest.approx(10.0)
+
+
+def test_requests_of_gpus_cross_from_the_host(tmp_path: Path) -> None:
+    """One GPU's rank is a thread, several are processes. Of a stage in the middle, only outputs cross; states never."""
+    save(build(Size(layers=2)), tmp_path / "model.onnx")
+    request = Request(shapes={"input_ids": (8, 512)}, memory=("8GiB",), engine="onnxruntime", spread=True)
+    link = Link(5.0, 1e-9)
+    machine = Machine({"cpu-cuda0": link, "cpu-cuda1": link})
+    (alone,) = plan_model(tmp_path / "model.onnx", ["cuda0"], request).ranks
+    plan = plan_model(tmp_path / "model.onnx", ["2xcuda"], request)
+    ranks = plan.ranks
+    ids, (logits,) = 8 * 512 * 8, [v for v in plan.analysis.graph.graph.outputs if v.name == "logits"]
+    size = plan.analysis.costs.value_bytes(logits)
+    first, last = (Clock(plan.analysis, ranks, machine, 1).feeding(rank) for rank in ranks)
+    assert first > HOST.process_hop + ids * link.per_byte
+    assert last == pytest.approx(HOST.process_hop + HOST.array + size * link.per_byte, rel=0.01)
+    whole = Clock(plan.analysis, [alone], machine, 1).feeding(alone)
+    assert whole > 2 * HOST.thread_hop + size * HOPPER.copy.per_byte
+    assert whole < 2 * HOST.process_hop + size * link.per_byte
