@@ -76,12 +76,23 @@ class KeptSequences:
                 began = f"'{kept.adapter}'" if kept.adapter else "none"
                 raise MisuseError(f"sequence {step.id} began with the adapter {began}, and keeps it: not '{adapter}'")
             kept.waiting.append((feeds, step.end, answer))
+            if not kept.working:
+                self._start_work(step, kept)
             if step.end:
                 del self._kept[step.id]
-            if not kept.working:
-                kept.working = True
-                self._pool.submit(self._work, step.id, kept)
         return answer
+
+    def _start_work(self, step: SequenceStep, kept: _Kept) -> None:
+        """Have the pool run a sequence's requests. If it can't start a thread, this request was never there."""
+        kept.working = True
+        try:
+            self._pool.submit(self._work, step.id, kept)
+        except BaseException:
+            kept.working = False
+            kept.waiting.clear()
+            if step.start:
+                self._drop(self._kept.pop(step.id))
+            raise
 
     def _begin(self, key: int | str, adapter: str) -> _Kept:
         """A new sequence, which replaces one with the same id."""

@@ -49,6 +49,41 @@ def test_sequence_goes_on_after_a_cancelled_request(last: bool) -> None:
     kept.close()
 
 
+class Full(ThreadPoolExecutor):
+    """A pool that can't start a thread while it is full."""
+
+    full = False
+
+    def submit(self, *work: Any, **options: Any) -> Any:
+        if self.full:
+            raise RuntimeError("can't start new thread")
+        return super().submit(*work, **options)
+
+
+def test_sequence_goes_on_after_a_request_that_no_thread_could_run() -> None:
+    """It kept the request and its place, and ran nothing any more."""
+    made: list[Counting] = []
+
+    def start(_: None, adapters: Any) -> Any:
+        made.append(Counting())
+        made[-1].gate.set()
+        return made[-1]
+
+    session: Any = SimpleNamespace(start=start)
+    pool = Full(2)
+    kept = KeptSequences(session, pool, None, 20, None)
+    assert kept.submit(SequenceStep(1, start=True), {}).result(20) == {"count": 1}
+    until(lambda: not kept._kept[1].working)
+    pool.full = True
+    for step in (SequenceStep(1), SequenceStep(1, end=True), SequenceStep(2, start=True)):
+        with pytest.raises(RuntimeError, match="thread"):
+            kept.submit(step, {})
+    assert len(kept) == 1 and made[1].closed  # the sequence that could not begin is not open
+    pool.full = False
+    assert kept.submit(SequenceStep(1, end=True), {}).result(20) == {"count": 2}
+    kept.close()
+
+
 def test_others_of_a_batch_are_answered(package: Path, decoder: Path, tmp_path: Path) -> None:
     write_serving(tmp_path, Serving(str(package), threads=1))
     served = ServedPackage(tmp_path / FILE_NAME)
