@@ -94,6 +94,7 @@ def forked_ranks() -> Iterator[None]:
         if sys.platform == "linux":
             patch.setattr("splitc.runtime.processes.device_processes.subprocess", forked.SUBPROCESS)
         yield
+        forked.FORKING.end()
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ LONGEST, HIGH = 1 << 20, 512
 
 
 class Forking:
-    """The process that is forked from, which is started with the first rank, and ends with this one."""
+    """The process that is forked from. It starts with the first rank; `end` ends it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
