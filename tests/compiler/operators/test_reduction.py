@@ -117,11 +117,27 @@ def norms(kind: str, *weights: str, opset: int = 17, shares: Sequence[Sequence[f
     return sandwich(make(kind, *weights), needs=make(kind, *weights, heads=False), opset=opset, shares=shares)
 
 
-def rms_norms(kind: str, opset: int = 17) -> Tiny:
-    """Of heads, which lets them through, and of all, whose squares ranks sum."""
-    split = {"C", "D", "scale, False"}
-    needs = normed(kind, "scale", heads=False)
-    return sandwich(normed(kind, "scale"), needs=needs, opset=opset, split=split, whole=(), sums=2, shares=SHARES)
+def shared_norms(kind: str, *weights: str, opset: int = 17) -> Tiny:
+    """Of heads, which lets them through, and of all, whose squares and elements ranks sum."""
+    split = {"C", "D", *(f"{name}, False" for name in weights)}
+    needs = normed(kind, *weights, heads=False)
+    return sandwich(normed(kind, *weights), needs=needs, opset=opset, split=split, whole=(), sums=2, shares=SHARES)
+
+
+def norms_of_queries_and_keys(b: Block, v: ir.Value) -> ir.Value:
+    """Two, along all heads, of which ranks add up both sums in one collective."""
+    query, key = (
+        b.op("LayerNormalization", b.op("MatMul", v, b.w(name, INNER, INNER)), b.w(f"scale{name}", INNER))
+        for name in ("Q", "K")
+    )
+    return b.op("MatMul", b.op("Mul", query, key), b.w("O", INNER, INNER))
+
+
+def responses_normed(b: Block, image: ir.Value) -> ir.Value:
+    """Each channel by its norm over all places, relative to the mean of the channels' norms."""
+    norms = b.op("Sqrt", b.op("ReduceSumSquare", image, axes=[2]))
+    relative = b.op("Div", norms, b.op("ReduceMean", norms, axes=[1]))
+    return b.op("Add", image, b.op("Mul", b.op("Mul", image, relative), b.w("gain", INNER, 1)))
 
 
 def residual_normed(b: Block, v: ir.Value) -> ir.Value:
@@ -225,9 +241,9 @@ GRAPHS: dict[str, Tiny] = {
     },
     "CumSum": sandwich(running_sum(1), needs=running_sum(2), shares=SHARES),
     "TopK": sandwich(largest(2, 1), needs=largest(INNER, 2), shares=SHARES),
-    "LayerNormalization": norms("LayerNormalization", "scale", shares=SHARES),
-    "RMSNormalization": rms_norms("RMSNormalization", opset=23),
-    "SimplifiedLayerNormalization": rms_norms("SimplifiedLayerNormalization"),
+    "LayerNormalization": shared_norms("LayerNormalization", "scale"),
+    "RMSNormalization": shared_norms("RMSNormalization", "scale", opset=23),
+    "SimplifiedLayerNormalization": shared_norms("SimplifiedLayerNormalization", "scale"),
     "com.microsoft.SkipLayerNormalization": norms("com.microsoft.SkipLayerNormalization", "scale", "shift", "bias"),
     "com.microsoft.SkipSimplifiedLayerNormalization": norms("com.microsoft.SkipSimplifiedLayerNormalization", "scale"),
     "com.microsoft.EmbedLayerNormalization": Tiny(embedded, "AB", {"words", "places"}, sums=1),
@@ -267,9 +283,18 @@ FORMS: dict[str, Tiny] = {
             ("RMSNormalization", ["scale"], 23),
         )
     },
+    "norm of all with a shift": shared_norms("LayerNormalization", "scale", "shift"),
+    "norms of queries and of keys": sandwich(
+        through("Relu"),
+        needs=norms_of_queries_and_keys,
+        split={"Q", "K", "O", "scaleQ", "scaleK"},
+        sums=2,
+        shares=SHARES,
+    ),
+    "mean of the channels' norms": sandwich(of_channels(responses_normed), split={"gain"}, sums=2, shares=SHARES),
     "norm of doubles": sandwich(through("Relu"), needs=normed_as_doubles, opset=23),
     "norms of a residual": sandwich(through("Relu"), needs=residual_normed, opset=23),
-    "norm of all and opset 12": rms_norms("SimplifiedLayerNormalization", opset=12),
+    "norm of all and opset 12": shared_norms("SimplifiedLayerNormalization", "scale", opset=12),
     "something added to each of a batch": sandwich(of_channels(norm_of_a_sum), split={"skip"}),
     "places of maxima": sandwich(through("Relu"), needs=places_of_largest),
     "sum along no axis": sandwich(reduced_along_none),
