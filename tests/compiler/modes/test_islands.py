@@ -147,13 +147,16 @@ def test_plan_file_keeps_islands(tmp_path: Path, all_islands: None) -> None:
         plan_from_file(tmp_path / "model.onnx", path)
 
 
-def test_next_to_nothing_is_not_enough(tmp_path: Path) -> None:
-    """Where a small head alone is sharded without islands, they are taken whatever time they need, if they fit."""
-    b = Block()
+@pytest.mark.parametrize("layers, classes", [(1, 4), (5, 96)])
+def test_head_alone_is_not_enough(layers: int, classes: int, tmp_path: Path) -> None:
+    """Where none but the head is sharded without islands, they are taken whatever time they need, if they fit."""
+    b, names = Block(), [f"A{layer}" for layer in range(layers)]
     x = softmax(b, b.data("x", (ROWS, 96), ["n", 96]))
-    x = softmax(b, b.op("MatMul", x, b.w("A", 96, 96)))
-    b.give(b.op("MatMul", x, b.w("head", 96, 4)), shape=["n", 4])
+    for name in names:
+        x = b.op("Add", x, softmax(b, b.op("MatMul", softmax(b, x), b.w(name, 96, 96))))
+    logits = b.op("Gemm", b.op("Exp", softmax(b, b.op("Sqrt", x))), b.w("head", 96, classes))
+    b.give(logits, shape=["n", classes])
     save(b.model(), tmp_path / "model.onnx")
     request = Request(split_mode="tensor", shapes={"x": (ROWS, 96)})
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], request)
-    assert {weight.name for weight in plan.weights if weight.split} == {"A", "head"}
+    assert {weight.name for weight in plan.weights if weight.split} == {*names, "head"}
