@@ -113,6 +113,9 @@ def reduce_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, o
     if node.op_type == "DynamicQuantizeLinear":
         quantize_together(editor, ranks, node)
         return None
+    if node.op_type in ("ReduceMax", "ReduceMin"):
+        compare_together(editor, ranks, node)
+        return None
     return normalize_together(editor, shards, ranks, node, operation)
 
 
@@ -167,6 +170,16 @@ def _sums_together(
     partial.name, whole.name = f"{made.name}/sums/part", f"{made.name}/sums"
     whole.shape = None if made.shape is None else ir.Shape([*made.shape[:-1], len(sums)])
     return whole
+
+
+def compare_together(editor: Editor, ranks: int, node: ir.Node) -> None:
+    """Replace the largest, or the smallest, of a shard by that of the whole value: an all-reduce of maxima."""
+    value, is_smallest = node.outputs[0], node.op_type == "ReduceMin"
+    if is_smallest:
+        value = editor.wrap(value, "Neg", [value], "smallest")
+    value = editor.wrap(value, COLLECTIVE, [value], "part", **all_reduce("max", ranks))
+    if is_smallest:
+        editor.wrap(value, "Neg", [value], "largest")
 
 
 def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:

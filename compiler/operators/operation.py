@@ -44,8 +44,8 @@ class Operation:
     - `zero_point`: the input with the zero point of the first input.
     - `is_lookup`: its second input indexes rows of its first input, a table.
     - `averages`: it averages over the contracted axis. A rank's mean counts by its share of the axis.
-    - `reduced`: the axis that it needs `statistics` of, which ranks compute together: the range, the mean of squares,
-      or also the mean.
+    - `reduced`: the axis that it needs `statistics` of, which ranks compute together: the range, the largest
+      number, the mean of squares, or also the mean.
     - `splits_evenly`: it splits an axis into equal lengths, one for each output.
     """
 

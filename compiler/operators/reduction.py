@@ -12,6 +12,8 @@ from splitc.compiler.operators.operator import Operator
 
 # The number types of norms that are computed in single precision.
 _NORMED = frozenset(ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16"))
+# The number types of extremes that ranks compare.
+_COMPARED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16"))
 # What only rearranges or converts the elements of a value.
 _REARRANGING = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
@@ -67,6 +69,14 @@ def _is_statistic(value: ir.Value | None) -> bool:
 def pool_mean(op: Operation) -> None:
     op.relate_all(op.input(0)[:2], op.output()[:2])
     op.linear = LINEAR if op.gives_floats else ()
+
+
+def reduce_extreme(op: Operation) -> None:
+    """Ranks can compare their extremes, such as the largest number that a token's scale is made of."""
+    reduced = [op.input(0)[axis] for axis in _reduce(op)]
+    if op.node.outputs[0].dtype in _COMPARED:
+        op.free(reduced)
+        op.reduced = tuple(factor for axis in reduced for factor in axis)
 
 
 def reduce_nonlinear(op: Operation) -> None:
@@ -228,8 +238,8 @@ OPERATORS = (
     Operator("ReduceSum", reduce_sum, shape_arithmetic=True),
     Operator("ReduceMean", reduce_mean),
     Operator("GlobalAveragePool", pool_mean),
-    Operator("ReduceMax", reduce_nonlinear, shape_arithmetic=True),
-    Operator("ReduceMin", reduce_nonlinear, shape_arithmetic=True),
+    Operator("ReduceMax", reduce_extreme, shape_arithmetic=True),
+    Operator("ReduceMin", reduce_extreme, shape_arithmetic=True),
     Operator("ReduceProd", reduce_nonlinear, shape_arithmetic=True),
     Operator("ReduceL1", reduce_nonlinear),
     Operator("ReduceL2", reduce_nonlinear),

@@ -32,7 +32,8 @@ from tests.helpers.operators import (
     through,
 )
 
-REDUCTIONS = "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMin ReduceProd ReduceSumSquare"
+REDUCTIONS = "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceProd ReduceSumSquare"
+EXTREMES = "ReduceMax ReduceMin"
 POOLS = {"AveragePool": {"kernel_shape": [3]}, "LpPool": {"kernel_shape": [3]}, "MaxPool": {"kernel_shape": [3]}}
 
 
@@ -228,6 +229,10 @@ def pooled_to_one(kind: str) -> Middle:
 
 GRAPHS: dict[str, Tiny] = {
     **{name: sandwich(reduced(name, 1), needs=reduced(name, 2)) for name in REDUCTIONS.split()},
+    **{
+        name: sandwich(reduced(name, 1), needs=reduced(name, 2), whole="", split="CD", sums=2, shares=SHARES)
+        for name in EXTREMES.split()
+    },
     "ReduceSum": sandwich(summed(1), needs=summed(2), whole="", split="CD", sums=3, shares=SHARES),
     "ReduceMean": sandwich(averaged_elsewhere, needs=reduced("ReduceMean", 2), shares=SHARES),
     "GlobalAveragePool": sandwich(
