@@ -32,6 +32,14 @@ from tests.helpers.operators import (
     through,
 )
 
+
+class HalfBlock(Block):
+    """A block whose weights are in half precision."""
+
+    def w(self, name: str, *shape: int) -> ir.Value:
+        return self.weight(name, ir.tensor(self.random(name, *shape).astype(np.float16)))
+
+
 REDUCTIONS = "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceProd ReduceSumSquare"
 EXTREMES = "ReduceMax ReduceMin"
 POOLS = {"AveragePool": {"kernel_shape": [3]}, "LpPool": {"kernel_shape": [3]}, "MaxPool": {"kernel_shape": [3]}}
@@ -342,3 +350,16 @@ def test_axes_of_a_norm_that_does_not_run(name: str) -> None:
     assert [ax.leaves(axis) for axis in data[:2]] == [ax.leaves(axis) for axis in made[:2]]
     pinned = [atom.pinned is not None for axes in (data, made) for axis in axes for atom in ax.atoms(axis)]
     assert pinned == [False, False, True] * 2
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [normed("LayerNormalization", "scale", "shift", heads=False), reduced("ReduceMax", 2), reduced("ReduceMin", 2)],
+)
+def test_halves_of_shards_are_normalized_and_compared(middle: Middle, tmp_path: Path) -> None:
+    b = HalfBlock()
+    x = b.op("Cast", softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN])), to=ir.DataType.FLOAT16)
+    inner = middle(b, b.op("MatMul", x, b.w("A", HIDDEN, INNER)))
+    y = b.op("Cast", b.op("MatMul", inner, b.w("B", INNER, HIDDEN)), to=ir.DataType.FLOAT)
+    b.give(softmax(b, y))
+    check_split(b, tmp_path, {"A", "B"}, SHARES, sums=1, tolerance=2e-3)
