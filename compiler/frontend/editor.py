@@ -13,7 +13,7 @@ from splitc.compiler.frontend.origins import hand_over, origin_of, stand_for
 from splitc.compiler.nodes import unused_name
 
 # The opsets from which on operators take their lists as inputs. Before, these are attributes.
-LISTS_AS_INPUTS = {"Slice": 10, "Pad": 11, "Split": 13, "ReduceSumSquare": 18}
+LISTS_AS_INPUTS = {"Slice": 10, "Pad": 11, "ReduceSum": 13, "Split": 13, "ReduceSumSquare": 18}
 
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:

@@ -12,6 +12,9 @@ from splitc.compiler.sharding.crossings import Crossing
 from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range
 
+# The first opset whose Pad takes 8-bit integers.
+PADS_INTEGERS = 13
+
 
 def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: Crossing) -> None:
     """Give a node of an island the shard of an input that it needs."""
@@ -37,19 +40,21 @@ def leave(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing:
 def _join(editor: Editor, shards: Shards, ranks: int, value: ir.Value, crossing: Crossing) -> ir.Value:
     """The whole value: the sum of all ranks' shards, each padded with zeros.
 
-    A rank whose shard is a replica of another one's adds only zeros. Small integers are summed as larger ones.
+    A rank whose shard is a replica of another one's adds only zeros. Small integers are summed as larger ones if the
+    opset can't pad them.
     """
     runs = {side.number: _run(shards, side.before) for side in crossing.sides}
     sizes = {side.number: ax.size_of(side.before) for side in crossing.sides}
     _resize(value, {number: run.size for number, run in runs.items()})
     kind = value.dtype or ir.DataType.FLOAT
-    if (summed := summed_type(kind)) != kind:
+    pads = editor.graph.opset_imports.get("", 17) >= PADS_INTEGERS
+    if (summed := kind if pads else summed_type(kind)) != kind:
         value = editor.wrap(value, "Cast", [value], "narrow", summed, to=summed)
     if replicas := [number for number, run in runs.items() if not run.owned]:
         value = _slice(editor, value, {replicas[0]: Range(0, 0)}, "replica")
         runs[replicas[0]] = Range(0, 0)
-    pads = {number: (run.start, sizes[number] - run.stop) for number, run in runs.items()}
-    value = sum_over_ranks(editor, ranks, _pad(editor, value, pads, crossing.axes))
+    around = {number: (run.start, sizes[number] - run.stop) for number, run in runs.items()}
+    value = sum_over_ranks(editor, ranks, _pad(editor, value, around, crossing.axes))
     _resize(value, sizes)
     return value if summed == kind else editor.wrap(value, "Cast", [value], "wide", kind, to=kind)
 

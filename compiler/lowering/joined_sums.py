@@ -1,9 +1,11 @@
 """Merges the all-reduces of two norms, such as those of queries and of keys, into one.
 
-They sum one number per token. So they cost the latency of a collective, not its traffic.
+They sum one or two numbers per token. So they cost the latency of a collective, not its traffic.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -13,10 +15,10 @@ from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.walks import ancestors, producer_of
 
 
-def join_sums(editor: Editor, one: ir.Value, other: ir.Value) -> None:
-    """Replace the all-reduces of two sums [..., 1] by one. `other` is computed later than `one`.
+def join_sums(editor: Editor, one: ir.Value, other: ir.Value, counts: Sequence[int]) -> None:
+    """Replace the all-reduces of two norms' sums, [..., 1] or [..., 2], by one. `other` is computed later than `one`.
 
-    Nodes between them that the later one needs move before both.
+    `counts` are their numbers of sums for each row. Nodes between them that the later one needs move before both.
     """
     graph, first, second = editor.graph, producer_of(one), producer_of(other)
     nodes, needed = list(graph), ancestors([second], node_reads)
@@ -30,8 +32,8 @@ def join_sums(editor: Editor, one: ir.Value, other: ir.Value) -> None:
     partial.type = whole.type = one.type
     # These names must be the same on all ranks.
     partial.name, whole.name = (f"{one.name}+{other.name}{end}" for end in ("/part", ""))
-    for place, old in enumerate((one, other)):
-        new = editor.before(first, "Gather", whole, editor.constant(np.array([place], np.int64)), axis=-1)
+    for old, own in zip((one, other), np.split(np.arange(sum(counts)), counts[:1]), strict=True):
+        new = editor.before(first, "Gather", whole, editor.constant(own), axis=-1)
         new.type, new.shape = old.type, old.shape
         old.replace_all_uses_with(new)
     graph.remove([first, second], safe=True)

@@ -12,7 +12,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.lowering.open_shapes import open_shape
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.axes import Axis, Factor
+from splitc.compiler.operators.axes import Factor
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
@@ -99,50 +99,87 @@ def look_up(editor: Editor, shards: Shards, node: ir.Node, operation: Operation)
     return editor.wrap(rows, "Where", [mask, rows, editor.scalar(0, rows)], "any")
 
 
+def weigh(editor: Editor, shards: Shards, node: ir.Node, operation: Operation) -> ir.Value:
+    """Multiply the mean over a rank's shard by its share of the whole axis. The result is partial."""
+    mean = node.outputs[0]
+    return editor.wrap(mean, "Mul", [mean, editor.scalar(shards.share((operation.contracted,)), mean)], "own")
+
+
 def reduce_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> ir.Value | None:
     """Replace a node that reduces over a sharded axis: ranks all-reduce the statistic that it needs of the whole value.
 
-    Returns the statistic if it is a sum.
+    Returns the statistics if they are sums.
     """
     if node.op_type == "DynamicQuantizeLinear":
         quantize_together(editor, ranks, node)
         return None
-    return normalize_together(editor, shards, ranks, node, operation.reduced)
+    if node.op_type in ("ReduceMax", "ReduceMin"):
+        compare_together(editor, ranks, node)
+        return None
+    return normalize_together(editor, shards, ranks, node, operation)
 
 
-def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, axis: Axis) -> ir.Value:
-    """Replace RMSNormalization over a sharded last axis: an all-reduce adds up the squares, of each element once.
+def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> ir.Value:
+    """Replace a norm over a sharded last axis: an all-reduce adds up the squares, and maybe the elements, of all ranks.
 
-    Returns the sum.
+    Returns the sums.
     """
-    data, scale, made = node.inputs[0], node.inputs[1], node.outputs[0]
-    assert data is not None and scale is not None and data.dtype is not None
-    op = functools.partial(editor.before, node, dtype=ir.DataType.FLOAT)
+    data, made, axis = node.inputs[0], node.outputs[0], operation.reduced
+    assert data is not None and data.dtype is not None
+    op, is_single = functools.partial(editor.before, node, dtype=ir.DataType.FLOAT), data.dtype == ir.DataType.FLOAT
 
     def number(value: float) -> ir.Value:
         return editor.constant(np.array(value, np.float32))
 
-    is_single = data.dtype == ir.DataType.FLOAT
-    wide = data if is_single else op("Cast", data, to=ir.DataType.FLOAT)
-    counted = wide
-    if shards.owns(axis) and not shards.owns(axis, all):
-        counted = op("Where", editor.constant(shards.owned_mask(axis)), wide, number(0))
-    inputs, attributes = editor.lists("ReduceSumSquare", axes=[-1])
-    partial = op("ReduceSumSquare", counted, *inputs, **attributes)
-    if not shards.owns(axis):
-        partial = op("Mul", partial, number(0))
-    whole = op(COLLECTIVE, partial, **all_reduce("sum", ranks))
-    # These names must be the same on all ranks.
-    partial.name, whole.name = f"{made.name}/squares/part", f"{made.name}/squares"
-    mean = op("Mul", whole, number(1 / ax.size_of(axis)))
-    root = op("Sqrt", op("Add", mean, number(node.attributes.get_float("epsilon", 1e-5))))
-    normal = op("Div", wide, root)
+    centered = wide = data if is_single else op("Cast", data, to=ir.DataType.FLOAT)
+    whole = _sums_together(editor, shards, ranks, node, operation, wide)
+    squares = means = op("Mul", whole, number(1 / ax.size_of(axis)))
+    if operation.statistics > 1:
+        mean, squares = (op("Gather", means, editor.constant(np.array([n])), axis=-1) for n in range(2))
+        centered = op("Sub", wide, mean)
+        # Rounded, the difference may be negative.
+        squares = op("Max", op("Sub", squares, op("Mul", mean, mean)), number(0))
+    root = op("Sqrt", op("Add", squares, number(node.attributes.get_float("epsilon", 1e-5))))
+    normal = op("Div", centered, root)
     normal = normal if is_single else op("Cast", normal, dtype=data.dtype, to=data.dtype)
-    scaled = op("Mul", normal, scale, dtype=data.dtype)
+    scaled = op("Mul", normal, node.inputs[1], dtype=data.dtype)
+    if len(node.inputs) > 2:
+        scaled = op("Add", scaled, node.inputs[2], dtype=data.dtype)
     hand_over(made, scaled, "unused")
     made.replace_all_uses_with(scaled, replace_graph_outputs=True)
-    whole.shape = None if data.shape is None else ir.Shape([*data.shape[:-1], 1])
     return whole
+
+
+def _sums_together(
+    editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation, data: ir.Value
+) -> ir.Value:
+    """The sums of a row's squares on all ranks; before them, if two are needed, those of its elements."""
+    op, axis = functools.partial(editor.before, node, dtype=ir.DataType.FLOAT), operation.reduced
+    zero, made = editor.constant(np.array(0, np.float32)), node.outputs[0]
+    if shards.owns(axis) and not shards.owns(axis, all):
+        data = op("Where", editor.constant(shards.owned_mask(axis)), data, zero)
+    sums = []
+    for kind in ("ReduceSum", "ReduceSumSquare")[-operation.statistics :]:
+        inputs, attributes = editor.lists(kind, axes=[-1])
+        sums.append(op(kind, data, *inputs, **attributes))
+    partial = op("Concat", *sums, axis=-1) if len(sums) > 1 else sums[0]
+    if not shards.owns(axis):
+        partial = op("Mul", partial, zero)
+    whole = op(COLLECTIVE, partial, **all_reduce("sum", ranks))
+    # These names must be the same on all ranks.
+    partial.name, whole.name = f"{made.name}/sums/part", f"{made.name}/sums"
+    whole.shape = None if made.shape is None else ir.Shape([*made.shape[:-1], len(sums)])
+    return whole
+
+
+def compare_together(editor: Editor, ranks: int, node: ir.Node) -> None:
+    """Replace the largest, or the smallest, of a shard by that of the whole value: an all-reduce of maxima."""
+    value, is_smallest = node.outputs[0], node.op_type == "ReduceMin"
+    if is_smallest:
+        value = editor.wrap(value, "Neg", [value], "smallest")
+    value = editor.wrap(value, COLLECTIVE, [value], "part", **all_reduce("max", ranks))
+    if is_smallest:
+        editor.wrap(value, "Neg", [value], "largest")
 
 
 def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:

@@ -61,7 +61,7 @@ class _RankGraph:
         self._summed = frozenset(split.sums.summed)
         self._reduced = frozenset(split.sums.reduced)
         self._drawn = frozenset(split.sums.drawn)
-        self._squares: dict[ir.Node, ir.Value] = {}  # sums of squares, by the model's norms
+        self._sums: dict[ir.Node, ir.Value] = {}  # sums, by the model's norms
         self._crossings: dict[ir.Node, list[Crossing]] = defaultdict(list)
         for crossing in crossings(split.axis_map):
             self._crossings[crossing.node].append(crossing)
@@ -72,9 +72,10 @@ class _RankGraph:
         for node in list(self._graph):
             if (origin := origin_of(node)) is not None:  # None for nodes that compute borrowed sizes
                 self._rewrite(node, origin)
-        for pair in self._split.sums.paired:
-            if all(norm in self._squares for norm in pair):
-                join_sums(self._editor, *(self._squares[norm] for norm in pair))
+        for first, second in self._split.sums.paired:
+            if first in self._sums and second in self._sums:
+                counts = [self._split.axis_map.operations[norm].statistics for norm in (first, second)]
+                join_sums(self._editor, self._sums[first], self._sums[second], counts)
         self._globalize_outputs()
         for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
             self._fit_shape(value)
@@ -92,7 +93,7 @@ class _RankGraph:
             forms.set_split_lengths(self._editor, self._shards, node, operation)
         if origin in self._reduced:  # even if this rank has all of the value, since other ranks do not
             whole = forms.reduce_together(self._editor, self._shards, self._split.ranks, node, operation)
-            self._squares |= {} if whole is None else {origin: whole}
+            self._sums |= {} if whole is None else {origin: whole}
             return
         if origin in self._drawn:
             self._draw_once(node, origin)
@@ -100,6 +101,8 @@ class _RankGraph:
         result = node.outputs[0]
         if operation.is_lookup and self._shards.is_split(operation.contracted):
             result = forms.look_up(self._editor, self._shards, node, operation)
+        if operation.averages and self._shards.is_split(operation.contracted):
+            result = forms.weigh(self._editor, self._shards, node, operation)
         if origin.outputs[0] in self._split.sums.partial:
             result = self._drop_added(node, origin, operation) or result
             if not self._split.owns(self._rank, operation):

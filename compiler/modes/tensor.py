@@ -41,8 +41,8 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.units import first_few, format_bytes
 
-# Minimum share of the weights' bytes that is sharded without collectives. Below it, all islands are taken, whatever
-# their time: sharding only a detector's last convolutions by columns is no tensor mode. A choice.
+# Minimum share of the blocks' weight bytes that is sharded without collectives. Below it, all islands are taken,
+# whatever their time: sharding only a head, or a detector's last convolutions, by columns is no tensor mode. A choice.
 LEAST_SHARE = 0.1
 # Where unsharded weights are held, for messages.
 WHOLE = "whole on each rank"
@@ -88,7 +88,8 @@ def plan_tensors(analysis: Analysis, resources: Resources, request: Request) -> 
         if small.islands == fast.islands or (isinstance(error, CannotSplitError) and request.fallback is not None):
             raise
         return make(small)
-    if fast.choice.sums.count or sharded_share(plan.weights) >= LEAST_SHARE:
+    of_blocks = [weight for weight in plan.weights if weight.in_block]
+    if fast.choice.sums.count or sharded_share(of_blocks or plan.weights) >= LEAST_SHARE:
         return plan
     return _with_islands(plan, make, small_axes(analysis, count))
 

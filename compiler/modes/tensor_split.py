@@ -70,14 +70,19 @@ class TensorSplit:
         return [*map(self.analysis.costs.value_bytes, sums.exchanged), *self._reduced_bytes()]
 
     def _reduced_bytes(self) -> Iterator[int]:
-        """The bytes of reduced statistics: a range, or a mean for each row of one norm, or of two paired norms."""
+        """The bytes of reduced statistics: a range, or what each row of one node needs, or of two paired norms."""
         sums = self.sharded.sums
         seconds = dict(sums.paired)
         for node in sums.reduced:
-            size = ax.size_of(self.axis_map.operations[node].reduced)
-            rows = self.analysis.costs.value_bytes(node.outputs[0]) // size
             if node not in seconds.values():
-                yield max(RANGE, rows * (1 + (node in seconds)))
+                both = [node, seconds[node]] if node in seconds else [node]
+                yield max(RANGE, sum(map(self._statistics_bytes, both)))
+
+    def _statistics_bytes(self, node: ir.Node) -> int:
+        operation, data = self.axis_map.operations[node], node.inputs[0]
+        assert data is not None
+        rows = self.analysis.costs.value_bytes(data) // ax.size_of(operation.reduced)
+        return rows * operation.statistics
 
     def more_sessions(self, rank: RankPlan, inside: bool) -> int:
         if not self._apart:

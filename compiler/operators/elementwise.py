@@ -66,7 +66,7 @@ def where(op: Operation) -> None:
 
 NONLINEAR = """
     Acos Acosh Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Celu Cos Cosh Elu Erf Exp Gelu
-    HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mean Mish PRelu Pow Reciprocal Relu Round Selu Shrink Sigmoid
+    HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mean Mish PRelu Pow Reciprocal Relu Selu Shrink Sigmoid
     Sin Sinh Softplus Softsign Swish Tan ThresholdedRelu
 """
 # Those of NONLINEAR that run in place, as do Clip, Tanh, Dropout, Cast, Softmax, LogSoftmax and Trilu: in profiles of
@@ -80,6 +80,8 @@ OPERATORS = (
     *(Operator(name, elementwise, overwrites=name in OVERWRITING.split()) for name in NONLINEAR.split()),
     *(Operator(name, elementwise, scratch=scratch.biased) for name in GELUS.split()),
     *(Operator(name, elementwise, shape_arithmetic=True) for name in OF_SIZES.split()),
+    # Dynamic quantization that is written out rounds activations.
+    Operator("Round", elementwise, quantizes=True),
     Operator("Clip", elementwise, shape_arithmetic=True, may_precede_softmax=True, overwrites=True),
     Operator("Max", elementwise, shape_arithmetic=True, may_precede_softmax=True),
     Operator("Min", elementwise, shape_arithmetic=True, may_precede_softmax=True),

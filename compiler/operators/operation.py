@@ -43,7 +43,9 @@ class Operation:
     - `add_on_one_rank`: inputs that are added to the result, so that exactly one rank must add them.
     - `zero_point`: the input with the zero point of the first input.
     - `is_lookup`: its second input indexes rows of its first input, a table.
-    - `reduced`: the axis that it needs a statistic of, which ranks compute together: the range, or the mean of squares.
+    - `averages`: it averages over the contracted axis. A rank's mean counts by its share of the axis.
+    - `reduced`: the axis that it needs `statistics` of, which ranks compute together: the range, the largest
+      number, the mean of squares, or also the mean.
     - `splits_evenly`: it splits an axis into equal lengths, one for each output.
     """
 
@@ -60,7 +62,9 @@ class Operation:
     add_on_one_rank: frozenset[int] = frozenset()
     zero_point: int | None = None
     is_lookup: bool = False
+    averages: bool = False
     reduced: Axis = ()
+    statistics: int = 1
     splits_evenly: bool = False
     _touched: set[int] = field(default_factory=set)
 

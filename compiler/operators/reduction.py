@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
@@ -10,6 +12,10 @@ from splitc.compiler.operators.operator import Operator
 
 # The number types of norms that are computed in single precision.
 _NORMED = frozenset(ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16"))
+# The number types of extremes that ranks compare.
+_COMPARED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16"))
+# What only rearranges or converts the elements of a value.
+_REARRANGING = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
 
 def _reduce(op: Operation) -> list[int]:
@@ -27,18 +33,50 @@ def _reduce(op: Operation) -> list[int]:
 
 
 def reduce_sum(op: Operation) -> None:
-    reduced = [op.input(0)[axis] for axis in _reduce(op)]
-    op.free(reduced)
-    op.contracted = tuple(factor for axis in reduced for factor in axis)
+    _contract(op, _reduce(op))
     op.linear = LINEAR
 
 
+def _contract(op: Operation, numbers: Iterable[int]) -> None:
+    reduced = [op.input(0)[axis] for axis in numbers]
+    op.free(reduced)
+    op.contracted = tuple(factor for axis in reduced for factor in axis)
+
+
 def reduce_mean(op: Operation) -> None:
-    if op.node.op_type == "ReduceMean":
-        _reduce(op)
-    else:
-        op.relate_all(op.input(0)[:2], op.output()[:2])
+    """Ranks can add up their means of statistics, such as those of each channel.
+
+    A mean of anything else is a part of a norm, as a rule of the residual, which would be split then.
+    """
+    reduced = _reduce(op)
+    if op.gives_floats and _is_statistic(op.node.inputs[0]):
+        _contract(op, reduced)
+        op.averages = True
     op.linear = LINEAR if op.gives_floats else ()
+
+
+def _is_statistic(value: ir.Value | None) -> bool:
+    """Whether a value is reduced, or computed element by element from a reduced one."""
+    while value is not None and (node := value.producer()) is not None:
+        if node.op_type.startswith("Reduce"):
+            return True
+        if node.op_type not in (*_REARRANGING, "Abs", "Clip", "Pow", "Sqrt"):
+            return False
+        value = node.inputs[0]
+    return False
+
+
+def pool_mean(op: Operation) -> None:
+    op.relate_all(op.input(0)[:2], op.output()[:2])
+    op.linear = LINEAR if op.gives_floats else ()
+
+
+def reduce_extreme(op: Operation) -> None:
+    """Ranks can compare their extremes, such as the largest number that a token's scale is made of."""
+    reduced = [op.input(0)[axis] for axis in _reduce(op)]
+    if op.node.outputs[0].dtype in _COMPARED:
+        op.free(reduced)
+        op.reduced = tuple(factor for axis in reduced for factor in axis)
 
 
 def reduce_nonlinear(op: Operation) -> None:
@@ -69,6 +107,23 @@ def along_axis(op: Operation) -> None:
 
 
 def layer_norm(op: Operation) -> None:
+    """Ranks can compute the mean, and the mean of squares, together if the last axis is not the residual's.
+
+    An example is a norm along all heads of queries. A value is the residual if several nodes read it, or if it is the
+    sum of two computed values.
+    """
+    data = op.input(0)
+    if not _is_plain(op) or _is_residual(op.node.inputs[0]):
+        _whole_norm(op)
+        return
+    op.relate_all(data, op.output())
+    for number in range(1, len(op.inputs)):
+        op.relate(op.input(number)[0], data[-1])
+    op.reduced = data[-1]
+    op.statistics = 2 if op.node.op_type == "LayerNormalization" else 1
+
+
+def _whole_norm(op: Operation) -> None:
     data = op.input(0)
     first = op.number("axis", -1) % len(data)
     op.whole(data[first:])
@@ -80,28 +135,20 @@ def layer_norm(op: Operation) -> None:
             op.broadcast(op.input(number), data)
 
 
-def rms_norm(op: Operation) -> None:
-    """As `layer_norm`, but ranks can compute the mean of squares together if the last axis is not the residual's.
-
-    An example is a norm along all heads of queries. A value is the residual if several nodes read it, or if it is the
-    sum of two computed values.
-    """
-    data = op.input(0)
-    if not _is_plain(op) or _is_residual(op.node.inputs[0]):
-        layer_norm(op)
-        return
-    op.relate_all(data, op.output())
-    op.relate(op.input(1)[0], data[-1])
-    op.reduced = data[-1]
-
-
 def _is_plain(op: Operation) -> bool:
-    """Whether a norm is along the last axis, with a weight of the data's type, no shift, and no optional outputs."""
-    data, scale, others = op.node.inputs[0], op.node.inputs[1], range(1, len(op.outputs))
-    if data is None or scale is None or len(op.inputs) > 2 or any(map(op.has_output, others)):
+    """Whether a norm is along the last axis, with weights of the data's type, and no optional outputs."""
+    data, *weights = op.node.inputs
+    if data is None or data.dtype not in _NORMED or any(map(op.has_output, range(1, len(op.outputs)))):
         return False
-    is_along_last = op.number("axis", -1) in (-1, len(op.input(0)) - 1) and len(op.input(1)) == 1
-    return is_along_last and scale.is_initializer() and scale.dtype == data.dtype and data.dtype in _NORMED
+    is_along_last = op.number("axis", -1) in (-1, len(op.input(0)) - 1)
+    size = ax.size_of(op.input(0)[-1])
+    return is_along_last and all(
+        value is not None
+        and value.is_initializer()
+        and value.dtype == data.dtype
+        and list(map(ax.size_of, op.input(number))) == [size]
+        for number, value in enumerate(weights, 1)
+    )
 
 
 def _is_residual(value: ir.Value | None) -> bool:
@@ -112,7 +159,7 @@ def _is_residual(value: ir.Value | None) -> bool:
             return True
         if node.op_type == "Add":
             return not any(other is not None and other.is_initializer() for other in node.inputs)
-        if node.op_type not in ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"):
+        if node.op_type not in _REARRANGING:
             return False
         value = node.inputs[0]
     return True
@@ -190,9 +237,9 @@ def pool(op: Operation) -> None:
 OPERATORS = (
     Operator("ReduceSum", reduce_sum, shape_arithmetic=True),
     Operator("ReduceMean", reduce_mean),
-    Operator("GlobalAveragePool", reduce_mean),
-    Operator("ReduceMax", reduce_nonlinear, shape_arithmetic=True),
-    Operator("ReduceMin", reduce_nonlinear, shape_arithmetic=True),
+    Operator("GlobalAveragePool", pool_mean),
+    Operator("ReduceMax", reduce_extreme, shape_arithmetic=True),
+    Operator("ReduceMin", reduce_extreme, shape_arithmetic=True),
     Operator("ReduceProd", reduce_nonlinear, shape_arithmetic=True),
     Operator("ReduceL1", reduce_nonlinear),
     Operator("ReduceL2", reduce_nonlinear),
@@ -208,9 +255,9 @@ OPERATORS = (
     Operator("CumSum", along_axis),
     Operator("TopK", along_axis),
     Operator("LayerNormalization", layer_norm, is_norm=True),
-    Operator("RMSNormalization", rms_norm, is_norm=True),
-    Operator("SimplifiedLayerNormalization", rms_norm, is_norm=True),
-    Operator("com.microsoft.SimplifiedLayerNormalization", rms_norm, is_norm=True),
+    Operator("RMSNormalization", layer_norm, is_norm=True),
+    Operator("SimplifiedLayerNormalization", layer_norm, is_norm=True),
+    Operator("com.microsoft.SimplifiedLayerNormalization", layer_norm, is_norm=True),
     Operator("com.microsoft.SkipLayerNormalization", skip_layer_norm, is_norm=True),
     Operator("com.microsoft.SkipSimplifiedLayerNormalization", skip_layer_norm, is_norm=True),
     Operator(

@@ -145,7 +145,11 @@ def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
         if not any(_has(axes, atom) for axes in operation.inputs):
             continue
         if atom in _reduced(operation):
-            how = "it sums over them" if atom in ax.atoms(operation.contracted) else "it takes the range of all of them"
+            how = (
+                "it sums over them"
+                if atom in ax.atoms(operation.contracted)
+                else "it takes the extremes of all of them"
+            )
             return f"{describe_node(node)}: {how}"
         for value, axes in zip(node.inputs, operation.inputs, strict=True):
             if value is not None and value.is_initializer() and _has(axes, atom):

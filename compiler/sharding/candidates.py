@@ -37,7 +37,7 @@ class Candidate:
 
     - `weights`: the weights, with the bytes of each that it divides.
     - `collectives`: their number in a run.
-    - `exchanged`: the bytes that these exchange; without collectives, the bytes of the model's outputs that are joined.
+    - `exchanged`: the bytes that these exchange. Outputs that the runtime joins cost no more than whole ones.
     """
 
     atom: Factor
@@ -96,21 +96,17 @@ def find_candidates(
     _pin_borders(axis_map)
     _pin_tables(axis_map)
     weights, contractions, reduced = reached_weights(axis_map, size), *_collecting(axis_map)
-    outputs_with: dict[Factor, list[ir.Value]] = defaultdict(list)  # the outputs that have each atom
-    for value in graph.graph.outputs:
-        for atom in dict.fromkeys(atom for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)):
-            outputs_with[atom].append(value)
+    given = {atom for value in graph.graph.outputs for axis in axis_map.axes[value] or () for atom in ax.atoms(axis)}
     joined = {atom for crossing in crossings(axis_map) for side in crossing.sides for atom in ax.atoms(side.before)}
     without = Candidates((), tuple(weights), contractions, reduced, {})
     candidates = []
     for atom, covered in weights.items():
         # Otherwise its elements are dropped by a Slice.
-        is_used = atom in outputs_with or atom in contractions or atom in joined
+        is_used = atom in given or atom in contractions or atom in joined
         divides = any(share for value, share in covered.items() if not is_slot_input(value))
         if is_used and atom.pinned is None and atom.size > 1 and divides:
             sums = find_sums(axis_map, graph.position, {atom}, without.start(atom), size)
-            moved = sum(map(size, sums.exchanged or outputs_with.get(atom, ())))
-            candidates.append(Candidate(atom, covered, sums.count, moved))
+            candidates.append(Candidate(atom, covered, sums.count, sum(map(size, sums.exchanged))))
     # Joined shards come first among equals: they are exact, and sums are rounded.
     candidates.sort(key=lambda candidate: (candidate.gain, candidate.bytes, candidate.atom in joined), reverse=True)
     return replace(
@@ -157,10 +153,18 @@ def reject_costly(graph: Graph, candidates: Sequence[Candidate], axis_map: AxisM
     rejected: dict[Factor, str] = {}
     for candidate in candidates:
         if candidate.gain < LEAST_GAIN_RATIO * together:
-            rejected[candidate.atom] = f"its {candidate.collectives} sums cost more than they save"
+            rejected[candidate.atom] = _why_costly(candidate.collectives)
         elif candidate.atom in only and candidate.bytes * (ranks - 1) / ranks < LOOKUP_BYTES:
             rejected[candidate.atom] = "a small embedding table"
     return rejected
+
+
+def _why_costly(collectives: int) -> str:
+    if collectives == 0:
+        return "too little to gain"
+    return (
+        "its sum costs more than it saves" if collectives == 1 else f"its {collectives} sums cost more than they save"
+    )
 
 
 def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> None:

@@ -155,7 +155,7 @@ class _Writer:
         attributes = tuple(
             [(name, self._attribute(op, name, node.attributes[name])) for name in sorted(node.attributes)]
         )
-        recorded = (op.zero_point, op.is_lookup, op.splits_evenly, op.add_on_one_rank, op.linear)
+        recorded = (op.zero_point, op.is_lookup, op.averages, op.splits_evenly, op.add_on_one_rank, op.linear)
         sizes = tuple([(number, self._sizes(axes)) for number, axes in op.sizes.items()])
         contracted = self._axis(op.contracted), self._axis(op.reduced)
         atoms = tuple([(self._size(atom), self._roles.get(atom, WHOLE)) for atom in self.numbers])

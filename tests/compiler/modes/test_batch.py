@@ -82,7 +82,7 @@ def test_random_blocks_are_right_with_any_rows(seed: int, tmp_path: Path) -> Non
         ("y = Softmax <axis = 0> (x)", "meet in the Softmax node that makes 'y'"),
         ("y = CumSum(x, axis)", "meet in the CumSum node"),
         ("m = ReduceMean <axes = [0]> (x) y = Sub(x, m)", "meet in the ReduceMean node that makes 'm'"),
-        ("q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)", "it takes the range of all of them"),
+        ("q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)", "it takes the extremes of all of them"),
         ("end = Constant <value_ints = [3]> () y = Slice(x, axis, end)", "meet in the Slice node that makes 'y'"),
         ("end = Constant <value_ints = [900]> () y = Slice(x, axis, end)", "meet in the Slice node that makes 'y'"),
         (

@@ -13,6 +13,8 @@ import pytest
 from models.writer import save
 from splitc.compiler import Request, plan_model
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.lowering.communication import communicates
+from splitc.compiler.lowering.rank_graph import rank_graph
 from splitc.compiler.modes import tensor
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.modes.tensor_axes import Rates, TensorAxes, settle, small_axes
@@ -58,9 +60,9 @@ def convolution() -> Block:
     return b
 
 
-def quantized() -> Block:
+def quantized(opset: int = 17) -> Block:
     """A product of 8-bit integers: its output is joined, since sums before the rounding are none of its outputs."""
-    b = Block()
+    b = Block(opset)
     scale, zero = b.constant(0.05, np.float32), b.constant(128, np.uint8)
     x = b.op("QuantizeLinear", softmax(b, b.data("x", (ROWS, HIDDEN), ["n", HIDDEN])), scale, zero)
     weight = b.weight("A", ir.tensor(np.random.default_rng(0).integers(90, 160, (HIDDEN, WIDE), np.uint8)))
@@ -69,10 +71,22 @@ def quantized() -> Block:
     return b
 
 
-@pytest.mark.parametrize("block", [head, lambda: head(wide=2), lambda: head(opset=10), convolution, quantized])
+@pytest.mark.parametrize(
+    "block",
+    [head, lambda: head(wide=2), lambda: head(opset=10), convolution, quantized, lambda: quantized(opset=12)],
+)
 def test_shards_of_an_island_are_joined(block: Callable[[], Block], tmp_path: Path, all_islands: None) -> None:
     plans = check_split(block(), tmp_path, "A", SHARES, sums=0)
     assert all(plan.split.collectives == 1 for plan in plans)
+
+
+def test_8_bit_integers_are_joined_as_they_are(tmp_path: Path, all_islands: None) -> None:
+    for plan in check_split(quantized(), tmp_path, "A", [(1, 1)]):
+        split = sharded(plan)
+        graph = rank_graph(split, plan.ranks[0].stage, 0)
+        (joined,) = (node for node in graph if communicates(node))
+        assert joined.outputs[0].dtype == ir.DataType.UINT8
+        assert not any(node.op_type == "Cast" for node in graph)
 
 
 def test_what_goes_into_an_island_is_joined_and_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +147,16 @@ def test_plan_file_keeps_islands(tmp_path: Path, all_islands: None) -> None:
         plan_from_file(tmp_path / "model.onnx", path)
 
 
-def test_next_to_nothing_is_not_enough(tmp_path: Path) -> None:
-    """Where a small head alone is sharded without islands, they are taken whatever time they need, if they fit."""
-    b = Block()
+@pytest.mark.parametrize("layers, classes", [(1, 4), (5, 96)])
+def test_head_alone_is_not_enough(layers: int, classes: int, tmp_path: Path) -> None:
+    """Where none but the head is sharded without islands, they are taken whatever time they need, if they fit."""
+    b, names = Block(), [f"A{layer}" for layer in range(layers)]
     x = softmax(b, b.data("x", (ROWS, 96), ["n", 96]))
-    x = softmax(b, b.op("MatMul", x, b.w("A", 96, 96)))
-    b.give(b.op("MatMul", x, b.w("head", 96, 4)), shape=["n", 4])
+    for name in names:
+        x = b.op("Add", x, softmax(b, b.op("MatMul", softmax(b, x), b.w(name, 96, 96))))
+    logits = b.op("Gemm", b.op("Exp", softmax(b, b.op("Sqrt", x))), b.w("head", 96, classes))
+    b.give(logits, shape=["n", classes])
     save(b.model(), tmp_path / "model.onnx")
     request = Request(split_mode="tensor", shapes={"x": (ROWS, 96)})
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], request)
-    assert {weight.name for weight in plan.weights if weight.split} == {"A", "head"}
+    assert {weight.name for weight in plan.weights if weight.split} == {*names, "head"}

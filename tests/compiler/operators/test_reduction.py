@@ -32,7 +32,16 @@ from tests.helpers.operators import (
     through,
 )
 
-REDUCTIONS = "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMin ReduceProd ReduceSumSquare"
+
+class HalfBlock(Block):
+    """A block whose weights are in half precision."""
+
+    def w(self, name: str, *shape: int) -> ir.Value:
+        return self.weight(name, ir.tensor(self.random(name, *shape).astype(np.float16)))
+
+
+REDUCTIONS = "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceProd ReduceSumSquare"
+EXTREMES = "ReduceMax ReduceMin"
 POOLS = {"AveragePool": {"kernel_shape": [3]}, "LpPool": {"kernel_shape": [3]}, "MaxPool": {"kernel_shape": [3]}}
 
 
@@ -117,11 +126,27 @@ def norms(kind: str, *weights: str, opset: int = 17, shares: Sequence[Sequence[f
     return sandwich(make(kind, *weights), needs=make(kind, *weights, heads=False), opset=opset, shares=shares)
 
 
-def rms_norms(kind: str, opset: int = 17) -> Tiny:
-    """Of heads, which lets them through, and of all, whose squares ranks sum."""
-    split = {"C", "D", "scale, False"}
-    needs = normed(kind, "scale", heads=False)
-    return sandwich(normed(kind, "scale"), needs=needs, opset=opset, split=split, whole=(), sums=2, shares=SHARES)
+def shared_norms(kind: str, *weights: str, opset: int = 17) -> Tiny:
+    """Of heads, which lets them through, and of all, whose squares and elements ranks sum."""
+    split = {"C", "D", *(f"{name}, False" for name in weights)}
+    needs = normed(kind, *weights, heads=False)
+    return sandwich(normed(kind, *weights), needs=needs, opset=opset, split=split, whole=(), sums=2, shares=SHARES)
+
+
+def norms_of_queries_and_keys(b: Block, v: ir.Value) -> ir.Value:
+    """Two, along all heads, of which ranks add up both sums in one collective."""
+    query, key = (
+        b.op("LayerNormalization", b.op("MatMul", v, b.w(name, INNER, INNER)), b.w(f"scale{name}", INNER))
+        for name in ("Q", "K")
+    )
+    return b.op("MatMul", b.op("Mul", query, key), b.w("O", INNER, INNER))
+
+
+def responses_normed(b: Block, image: ir.Value) -> ir.Value:
+    """Each channel by its norm over all places, relative to the mean of the channels' norms."""
+    norms = b.op("Sqrt", b.op("ReduceSumSquare", image, axes=[2]))
+    relative = b.op("Div", norms, b.op("ReduceMean", norms, axes=[1]))
+    return b.op("Add", image, b.op("Mul", b.op("Mul", image, relative), b.w("gain", INNER, 1)))
 
 
 def residual_normed(b: Block, v: ir.Value) -> ir.Value:
@@ -212,6 +237,10 @@ def pooled_to_one(kind: str) -> Middle:
 
 GRAPHS: dict[str, Tiny] = {
     **{name: sandwich(reduced(name, 1), needs=reduced(name, 2)) for name in REDUCTIONS.split()},
+    **{
+        name: sandwich(reduced(name, 1), needs=reduced(name, 2), whole="", split="CD", sums=2, shares=SHARES)
+        for name in EXTREMES.split()
+    },
     "ReduceSum": sandwich(summed(1), needs=summed(2), whole="", split="CD", sums=3, shares=SHARES),
     "ReduceMean": sandwich(averaged_elsewhere, needs=reduced("ReduceMean", 2), shares=SHARES),
     "GlobalAveragePool": sandwich(
@@ -225,9 +254,9 @@ GRAPHS: dict[str, Tiny] = {
     },
     "CumSum": sandwich(running_sum(1), needs=running_sum(2), shares=SHARES),
     "TopK": sandwich(largest(2, 1), needs=largest(INNER, 2), shares=SHARES),
-    "LayerNormalization": norms("LayerNormalization", "scale", shares=SHARES),
-    "RMSNormalization": rms_norms("RMSNormalization", opset=23),
-    "SimplifiedLayerNormalization": rms_norms("SimplifiedLayerNormalization"),
+    "LayerNormalization": shared_norms("LayerNormalization", "scale"),
+    "RMSNormalization": shared_norms("RMSNormalization", "scale", opset=23),
+    "SimplifiedLayerNormalization": shared_norms("SimplifiedLayerNormalization", "scale"),
     "com.microsoft.SkipLayerNormalization": norms("com.microsoft.SkipLayerNormalization", "scale", "shift", "bias"),
     "com.microsoft.SkipSimplifiedLayerNormalization": norms("com.microsoft.SkipSimplifiedLayerNormalization", "scale"),
     "com.microsoft.EmbedLayerNormalization": Tiny(embedded, "AB", {"words", "places"}, sums=1),
@@ -267,9 +296,18 @@ FORMS: dict[str, Tiny] = {
             ("RMSNormalization", ["scale"], 23),
         )
     },
+    "norm of all with a shift": shared_norms("LayerNormalization", "scale", "shift"),
+    "norms of queries and of keys": sandwich(
+        through("Relu"),
+        needs=norms_of_queries_and_keys,
+        split={"Q", "K", "O", "scaleQ", "scaleK"},
+        sums=2,
+        shares=SHARES,
+    ),
+    "mean of the channels' norms": sandwich(of_channels(responses_normed), split={"gain"}, sums=2, shares=SHARES),
     "norm of doubles": sandwich(through("Relu"), needs=normed_as_doubles, opset=23),
     "norms of a residual": sandwich(through("Relu"), needs=residual_normed, opset=23),
-    "norm of all and opset 12": rms_norms("SimplifiedLayerNormalization", opset=12),
+    "norm of all and opset 12": shared_norms("SimplifiedLayerNormalization", "scale", opset=12),
     "something added to each of a batch": sandwich(of_channels(norm_of_a_sum), split={"skip"}),
     "places of maxima": sandwich(through("Relu"), needs=places_of_largest),
     "sum along no axis": sandwich(reduced_along_none),
@@ -312,3 +350,16 @@ def test_axes_of_a_norm_that_does_not_run(name: str) -> None:
     assert [ax.leaves(axis) for axis in data[:2]] == [ax.leaves(axis) for axis in made[:2]]
     pinned = [atom.pinned is not None for axes in (data, made) for axis in axes for atom in ax.atoms(axis)]
     assert pinned == [False, False, True] * 2
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [normed("LayerNormalization", "scale", "shift", heads=False), reduced("ReduceMax", 2), reduced("ReduceMin", 2)],
+)
+def test_halves_of_shards_are_normalized_and_compared(middle: Middle, tmp_path: Path) -> None:
+    b = HalfBlock()
+    x = b.op("Cast", softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN])), to=ir.DataType.FLOAT16)
+    inner = middle(b, b.op("MatMul", x, b.w("A", HIDDEN, INNER)))
+    y = b.op("Cast", b.op("MatMul", inner, b.w("B", INNER, HIDDEN)), to=ir.DataType.FLOAT)
+    b.give(softmax(b, y))
+    check_split(b, tmp_path, {"A", "B"}, SHARES, sums=1, tolerance=2e-3)

@@ -7,17 +7,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 
+from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
+from splitc.compiler.packaging.manifest_entries import number_type
 from splitc.compiler.packaging.writer import HashedFile
 from splitc.runtime import MisuseError, Session, SplitcError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.threads.progress import listening
 from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
+from tests.helpers.blocks import Block
+from tests.helpers.operators import as_float, stored
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +44,17 @@ def test_manifest_says_what_was_decided(decoder: Path, plan: Plan, tmp_path: Pat
     }
     with Session(tmp_path / "package") as session:
         assert session.threads == 3
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("Round", "int8"), ("Relu", "float32")])
+def test_8_bit_weights_count_where_activations_are_rounded(kind: str, expected: str, tmp_path: Path) -> None:
+    """By operators for floats, as BitNet's are."""
+    b = Block()
+    rounded = b.op(kind, b.op("Mul", b.data("x", (5, 12), ["n", 12]), b.constant(9.0, np.float32)))
+    b.give(b.op("MatMul", rounded, as_float(b, stored(b, "A", 12, 24))), shape=["n", 24])
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="tensor"))
+    assert number_type(plan.analysis) == expected
 
 
 def test_existing_path_is_kept_unless_forced(decoder: Path, plan: Plan, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from models.writer import save
+from splitc.compiler import Request, plan_model
 from tests.helpers.blocks import Block, check_split
 
 # The hidden axis and the inner one, tokens, and the inner axis of what is computed once for all tokens.
@@ -33,3 +35,30 @@ def test_batch_that_a_table_has_does_not_keep_all_weights_whole(tmp_path: Path) 
     y = b.op("Softmax", b.op("Add", x, b.w("table", batch, tokens, HIDDEN)))
     b.give(y, shape=(batch, tokens, HIDDEN))
     check_split(b, tmp_path, {"A0", "B0", "A1", "B1", "A2", "B2"}, [(1, 1)])
+
+
+def test_logits_are_joined_rather_than_summed(tmp_path: Path) -> None:
+    """A head with a norm before it, as BERT's: to split the norm's axis too would cost a sum of all logits."""
+    b = Block()
+    x = b.op("Softmax", b.data("x", (1, TOKENS, HIDDEN), [1, "t", HIDDEN]))
+    inner = b.op("Relu", b.op("MatMul", x, b.w("A", HIDDEN, HIDDEN)))
+    normed = b.op("LayerNormalization", inner, b.w("scale", HIDDEN))
+    b.give(b.op("MatMul", normed, b.w("head", HIDDEN, 32 * INNER)), shape=[1, "t", 32 * INNER])
+    check_split(b, tmp_path, {"head"}, [(1, 1)], whole="A", sums=0)
+
+
+def test_reasons_of_axes_that_gain_too_little(tmp_path: Path) -> None:
+    """One that needs no sum is not said to have sums, and one sum is no plural."""
+    b = Block()
+    x = b.op("Softmax", b.data("x", (1, TOKENS, HIDDEN), [1, "t", HIDDEN]))
+    wide = b.op(
+        "Softmax", b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", HIDDEN, ONCE))), b.w("B", ONCE, HIDDEN))
+    )
+    small = b.op("Relu", b.op("MatMul", wide, b.w("C", HIDDEN, 3)))
+    b.give(b.op("Softmax", b.op("MatMul", small, b.w("D", 3, HIDDEN))), shape=[1, "t", HIDDEN])
+    b.give(b.op("MatMul", wide, b.w("E", HIDDEN, 2)), name="e", shape=[1, "t", 2])
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0", "cpu1"], Request(split_mode="tensor", spread=True))
+    reasons = {weight.name: weight.reason or "" for weight in plan.weights}
+    assert "3: its sum costs more than it saves" in reasons["C"]
+    assert "2: too little to gain" in reasons["E"]
