@@ -123,12 +123,13 @@ class Parts:
         return ROTARY
 
     def _turned_rotary(self, node: ir.Node) -> str | None:
-        """Move a rotary embedding before the Transpose of heads. Returns its operator; None if there is none."""
-        data = rotary_embedding.find_turned(node)
-        if data is None:
+        """Write ONNX's operator of whole heads, before their Transpose. Returns it; None if it stays as it is."""
+        is_operator = node.op_type == ROTARY and not node.domain
+        turned = rotary_embedding.find_turned(node, self.sizes, self.tables) if is_operator else None
+        if turned is None:
             return None
-        check_type(data, self.gains.parts)
-        rotary_embedding.write_turned(node, data, self.editor, self.sizes)
+        check_type(turned.data, self.gains.parts)
+        rotary_embedding.write_turned(node, turned, self.editor, self.sizes)
         return ROTARY
 
     def _divided(self, product: ir.Node) -> str | None:
