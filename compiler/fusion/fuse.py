@@ -88,7 +88,7 @@ def fuse(
     work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
     # Attention comes last: its queries and keys may be what became one operator.
     parts = {node: fate for node in graph.nodes if gains.parts and (fate := work.part(node)) is not None}
-    if any(fate.operator == ASSEMBLED for fate in parts.values()):
+    if any(fate.operator in (ASSEMBLED, ROTARY) for fate in parts.values()):
         remove_unused(graph.graph)  # what wrote slices is no reader of them any more
     nodes = [node for node in graph.nodes if node in parts or node.graph is not None]
     fates = [fate for node in nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
@@ -178,7 +178,7 @@ class _Work:
         for kind, attempt in self._parts.attempts:
             try:
                 if (operator := attempt(node)) is not None:
-                    return Fate(place, operator, None, kind)
+                    return Fate(place, operator, None, "rotary" if operator == ROTARY else kind)
             except NotFusedError as error:
                 return Fate(place, None, str(error), kind)
         return None

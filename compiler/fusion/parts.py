@@ -154,12 +154,18 @@ class Parts:
         return SCATTERED
 
     def _assembled(self, node: ir.Node) -> str | None:
-        """Concatenate slices whose last assignment a node is. Returns the operator; None if it is none."""
+        """Concatenate slices whose last assignment a node is. Returns the operator; None if it is none.
+
+        It is that of a rotary embedding if they are the rotated elements of pairs.
+        """
         assembled = find_assembled(node, self.sizes, self.tables) if node.op_type == "ScatterND" else None
         if assembled is None:
             return None
-        write_assembled(assembled, self.editor, self.sizes)
-        return ASSEMBLED
+        concat = write_assembled(assembled, self.editor, self.sizes)
+        try:
+            return self._rotary(concat) or ASSEMBLED
+        except NotFusedError:  # the Concat is better than the assignments
+            return ASSEMBLED
 
 
 def check_type(value: ir.Value, types: Types) -> None:

@@ -209,9 +209,9 @@ def _flat(node: ir.Node, data: ir.Value, sizes: Sizes) -> tuple[ir.Value, bool] 
 
 
 def _unstacked(value: ir.Value | None) -> ir.Node | None:
-    """The node that makes a value, before an Unsqueeze for the Concat."""
+    """The node that makes a value, before a view for the Concat."""
     node = None if value is None else value.producer()
-    if node is not None and node.op_type == "Unsqueeze" and node.inputs[0] is not None:
+    if node is not None and node.op_type in ("Unsqueeze", "Reshape") and node.inputs[0] is not None:
         node = node.inputs[0].producer()
     return node
 

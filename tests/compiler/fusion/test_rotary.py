@@ -16,6 +16,7 @@ from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.errors import FeedError
+from tests.compiler.fusion.test_assembled import fronted
 from tests.compiler.fusion.test_fuse import ANY, run
 from tests.helpers.written_attention import operators
 
@@ -231,6 +232,14 @@ def test_heads_that_are_transposed_before_they_are_split(tmp_path: Path) -> None
     assert not {"Slice", "Concat"} & set(names)
     inputs = {name: random.random((BATCH, *shape[1:]), np.float32) for name, shape in shapes.items()}
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
+def test_pairs_that_are_assigned_to_every_second_place(tmp_path: Path) -> None:
+    """As Wan's: `out[..., 0::2] = low`, and `out[..., 1::2] = high`."""
+    body = by_pairs(True, NEIGHBOURS)
+    body = body[: body.index("thin_0")] + "whole = Shape (x)  empty = ConstantOfShape (whole)"
+    body += fronted(0, "empty", "low", 0, SIZE, 2) + fronted(1, "made_0", "high", 1, SIZE, 2) + "y = Identity (made_1)"
+    check(written(f"start = Constant <value_int = 0> ()  step = Constant <value_int = 1> ()  {body}"), tmp_path, 2e-6)
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])
