@@ -20,6 +20,7 @@ from splitc.compiler.fusion.divided import find_divided, write_divided
 from splitc.compiler.fusion.kernels import Gains, Types
 from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
 from splitc.compiler.fusion.modulation import find_modulation, write_modulation
+from splitc.compiler.fusion.narrowed import find_narrowed, write_narrowed
 from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import find_norm, find_turned, write_norm, write_turned
 from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
@@ -67,6 +68,7 @@ class Parts:
             ("norm", self._parted_norms),
             ("norm", self._turned_norm),
             ("modulation", self._modulation),
+            ("norm", self._narrowed_norm),
             ("rotary", self._rotary),
             ("rotary", self._turned_rotary),
             ("product", self._divided),
@@ -90,6 +92,15 @@ class Parts:
             return None
         check_type(norm.outputs[0], self.gains.parts)
         write_turned(norm, seen, self.editor, self.sizes)
+        return norm.op_type
+
+    def _narrowed_norm(self, norm: ir.Node) -> str | None:
+        """Norm halves, rather than numbers cast from and to halves. Returns the operator; None for other nodes."""
+        narrowed = find_narrowed(norm)
+        if narrowed is None:
+            return None
+        check_type(narrowed.output, self.gains.parts)
+        write_narrowed(narrowed, self.editor, self.sizes)
         return norm.op_type
 
     def _parted_norms(self, concat: ir.Node) -> str | None:
