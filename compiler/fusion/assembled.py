@@ -63,7 +63,11 @@ class Assembled:
         owners, step = self.owners(), self.slices[-1].step
         turn = owners[:step]
         fits = step > 1 and len(set(turn)) == step and owners == turn * (len(owners) // step)
-        return turn if fits and all(one.step == step for one in self.slices) else []
+        return turn if fits and -1 not in turn and all(one.step == step for one in self.slices) else []
+
+    def base(self) -> Operand:
+        """What the first assignment writes to, before transposes."""
+        return seen_through(whole(self.slices[0].data, len(self.axes)), scaled=False)
 
 
 def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | None:
@@ -81,11 +85,13 @@ def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | N
 def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.Node:
     """Replace the assignments by a Concat, in place, along the axis where it is without their transposes.
 
-    Returns it. Raises NotFusedError if some places are not assigned: then a copy may be as fast.
+    Places that are not assigned are those of what was there before. Returns the Concat. Raises NotFusedError if that is
+    written to without a transpose: then a copy may be as fast.
     """
     owners, axis, output = assembled.owners(), assembled.slices[0].axis, assembled.output
-    turns = assembled.alternating()
-    if -1 in owners:
+    turns, base = assembled.alternating(), assembled.base()
+    is_state = base.is_value or base.value.is_graph_input() or sizes.axes(base.value) is None
+    if -1 in owners and (is_state or any(one.step > 1 for one in assembled.slices)):
         raise NotFusedError("some of what it is written to is left, so that it has to be copied anyway")
     if not turns and any(one.step > 1 for one in assembled.slices):
         raise NotFusedError("its slices have steps, and do not take turns")
@@ -94,12 +100,13 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
     back = [order.index(number) for number in range(len(order))]
     work = Writer(assembled.slices[-1].node, output.name or "", (), editor, sizes)
     natural, place = [assembled.axes[number] for number in back], order[axis]
-    rows = {n: work.ordered(turned[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
+    parts_of = dict(enumerate(turned)) | {-1: base}
+    rows = {n: work.ordered(parts_of[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
     if turns:
         made = joined = _taking_turns([rows[number] for number in turns], place, work)
         made = work.viewed(joined, natural, "joined")
     else:
-        starts = [assembled.slices[number].start for number in range(len(assembled.slices))]
+        starts = {-1: 0, **{number: one.start for number, one in enumerate(assembled.slices)}}
         runs = [(number, start - starts[number], end - starts[number]) for number, (start, end) in _runs(owners)]
         parts = [_cut(rows[number], place, start, end, work) for number, start, end in runs]
         made = joined = work.add("joined", OPERATOR, parts, parts[0], natural, axis=place)

@@ -116,9 +116,16 @@ def test_what_is_not_brought_back_is_turned(tmp_path: Path) -> None:
 
 
 def test_places_that_nothing_is_written_to(tmp_path: Path) -> None:
-    """Then all is copied once more anyway."""
-    made, _ = fused(fronted(0, "empty", "x", 1, 5) + "y = Neg (made_0)", tmp_path)
+    """Then all is copied once more anyway, if no transpose is saved."""
+    made, _ = fused(listed(0, "empty", "x", 1, 5) + "y = Neg (made_0)", tmp_path)
     assert [(fate.kind, fate.operator) for fate in made.fates] == [("slices", None)]
+
+
+def test_places_that_keep_what_was_there(tmp_path: Path) -> None:
+    """As CogVideoX's: the queries of the text stay, and those of the video are rotated."""
+    text = "filled = Concat <axis = -1> (x, z)  before = Neg (filled)"
+    names = check(f"{text} {fronted(0, 'before', 'z', 2, 5)} y = Neg (made_0)", tmp_path)
+    assert "ScatterND" not in names and "Transpose" not in names and names.count("Slice") == 2
 
 
 def test_places_that_follow_from_data_are_no_slice(tmp_path: Path) -> None:
