@@ -25,13 +25,17 @@ OPERATOR = "LayerNormalization"
 
 @dataclass(frozen=True)
 class Modulation:
-    """`norm`, a LayerNorm of `data` without weights of its own, times `scale`, plus `shift`."""
+    """`norm`, a LayerNorm of `data`, times `scale`, plus `shift`.
+
+    `own` are the norm's weights and bias: None for weights of one, and for no bias.
+    """
 
     norm: ir.Node
     data: ir.Value
     scale: ir.Value
     shift: ir.Value
     output: ir.Value
+    own: tuple[ir.Value | None, ir.Value | None] = (None, None)
 
 
 def find_modulation(norm: ir.Node) -> Modulation | None:
@@ -55,10 +59,12 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
     scale, shift = other_input(product, normal), other_input(total, product.outputs[0])
     if scale is None or shift is None or scale.const_value is not None or shift.const_value is not None:
         return None
-    weights = dict(zip((1.0, 0.0), norm.inputs[1:], strict=False))
-    if not all(value is None or _is_all(value, number) for number, value in weights.items()):
-        raise NotFusedError("its norm has weights of its own")
-    return Modulation(norm, data, scale, shift, output)
+    weights, bias = (*norm.inputs[1:], None, None)[:2]
+    own = (
+        None if weights is None or _is_all(weights, 1.0) else weights,
+        None if bias is None or _is_all(bias, 0.0) else bias,
+    )
+    return Modulation(norm, data, scale, shift, output, own)
 
 
 def _narrow(value: ir.Value) -> ir.Value | None:
@@ -95,9 +101,25 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
         work.viewed(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
         for role, value in (("scale", modulation.scale), ("shift", modulation.shift))
     )
+    scale, shift = _with_own(modulation, scale, shift, work)
     epsilon = norm.attributes.get_float("epsilon", 1e-5)
     made = work.add("norm", OPERATOR, [data, scale, shift], data, axes, axis=-1, epsilon=epsilon)
     work.take_place(made, output)
+
+
+def _with_own(modulation: Modulation, scale: ir.Value, shift: ir.Value, work: Writer) -> tuple[ir.Value, ir.Value]:
+    """Scale and shift with the norm's own: (x w + b) s + t is x (w s) + (b s + t)."""
+    weights, bias = (
+        value if value is None or value.dtype == scale.dtype else work.cast(value, scale, f"{role}_cast")
+        for role, value in (("weights", modulation.own[0]), ("bias", modulation.own[1]))
+    )
+    axes, given = work.axes(scale), scale
+    if weights is not None:
+        scale = work.add("scale_weighted", "Mul", [given, weights], scale, axes)
+    if bias is not None:
+        scaled = work.add("bias_scaled", "Mul", [given, bias], scale, axes)
+        shift = work.add("shift_biased", "Add", [scaled, shift], scale, axes)
+    return scale, shift
 
 
 def _row(modulation: Modulation, axes: tuple[Axis, ...], sizes: Sizes) -> tuple[Axis, ...]:
