@@ -210,6 +210,8 @@ def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
     """The assignment before this one, to the same axis, if nothing else reads its result."""
     source = seen_through(whole(one.data, len(sizes.of(one.data) or ())), scaled=False)
     node = source.value.producer()
+    while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:  # instead of two transposes
+        node = node.inputs[0].producer()
     before = None if node is None or not source.is_value else _find_slice(node, sizes, tables)
     return before if before is not None and before.axis == one.axis else None
 
@@ -222,7 +224,7 @@ def _is_written_to(node: ir.Node, axis: int, sizes: Sizes, tables: Tables) -> bo
         after = (_find_slice(user, sizes, tables) for user in users if user.op_type == node.op_type)
         if any(one is not None and one.axis == axis for one in after):
             return True
-        level = [user.outputs[0] for user in users if user.op_type == "Transpose" and not user.domain]
+        level = [user.outputs[0] for user in users if user.op_type in ("Transpose", "Identity") and not user.domain]
     return False
 
 

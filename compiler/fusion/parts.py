@@ -24,9 +24,9 @@ from splitc.compiler.fusion.narrowed import find_narrowed, write_narrowed
 from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import find_norm, find_turned, write_norm, write_turned
 from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
-from splitc.compiler.fusion.rotary import find_rotary, looks_rotary, pairs_among
+from splitc.compiler.fusion.rotary import find_rotary, looks_rotary, merged_heads, pairs_among
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
-from splitc.compiler.fusion.rotary_embedding import write_rotary, write_rotary_among
+from splitc.compiler.fusion.rotary_embedding import write_heads, write_rotary, write_rotary_among
 from splitc.compiler.fusion.scattered import OPERATOR as SCATTERED
 from splitc.compiler.fusion.scattered import find_scattered, write_scattered
 from splitc.compiler.fusion.sizes import Sizes
@@ -126,7 +126,11 @@ class Parts:
             check_type(last.outputs[0], self.gains.parts)
             is_rotary = write_rotary_among(last, place, self.editor, self.sizes, self.tables)
             return ROTARY if is_rotary else None
-        rotary = find_rotary(last, self.sizes, self.tables) if looks_rotary(last) else None
+        if not looks_rotary(last):
+            return None
+        if (pairs := merged_heads(last, self.sizes)) is not None:
+            write_heads(pairs, self.editor, self.sizes)
+        rotary = find_rotary(last, self.sizes, self.tables)
         if rotary is None:
             return None
         check_type(rotary.data, self.gains.parts)

@@ -58,6 +58,22 @@ def looks_rotary(node: ir.Node) -> bool:
     return not node.domain and any(_sums(node) if node.op_type in ("Add", "Sub") else _joined_sums(node))
 
 
+def merged_heads(node: ir.Node, sizes: Sizes) -> ir.Value | None:
+    """The pairs [..., heads, pairs, 2] that a rotary embedding takes apart, if they are a view of merged heads.
+
+    An optimizer makes one Reshape of two, and leaves no value with heads and without pairs.
+    """
+    for a, _, _ in _joined_sums(node):
+        of_five = (value for value in _above(a) if len(sizes.of(value) or ()) == 5)
+        pairs = next((value for value in of_five if (sizes.of(value) or ())[-1] == (2, 2)), None)
+        maker = None if pairs is None else pairs.producer()
+        source = None if maker is None or maker.op_type != "Reshape" else maker.inputs[0]
+        own, before = None if pairs is None else sizes.axes(pairs), None if source is None else sizes.of(source)
+        if own is not None and own[-2].fixed is not None and len(before or ()) == 3:
+            return pairs
+    return None
+
+
 def find_rotary(node: ir.Node, sizes: Sizes, tables: Tables) -> Rotary | None:
     """The rotary embedding that ends at a node; None if there is none.
 

@@ -93,6 +93,18 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     return made
 
 
+def write_heads(pairs: ir.Value, editor: Editor, sizes: Sizes) -> None:
+    """Make pairs [..., heads, pairs, 2] a view of heads [..., heads, 2 x pairs], which are a view of merged ones."""
+    at = pairs.producer()
+    source = None if at is None else at.inputs[0]
+    assert at is not None and source is not None
+    known = tuple(value for value in (source, *editor.graph.inputs) if sizes.of(value) is not None)
+    work = Writer(at, pairs.name or "", known, editor, sizes)
+    own = work.axes(pairs)
+    heads = work.viewed(source, [*own[:3], joined(own[3:])], "heads")
+    work.take_place(work.viewed(heads, own, "pairs"), pairs)
+
+
 @dataclass(frozen=True)
 class _Frame:
     """The data's four axes: batch, heads, positions and a head's elements. `length` is the place of positions.

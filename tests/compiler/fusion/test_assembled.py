@@ -104,6 +104,14 @@ def test_slices_with_steps_that_do_not_take_turns(tmp_path: Path, monkeypatch: p
     assert [fate.why for fate in made.fates] == ["its slices have steps, and do not take turns"]
 
 
+def test_transposes_that_an_optimizer_has_taken_out(tmp_path: Path) -> None:
+    """Between two assignments, it leaves an Identity of two transposes that undo each other."""
+    body = fronted(0, "empty", "x", 0, 4) + fronted(1, "made_0", "z", 4, 7) + "y = Neg (made_1)"
+    between = "base_1 = Transpose <perm = [3, 1, 2, 0]> (made_0)"
+    assert between in body
+    assert check(body.replace(between, "base_1 = Identity (put_0)"), tmp_path) == ["Concat", "Neg"]
+
+
 def test_a_later_slice_covers_part_of_an_earlier_one(tmp_path: Path) -> None:
     body = fronted(0, "empty", "x", 3, 7) + fronted(1, "made_0", "x", 0, 4) + "y = Neg (made_1)"
     assert check(body, tmp_path) == ["Slice", "Concat", "Neg"]

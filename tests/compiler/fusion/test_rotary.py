@@ -242,6 +242,23 @@ def test_pairs_that_are_assigned_to_every_second_place(tmp_path: Path) -> None:
     check(written(f"start = Constant <value_int = 0> ()  step = Constant <value_int = 1> ()  {body}"), tmp_path, 2e-6)
 
 
+def test_pairs_that_are_a_view_of_merged_heads(tmp_path: Path) -> None:
+    """An optimizer has made one Reshape of two: no value has four axes before the pairs."""
+    body = by_pairs(True, NEIGHBOURS).replace("[0, 0, 0, 4, 2]", f"[0, 0, {HEADS}, 4, 2]")
+    text = onnx.printer.to_text(written(body, heads_first=False))
+    axes = f"length,{HEADS},{SIZE}] data"
+    assert axes in text
+    model = onnx.parser.parse_model(text.replace(axes, f"length,{HEADS * SIZE}] data"))
+    onnx.save(model, tmp_path / "model.onnx")
+    shapes = {"data": (2, 1, HEADS * SIZE), "positions": (2, 1)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [(fate.kind, fate.operator, fate.why) for fate in made.fates] == [("rotary", "RotaryEmbedding", None)]
+    inputs = feeds(heads_first=False)
+    inputs["data"] = inputs["data"].reshape(BATCH, LENGTH, -1)
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("interleaved", [0, 1])
 def test_an_operator_comes_before_heads_do(tmp_path: Path, interleaved: int) -> None:
     """Newer exporters have it on [batch, heads, length, size], between two transposes that are then one with others."""
