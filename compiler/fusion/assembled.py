@@ -1,8 +1,8 @@
 """Replaces assignments to slices by one Concat of the slices.
 
-PyTorch assigns to slices of an empty tensor, `keys[..., :n] = a`. Exporters write each assignment as a ScatterND: with
-the axis transposed to the front and an index for each of its rows, or with the indices of every element. Either copies
-the whole tensor for each slice, and can't be sharded.
+PyTorch assigns to slices of an empty tensor, `keys[..., :n] = a`, or `pairs[..., 0::2] = a`. Exporters write each
+assignment as a ScatterND: with the axis transposed to the front and an index for each of its rows, or with the indices
+of every element. Either copies the whole tensor for each slice, and can't be sharded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ OPERATOR = "Concat"
 
 @dataclass(frozen=True)
 class Slice:
-    """One assignment: `node` writes `rows` to the places from `start` to before `end` of an axis of `data`."""
+    """One assignment: `node` writes `rows` to the places from `start` to before `end` of an axis of `data`.
+
+    It is every `step`th of these places.
+    """
 
     node: ir.Node
     data: ir.Value
@@ -33,6 +36,7 @@ class Slice:
     axis: int
     start: int
     end: int
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,19 @@ class Assembled:
         """For each place of the axis, the number of the slice that it belongs to; -1 if no slice writes it."""
         owners = [-1] * (self.axes[self.slices[0].axis].fixed or 0)
         for number, one in enumerate(self.slices):
-            owners[one.start : one.end] = [number] * (one.end - one.start)
+            owners[one.start : one.end : one.step] = [number] * len(range(one.start, one.end, one.step))
         return owners
+
+    def alternating(self) -> list[int]:
+        """The numbers of the slices whose places take turns, in order; empty if none do."""
+        owners, step = self.owners(), self.slices[-1].step
+        turn = owners[:step]
+        fits = step > 1 and len(set(turn)) == step and owners == turn * (len(owners) // step)
+        return turn if fits and -1 not in turn and all(one.step == step for one in self.slices) else []
+
+    def base(self) -> Operand:
+        """What the first assignment writes to, before transposes."""
+        return seen_through(whole(self.slices[0].data, len(self.axes)), scaled=False)
 
 
 def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | None:
@@ -67,25 +82,47 @@ def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | N
     return None if axes is None else Assembled(tuple(slices), axes)
 
 
-def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> None:
+def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.Node:
     """Replace the assignments by a Concat, in place, along the axis where it is without their transposes.
 
-    Raises NotFusedError if some places are not assigned: then a copy may be as fast.
+    Places that are not assigned are those of what was there before. Returns the Concat. Raises NotFusedError if that is
+    written to without a transpose: then a copy may be as fast.
     """
     owners, axis, output = assembled.owners(), assembled.slices[0].axis, assembled.output
-    if -1 in owners:
+    turns, base = assembled.alternating(), assembled.base()
+    is_state = base.is_value or base.value.is_graph_input() or sizes.axes(base.value) is None
+    if -1 in owners and (is_state or any(one.step > 1 for one in assembled.slices)):
         raise NotFusedError("some of what it is written to is left, so that it has to be copied anyway")
+    if not turns and any(one.step > 1 for one in assembled.slices):
+        raise NotFusedError("its slices have steps, and do not take turns")
     turned = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
     order = turned[-1].axes
     back = [order.index(number) for number in range(len(order))]
     work = Writer(assembled.slices[-1].node, output.name or "", (), editor, sizes)
-    parts, natural = [], [assembled.axes[number] for number in back]
-    for number, (start, end) in _runs(owners):
-        one = assembled.slices[number]
-        rows = work.ordered(turned[number].transposed(back), f"rows{number}")
-        parts.append(_cut(rows, order[axis], start - one.start, end - one.start, work))
-    made = work.add("joined", OPERATOR, parts, parts[0], natural, axis=order[axis])
+    natural, place = [assembled.axes[number] for number in back], order[axis]
+    parts_of = dict(enumerate(turned)) | {-1: base}
+    rows = {n: work.ordered(parts_of[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
+    if turns:
+        made = joined = _taking_turns([rows[number] for number in turns], place, work)
+        made = work.viewed(joined, natural, "joined")
+    else:
+        starts = {-1: 0, **{number: one.start for number, one in enumerate(assembled.slices)}}
+        runs = [(number, start - starts[number], end - starts[number]) for number, (start, end) in _runs(owners)]
+        parts = [_cut(rows[number], place, start, end, work) for number, start, end in runs]
+        made = joined = work.add("joined", OPERATOR, parts, parts[0], natural, axis=place)
     _replace(output, Operand(made, order), work)
+    node = joined.producer()
+    assert node is not None
+    return node
+
+
+def _taking_turns(rows: Sequence[ir.Value], axis: int, work: Writer) -> ir.Value:
+    """Values whose elements take turns along an axis, with an axis of its own for these behind it."""
+    axes = work.axes(rows[0])
+    thin = [*axes[: axis + 1], fixed_axis(1), *axes[axis + 1 :]]
+    parts = [work.viewed(value, thin, f"turn{number}") for number, value in enumerate(rows)]
+    full = [*axes[: axis + 1], fixed_axis(len(rows)), *axes[axis + 1 :]]
+    return work.add("turns", OPERATOR, parts, parts[0], full, axis=axis + 1)
 
 
 def _find_slice(node: ir.Node, sizes: Sizes, tables: Tables) -> Slice | None:
@@ -105,17 +142,22 @@ def _find_slice(node: ir.Node, sizes: Sizes, tables: Tables) -> Slice | None:
     axis = cut[0] if cut else 0
     if len(cut) > 1 or axis >= len(places) or any(one is None for one in places) or own[axis][0] != own[axis][1]:
         return None
-    starts = [_start(one, written[number].size[1]) for number, one in enumerate(places) if one is not None]
-    if any(start is None or (start and number != axis) for number, start in enumerate(starts)):
+    ranges = [_range(one, written[number].size[1]) for number, one in enumerate(places) if one is not None]
+    whole_axes = (one == range(len(one or ())) for number, one in enumerate(ranges) if number != axis)
+    own_range, count = ranges[axis], written[axis].fixed
+    if own_range is None or count is None or not all(whole_axes):
         return None
-    start, count = starts[axis] or 0, written[axis].fixed
-    return None if count is None else Slice(node, data, _without_repeats(rows, sizes), axis, start, start + count)
+    start, step = own_range.start, own_range.step
+    return Slice(node, data, _without_repeats(rows, sizes), axis, start, start + (count - 1) * step + 1, step)
 
 
-def _start(places: Sequence[int], count: int) -> int | None:
-    """The first of `count` consecutive places; None if they are not consecutive, or not so many."""
-    fits = count and places[0] >= 0 and list(places) == list(range(places[0], places[0] + count))
-    return places[0] if fits else None
+def _range(places: Sequence[int], count: int) -> range | None:
+    """The `count` places as a range; None if they are none, or not so many."""
+    step = places[1] - places[0] if count > 1 and len(places) > 1 else 1
+    if not count or places[0] < 0 or step < 1:
+        return None
+    listed = range(places[0], places[0] + (count - 1) * step + 1, step)
+    return listed if list(places) == list(listed) else None
 
 
 def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> list[int] | None:
@@ -168,6 +210,8 @@ def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
     """The assignment before this one, to the same axis, if nothing else reads its result."""
     source = seen_through(whole(one.data, len(sizes.of(one.data) or ())), scaled=False)
     node = source.value.producer()
+    while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:  # instead of two transposes
+        node = node.inputs[0].producer()
     before = None if node is None or not source.is_value else _find_slice(node, sizes, tables)
     return before if before is not None and before.axis == one.axis else None
 
@@ -180,7 +224,7 @@ def _is_written_to(node: ir.Node, axis: int, sizes: Sizes, tables: Tables) -> bo
         after = (_find_slice(user, sizes, tables) for user in users if user.op_type == node.op_type)
         if any(one is not None and one.axis == axis for one in after):
             return True
-        level = [user.outputs[0] for user in users if user.op_type == "Transpose" and not user.domain]
+        level = [user.outputs[0] for user in users if user.op_type in ("Transpose", "Identity") and not user.domain]
     return False
 
 

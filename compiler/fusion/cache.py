@@ -6,7 +6,7 @@ may be repeated, merged with the batch, and transposed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -93,10 +93,14 @@ def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
 
 
 def left_out(
-    graph: ir.Graph, states: Sequence[State], held: Held, is_read: bool
+    graph: ir.Graph, states: Sequence[State], held: Held, is_read: bool, latents: Collection[ir.Value] = ()
 ) -> Iterator[tuple[str, NotFusedError]]:
-    """Growing states that stay as they are, with reasons; those `held` too, unless attention reads one (`is_read`)."""
+    """Growing states that stay as they are, with reasons; those `held` too, unless attention reads one (`is_read`).
+
+    `latents` are presents that attention on latents reads.
+    """
     pasts = {past.name for past, _ in held.values()}
+    on_latents = {held[present][0].name for present in latents}
     outputs = {value.name: value.producer() for value in graph.outputs}
     for state in states:
         maker = outputs.get(state.output)
@@ -104,6 +108,8 @@ def left_out(
             continue
         if maker is not None and operator_of(maker).writes_in_place:
             yield state.input, NotFusedError("it is read elsewhere than by the operator that could write it in place")
+        elif state.input in on_latents:
+            yield state.input, NotFusedError("no operator computes attention on latents and writes them in place")
         elif state.input in pasts:
             yield state.input, NotFusedError("no attention has it as its keys or its values")
         else:

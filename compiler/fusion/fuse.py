@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import onnx_ir as ir
@@ -88,7 +88,7 @@ def fuse(
     work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
     # Attention comes last: its queries and keys may be what became one operator.
     parts = {node: fate for node in graph.nodes if gains.parts and (fate := work.part(node)) is not None}
-    if any(fate.operator == ASSEMBLED for fate in parts.values()):
+    if any(fate.operator in (ASSEMBLED, ROTARY) for fate in parts.values()):
         remove_unused(graph.graph)  # what wrote slices is no reader of them any more
     nodes = [node for node in graph.nodes if node in parts or node.graph is not None]
     fates = [fate for node in nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
@@ -116,7 +116,7 @@ def fuse(
 class _Work:
     """Tries the patterns at each node of a graph, and fuses those that gain.
 
-    `planned` are the shapes of all values, new ones included.
+    `planned` are the shapes of all values, new ones included. `latents` are caches that attention on latents reads.
     """
 
     graph: Graph
@@ -126,6 +126,7 @@ class _Work:
     states: Sequence[State]
     planned: dict[str, Shape]
     editor: Editor
+    latents: set[ir.Value] = field(default_factory=set)
 
     @cached_property
     def _other_sizes(self) -> BoundShapes:
@@ -177,7 +178,7 @@ class _Work:
         for kind, attempt in self._parts.attempts:
             try:
                 if (operator := attempt(node)) is not None:
-                    return Fate(place, operator, None, kind)
+                    return Fate(place, operator, None, "rotary" if operator == ROTARY else kind)
             except NotFusedError as error:
                 return Fate(place, None, str(error), kind)
         return None
@@ -243,6 +244,8 @@ class _Work:
             write_latent(latent, self.editor, self._sizes)
         except NotFusedError as error:
             return Fate(place, None, str(error), "latent")
+        shared = [part for part in latent.parts if isinstance(part, ir.Value)]
+        self.latents.update(self.held.keys() & {latent.latent, *shared})
         return Fate(place, LATENT, None, "latent")
 
     def _with_caches(self, place: str, attention: Attention) -> Fate | None:
@@ -282,7 +285,7 @@ class _Work:
         """The fates of caches that can't be written in place. `is_read`: some attention reads one."""
         if not self.gains.caches:
             return []
-        reasons = left_out(self.graph.graph, self.states, self.held, is_read)
+        reasons = left_out(self.graph.graph, self.states, self.held, is_read, self.latents)
         return [Fate(past, None, str(why), "cache") for past, why in reasons]
 
     def _shape_of(self, value: ir.Value) -> Shape | None:

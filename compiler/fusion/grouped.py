@@ -189,16 +189,21 @@ def _merged(cache: Cache, work: Writer, role: str, again: Again | None) -> ir.Va
         value = work.ordered(seen_through(whole(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows")
     else:
         value = work.viewed(cache.new, [batch, rows, heads, size], f"{role}_by_rows")
-    if again is not None:
-        begin, axis = (work.editor.constant(np.array([number], np.int64)) for number in (0, ROWS))
-        none = [batch, heads, fixed_axis(0), size]
-        before = work.add(f"{role}_before", "Slice", [cache.past, begin, again.count, axis], value, none)
-        before = work.ordered(whole(before, 4).transposed(BY_ROWS), f"{role}_before_by_rows")
-        # With the planned sizes there are none, with the others all. So the rows count as no fixed number, as those of
-        # a model of a fixed number of new tokens would.
-        rows = Axis((rows.size[0], rows.size[1] + work.axes(cache.past)[ROWS].size[1]))
-        value = work.add(f"{role}_again", "Concat", [before, value], value, [batch, rows, heads, size], axis=1)
-    return work.viewed(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)
+    width = fixed_axis((heads.fixed or 1) * (size.fixed or 1))
+    value = work.viewed(value, [batch, rows, width], role)
+    if again is None:
+        return value
+    begin, axis = (work.editor.constant(np.array([number], np.int64)) for number in (0, ROWS))
+    none = [batch, heads, fixed_axis(0), size]
+    before = work.add(f"{role}_before", "Slice", [cache.past, begin, again.count, axis], value, none)
+    before = work.ordered(whole(before, 4).transposed(BY_ROWS), f"{role}_before_by_rows")
+    # Not as four axes: the rows themselves are often a view of three.
+    as_many = work.editor.constant(np.array([0, 0, width.fixed], np.int64))
+    before = work.add(f"{role}_before_rows", "Reshape", [before, as_many], value, [batch, fixed_axis(0), width])
+    # With the planned sizes there are none, with the others all. So the rows count as no fixed number, as those of a
+    # model of a fixed number of new tokens would.
+    all_rows = Axis((rows.size[0], rows.size[1] + work.axes(cache.past)[ROWS].size[1]))
+    return work.add(f"{role}_again", "Concat", [before, value], value, [batch, all_rows, width], axis=1)
 
 
 def _picked(value: ir.Value, places: ir.Value, along: int, work: Writer, role: str) -> ir.Value:

@@ -1,7 +1,8 @@
 """Fuses a LayerNorm with the computed scale and shift behind it.
 
 Image transformers have it (adaptive LayerNorm, Peebles and Xie, 2022): norm(x) x (1 + scale) + shift, with a scale and
-a shift for each image. LayerNormalization takes both as [batch or 1, 1, size], and reads its input once.
+a shift for each image. LayerNormalization takes both as [batch or 1, 1, size], and reads its input once. In half
+precision, the norm or all of it may be written in single precision between casts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.narrowed import halves_of
 from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
@@ -23,12 +25,17 @@ OPERATOR = "LayerNormalization"
 
 @dataclass(frozen=True)
 class Modulation:
-    """`norm`, a LayerNorm without weights of its own, times `scale`, plus `shift`."""
+    """`norm`, a LayerNorm of `data`, times `scale`, plus `shift`.
+
+    `own` are the norm's weights and bias: None for weights of one, and for no bias.
+    """
 
     norm: ir.Node
+    data: ir.Value
     scale: ir.Value
     shift: ir.Value
     output: ir.Value
+    own: tuple[ir.Value | None, ir.Value | None] = (None, None)
 
 
 def find_modulation(norm: ir.Node) -> Modulation | None:
@@ -38,17 +45,32 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
     """
     if norm.op_type != OPERATOR or norm.domain or any(value.uses() for value in norm.outputs[1:]):
         return None
-    product = only_user(norm.outputs[0], "Mul")
+    data, normal = norm.inputs[0], norm.outputs[0]
+    halves = None if data is None else halves_of(data)
+    if halves is not None and (narrow := _narrow(normal)) is not None:
+        data, normal = halves, narrow
+    product = only_user(normal, "Mul")
     total = None if product is None else only_user(product.outputs[0], "Add")
-    if product is None or total is None:
+    if data is None or product is None or total is None:
         return None
-    scale, shift = other_input(product, norm.outputs[0]), other_input(total, product.outputs[0])
+    output = total.outputs[0]
+    if halves is not None and data is not halves and (narrow := _narrow(output)) is not None:
+        data, output = halves, narrow
+    scale, shift = other_input(product, normal), other_input(total, product.outputs[0])
     if scale is None or shift is None or scale.const_value is not None or shift.const_value is not None:
         return None
-    weights = dict(zip((1.0, 0.0), norm.inputs[1:], strict=False))
-    if not all(value is None or _is_all(value, number) for number, value in weights.items()):
-        raise NotFusedError("its norm has weights of its own")
-    return Modulation(norm, scale, shift, total.outputs[0])
+    weights, bias = (*norm.inputs[1:], None, None)[:2]
+    own = (
+        None if weights is None or _is_all(weights, 1.0) else weights,
+        None if bias is None or _is_all(bias, 0.0) else bias,
+    )
+    return Modulation(norm, data, scale, shift, output, own)
+
+
+def _narrow(value: ir.Value) -> ir.Value | None:
+    """The value cast to half precision, if that is all that it is read for."""
+    cast = only_user(value, "Cast")
+    return None if cast is None or cast.outputs[0].dtype != ir.DataType.FLOAT16 else cast.outputs[0]
 
 
 def _is_all(value: ir.Value, number: float) -> bool:
@@ -63,22 +85,41 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
 
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
-    norm, output = modulation.norm, modulation.output
-    data, at = norm.inputs[0], output.producer()
-    assert data is not None and at is not None
+    norm, data, output = modulation.norm, modulation.data, modulation.output
+    at = output.producer()
+    assert at is not None
     axes = sizes.axes(data)
     if axes is None or len(axes) != 3 or norm.attributes.get_int("axis", -1) not in (-1, 2):
         raise NotFusedError("what is normed has no three axes of known sizes")
-    if len({value.dtype for value in (data, modulation.scale, modulation.shift, output)}) > 1:
+    given = {modulation.scale.dtype, modulation.shift.dtype}
+    may_be_cast = given == {ir.DataType.FLOAT} and data.dtype == ir.DataType.FLOAT16
+    if data.dtype != output.dtype or not (given == {data.dtype} or may_be_cast):
         raise NotFusedError("its norm, scale and shift are not of one type")
     row = _row(modulation, axes, sizes)
     work = Writer(at, output.name or "", (data,), editor, sizes)
     scale, shift = (
-        work.viewed(value, row, role) for role, value in (("scale", modulation.scale), ("shift", modulation.shift))
+        work.viewed(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
+        for role, value in (("scale", modulation.scale), ("shift", modulation.shift))
     )
+    scale, shift = _with_own(modulation, scale, shift, work)
     epsilon = norm.attributes.get_float("epsilon", 1e-5)
     made = work.add("norm", OPERATOR, [data, scale, shift], data, axes, axis=-1, epsilon=epsilon)
     work.take_place(made, output)
+
+
+def _with_own(modulation: Modulation, scale: ir.Value, shift: ir.Value, work: Writer) -> tuple[ir.Value, ir.Value]:
+    """Scale and shift with the norm's own: (x w + b) s + t is x (w s) + (b s + t)."""
+    weights, bias = (
+        value if value is None or value.dtype == scale.dtype else work.cast(value, scale, f"{role}_cast")
+        for role, value in (("weights", modulation.own[0]), ("bias", modulation.own[1]))
+    )
+    axes, given = work.axes(scale), scale
+    if weights is not None:
+        scale = work.add("scale_weighted", "Mul", [given, weights], scale, axes)
+    if bias is not None:
+        scaled = work.add("bias_scaled", "Mul", [given, bias], scale, axes)
+        shift = work.add("shift_biased", "Add", [scaled, shift], scale, axes)
+    return scale, shift
 
 
 def _row(modulation: Modulation, axes: tuple[Axis, ...], sizes: Sizes) -> tuple[Axis, ...]:

@@ -240,9 +240,15 @@ class Writing:
         ]
         return [*divided, (attention.result, merged, attention.order)]
 
+    def _same_views(self, value: ir.Value) -> list[ir.Value]:
+        """A value and its views with the same axes, as torch's exporter writes behind an operator."""
+        views = [node.outputs[0] for node, _ in value.uses() if node.op_type in VIEWS and not node.domain]
+        own = self.work.sizes.axes(value)
+        return [value, *(view for view in views if own is not None and self.work.has_sizes(view, own))]
+
     def replace(self, old: ir.Value, natural: ir.Value, order: tuple[int, ...]) -> None:
         """Replace an old value by a new one with permuted axes. Transposes that undo the order are removed."""
-        for node, _ in list(old.uses()):
+        for node in [node for value in self._same_views(old) for node, _ in value.uses()]:
             undone = node.attributes.get_ints("perm", ()) if node.op_type == "Transpose" and not node.domain else ()
             fits = len(undone) == len(order) and Operand(natural, order).transposed(undone).is_value
             if fits and not node.outputs[0].is_graph_output():

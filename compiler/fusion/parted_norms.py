@@ -16,6 +16,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
+from splitc.compiler.fusion.operand import Operand, seen_through, whole
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.writing import Writer
 from splitc.runtime.arrays.array import Array
@@ -85,18 +86,23 @@ def write_parted_norms(parted: PartedNorms, editor: Editor, sizes: Sizes) -> Non
     counts = [count for own in columns if own is not None and (count := own[along].fixed) is not None]
     if len(counts) < len(columns):
         raise NotFusedError("its parts may change from request to request")
-    rows = [_rows(parted, number, counts, rank - along) for number in range(1, len(first.inputs))]
+    rows = [_rows(parted, number, counts, along, rank) for number in range(1, len(first.inputs))]
     work = Writer(at, parted.output.name or "", (), editor, sizes)
     attributes = {name: attribute.value for name, attribute in first.attributes.items()}
     ones = editor.constant(np.ones(rows[0].shape[-1], rows[0].dtype))
-    made = work.add("norm", first.op_type, [parted.data, ones], parted.data, axes, first.domain, **attributes)
+    # Before a Transpose of the other axes, which may be one with what follows.
+    seen = seen_through(whole(parted.data, rank), scaled=False)
+    before = seen if seen.axes[-1] == rank - 1 and sizes.axes(seen.value) is not None else whole(parted.data, rank)
+    data, own = before.value, work.axes(before.value)
+    made = work.add("norm", first.op_type, [data, ones], data, own, first.domain, **attributes)
     for operator, row in zip(APPLIED, rows, strict=False):
-        made = work.add(operator.lower(), operator, [made, editor.constant(row)], parted.data, axes)
-    work.take_place(made, parted.output)
+        turned = np.ascontiguousarray(row.transpose([before.axes.index(axis) for axis in range(rank)]))
+        made = work.add(operator.lower(), operator, [made, editor.constant(turned)], data, own)
+    work.take_place(work.ordered(Operand(made, before.axes), "norm_turned"), parted.output)
 
 
-def _rows(parted: PartedNorms, number: int, counts: Sequence[int], axes: int) -> Array:
-    """The weights of all norms: a row for each part, with as many axes as the data."""
+def _rows(parted: PartedNorms, number: int, counts: Sequence[int], along: int, rank: int) -> Array:
+    """The weights of all norms: a row for each part, along that axis of the data."""
     rows = []
     for norm, count in zip(parted.norms, counts, strict=True):
         value = norm.inputs[number]
@@ -104,4 +110,4 @@ def _rows(parted: PartedNorms, number: int, counts: Sequence[int], axes: int) ->
             raise NotFusedError("its weights are not a row that is the same in each request")
         rows += [value.const_value.numpy()] * count
     made: Array = np.stack(rows)
-    return made.reshape(len(rows), *[1] * (axes - 2), -1)
+    return made.reshape(*[1] * along, len(rows), *[1] * (rank - along - 2), -1)

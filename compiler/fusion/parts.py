@@ -20,12 +20,13 @@ from splitc.compiler.fusion.divided import find_divided, write_divided
 from splitc.compiler.fusion.kernels import Gains, Types
 from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
 from splitc.compiler.fusion.modulation import find_modulation, write_modulation
+from splitc.compiler.fusion.narrowed import find_narrowed, write_narrowed
 from splitc.compiler.fusion.norm import OPERATOR as NORM
 from splitc.compiler.fusion.norm import find_norm, find_turned, write_norm, write_turned
 from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
-from splitc.compiler.fusion.rotary import find_rotary, looks_rotary, pairs_among
+from splitc.compiler.fusion.rotary import find_rotary, looks_rotary, merged_heads, pairs_among
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
-from splitc.compiler.fusion.rotary_embedding import write_rotary, write_rotary_among
+from splitc.compiler.fusion.rotary_embedding import write_heads, write_rotary, write_rotary_among
 from splitc.compiler.fusion.scattered import OPERATOR as SCATTERED
 from splitc.compiler.fusion.scattered import find_scattered, write_scattered
 from splitc.compiler.fusion.sizes import Sizes
@@ -67,6 +68,7 @@ class Parts:
             ("norm", self._parted_norms),
             ("norm", self._turned_norm),
             ("modulation", self._modulation),
+            ("norm", self._narrowed_norm),
             ("rotary", self._rotary),
             ("rotary", self._turned_rotary),
             ("product", self._divided),
@@ -92,6 +94,15 @@ class Parts:
         write_turned(norm, seen, self.editor, self.sizes)
         return norm.op_type
 
+    def _narrowed_norm(self, norm: ir.Node) -> str | None:
+        """Norm halves, rather than numbers cast from and to halves. Returns the operator; None for other nodes."""
+        narrowed = find_narrowed(norm)
+        if narrowed is None:
+            return None
+        check_type(narrowed.output, self.gains.parts)
+        write_narrowed(narrowed, self.editor, self.sizes)
+        return norm.op_type
+
     def _parted_norms(self, concat: ir.Node) -> str | None:
         """Fuse the norms that a node concatenates. Returns their operator; None if there are none."""
         parted = find_parted_norms(concat)
@@ -115,7 +126,11 @@ class Parts:
             check_type(last.outputs[0], self.gains.parts)
             is_rotary = write_rotary_among(last, place, self.editor, self.sizes, self.tables)
             return ROTARY if is_rotary else None
-        rotary = find_rotary(last, self.sizes, self.tables) if looks_rotary(last) else None
+        if not looks_rotary(last):
+            return None
+        if (pairs := merged_heads(last, self.sizes)) is not None:
+            write_heads(pairs, self.editor, self.sizes)
+        rotary = find_rotary(last, self.sizes, self.tables)
         if rotary is None:
             return None
         check_type(rotary.data, self.gains.parts)
@@ -123,12 +138,13 @@ class Parts:
         return ROTARY
 
     def _turned_rotary(self, node: ir.Node) -> str | None:
-        """Move a rotary embedding before the Transpose of heads. Returns its operator; None if there is none."""
-        data = rotary_embedding.find_turned(node)
-        if data is None:
+        """Write ONNX's operator of whole heads, before their Transpose. Returns it; None if it stays as it is."""
+        is_operator = node.op_type == ROTARY and not node.domain
+        turned = rotary_embedding.find_turned(node, self.sizes, self.tables) if is_operator else None
+        if turned is None:
             return None
-        check_type(data, self.gains.parts)
-        rotary_embedding.write_turned(node, data, self.editor, self.sizes)
+        check_type(turned.data, self.gains.parts)
+        rotary_embedding.write_turned(node, turned, self.editor, self.sizes)
         return ROTARY
 
     def _divided(self, product: ir.Node) -> str | None:
@@ -153,12 +169,18 @@ class Parts:
         return SCATTERED
 
     def _assembled(self, node: ir.Node) -> str | None:
-        """Concatenate slices whose last assignment a node is. Returns the operator; None if it is none."""
+        """Concatenate slices whose last assignment a node is. Returns the operator; None if it is none.
+
+        It is that of a rotary embedding if they are the rotated elements of pairs.
+        """
         assembled = find_assembled(node, self.sizes, self.tables) if node.op_type == "ScatterND" else None
         if assembled is None:
             return None
-        write_assembled(assembled, self.editor, self.sizes)
-        return ASSEMBLED
+        concat = write_assembled(assembled, self.editor, self.sizes)
+        try:
+            return self._rotary(concat) or ASSEMBLED
+        except NotFusedError:  # the Concat is better than the assignments
+            return ASSEMBLED
 
 
 def check_type(value: ir.Value, types: Types) -> None:

@@ -11,7 +11,7 @@ precision between casts. There are two forms:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -33,6 +33,7 @@ class Rotary:
     - `by_pairs`: the tables have one number for each pair, rather than for each element.
     - `places`: the last axis is permuted first, if given.
     - `thin`: the tables have an axis of one element behind the pairs.
+    - `part`: how many of a head's first elements are rotated; None for all of them. The rest stays as it is.
     """
 
     data: ir.Value
@@ -43,6 +44,7 @@ class Rotary:
     by_pairs: bool = False
     places: tuple[int, ...] | None = None
     thin: bool = False
+    part: int | None = None
 
 
 # A value times another one.
@@ -54,6 +56,22 @@ CUTS = {*VIEWS, *PASSED, "Split", "Slice", "Gather"}
 def looks_rotary(node: ir.Node) -> bool:
     """Whether a node may be the end of a rotary embedding, by a cheap test."""
     return not node.domain and any(_sums(node) if node.op_type in ("Add", "Sub") else _joined_sums(node))
+
+
+def merged_heads(node: ir.Node, sizes: Sizes) -> ir.Value | None:
+    """The pairs [..., heads, pairs, 2] that a rotary embedding takes apart, if they are a view of merged heads.
+
+    An optimizer makes one Reshape of two, and leaves no value with heads and without pairs.
+    """
+    for a, _, _ in _joined_sums(node):
+        of_five = (value for value in _above(a) if len(sizes.of(value) or ()) == 5)
+        pairs = next((value for value in of_five if (sizes.of(value) or ())[-1] == (2, 2)), None)
+        maker = None if pairs is None else pairs.producer()
+        source = None if maker is None or maker.op_type != "Reshape" else maker.inputs[0]
+        own, before = None if pairs is None else sizes.axes(pairs), None if source is None else sizes.of(source)
+        if own is not None and own[-2].fixed is not None and len(before or ()) == 3:
+            return pairs
+    return None
 
 
 def find_rotary(node: ir.Node, sizes: Sizes, tables: Tables) -> Rotary | None:
@@ -69,7 +87,38 @@ def find_rotary(node: ir.Node, sizes: Sizes, tables: Tables) -> Rotary | None:
     rotary = next((rotary for rotary in candidates if rotary is not None), None)
     if rotary is not None and rotary.output.dtype != rotary.data.dtype:
         raise NotFusedError("its result has another type than what is rotated")
-    return rotary
+    return None if rotary is None else _with_rest(rotary, sizes, tables)
+
+
+def _with_rest(rotary: Rotary, sizes: Sizes, tables: Tables) -> Rotary:
+    """With the rest of each head, if only its first elements are rotated."""
+    whole = find_whole(rotary.data, rotary.output, sizes, tables)
+    own = sizes.of(rotary.data)
+    if whole is None or own is None:
+        return rotary
+    (data, output), part = whole, own[-1][0]
+    size = (sizes.of(data) or own)[-1][0]
+    places = None if rotary.places is None else (*rotary.places, *range(part, size))
+    return replace(rotary, data=data, output=output, places=places, part=part)
+
+
+def find_whole(data: ir.Value, rotated: ir.Value, sizes: Sizes, tables: Tables) -> tuple[ir.Value, ir.Value] | None:
+    """The heads whose first elements the data are, and these with the rotated elements in their place, if any are."""
+    concat = only_user(rotated, "Concat")
+    own = sizes.of(rotated)
+    if concat is None or own is None or len(concat.inputs) != 2 or concat.inputs[0] is not rotated:
+        return None
+    rest = concat.inputs[1]
+    if rest is None or concat.attributes.get_int("axis", 0) not in (-1, len(own) - 1):
+        return None
+    for heads in (heads for heads in _above(data) if heads.dtype == rotated.dtype):
+        rotation = Rotation(heads, sizes, tables.known)
+        first, second = rotation.of(data), rotation.of(rest)
+        if first is not None and second is not None:
+            places = np.concatenate([first, second])
+            count = (sizes.of(heads) or own)[-1][0]
+            return (heads, concat.outputs[0]) if np.array_equal(places, np.arange(1, count + 1)) else None
+    return None
 
 
 def _sums(node: ir.Node) -> list[tuple[Factors, Factors]]:
@@ -176,9 +225,9 @@ def _flat(node: ir.Node, data: ir.Value, sizes: Sizes) -> tuple[ir.Value, bool] 
 
 
 def _unstacked(value: ir.Value | None) -> ir.Node | None:
-    """The node that makes a value, before an Unsqueeze for the Concat."""
+    """The node that makes a value, before a view for the Concat."""
     node = None if value is None else value.producer()
-    if node is not None and node.op_type == "Unsqueeze" and node.inputs[0] is not None:
+    if node is not None and node.op_type in ("Unsqueeze", "Reshape") and node.inputs[0] is not None:
         node = node.inputs[0].producer()
     return node
 

@@ -19,9 +19,10 @@ from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
 from splitc.compiler.fusion.operand import Operand, seen_through, whole
-from splitc.compiler.fusion.rotary import Rotary, find_rotary
+from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
+from splitc.compiler.fusion.transposes import behind_split
 from splitc.compiler.fusion.writing import Writer
 
 DOMAIN, OPERATOR = "com.microsoft", "RotaryEmbedding"
@@ -42,20 +43,20 @@ def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes
     joined_axes[axis] = fixed_axis(count)
     work = Writer(concat, output.name or "", (), editor, sizes)
     made = work.add("pairs", "Concat", parts[place : place + 2], output, joined_axes, axis=axis)
+    parts[place : place + 2] = [made]
+    whole_again = work.add("joined", "Concat", parts, output, axes, axis=axis)
     node = made.producer()
     assert node is not None
     try:
         rotary = find_rotary(node, sizes, tables)
-        if rotary is None or rotary.output is not made:
+        if rotary is None or rotary.output not in (made, whole_again):
             work.undo()
             return False
         rotated = write_rotary(rotary, editor, sizes, tables)
     except NotFusedError:
         work.undo()
         raise
-    parts[place : place + 2] = [rotated]
-    whole_again = work.add("joined", "Concat", parts, output, axes, axis=axis)
-    work.take_place(whole_again, output)
+    work.take_place(rotated if rotary.output is whole_again else whole_again, output)
     return True
 
 
@@ -78,6 +79,8 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     differ = any(_differ(_table_axes(table, rotary, sizes) or (), frame) for table in (rotary.cosines, rotary.sines))
     if differ and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
         raise NotFusedError("no input says how many rows of its tables there are")
+    data = behind_split(rotary.data, editor, sizes)
+    rotary, work = replace(rotary, data=data), replace(work, sources=(data, *known[1:]))
     if rotary.places is not None:
         places = editor.constant(np.array(rotary.places, np.int64))
         rotary = replace(rotary, data=work.add("pairs", "Gather", [rotary.data, places], rotary.data, own, axis=-1))
@@ -88,6 +91,18 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
         made = _written(rotary, frame, work, tables)
     work.take_place(made, rotary.output)
     return made
+
+
+def write_heads(pairs: ir.Value, editor: Editor, sizes: Sizes) -> None:
+    """Make pairs [..., heads, pairs, 2] a view of heads [..., heads, 2 x pairs], which are a view of merged ones."""
+    at = pairs.producer()
+    source = None if at is None else at.inputs[0]
+    assert at is not None and source is not None
+    known = tuple(value for value in (source, *editor.graph.inputs) if sizes.of(value) is not None)
+    work = Writer(at, pairs.name or "", known, editor, sizes)
+    own = work.axes(pairs)
+    heads = work.viewed(source, [*own[:3], joined(own[3:])], "heads")
+    work.take_place(work.viewed(heads, own, "pairs"), pairs)
 
 
 @dataclass(frozen=True)
@@ -112,7 +127,7 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
     padded = [[ONE] * (4 - len(own)) + [axis.size for axis in own] for own in tables if own is not None]
     if len(padded) < 2 or padded[0] != padded[1]:
         raise NotFusedError("its tables have no known sizes, or differ in them")
-    table, count = padded[0], (axes[-1].fixed or 0) // (2 if rotary.by_pairs else 1)
+    table, count = padded[0], (rotary.part or axes[-1].fixed or 0) // (2 if rotary.by_pairs else 1)
     if table[-1] != (count, count) or any(
         size not in (ONE, axis.size) for size, axis in zip(table[:-1], axes[:-1], strict=True)
     ):
@@ -151,6 +166,8 @@ def _rotated(
     cosines = _rows(rotary.cosines, "cosines", rotary, frame, work, tables)
     sines = _rows(rotary.sines, "sines", rotary, frame, work, tables)
     how = {"interleaved": int(rotary.interleaved), "num_heads": frame.heads.fixed}
+    if rotary.part is not None:
+        how["rotary_embedding_dim"] = rotary.part
     return work.add("rotary", OPERATOR, [data, first, cosines, sines], data, axes, domain=DOMAIN, **how)
 
 
@@ -206,7 +223,7 @@ def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Write
         return tables.rows[key]
     work = replace(work, at=tables.node_after(table), name=table.name or role, sources=_inputs(work))
     made = work.viewed(table, own, f"{role}_flat")
-    pairs = fixed_axis(frame.axes[-1].size[0] // 2)
+    pairs = fixed_axis((rotary.part or frame.axes[-1].size[0]) // 2)
     if not rotary.by_pairs:
         indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
         chosen = work.editor.constant(indices)
@@ -218,32 +235,57 @@ def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Write
     return made
 
 
-def find_turned(node: ir.Node) -> ir.Value | None:
-    """The input [batch, length, heads, size] of a Transpose before ONNX's RotaryEmbedding; None if there is none.
+@dataclass(frozen=True)
+class Turned:
+    """ONNX's RotaryEmbedding of `data`. The first `part` elements of each head are rotated, or all, if it is None."""
+
+    data: ir.Value
+    output: ir.Value
+    part: int | None
+
+
+def find_turned(node: ir.Node, sizes: Sizes, tables: Tables) -> Turned | None:
+    """ONNX's RotaryEmbedding of heads that are cut or transposed before; None if that has to stay before it.
 
     The operator takes either layout. Behind it, the Transpose may be fused with what follows.
     """
-    data = node.inputs[0] if node.op_type == OPERATOR and not node.domain else None
-    turn = None if data is None else data.producer()
-    if data is None or turn is None or turn.op_type != "Transpose" or turn.domain or len(data.uses()) > 1:
+    data, output = node.inputs[0], node.outputs[0]
+    own = None if data is None else sizes.axes(data)
+    if data is None or own is None or len(own) != 4:
         return None
-    is_turned = tuple(turn.attributes.get_ints("perm", ())) == SWAP_HEADS and not data.is_graph_output()
-    return turn.inputs[0] if is_turned else None
+    whole_heads = None
+    if not node.attributes.get_int("rotary_embedding_dim", 0):
+        whole_heads = find_whole(data, output, sizes, tables)
+    if whole_heads is not None:
+        return Turned(*whole_heads, own[3].fixed)
+    turn = data.producer()
+    if turn is None or turn.op_type != "Transpose" or len(data.uses()) > 1 or data.is_graph_output():
+        return None
+    return Turned(data, output, None) if seen_through(whole(data, 4), scaled=False).axes == SWAP_HEADS else None
 
 
-def write_turned(node: ir.Node, data: ir.Value, editor: Editor, sizes: Sizes) -> None:
-    """Move the Transpose behind the operator, in place.
+def write_turned(node: ir.Node, turned: Turned, editor: Editor, sizes: Sizes) -> None:
+    """Write the operator anew, in place: of whole heads, and before their Transpose.
 
     Raises NotFusedError if sizes are not known.
     """
-    output, own = node.outputs[0], sizes.axes(data)
-    if sizes.axes(output) is None or own is None or len(own) != 4 or own[2].fixed is None or own[3].fixed is None:
+    output, own = turned.output, sizes.axes(turned.data)
+    at = output.producer()
+    if own is None or sizes.axes(output) is None or own[1].fixed is None or own[3].fixed is None:
         raise NotFusedError("its number of heads may change from request to request")
-    work = Writer(node, output.name or "", (data,), editor, sizes)
-    rows = work.viewed(data, [*own[:2], fixed_axis(own[2].fixed * own[3].fixed)], "rows")
+    assert at is not None
+    data = behind_split(turned.data, editor, sizes)
+    work = Writer(at, output.name or "", (data,), editor, sizes)
     how = {name: attribute.value for name, attribute in node.attributes.items()}
-    made = work.add(
-        "rotary", OPERATOR, [rows, *node.inputs[1:]], data, work.axes(rows), **{**how, "num_heads": own[2].fixed}
-    )
-    made = work.ordered(Operand(work.viewed(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
+    how["num_heads"] = own[1].fixed
+    if turned.part is not None:
+        how["rotary_embedding_dim"] = turned.part
+    seen = seen_through(whole(data, 4), scaled=False)
+    if seen.axes == SWAP_HEADS:
+        data, own = seen.value, work.axes(seen.value)
+        work = replace(work, sources=(data,))
+        data = work.viewed(data, [*own[:2], joined(own[2:])], "rows")
+    made = work.add("rotary", OPERATOR, [data, *node.inputs[1:]], data, work.axes(data), **how)
+    if seen.axes == SWAP_HEADS:
+        made = work.ordered(Operand(work.viewed(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
     work.take_place(made, output)

@@ -61,7 +61,7 @@ def print_plan(plan: Plan) -> None:
     if any(rank.device.kind == "cuda" for rank in plan.ranks):
         out.print(f"engines: {describe_engine(plan.engine)}")
         if plan.engine == ONNXRUNTIME:
-            out.print(replays_text(_why_not_replayed(plan)))
+            out.print(replays_text(_why_not_replayed(plan), plan.analysis.states))
     if plan.weights_at == DISK:
         mapped = [str(rank.device) for rank in plan.ranks if rank.device.kind == "cpu"]
         out.print(f"weights stay in their files on {first_few(mapped)}, and count for no budget")

@@ -11,6 +11,7 @@ from splitc.runtime.gpu.replayable import why_not_replayed
 from splitc.runtime.package.manifest import Build, Built, Cut, FixedInput, Manifest, Tensor
 from splitc.runtime.package.mode_words import mode_in_words, words_of
 from splitc.runtime.package.pipeline_file import PipelineFile
+from splitc.runtime.package.states import State
 from splitc.runtime.package.unfolded import count_groups
 from splitc.runtime.tools.module_sums import IN_TURN, sum_modules
 from splitc.runtime.units import block_range, format_bytes, format_shape
@@ -64,12 +65,19 @@ def describe_replays(manifest: Manifest) -> str | None:
     reasons = [why_not_replayed(rank, file) for rank in on_gpus for file in rank.engines]
     if manifest.engine != ONNXRUNTIME or not reasons:
         return None
-    return replays_text("; ".join(dict.fromkeys(filter(None, reasons))))
+    return replays_text("; ".join(dict.fromkeys(filter(None, reasons))), manifest.states)
 
 
-def replays_text(why_not: str) -> str:
-    """Whether requests are replayed on GPUs, and if not, why not."""
-    return f"not replayed as CUDA graphs: {why_not}" if why_not else "requests of known shapes: CUDA graphs"
+def replays_text(why_not: str, states: Sequence[State]) -> str:
+    """Whether requests are replayed on GPUs, and if not, why not. Tokens after others never are if `states` grow."""
+    if why_not:
+        return f"not replayed as CUDA graphs: {why_not}"
+    growing = [state.input for state in states if state.grows is not None and not state.in_place]
+    text = "requests of known shapes: CUDA graphs"
+    if not growing:
+        return text
+    count = "1 cache is" if len(growing) == 1 else f"{len(growing)} caches are"
+    return f"{text}; not tokens of a sequence: {count} longer after each, '{growing[0]}' first"
 
 
 def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> None:

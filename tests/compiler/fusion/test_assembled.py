@@ -25,12 +25,13 @@ write (float[b, 2, l, 4] x, float[b, 2, l, 3] z) => (float[b, 2, l, 7] y) {
     n7 = Constant <value_ints = [7]> ()  all = Concat <axis = 0> (three, n7)  empty = ConstantOfShape (all)"""
 
 
-def fronted(number: int, base: str, rows: str, begin: int, end: int) -> str:
+def fronted(number: int, base: str, rows: str, begin: int, end: int, stride: int = 1) -> str:
     """As torch's newer exporter writes it: the last axis is brought to the front."""
     return f"""sizes_{number} = Shape ({base})  at_{number} = Constant <value_int = 3> ()
         count_{number} = Gather (sizes_{number}, at_{number})  row_{number} = Range (start, count_{number}, step)
         from_{number} = Constant <value_ints = [{begin}]> ()  to_{number} = Constant <value_ints = [{end}]> ()
-        list_{number} = Slice (row_{number}, from_{number}, to_{number}, zero)
+        stride_{number} = Constant <value_ints = [{stride}]> ()
+        list_{number} = Slice (row_{number}, from_{number}, to_{number}, zero, stride_{number})
         index_{number} = Unsqueeze (list_{number}, last)
         rows_{number} = Transpose <perm = [3, 1, 2, 0]> ({rows})
         base_{number} = Transpose <perm = [3, 1, 2, 0]> ({base})
@@ -39,7 +40,7 @@ def fronted(number: int, base: str, rows: str, begin: int, end: int) -> str:
     """
 
 
-def listed(number: int, base: str, rows: str, begin: int, end: int) -> str:
+def listed(number: int, base: str, rows: str, begin: int, end: int, stride: int = 1) -> str:
     """As TorchScript's exporter writes it: the indices of each element."""
     text = f"sizes_{number} = Shape ({base})  written_{number} = Shape ({rows})\n"
     names = []
@@ -50,7 +51,8 @@ def listed(number: int, base: str, rows: str, begin: int, end: int) -> str:
         text += f"""at_{name} = Constant <value_int = {axis}> ()  count_{name} = Gather (sizes_{number}, at_{name})
             row_{name} = Range (start, count_{name}, step)
             from_{name} = Constant <value_ints = [{bounds[0]}]> ()  to_{name} = Constant <value_ints = [{bounds[1]}]> ()
-            list_{name} = Slice (row_{name}, from_{name}, to_{name}, zero)
+            stride_{name} = Constant <value_ints = [{stride if axis == 3 else 1}]> ()
+            list_{name} = Slice (row_{name}, from_{name}, to_{name}, zero, stride_{name})
             grid_{name} = Constant <value_ints = {shape}> ()  apart_{name} = Reshape (list_{name}, grid_{name})
             every_{name} = Expand (apart_{name}, written_{number})  one_{name} = Unsqueeze (every_{name}, last)
         """
@@ -83,6 +85,33 @@ def test_slices_are_joined(tmp_path: Path, write: Callable[[int, str, str, int, 
     assert check(body, tmp_path) == ["Concat", "Neg"]
 
 
+@pytest.mark.parametrize("write", [fronted, listed])
+@pytest.mark.parametrize("first", [0, 1])
+def test_slices_that_take_turns_are_stacked(
+    tmp_path: Path, write: Callable[..., str], first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rotated pairs are written: `out[..., 0::2] = a`, and `out[..., 1::2] = b`."""
+    monkeypatch.setattr("tests.compiler.fusion.test_assembled.HEAD", HEAD.replace("7", "8"))
+    body = write(0, "empty", "x", first, 8, 2) + write(1, "made_0", "opposite", 1 - first, 8, 2)
+    names = check(f"opposite = Neg (x) {body} y = Neg (made_1)", tmp_path)
+    assert "ScatterND" not in names and names.count("Concat") <= 2
+
+
+def test_slices_with_steps_that_do_not_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.compiler.fusion.test_assembled.HEAD", HEAD.replace("7", "8"))
+    body = fronted(0, "empty", "twice", 0, 8) + fronted(1, "made_0", "x", 0, 8, 2)
+    made, _ = fused(f"twice = Concat <axis = -1> (x, x) {body} y = Neg (made_1)", tmp_path)
+    assert [fate.why for fate in made.fates] == ["its slices have steps, and do not take turns"]
+
+
+def test_transposes_that_an_optimizer_has_taken_out(tmp_path: Path) -> None:
+    """Between two assignments, it leaves an Identity of two transposes that undo each other."""
+    body = fronted(0, "empty", "x", 0, 4) + fronted(1, "made_0", "z", 4, 7) + "y = Neg (made_1)"
+    between = "base_1 = Transpose <perm = [3, 1, 2, 0]> (made_0)"
+    assert between in body
+    assert check(body.replace(between, "base_1 = Identity (put_0)"), tmp_path) == ["Concat", "Neg"]
+
+
 def test_a_later_slice_covers_part_of_an_earlier_one(tmp_path: Path) -> None:
     body = fronted(0, "empty", "x", 3, 7) + fronted(1, "made_0", "x", 0, 4) + "y = Neg (made_1)"
     assert check(body, tmp_path) == ["Slice", "Concat", "Neg"]
@@ -95,9 +124,16 @@ def test_what_is_not_brought_back_is_turned(tmp_path: Path) -> None:
 
 
 def test_places_that_nothing_is_written_to(tmp_path: Path) -> None:
-    """Then all is copied once more anyway."""
-    made, _ = fused(fronted(0, "empty", "x", 1, 5) + "y = Neg (made_0)", tmp_path)
+    """Then all is copied once more anyway, if no transpose is saved."""
+    made, _ = fused(listed(0, "empty", "x", 1, 5) + "y = Neg (made_0)", tmp_path)
     assert [(fate.kind, fate.operator) for fate in made.fates] == [("slices", None)]
+
+
+def test_places_that_keep_what_was_there(tmp_path: Path) -> None:
+    """As CogVideoX's: the queries of the text stay, and those of the video are rotated."""
+    text = "filled = Concat <axis = -1> (x, z)  before = Neg (filled)"
+    names = check(f"{text} {fronted(0, 'before', 'z', 2, 5)} y = Neg (made_0)", tmp_path)
+    assert "ScatterND" not in names and "Transpose" not in names and names.count("Slice") == 2
 
 
 def test_places_that_follow_from_data_are_no_slice(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str) -> None:
     write(tmp_path / "model.onnx", FORMS[form])
     analysis = analyzed(tmp_path / "model.onnx")
     assert next(fate for fate in analysis.fates if fate.kind == "latent").operator == "FusedMatMul"
+    whys = {fate.why for fate in analysis.fates if fate.kind == "cache"}
+    assert whys == {"no operator computes attention on latents and writes them in place"}
     assert "w_both" not in analysis.graph.graph.initializers and "Attention" not in operators(analysis.graph.graph)
     compare(tmp_path, "layer", ["cpu0"])
 

@@ -46,21 +46,51 @@ def fused(model: onnx.ModelProto, folder: Path) -> Fused:
     return fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
 
 
-@pytest.mark.parametrize("norm", [PLAIN, ZEROS], ids=["plain", "zeros"])
+BOTH = f"""own = Constant <value_floats = {[n / 4 for n in range(SIZE)]}> ()
+    bias = Constant <value_floats = {[1.0 - n / 4 for n in range(SIZE)]}> ()
+    normal = LayerNormalization (x, own, bias)"""
+
+
+@pytest.mark.parametrize("norm", [PLAIN, ZEROS, OWN, BOTH], ids=["plain", "zeros", "weights", "weights and a bias"])
 @pytest.mark.parametrize("modulated", [MODULATED, "times = Mul (more, normal)  y = Add (shift, times)"])
 @pytest.mark.parametrize("rows", ["batch, 1", "1, 1", ""])
 def test_each_form_gives_the_same(tmp_path: Path, norm: str, modulated: str, rows: str) -> None:
     model = written(f"{norm} {MORE} {modulated}", rows)
     made = fused(model, tmp_path)
     assert [(fate.kind, fate.operator) for fate in made.fates] == [("modulation", "LayerNormalization")]
-    assert "Mul" not in operators(made.graph.graph)
+    multiplied = {PLAIN: 0, ZEROS: 0, OWN: 1, BOTH: 2}  # of one row for each image
+    assert operators(made.graph.graph).count("Mul") == multiplied[norm]
     random = np.random.default_rng(0)
     inputs = {name: random.standard_normal(shape, np.float32) for name, shape in rows_of(model, 3, 4).items()}
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
 
 
+HALF_NORM = PLAIN.replace("(x, ones)", "(wide_x, ones)").replace("normal =", "wide_normal =")
+IN_HALVES = {
+    "the norm": f"""wide_x = Cast <to = 1> (x) {HALF_NORM} normal = Cast <to = 10> (wide_normal)
+        one = Constant <value_float = 1.0> ()  half = Cast <to = 10> (one)  more = Add (scale, half) {MODULATED}""",
+    "all of it": f"""wide_x = Cast <to = 1> (x) {PLAIN.replace("(x, ones)", "(wide_x, ones)")}
+        wide_scale = Cast <to = 1> (scale)  wide_shift = Cast <to = 1> (shift)
+        {MORE.replace("(scale", "(wide_scale")} {MODULATED.replace("y =", "wide_y =").replace("shift", "wide_shift")}
+        y = Cast <to = 10> (wide_y)""",
+}
+
+
+@pytest.mark.parametrize("form", IN_HALVES)
+def test_single_precision_between_casts_from_and_to_halves(tmp_path: Path, form: str) -> None:
+    """As diffusers' FP32LayerNorm: the operator computes in single precision anyway, and reads and writes halves."""
+    text = onnx.printer.to_text(written(IN_HALVES[form])).replace("float[", "float16[")
+    model = onnx.parser.parse_model(text)
+    made = fused(model, tmp_path)
+    assert [(fate.kind, fate.operator) for fate in made.fates] == [("modulation", "LayerNormalization")]
+    names = operators(made.graph.graph)
+    assert "Mul" not in names and names[-1] == "LayerNormalization"
+    random = np.random.default_rng(0)
+    inputs = {n: random.standard_normal(shape).astype(np.float16) for n, shape in rows_of(model, 3, 4).items()}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=4e-3, atol=4e-3)
+
+
 ODD = [
-    (f"{OWN} {MORE} {MODULATED}", "batch, 1", "its norm has weights of its own"),
     (f"{PLAIN} {MORE} {MODULATED}", "batch, length", "its scale and shift are not one row for each of the batch"),
 ]
 

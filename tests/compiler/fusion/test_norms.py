@@ -71,6 +71,33 @@ def test_halves_in_single_precision_between_casts(tmp_path: Path) -> None:
     check(written(POWER + MEAN + RECIPROCAL + before, "float16"), tmp_path, 4e-3)
 
 
+def of_halves(weights: str) -> onnx.ModelProto:
+    """A LayerNorm in single precision between casts."""
+    body = f"""wide = Cast <to = 1> (x)  {weights}  wide_y = LayerNormalization <epsilon = 1e-3> (wide, scale, bias)
+        y = Cast <to = 10> (wide_y)"""
+    signature = "norm (float16[batch, length, 8] x, float16[8] given) => (float16[batch, length, 8] y)"
+    return onnx.parser.parse_model(f"{HEAD} {signature} {{ {body} }}")
+
+
+BIAS = "bias = Cast <to = 1> (given)"
+
+
+@pytest.mark.parametrize("scale", [1.5, 0.1], ids=["a half", "no half"])
+def test_a_norm_between_casts_from_and_to_halves(tmp_path: Path, scale: float) -> None:
+    """It becomes one of halves if its weights are halves: a cast of them, or constants that halves have."""
+    model = of_halves(f"scale = Constant <value_floats = {[scale] * 8}> ()  {BIAS}")
+    onnx.save(model, tmp_path / "model.onnx")
+    shapes = {"x": (2, 5, 8), "given": (8,)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    fused_norms = [("norm", "LayerNormalization")] if scale == 1.5 else []
+    assert [(fate.kind, fate.operator) for fate in made.fates] == fused_norms
+    assert ("Cast" in operators(made.graph.graph)) == (scale != 1.5)
+    random = np.random.default_rng(0)
+    inputs = {name: random.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=4e-3, atol=4e-3)
+
+
 @pytest.mark.parametrize("divided", [RECIPROCAL, DIVIDED])
 @pytest.mark.parametrize("body", ["y = Mul (normal, data)", "y = Neg (normal)", "y = Mul (normal, normal)"])
 def test_one_without_weights_has_ones(tmp_path: Path, divided: str, body: str) -> None:

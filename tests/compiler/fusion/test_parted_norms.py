@@ -46,6 +46,22 @@ def test_one_norm_gives_the_same(tmp_path: Path, form: str, heads: int) -> None:
     np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
 
 
+def test_a_transpose_before_them_comes_after(tmp_path: Path) -> None:
+    """Behind them it may be one with what follows."""
+    rows, back = "x = Transpose <perm = [0, 2, 1, 3]> (rows)", "y = Transpose <perm = [0, 2, 1, 3]> (joined)"
+    body = f"{ROWS} {rows}\n{SPLIT}\n{norms(BIASED)}\n{JOIN.replace('y =', 'joined =')} {back}"
+    shape = "float[batch, length, 3, 4]"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 18]> g ({shape} rows) => ({shape} y) {{ {body} }}'
+    )
+    onnx.save(model, tmp_path / "model.onnx")
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes({"rows": (2, 5, 3, 4)}), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert operators(made.graph.graph)[:3] == ["LayerNormalization", "Mul", "Add"]
+    inputs = {"rows": np.random.default_rng(0).standard_normal((3, 2, 3, 4), np.float32)}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [

@@ -16,6 +16,7 @@ from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime import Session
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.errors import FeedError
+from tests.compiler.fusion.test_assembled import fronted
 from tests.compiler.fusion.test_fuse import ANY, run
 from tests.helpers.written_attention import operators
 
@@ -181,6 +182,81 @@ def test_pairs_joined_with_what_is_not_rotated(tmp_path: Path) -> None:
     model = written(body)
     model.graph.output[0].type.tensor_type.shape.dim[3].dim_value = 2 * SIZE
     check(model, tmp_path, 2e-6)
+
+
+@pytest.mark.parametrize("body", [whole(False, SLICED), by_pairs(True, NEIGHBOURS), by_pairs(False, STRIDED), "three"])
+def test_a_part_of_each_head_is_rotated(tmp_path: Path, body: str) -> None:
+    """As in GPT-NeoX: the rest is left as it is, and cut off and joined again only for that."""
+    cut = """whole_heads = Constant <value_ints = [16]> ()  x = Slice (data, zero, all, last)
+        rest = Slice (data, all, whole_heads, last)"""
+    if body == "three":  # TorchScript's exporter joins all at once
+        written_out = by_pairs(False, SLICED).replace("(low, high)", "(low, high, rest)")
+    else:
+        written_out = body.replace("y =", "part =") + "  y = Concat <axis = -1> (part, rest)"
+    model = written(written_out)
+    text = onnx.printer.to_text(model).replace("x = Identity (data)", cut).replace(f"length,{SIZE}]", "length,16]")
+    model = onnx.parser.parse_model(text)
+    onnx.save(model, tmp_path / "model.onnx")
+    inputs = {**feeds(), "data": np.random.default_rng(0).standard_normal((BATCH, HEADS, LENGTH, 16), np.float32)}
+    shapes = {"data": (2, HEADS, 1, 16), "positions": (2, 1)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [(fate.kind, fate.operator, fate.why) for fate in made.fates] == [("rotary", "RotaryEmbedding", None)]
+    fused_model = ir.to_proto(made.graph.model)
+    (rotary,) = (node for node in fused_model.graph.node if node.op_type == "RotaryEmbedding")
+    assert {item.name: item.i for item in rotary.attribute}["rotary_embedding_dim"] == SIZE
+    assert "Slice" not in operators(made.graph.graph)
+    np.testing.assert_allclose(run(fused_model, inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
+def test_heads_that_are_transposed_before_they_are_split(tmp_path: Path) -> None:
+    """GPT-NeoX has queries, keys and values in each head, and rotates a part of two: the operator takes rows first."""
+    signature = f"""rotate (float[batch, length, {HEADS * 24}] data, float[batch, length, 2] cos,
+        float[batch, length, 2] sin) => (float[batch, {HEADS}, length, 8] y, float[batch, length, {HEADS}, 8] v)"""
+    body = f"""apart = Constant <value_ints = [0, 0, {HEADS}, 24]> ()  rows = Reshape (data, apart)
+        heads = Transpose <perm = [0, 2, 1, 3]> (rows)  q, k, w = Split <axis = 3, num_outputs = 3> (heads)
+        zero = Constant <value_ints = [0]> ()  half = Constant <value_ints = [4]> ()
+        all = Constant <value_ints = [8]> ()  last = Constant <value_ints = [3]> ()
+        first = Slice (q, zero, half, last)  rest = Slice (q, half, all, last)
+        turned = RotaryEmbedding (first, cos, sin)  joined = Concat <axis = -1> (turned, rest)  y = Add (joined, k)
+        v = Transpose <perm = [0, 2, 1, 3]> (w)"""
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]> {signature} {{ {body} }}')
+    onnx.save(model, tmp_path / "model.onnx")
+    random = np.random.default_rng(0)
+    shapes = {"data": (2, 3, HEADS * 24), "cos": (2, 3, 2), "sin": (2, 3, 2)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [(fate.kind, fate.operator) for fate in made.fates] == [("rotary", "RotaryEmbedding")]
+    names = operators(made.graph.graph)
+    assert names.index("Split") < names.index("Transpose")
+    assert not {"Slice", "Concat"} & set(names)
+    inputs = {name: random.random((BATCH, *shape[1:]), np.float32) for name, shape in shapes.items()}
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
+
+
+def test_pairs_that_are_assigned_to_every_second_place(tmp_path: Path) -> None:
+    """As Wan's: `out[..., 0::2] = low`, and `out[..., 1::2] = high`."""
+    body = by_pairs(True, NEIGHBOURS)
+    body = body[: body.index("thin_0")] + "whole = Shape (x)  empty = ConstantOfShape (whole)"
+    body += fronted(0, "empty", "low", 0, SIZE, 2) + fronted(1, "made_0", "high", 1, SIZE, 2) + "y = Identity (made_1)"
+    check(written(f"start = Constant <value_int = 0> ()  step = Constant <value_int = 1> ()  {body}"), tmp_path, 2e-6)
+
+
+def test_pairs_that_are_a_view_of_merged_heads(tmp_path: Path) -> None:
+    """An optimizer has made one Reshape of two: no value has four axes before the pairs."""
+    body = by_pairs(True, NEIGHBOURS).replace("[0, 0, 0, 4, 2]", f"[0, 0, {HEADS}, 4, 2]")
+    text = onnx.printer.to_text(written(body, heads_first=False))
+    axes = f"length,{HEADS},{SIZE}] data"
+    assert axes in text
+    model = onnx.parser.parse_model(text.replace(axes, f"length,{HEADS * SIZE}] data"))
+    onnx.save(model, tmp_path / "model.onnx")
+    shapes = {"data": (2, 1, HEADS * SIZE), "positions": (2, 1)}
+    analysis = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1)
+    made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY)
+    assert [(fate.kind, fate.operator, fate.why) for fate in made.fates] == [("rotary", "RotaryEmbedding", None)]
+    inputs = feeds(heads_first=False)
+    inputs["data"] = inputs["data"].reshape(BATCH, LENGTH, -1)
+    np.testing.assert_allclose(run(ir.to_proto(made.graph.model), inputs), run(model, inputs), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("interleaved", [0, 1])
