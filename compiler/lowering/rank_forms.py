@@ -137,7 +137,7 @@ def normalize_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node
     if operation.statistics > 1:
         mean, squares = (op("Gather", means, editor.constant(np.array([n])), axis=-1) for n in range(2))
         centered = op("Sub", wide, mean)
-        # Rounded, the difference may be negative.
+        # As ONNX Runtime on CPUs (core/providers/cpu/nn/layer_norm_impl.cc). Rounded, the difference may be negative.
         squares = op("Max", op("Sub", squares, op("Mul", mean, mean)), number(0))
     root = op("Sqrt", op("Add", squares, number(node.attributes.get_float("epsilon", 1e-5))))
     normal = op("Div", centered, root)
