@@ -74,7 +74,7 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> None:
     """
     owners, axis, output = assembled.owners(), assembled.slices[0].axis, assembled.output
     if -1 in owners:
-        raise NotFusedError("some of what it is written to is left, so that it has to be copied anyway")
+        raise NotFusedError("its slices do not cover the whole tensor, so that the rest has to be copied anyway")
     turned = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
     order = turned[-1].axes
     back = [order.index(number) for number in range(len(order))]

@@ -47,7 +47,10 @@ class TextOptions:
         callback=there("tokenizer"),
     )
     context_length: int | None = typer.Option(
-        None, "--context", min=1, help="For openai, genai: most tokens in a sequence. Default: what the package knows."
+        None,
+        "--context",
+        min=1,
+        help="For openai, genai: the most tokens of a sequence. Default: the package's own limit.",
     )
     stop: list[int] = typer.Option(
         [], "--stop", help="For genai: a token id that ends a text, repeatable. Default: the tokenizer's."
@@ -56,7 +59,7 @@ class TextOptions:
 
 def _serving(
     capacity: int | None = typer.Option(
-        None, "--capacity", min=1, help="Tokens for which caches that are written in place have room at once."
+        None, "--capacity", min=1, help="Tokens that caches written in place have room for at the start."
     ),
     idle: float = typer.Option(300.0, "--idle", min=1.0, help="Seconds without a request after which a sequence ends."),
     in_flight: int | None = typer.Option(

@@ -30,7 +30,7 @@ def inspect(
     rank: int | None = typer.Option(
         None,
         "--rank",
-        help="List the files that this rank's host needs, instead of all the rest.",
+        help="List only the files that this rank's host needs.",
         autocompletion=completion.ranks,
     ),
     report: Path | None = REPORT,

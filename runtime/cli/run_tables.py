@@ -72,8 +72,8 @@ def print_memory(ranks: Sequence[RankMemory]) -> None:
         rows.add_row(f"{number} {rank.device}", *numbers, format_bytes(rank.unaccounted))
     out.print(rows)
     out.print(
-        "loaded: weights and the engine's own memory; running: activations and caches beside these; "
-        "unaccounted: of the peak, less than 0 where less was needed than predicted, by some MiB for tiny models"
+        "loaded: weights and the engine's own memory; running: activations and caches; unaccounted: the measured peak "
+        "less the predicted one, negative where the prediction was too high, as by some MiB for tiny models"
     )
 
 

@@ -101,7 +101,7 @@ CUDA_GRAPH = typer.Option(
     True, "--cuda-graph/--no-cuda-graph", help="Replay previously seen shapes as CUDA graphs, on GPUs."
 )
 HOST_CODE = typer.Option(
-    False, "--host-code", help="Let TensorRT's engines run code that they bring (--version-compatible)."
+    False, "--host-code", help="Allow TensorRT engines to run code that they contain (--version-compatible)."
 )
 RANKS = typer.Option(
     None,

@@ -187,7 +187,7 @@ def test_weights_that_take_none(tmp_path: Path) -> None:
     plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(lora=[(str(adapter), 1.0)]))
     (merged,) = plan.analysis.merged
     assert {name.split(".")[2]: why for name, why in merged.matches.unmatched.items()} == {
-        "shared": "its weight is read in several places",
+        "shared": "its weight has other readers",
         "packed": "its weight is quantized: --lora-slots adds adapters beside it",
     }
     assert list(merged.weights) == ["plain.0.weight"]

@@ -222,13 +222,13 @@ def test_states_that_are_loaded_get_room(tmp_path: Path, capacity: int | None, b
 
 
 ODD = {
-    "it is not concatenated as it is, along the third of four axes": replace(OPTIMUM, odd="beams"),
-    "no attention has it as its keys or its values": replace(OPTIMUM, odd="parts"),
-    "its cache is read elsewhere too": replace(OPTIMUM, odd="values", layers=1),
+    "new rows are not concatenated with it as it is, along the third of four axes": replace(OPTIMUM, odd="beams"),
+    "no attention reads it as keys or values": replace(OPTIMUM, odd="parts"),
+    "its cache has other readers": replace(OPTIMUM, odd="values", layers=1),
     "no kernel is faster for its type, FLOAT16": replace(OPTIMUM, dtype=TensorProto.FLOAT16),
-    "no kernel is faster for scores that a Tanh caps": CAPPED,
-    "its scores are read elsewhere too": replace(OPERATOR, operator="past", odd="scores"),
-    "it hides later tokens as if none were before the request's own": replace(CAUSAL, operator="concatenated"),
+    "no kernel is faster with a softcap (Tanh)": CAPPED,
+    "its output qk_matmul_output has readers": replace(OPERATOR, operator="past", odd="scores"),
+    "it is causal without a cache, and its queries and keys differ in number": replace(CAUSAL, operator="concatenated"),
     "the operator takes heads of a multiple of 8, for keys and values the same": replace(OPTIMUM, size=12),
 }
 
@@ -256,14 +256,14 @@ def test_sinks_stay_on_gpus(tmp_path: Path) -> None:
     shapes = {name: array.shape for name, array in feeds(style, 1, 1, 5).items()}
     made = analyze(path, AskedShapes(shapes), 1, gains=ON_GPUS)
     whys = {fate.why for fate in made.fates if fate.kind == "cache"}
-    assert "no kernel takes both a mask and sinks that are joined to the scores" in whys
+    assert "no kernel takes both a mask and attention sinks" in whys
 
 
 def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:
     made = analyzed(replace(OPTIMUM, odd="sinks"), tmp_path)
     assert {(fate.kind, fate.operator, fate.why) for fate in made.fates} == {
-        ("attention", None, "its weights pass a Slice"),
-        ("cache", None, "no attention has it as its keys or its values"),
+        ("attention", None, "a Slice is between its Softmax and the product with the values"),
+        ("cache", None, "no attention reads it as keys or values"),
     }
 
 
@@ -271,14 +271,14 @@ def test_a_cache_of_two_layers_stays(tmp_path: Path) -> None:
     """It would have to be written once and read twice. The other layer's own cache is read by nothing."""
     made = analyzed(replace(OPTIMUM, odd="shared"), tmp_path)
     caches = [(fate.operator, fate.why) for fate in made.fates if fate.kind == "cache"]
-    assert caches == [(None, "its cache is read elsewhere too")] * 2
+    assert caches == [(None, "its cache has other readers")] * 2
     assert made.lengths == ()
 
 
 def test_planned_requests_that_would_be_slower_stay(tmp_path: Path) -> None:
     (fate, *_) = analyzed(OPTIMUM, tmp_path, 2, 3, 5).fates
     assert fate.operator is None and fate.why is not None
-    assert fate.why.endswith("and 2 rows of 3 tokens after 5 are planned")
+    assert fate.why.endswith(": 2 rows of 3 tokens after 5 are planned")
     for sizes in ((1, 3, 5), (2, 1, 5), (2, 3, 0)):
         assert analyzed(OPTIMUM, tmp_path, *sizes).lengths
 

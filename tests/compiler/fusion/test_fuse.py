@@ -109,11 +109,11 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
 
 ODD = [
     (Form(), {"FLOAT"}, "it is too small to be faster as one operator"),
-    (Form(), {"FLOAT"}, "no kernel is faster for heads of more than 7"),
+    (Form(), {"FLOAT"}, "no kernel is faster for heads larger than 7"),
     (Form(dtype=onnx.TensorProto.FLOAT16), {"FLOAT"}, "no kernel is faster for its type, FLOAT16"),
-    (Form(tanh=True), {"FLOAT"}, "its scores are capped by a Tanh, which the operator can't do"),
-    (Form(sinks=True), {"FLOAT"}, "its weights pass a Slice"),
-    (Form(softmax_axis=2), {"FLOAT"}, "the Softmax is not known to be over the last axis"),
+    (Form(tanh=True), {"FLOAT"}, "the operator has no softcap (Tanh)"),
+    (Form(sinks=True), {"FLOAT"}, "a Slice is between its Softmax and the product with the values"),
+    (Form(softmax_axis=2), {"FLOAT"}, "its Softmax may not be along the last axis"),
 ]
 
 
@@ -123,7 +123,7 @@ def test_what_is_not_fused_says_why(tmp_path: Path, form: Form, types: set[str],
     onnx.save(write(form, SIZE), path)
     analysis = analyze(path, AskedShapes({name: array.shape for name, array in feeds(form, SIZE).items()}), 1)
     least = SIZE.length * SIZE.all + ("small" in why)
-    largest = SIZE.size - ("heads of more" in why)
+    largest = SIZE.size - ("heads larger" in why)
     gains = Gains(frozenset(ir.DataType[name] for name in types), least, largest_head=largest)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, gains)
     assert [fate.why for fate in made.fates] == [why]
@@ -147,7 +147,7 @@ def test_sizes_that_depend_on_data(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     analysis = analyze(tmp_path / "model.onnx", AskedShapes({"q": (2, 4, 5, 8), "keep": (7,), "x": (2, 4, 7, 8)}), 1)
     (fate,) = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY).fates
-    assert fate.why == "its queries, keys and values have no known sizes"
+    assert fate.why == "the shapes of its queries, keys and values are not known"
 
 
 def test_heads_whose_number_depends_on_the_request_are_a_part_of_the_batch(tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def test_heads_are_sharded(tmp_path: Path, shares: tuple[float, ...] | None) -> 
 
 
 OTHERS = {
-    "read elsewhere too": ({"more": ", float[b, 4, all, 6] z", "extra": "z = Neg (values)"}, {}),
-    "takes less to project": ({}, {"new": 40}),
+    "have other readers": ({"more": ", float[b, 4, all, 6] z", "extra": "z = Neg (values)"}, {}),
+    "cheaper to project": ({}, {"new": 40}),
 }
 
 

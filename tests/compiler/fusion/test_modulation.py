@@ -61,7 +61,7 @@ def test_each_form_gives_the_same(tmp_path: Path, norm: str, modulated: str, row
 
 ODD = [
     (f"{OWN} {MORE} {MODULATED}", "batch, 1", "its norm has weights of its own"),
-    (f"{PLAIN} {MORE} {MODULATED}", "batch, length", "its scale and shift are not one row for each of the batch"),
+    (f"{PLAIN} {MORE} {MODULATED}", "batch, length", "its scale and shift are not one row for each batch entry"),
 ]
 
 

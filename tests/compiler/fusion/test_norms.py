@@ -90,7 +90,10 @@ def test_one_without_weights_in_halves(tmp_path: Path) -> None:
 
 ODD = [
     (POWER + MEAN + DIVIDED + WEIGHTED, "ONNX Runtime fuses this form by itself"),
-    (POWER + MEAN.replace("ReduceMean", "ReduceMean <keepdims = 0>") + RECIPROCAL + WEIGHTED, "its mean loses an axis"),
+    (
+        POWER + MEAN.replace("ReduceMean", "ReduceMean <keepdims = 0>") + RECIPROCAL + WEIGHTED,
+        "its mean drops the axis (keepdims=0)",
+    ),
 ]
 
 

@@ -49,8 +49,11 @@ def test_one_norm_gives_the_same(tmp_path: Path, form: str, heads: int) -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (f"{SPLIT}\n{norms(NORM)}\ny = Concat <axis = 2> (n0, n1, n2)", "its parts are joined along another axis"),
-        (f"{SPLIT}\n{norms(NORM.replace('-1', '2').replace('w{0}', 'table'))}\n{JOIN}", "it is along several axes"),
+        (
+            f"{SPLIT}\n{norms(NORM)}\ny = Concat <axis = 2> (n0, n1, n2)",
+            "its parts are concatenated along another axis than they are split, or along the last",
+        ),
+        (f"{SPLIT}\n{norms(NORM.replace('-1', '2').replace('w{0}', 'table'))}\n{JOIN}", "it normalizes several axes"),
     ],
 )
 def test_what_is_not_fused_says_why(tmp_path: Path, body: str, why: str) -> None:

@@ -253,6 +253,6 @@ def test_several_tokens_after_others_are_run_row_by_row(tmp_path: Path) -> None:
     path = compiled(style, tmp_path, "layer", ["cuda0"])
     with Session(path, devices=["cpu0"]) as session:
         request = feeds(style, 2, 3, 6)
-        with pytest.raises(FeedError, match=r"3 tokens after 6 others in 2 rows .* --no-fuse"):
+        with pytest.raises(FeedError, match=r"3 tokens after 6 cached ones in 2 rows.* --no-fuse"):
             session.submit(request)
         assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)

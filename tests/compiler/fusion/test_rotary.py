@@ -263,9 +263,9 @@ BY_HEADS = f"""frequencies_of_heads = Constant <value_floats = {[n / 7 for n in 
     grid = Constant <value_ints = [4, 1, 4]> ()  angles_of_heads = Reshape (frequencies_of_heads, grid)
     twice = Concat <axis = -1> (angles_of_heads, angles_of_heads)  cos = Cos (twice)  sin = Sin (twice)  """
 ODD = [
-    (DIFFERENT + TURNED, "the two elements of a pair may be multiplied by different numbers"),
+    (DIFFERENT + TURNED, "its tables may have different cosines or sines for the two elements of a pair"),
     (by_pairs(False, SLICED + "  c = Identity (a)").replace(", b)", ", c)"), "it leaves out some elements"),
-    (BY_HEADS + TURNED, "its number of heads may change from request to request"),
+    (BY_HEADS + TURNED, "its number of heads is dynamic"),
 ]
 
 

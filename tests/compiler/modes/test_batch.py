@@ -79,12 +79,18 @@ def test_random_blocks_are_right_with_any_rows(seed: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("y = Softmax <axis = 0> (x)", "meet in the Softmax node that makes 'y'"),
-        ("y = CumSum(x, axis)", "meet in the CumSum node"),
-        ("m = ReduceMean <axes = [0]> (x) y = Sub(x, m)", "meet in the ReduceMean node that makes 'm'"),
+        ("y = Softmax <axis = 0> (x)", "not independent: the Softmax node that makes 'y'"),
+        ("y = CumSum(x, axis)", "not independent: the CumSum node"),
+        ("m = ReduceMean <axes = [0]> (x) y = Sub(x, m)", "not independent: the ReduceMean node that makes 'm'"),
         ("q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)", "it takes the range of all of them"),
-        ("end = Constant <value_ints = [3]> () y = Slice(x, axis, end)", "meet in the Slice node that makes 'y'"),
-        ("end = Constant <value_ints = [900]> () y = Slice(x, axis, end)", "meet in the Slice node that makes 'y'"),
+        (
+            "end = Constant <value_ints = [3]> () y = Slice(x, axis, end)",
+            "not independent: the Slice node that makes 'y'",
+        ),
+        (
+            "end = Constant <value_ints = [900]> () y = Slice(x, axis, end)",
+            "not independent: the Slice node that makes 'y'",
+        ),
         (
             "n = RandomNormalLike(x) y = Add(x, n)",
             "the RandomNormalLike node that makes 'n' draws random numbers, and all",
@@ -170,7 +176,7 @@ def test_rows_are_followed_through_masks_that_are_picked_or_written_by_row_numbe
     ids=["the other way", "two rows share one", "the next row"],
 )
 def test_numbers_of_other_rows_are_no_rows(write_model: Callable[[str], Path], numbers: str, text: str) -> None:
-    with pytest.raises(CannotSplitError, match="can't be divided: the rows along axis 0 of 'x' meet in"):
+    with pytest.raises(CannotSplitError, match="can't be divided: the rows along axis 0 of 'x' are not independent"):
         plan_model(write_model(text.replace("NUMBERS", numbers).replace("L]", "4]")), ["2xcpu"], BATCH)
 
 
@@ -180,7 +186,7 @@ def test_output_without_rows_is_named(write_model: Callable[[str], Path]) -> Non
     model = write_model(
         text.replace("L]", "4]").replace("y = Add(x, own)", "y = Add(x, own) z = Cast <to = 1> (column_numbers)")
     )
-    with pytest.raises(CannotSplitError, match="the output 'z' does not have the rows along axis 0 of 'x'"):
+    with pytest.raises(CannotSplitError, match="the output 'z' has no axis for the rows along axis 0 of 'x'"):
         plan_model(model, ["2xcpu"], BATCH)
 
 

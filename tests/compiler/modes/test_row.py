@@ -198,8 +198,8 @@ def test_small_and_outer_weights_stay_on_the_main_device_and_are_listed(tmp_path
     assert listed["model.layers.0.self_attn.q_proj.weight"].ranks == [0, 1]
     compile_model(plan, tmp_path / "package")
     reasons = {each.name: each.reason for each in read_manifest(tmp_path / "package").unsplit}
-    assert "multiplies with 256 x 128, and --row-min is 256" in reasons["model.layers.0.self_attn.k_proj.weight"]
-    assert "(Gather) reads it, and is no matmul" in reasons["model.embed_tokens.weight"]
+    assert "multiplies by 256 x 128, and --row-min is 256" in reasons["model.layers.0.self_attn.k_proj.weight"]
+    assert "(Gather) reads it, and is not a matmul" in reasons["model.embed_tokens.weight"]
     assert "(MatMul) is outside the blocks" in reasons["lm_head.weight"]
     assert "model.layers.0.self_attn.q_proj.weight" not in reasons
 
@@ -210,7 +210,7 @@ def test_expert_stacks_are_no_matrices(tmp_path: Path) -> None:
     )
     plan = plan_model(tmp_path / "m", ["2xcpu"], ROW)
     reasons = {each.name: each.reason or "" for each in plan.weights}
-    assert "multiplies with 4 x 64 x 96, which is no matrix" in reasons["model.layers.0.mlp.experts.up_proj"]
+    assert "multiplies by 4 x 64 x 96, which is not a matrix" in reasons["model.layers.0.mlp.experts.up_proj"]
     assert any("of the blocks' weights could be split" in each and "on the main" in each for each in plan.warnings)
 
 

@@ -72,14 +72,14 @@ def test_rows_of_several_inputs_that_meet_are_no_rows(tmp_path: Path) -> None:
     b.give(y, "own", ["batch", WIDTH])
     b.give(b.op("MatMul", y, b.op("Transpose", memory, perm=[1, 0])), "y", ["batch", "batch"])
     b.give(b.op("Identity", memory), "same", ["batch", WIDTH])
-    refuse_rows(b, tmp_path, "the output '(own|same)' does not have the rows along axis 0 of '(x|memory)'")
+    refuse_rows(b, tmp_path, "the output '(own|same)' has no axis for the rows along axis 0 of '(x|memory)'")
 
 
 def test_rows_of_another_number_are_other_rows(tmp_path: Path) -> None:
     b, y, memory = two_inputs("others")
     b.give(y, "y", ["batch", WIDTH])
     b.give(b.op("Identity", memory), "same", ["others", WIDTH])
-    refuse_rows(b, tmp_path, "the output '(y|same)' does not have the rows along axis 0 of '(x|memory)'")
+    refuse_rows(b, tmp_path, "the output '(y|same)' has no axis for the rows along axis 0 of '(x|memory)'")
 
 
 def recurrent(b: Block, rows: ir.Value, kind: str, gates: int) -> ir.Value:
@@ -194,7 +194,7 @@ def test_what_picks_nothing_tells_no_rows_apart(tmp_path: Path) -> None:
     behind = b.op("Gather", x, b.op("Range", count, count, b.constant(1, np.int64)), axis=1)
     both = b.op("Softmax", b.op("Concat", x, behind, axis=1), axis=0)
     b.give(layer(b, both, "up"), "y", ["batch", "tokens", WIDTH])
-    refuse_rows(b, tmp_path, "meet in node '/Gather_1' .Gather.: it is indexed")
+    refuse_rows(b, tmp_path, "not independent: node '/Gather_1' .Gather.: it is indexed")
 
 
 def test_rows_of_images_whose_sides_are_halved_and_doubled(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_mask_that_follows_from_sizes_is_picked_by_row_numbers(differ: bool, tmp
         mask = b.op("Add", mask, b.op("Cast", b.op("Squeeze", row, b.ints(2)), to=FLOAT))
     b.give(layer(b, b.op("Add", x, b.op("Unsqueeze", mask, b.ints(2))), "up"), "y", ["batch", TOKENS, WIDTH])
     if differ:
-        refuse_rows(b, tmp_path, "tells them apart by numbers that are computed from sizes")
+        refuse_rows(b, tmp_path, "may treat rows differently, by numbers computed from sizes")
     else:
         check_rows(b, tmp_path, {"x", "y"})
 
@@ -295,7 +295,7 @@ def test_token_of_each_row_that_is_picked_from_all(made: str, tmp_path: Path) ->
     if made == "chosen":
         check_rows(b, tmp_path, {"x", "y"})
     else:
-        refuse_rows(b, tmp_path, "meet in node")
+        refuse_rows(b, tmp_path, "not independent: node")
 
 
 def test_output_of_whose_shape_nothing_is_said(tmp_path: Path) -> None:

@@ -288,10 +288,10 @@ def whole(b: Block, x: ir.Value, how: str) -> ir.Value:
     ("how", "reason"),
     [
         ("looked up", "Gather"),
-        ("both ways", "read at run time too"),
-        ("from the left", "not as what it multiplies with"),
-        ("stack", "multiplies with 3 x 12 x 12, which is no matrix"),
-        ("computed bias", "read at run time too"),
+        ("both ways", "has an input with the same axis as its columns"),
+        ("from the left", "not as its weight matrix"),
+        ("stack", "multiplies by 3 x 12 x 12, which is not a matrix"),
+        ("computed bias", "has an input with the same axis as its columns"),
         ("given", "Identity"),
     ],
 )
@@ -339,4 +339,4 @@ def test_matrices_are_measured_as_they_are_multiplied(tmp_path: Path) -> None:
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="row", row_min=24))
     fates = {weight.name: weight.reason for weight in plan.weights}
     assert fates["A"] is None
-    assert "(MatMul) multiplies with 24 x 23, and --row-min is 24" in (fates["B"] or "")
+    assert "(MatMul) multiplies by 24 x 23, and --row-min is 24" in (fates["B"] or "")

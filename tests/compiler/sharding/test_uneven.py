@@ -74,7 +74,7 @@ def test_rank_without_any_part_is_there_and_does_nothing(tmp_path: Path) -> None
     (plan,) = check_split(b, tmp_path, {"A"}, [(1, 1, 1)], sums=0)
     manifest = read_manifest(tmp_path / "package")
     assert [len(rank.engines) for rank in manifest.ranks] == [1, 1, 0]
-    assert any("rank 2 (cpu2) gets no unit" in warning for warning in plan.warnings)
+    assert any("rank 2 (cpu2) gets no part of any weight" in warning for warning in plan.warnings)
 
 
 def test_axis_that_a_weight_has_twice_is_whole(tmp_path: Path) -> None:
