@@ -105,7 +105,7 @@ class Request:
         None,
         "--main-device",
         kind=str | None,
-        help="In row mode: the device that runs the model. Default: the first.",
+        help="In row mode: runs the model. Default: the first.",
         only=["row"],
         why="; in other modes no device is the main one",
         planned=lambda file: file.ranks[0].device if file.split_mode == "row" and file.ranks else None,
@@ -179,7 +179,7 @@ class Request:
         HOST,
         "--weights-at",
         kind=str,
-        help="disk: CPU devices map weights from files.",
+        help="disk: CPU devices map weight files.",
         planned=lambda file: file.weights_at,
     )
     interconnect: str | None = request_field(
