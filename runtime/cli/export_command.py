@@ -38,7 +38,7 @@ NATIVE = {"ensemble": {"name", "ensemble"}, "plans": {"name", "plans"}}
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What servers of texts are told: options of the command."""
+    """Options of the command for servers that generate text."""
 
     tokenizer: Path | None = typer.Option(
         None,
@@ -157,7 +157,7 @@ def export(
 
 
 def _check_options(context: typer.Context, server: str) -> None:
-    """Raise MisuseError for a server that is not known, and for options that would have no effect with it."""
+    """Raise MisuseError for an unknown server, and for options that have no effect with it."""
     if server not in SERVERS:
         raise MisuseError(f"can't export for '{server}': there are {', '.join(SERVERS)}")
     own, what = SERVERS[server], f"'{server}'"
