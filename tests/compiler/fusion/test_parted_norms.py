@@ -1,4 +1,4 @@
-"""Norms of the parts of a Split that are joined again become one, give the same numbers, and are sharded by parts."""
+"""Norms of a Split's parts that are concatenated again become one, with the same numbers, sharded by parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLIT, JOIN = "p0, p1, p2 = Split <axis = 1, num_outputs = 3> (x)", "y = Concat 
 
 
 def fused(body: str, folder: Path, heads: int = 3) -> tuple[onnx.ModelProto, Fused]:
-    """A model that norms heads one by one, and what became of it."""
+    """A model that normalizes heads one by one, and its fused form."""
     signature = f"g (float[batch, {heads}, length, 4] x) => (float[batch, {heads}, length, 4] y)"
     model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {signature} {{ {ROWS} {body} }}')
     path = folder / "model.onnx"

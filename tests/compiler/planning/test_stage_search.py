@@ -1,4 +1,4 @@
-"""The search against brute force, and what it says when nothing fits."""
+"""The search against brute force, and its message if nothing fits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_costs(
     bandwidth: float = math.inf,
     known: float = 1.0,
 ) -> StageCosts:
-    """Costs of blocks that add up. The bound of their memory is the share `known` of the exact bytes."""
+    """Costs of blocks that add up. The bound of their memory is the fraction `known` of the exact bytes."""
     return StageCosts(
         names=[f"b{index}" for index in range(len(loads))],
         loads=[lambda start, end: sum(loads[start:end])],
