@@ -94,7 +94,7 @@ HOSTS = typer.Option(
     None, "--hosts", metavar="2x4xcuda", help="Instead of -d: hosts that are alike, here two with four GPUs each."
 )
 TIMING_CACHE = typer.Option(
-    None, "--timing-cache", help="TensorRT's timings, read and written. Default: beside the package.", **TENSORRT
+    None, "--timing-cache", help="TensorRT's timing cache, read and written. Default: beside the package.", **TENSORRT
 )
 
 JOBS = typer.Option(

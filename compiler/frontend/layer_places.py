@@ -30,21 +30,25 @@ def place_of(node: ir.Node) -> Place | str:
     """The place of a node that multiplies by a weight, or the reason why it has none."""
     data = node.inputs[0]
     if data is None or node.attributes.get_int("transA", 0) == 1:
-        return "its input is turned"
+        return "its input is transposed (transA)"
     if (groups := node.attributes.get_int("group", 1)) != 1:
         return f"its convolution has {groups} groups"
     if "activation" in node.attributes:
-        return "its activation is part of it"
+        return "its activation is fused into it"
     if node.op_type.startswith("QLinear"):
-        return "its results are quantized"
+        return "its output is quantized"
     if node.op_type not in _INTEGER and (node.domain, node.op_type) != _TO_FLOAT:
         return Place(node, data, node)
     quantize = data.producer()
     source = quantize.inputs[0] if quantize is not None and quantize.op_type == "DynamicQuantizeLinear" else None
     if quantize is None or source is None or data is not quantize.outputs[0]:
-        return "its input is quantized somewhere else"
+        return "its input is not quantized by a DynamicQuantizeLinear"
     last = node if node.op_type not in _INTEGER else _scaled(node, quantize.outputs[1])
-    return Place(node, source, last) if last is not None else "its result is not plainly scaled"
+    return (
+        Place(node, source, last)
+        if last is not None
+        else "its integer result is not followed by a Cast and a product with both scales"
+    )
 
 
 def _scaled(node: ir.Node, scale: ir.Value) -> ir.Node | None:

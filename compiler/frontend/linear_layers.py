@@ -127,7 +127,7 @@ def _made(
 ) -> LinearLayer:
     names = tuple(dict.fromkeys(_names(node, weight)))
     if not why_not and len(weight.uses()) > 1:
-        why_not = "its weight is read in several places"
+        why_not = "its weight has other readers"
     layer = Layer(names, sizes.inputs, sizes.outputs, sizes.kernel)
     dtype = next((value.dtype for value in node.inputs[2:3] if value is not None), None)  # of scales, or of a bias
     dtype = dtype or weight.dtype or ir.DataType.FLOAT

@@ -120,7 +120,7 @@ def first_refused(
                 continue
             return node, "it is too large to be tried"
         if (why := crashes(node, bound.shapes)) is not None:
-            return node, f"ONNX Runtime ends the process where {why}"
+            return node, f"ONNX Runtime crashes if {why}"
         form = signature(node), tuple(shapes)
         if form in accepted:
             continue
@@ -168,7 +168,7 @@ def first_stretched(
             )
             for (size, number), rows in zip(sizes, reversed(shape_of(other)), strict=False):
                 if isinstance(size, ir.SymbolicDim) and number == 1 < rows:
-                    return node, f"'{other.name}' has {rows} rows, and is added to 1"
+                    return node, f"'{other.name}' has {rows} rows, and the value that it is added to has 1"
     return None
 
 
@@ -186,7 +186,7 @@ def _emptied(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:
     if "kernel_shape" not in node.attributes or node.inputs[0] is None:
         return None
     read, made = shape_of(node.inputs[0], shapes), shape_of(node.outputs[0], shapes)
-    return f"its window is larger than {format_shape(read[2:])}" if 0 in made and 0 not in read else None
+    return f"its window is larger than its input, {format_shape(read[2:])}" if 0 in made and 0 not in read else None
 
 
 def _refuses(node: ir.Node, shapes: Mapping[str, Shape]) -> str | None:

@@ -92,7 +92,7 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
     turns, base = assembled.alternating(), assembled.base()
     is_state = base.is_value or base.value.is_graph_input() or sizes.axes(base.value) is None
     if -1 in owners and (is_state or any(one.step > 1 for one in assembled.slices)):
-        raise NotFusedError("some of what it is written to is left, so that it has to be copied anyway")
+        raise NotFusedError("its slices do not cover the whole tensor, so that the rest has to be copied anyway")
     if not turns and any(one.step > 1 for one in assembled.slices):
         raise NotFusedError("its slices have steps, and do not take turns")
     turned = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]

@@ -19,7 +19,7 @@ DEEPEST = 16
 HIDDEN = -1e4
 # A number up to this that is added to all scores changes no weight, nor rounds a score: TensorFlow's models add 1e-9.
 SHIFT = 1.0
-NO_SIZES = "its queries, keys and values have no known sizes"
+NO_SIZES = "the shapes of its queries, keys and values are not known"
 
 
 class NotFusedError(Exception):
@@ -139,14 +139,14 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
     try:
         below = _find_weighing(softmax.output, rank_of)
         if not softmax.is_last:
-            raise NotFusedError("the Softmax is not known to be over the last axis")
+            raise NotFusedError("its Softmax may not be along the last axis")
         above = _find_scores(softmax.scores, DEEPEST, rank_of)
     except NotFusedError:
         if not weighs(softmax.output) or not comes_from_product(softmax.scores):
             return None
         raise
     if below.cut != (above.sinks is not None):
-        raise NotFusedError("its scores are joined with others that are weighed too, or some are left out")
+        raise NotFusedError("its attention sinks are joined before its Softmax and not cut off after it, or reversely")
     layouts = (above.unjoined or softmax.scores, below.weights, *(bias.at for bias in above.biases))
     passed = (*above.passed, softmax.output, *below.passed)
     query, keys, values = _factors(above.product, below.values)
@@ -189,12 +189,12 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
         if (zeroed := without_nan(value)) is not None:
             guarded, value = True, zeroed
         elif value.is_graph_output() or len(users) > 1:
-            raise NotFusedError("its weights are read elsewhere too")
+            raise NotFusedError("its attention weights have other readers")
         elif users and multiplies(users[0]):
             below = _read_weighing(users[0], value, turned, rank_of)
             return replace(below, weights=straight, guarded=guarded, passed=tuple(passed), cut=cut)
         elif not users or users[0].domain:
-            raise NotFusedError("its weights go nowhere that is known")
+            raise NotFusedError("no operator of ONNX's own domain reads its attention weights")
         elif users[0].op_type in (PASSED if turned else PASSED | VIEWS) and users[0].inputs[0] is value:
             value = users[0].outputs[0]
         elif users[0].op_type == "Transpose" and _swaps_last(users[0]):
@@ -202,21 +202,21 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
         elif not turned and not cut and leaves_out_last(users[0], rank_of):
             cut, value = True, users[0].outputs[0]
         else:
-            raise NotFusedError(f"its weights pass a {users[0].op_type}")
+            raise NotFusedError(f"a {users[0].op_type} is between its Softmax and the product with the values")
         passed.append(value)
 
 
 def _read_weighing(node: ir.Node, weights: ir.Value, turned: bool, rank_of: RankOf) -> _Weighing:
     product = _read_product(node, rank_of) if is_product(node) else None
     if product is None:
-        raise NotFusedError("its weights go into no product of two computed values along one axis")
+        raise NotFusedError("its attention weights are not multiplied with computed values along one axis")
     if product.first.value is not weights:
         product = product.flipped()
     first = product.first.swapped() if turned else product.first
     if not first.is_value:
-        raise NotFusedError("its weights are multiplied along another axis than the Softmax's")
+        raise NotFusedError("its product with the values is along another axis than its Softmax")
     if product.scale != 1:
-        raise NotFusedError("what is weighed by it is scaled by the same operator")
+        raise NotFusedError("its product with the values is also scaled (alpha)")
     return _Weighing(product.second, weights, node.outputs[0], product.order)
 
 
@@ -252,7 +252,7 @@ def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     if node is not None and deepest and multiplies(node):
         return _read_scores(node, rank_of)
     if node is None or node.domain or not deepest:
-        raise NotFusedError("its scores come from no product")
+        raise NotFusedError("its scores come from no product of queries and keys")
     one = node.inputs[0]
     assert one is not None
     if node.op_type in PASSED | VIEWS or _changes_nothing(node, one):
@@ -268,9 +268,9 @@ def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     elif node.op_type == "Concat":
         above = _find_joined(node, deepest, rank_of)
     else:
-        raise NotFusedError(f"its scores pass a {node.op_type}")
+        raise NotFusedError(f"a {node.op_type} is between the product of its queries and keys and its Softmax")
     if above.sinks is not None and node.op_type not in PASSED | {"Concat"} and not _changes_nothing(node, one):
-        raise NotFusedError("more is done to its sinks than to join them with the scores")
+        raise NotFusedError("its attention sinks are changed after they are concatenated with the scores")
     return replace(above, passed=(*above.passed, value))
 
 
@@ -278,12 +278,12 @@ def _find_joined(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     """Scores with sinks concatenated to them."""
     axis, rank = node.attributes.get_int("axis", -1), rank_of(node.outputs[0])
     if len(node.inputs) != 2 or rank is None or axis not in (-1, rank - 1):
-        raise NotFusedError("its scores are joined with others than sinks")
+        raise NotFusedError("its scores are concatenated with something other than attention sinks")
     scores, sinks = node.inputs
     assert scores is not None
     above = _find_scores(scores, deepest - 1, rank_of)
     if above.sinks is not None:
-        raise NotFusedError("its scores are joined with sinks twice")
+        raise NotFusedError("its scores are concatenated with attention sinks twice")
     return replace(above, sinks=sinks, unjoined=scores)
 
 
@@ -296,15 +296,15 @@ def _changes_nothing(node: ir.Node, scores: ir.Value) -> bool:
 
 def _read_scores(node: ir.Node, rank_of: RankOf) -> _Scores:
     if not is_product(node):
-        raise NotFusedError("its scores are a product with a weight")
+        raise NotFusedError("its scores are a product with a constant weight, not of queries and keys")
     product = _read_product(node, rank_of)
     if product is None:
-        raise NotFusedError("its scores are a product along several axes, or of factors with unlike axes")
+        raise NotFusedError("the product of its queries and keys is along several axes, or their other axes differ")
     rank = len(product.order)
     if product.order[-2:] == (rank - 1, rank - 2):
         product = product.flipped()
     if product.order != tuple(range(rank)):
-        raise NotFusedError("its scores have their axes in an order that is not understood")
+        raise NotFusedError("the axes of its scores are in an order that splitc does not know")
     return _Scores(product, (node.outputs[0],), scale=product.scale)
 
 
@@ -316,7 +316,7 @@ def _find_scaled(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     # Scaling is linear: what was added before is scaled by itself. Hidden scores stay hidden if they stay low.
     biases = tuple(replace(b, factor=b.factor * scaled[1], low=b.low * scaled[1]) for b in above.biases)
     if scaled[1] < 0 or any(bias.hides is not None and bias.low > HIDDEN / 10 for bias in biases):
-        raise NotFusedError("its scores are scaled after a mask, which may no longer hide")
+        raise NotFusedError("its scores are scaled after the mask, so that masked scores may not be low enough")
     return replace(above, biases=biases, scale=above.scale * scaled[1], softcap=above.softcap * scaled[1])
 
 
@@ -328,17 +328,17 @@ def _find_scaled_rows(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
             continue
         above = _find_scores(path, deepest - 1, rank_of)
         if above.biases or above.softcap:
-            raise NotFusedError("its scores are scaled after a mask or a Tanh by what is no constant number")
+            raise NotFusedError("its scores are scaled after a mask or a softcap (Tanh), and not by a constant")
         scale = RowScale(value, node.outputs[0], node.op_type == "Div")
         return replace(above, row_scales=(*above.row_scales, scale))
-    raise NotFusedError("its scores come from no product")
+    raise NotFusedError("its scores come from no product of queries and keys")
 
 
 def _find_capped(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     """Scores behind a Tanh. Their softcap is 1 until they are scaled."""
     above = _find_scores(value, deepest - 1, rank_of)
     if above.biases or above.softcap:
-        raise NotFusedError("its scores are capped by a Tanh after a mask or another one")
+        raise NotFusedError("its softcap (Tanh) comes after a mask or another softcap")
     return replace(above, softcap=1.0)
 
 
@@ -393,8 +393,8 @@ def _find_masked(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
     hides = constant(then) is not None
     low, path = (constant(then), otherwise) if hides else (constant(otherwise), then)
     if low is None:
-        raise NotFusedError("its scores are chosen from others by a Where")
+        raise NotFusedError("a Where replaces some of its scores by something other than one constant")
     if low > HIDDEN:
-        raise NotFusedError("a Where puts others in the place of its scores that are not low enough to hide them")
+        raise NotFusedError(f"a Where replaces some of its scores by {low:g}, which is too high for a mask")
     above = _find_scores(path, deepest - 1, rank_of)
     return replace(above, biases=(*above.biases, Bias(mask, node.outputs[0], 1.0, hides, low)))

@@ -22,7 +22,7 @@ MASK, PAST_KEYS, PAST_VALUES, LENGTHS = 3, 4, 5, 6
 KEYS, VALUES, SCORES = 1, 2, 3
 # The most elements of a mask that are looked at. A choice: they are read from the model's file.
 LARGEST = 1 << 22
-NO_HEADS = "the number or the size of its heads may change from request to request"
+NO_HEADS = "the number or the size of its heads is dynamic"
 
 
 def is_operator(node: ir.Node) -> bool:
@@ -47,7 +47,7 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
     if size is None:
         raise NotFusedError(NO_HEADS)
     if is_causal and not has_past and not axes[2].is_same(all_axes[2]):
-        raise NotFusedError("it hides later tokens as if none were before the request's own")
+        raise NotFusedError("it is causal without a cache, and its queries and keys differ in number")
     scores = ir.Value()
     work.name_value(scores, "scores", query.value, (*axes[:3], all_axes[2]))
     hides = None if mask is None or mask.dtype != ir.DataType.BOOL else False
@@ -73,15 +73,15 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
 def _check(node: ir.Node) -> None:
     """Raise NotFusedError for a form that no other operator has."""
     if _input(node, LENGTHS) is not None:
-        raise NotFusedError("it is told how many of its keys are filled")
+        raise NotFusedError("it has the input nonpad_kv_seqlen")
     if len(node.outputs) > SCORES and (node.outputs[SCORES].uses() or node.outputs[SCORES].is_graph_output()):
-        raise NotFusedError("its scores are read elsewhere too")
+        raise NotFusedError("its output qk_matmul_output has readers")
     precision = node.attributes.get_int("softmax_precision", ir.DataType.FLOAT)
     if precision not in (ir.DataType.FLOAT, node.inputs[0].dtype if node.inputs[0] else None):
-        raise NotFusedError("its Softmax is of another precision")
+        raise NotFusedError("its softmax_precision is neither float32 nor the type of its queries")
     pasts = [_input(node, place) is not None for place in (PAST_KEYS, PAST_VALUES)]
     if any(pasts) and not (all(pasts) and len(node.outputs) > VALUES):
-        raise NotFusedError("its keys and its values are not a cache each")
+        raise NotFusedError("its keys and its values do not have a cache each")
 
 
 def _by_heads(node: ir.Node, place: int, work: Writer) -> Operand:

@@ -23,12 +23,12 @@ def check_bias(bias: Bias, sizes: Sizes) -> None:
     """Raise NotFusedError if a bias can't be written with these axes."""
     own, scores = sizes.axes(bias.value), sizes.axes(bias.at)
     if own is None or scores is None or len(own) > len(scores):
-        raise NotFusedError("what is added to its scores has no known shape")
+        raise NotFusedError("the shape of its mask or bias is not known")
     for one, other in zip(reversed(own), reversed(scores), strict=False):
         if one.size not in (ONE, other.size):
-            raise NotFusedError("what is added to its scores has another shape than these")
+            raise NotFusedError("the shape of its mask or bias does not fit its scores")
     if (own[-1].size if own else ONE) != scores[-1].size:
-        raise NotFusedError("what is added to its scores is the same for all keys")
+        raise NotFusedError("its mask or bias is the same for all keys")
 
 
 def write_bias(attention: Attention, frame: Frame, work: Writer) -> ir.Value:

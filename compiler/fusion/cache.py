@@ -107,13 +107,16 @@ def left_out(
         if state.grows is None or state.in_place or (state.input in pasts and is_read):
             continue
         if maker is not None and operator_of(maker).writes_in_place:
-            yield state.input, NotFusedError("it is read elsewhere than by the operator that could write it in place")
+            yield state.input, NotFusedError("it has readers beside the operator that could write it in place")
         elif state.input in on_latents:
             yield state.input, NotFusedError("no operator computes attention on latents and writes them in place")
         elif state.input in pasts:
-            yield state.input, NotFusedError("no attention has it as its keys or its values")
+            yield state.input, NotFusedError("no attention reads it as keys or values")
         else:
-            yield state.input, NotFusedError("it is not concatenated as it is, along the third of four axes")
+            yield (
+                state.input,
+                NotFusedError("new rows are not concatenated with it as it is, along the third of four axes"),
+            )
 
 
 def find_caches(attention: Attention, held: Held, shape_of: ShapeOf) -> CachedAttention | None:
@@ -126,7 +129,7 @@ def find_caches(attention: Attention, held: Held, shape_of: ShapeOf) -> CachedAt
     if keys is None and values is None:
         return None
     if keys is None or values is None or keys.present is values.present:
-        raise NotFusedError("its keys and its values are not a cache each")
+        raise NotFusedError("its keys and its values do not have a cache each")
     for cache in (keys, values):
         _check_readers(cache, attention)
     if values.scales or values.factor != 1:
@@ -164,9 +167,9 @@ def _check_readers(cache: Cache, attention: Attention) -> None:
     for value, reader in zip([cache.past, cache.present, *cache.between], [maker, *cache.path, None], strict=True):
         readers = {node for node, _ in value.uses() if node.op_type != "Shape" or node.domain}
         if len(readers) != (last if reader is None else 1) or (reader is not None and readers != {reader}):
-            raise NotFusedError("its cache is read elsewhere too")
+            raise NotFusedError("its cache has other readers")
         if value.is_graph_output() and value is not cache.present:
-            raise NotFusedError("its cache is an output in another form too")
+            raise NotFusedError("a reshaped or repeated form of its cache is an output too")
 
 
 def check_layout(cache: Cache, sizes: Sizes) -> tuple[int, int]:
@@ -177,21 +180,21 @@ def check_layout(cache: Cache, sizes: Sizes) -> tuple[int, int]:
     """
     own = sizes.axes(cache.present)
     if own is None or own[1].fixed is None or own[3].fixed is None:
-        raise NotFusedError("the number or the size of its cache's heads may change from request to request")
+        raise NotFusedError("the number or the size of its cache's heads is dynamic")
     axes = [[] if axis.size == ONE else [(kind, axis.size)] for kind, axis in zip("bhrd", own, strict=True)]
     for node in cache.path:
         followed = _follow(node, axes, sizes)
         if followed is None:
-            raise NotFusedError(f"its cache passes a {node.op_type} that is not understood")
+            raise NotFusedError(f"a {node.op_type} changes its cache in a way that splitc does not know")
         axes = followed
     *leading, rows, size = (axes[axis] for axis in cache.operand.axes)
     kinds = [kind for kind, _ in _joined(leading)]
     wanted = [kind for kind in "bh" if any(part[0] == kind for axis in axes for part in axis)]
     repeats = [times for kind, (times, _) in _joined(leading) if kind == "times"]
     if kinds != [*wanted, *["times"] * len(repeats)] or len(repeats) > 1:
-        raise NotFusedError("its cache's heads are not repeated side by side")
+        raise NotFusedError("copies of one head of its cache are not consecutive")
     if [kind for kind, _ in rows] != ["r"] or [kind for kind, _ in size] not in (["d"], []):
-        raise NotFusedError("its cache's axes are in an order that is not understood")
+        raise NotFusedError("the axes of its cache are in an order that splitc does not know")
     return own[1].fixed, repeats[0] if repeats else 1
 
 

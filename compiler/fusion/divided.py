@@ -75,14 +75,14 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
     axes, split = sizes.axes(divided.whole), divided.parts[0].producer()
     columns = [sizes.axes(part) for part in divided.parts]
     if axes is None or split is None or any(own is None for own in columns):
-        raise NotFusedError("its parts have no known sizes")
+        raise NotFusedError("the sizes of its parts are not known")
     if split.attributes.get_int("axis", 0) not in (-1, len(axes) - 1):
-        raise NotFusedError("its result is divided along another axis")
+        raise NotFusedError("its Split is not along the last axis")
     if any(part.is_graph_output() for part in divided.parts):
         raise NotFusedError("one of its parts is an output of the model")
     counts = [own[-1].fixed for own in columns if own is not None]
     if None in counts:
-        raise NotFusedError("its parts may change from request to request")
+        raise NotFusedError("the sizes of its parts are dynamic")
     start = 0
     for number, (part, count) in enumerate(zip(divided.parts, counts, strict=True)):
         assert count is not None

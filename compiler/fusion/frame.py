@@ -51,19 +51,19 @@ def find_frame(attention: Attention, sizes: Sizes) -> Frame:
     leading, length, size = query[:-2], query[-2], query[-1].fixed
     rows, value_size = keys[-1], values[-1].fixed
     if keys[-2].size != query[-1].size or values[-2].size != rows.size:
-        raise NotFusedError("its queries, keys and values differ in their sizes")
+        raise NotFusedError("the shapes of its queries, keys and values do not fit together")
     if not _fits(keys[:-2], leading, attention.groups):
         raise NotFusedError("its keys have more heads than its queries")
     if size is None or value_size is None:
-        raise NotFusedError("the size of its heads may change from request to request")
+        raise NotFusedError("the size of its heads is dynamic")
     layouts = [sizes.axes(value) for value in attention.layouts]
     if any(layout is None or len(layout) < 2 for layout in layouts):
-        raise NotFusedError("its scores have no known sizes")
+        raise NotFusedError("the shape of its scores is not known")
     known = [layout for layout in layouts if layout is not None]
     if any((layout[-2].size, layout[-1].size) != (length.size, rows.size) for layout in known):
-        raise NotFusedError("its scores get other last axes on their way")
+        raise NotFusedError("the last two axes of its scores change before the product with the values")
     if any(product_of(a.size for a in layout[:-2]) != product_of(a.size for a in leading) for layout in known):
-        raise NotFusedError("what is added to its scores, or its values, have more heads than these")
+        raise NotFusedError("its mask, bias or values have more batch entries or heads than its queries")
     weighed = known[1][:-2]
     if len(weighed) != len(values) - 2 or not _fits(values[:-2], weighed, attention.groups):
         raise NotFusedError("its values have more heads than its queries")

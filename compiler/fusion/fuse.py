@@ -240,7 +240,9 @@ class _Work:
         try:
             check_type(latent.latent, HALVES | SINGLES)
             if not latent.gains(query[attention.query.axes[-2]]):
-                raise NotFusedError("for so many tokens at once it takes less to project its latent")
+                raise NotFusedError(
+                    "with this many tokens a request it is cheaper to project keys and values from its latent"
+                )
             write_latent(latent, self.editor, self._sizes)
         except NotFusedError as error:
             return Fate(place, None, str(error), "latent")
@@ -257,11 +259,11 @@ class _Work:
             check_type(attention.query.value, self.gains.caches)
             at = attention.output.producer()
             if attention.softcap and not self.gains.capped and at is not None and not is_operator(at):
-                raise NotFusedError("no kernel is faster for scores that a Tanh caps")
+                raise NotFusedError("no kernel is faster with a softcap (Tanh)")
             if attention.sinks is not None and not self.gains.sinks:
-                raise NotFusedError("no kernel takes both a mask and sinks that are joined to the scores")
+                raise NotFusedError("no kernel takes both a mask and attention sinks")
             if not is_known():
-                raise NotFusedError("the ONNX Runtime that is installed does not have its operator: take a newer one")
+                raise NotFusedError(f"the installed ONNX Runtime has no {GROUPED}: install a newer one")
             write_group_query_attention(cached, self.editor, self._sizes, self.lengths)
         except NotFusedError as error:
             return Fate(place, None, str(error), "cache")

@@ -73,23 +73,23 @@ def _check(cached: CachedAttention, work: Writer) -> Frame:
     keys, values = cached.keys, cached.values
     scales = [work.sizes.axes(scale.value) for scale in keys.scales]
     if not all(axes is not None and is_one(axes) for axes in scales):
-        raise NotFusedError("its keys are scaled by more than one number")
+        raise NotFusedError("its keys are scaled by a tensor, not by one number")
     layouts = [check_layout(cache, work.sizes) for cache in (keys, values)]
     shapes = [work.sizes.of(value) for cache in (keys, values) for value in (cache.past, cache.new, cache.present)]
     if shapes[:3] != shapes[3:] or layouts[0] != layouts[1]:
-        raise NotFusedError("its keys and its values differ in their sizes")
+        raise NotFusedError("its keys and its values differ in shape")
     heads, times = layouts[0]
     repeated = heads * times * cached.attention.groups
     if frame.heads.fixed != repeated and (heads, times) != (1, 1):  # one head is broadcast as it is
-        raise NotFusedError("its cache's heads are not those of its queries")
+        raise NotFusedError("its cache, with repeated heads, has another number of heads than its queries")
     new, present = work.axes(keys.new), work.axes(keys.present)
     own = (new[0].size, new[-2].size, present[ROWS].size, present[3].fixed)
     if own != (frame.batch.size, frame.length.size, frame.all.size, frame.size):
-        raise NotFusedError("its cache's batch or lengths are not those of its queries")
+        raise NotFusedError("the batch or the length of its cache differs from that of its queries")
     if frame.size % UNIT or frame.size != frame.value_size:
         raise NotFusedError(f"the operator takes heads of a multiple of {UNIT}, for keys and values the same")
     if keys.new.dtype != cached.attention.query.value.dtype:
-        raise NotFusedError("its queries and its cache are not of one type")
+        raise NotFusedError("its queries and its cache differ in type")
     if cached.attention.sinks is not None:
         _check_sinks(cached.attention.sinks, frame, work)
     _check_rows(keys, work.sizes)
@@ -102,7 +102,7 @@ def _check_rows(cache: Cache, sizes: Sizes) -> None:
     assert past is not None and new is not None
     if all(axis.size[0] > least for axis, least in ((new[0], 1), (new[-2], 1), (past[ROWS], 0))):
         raise NotFusedError(
-            f"the operator is slower for several tokens after others in several rows, and {new[0].size[0]} rows of "
+            f"the operator is slower for several rows with several tokens after cached ones: {new[0].size[0]} rows of "
             f"{new[-2].size[0]} tokens after {past[ROWS].size[0]} are planned"
         )
 
@@ -161,9 +161,9 @@ def _check_sinks(sinks: ir.Value, frame: Frame, work: Writer) -> None:
     own, source = work.sizes.of(sinks), work.sizes.axes(_unrepeated(sinks))
     heads = frame.heads.fixed
     if own is None or source is None or not own or own[-1] != ONE or len(own) != 4 or len(source) > 4:
-        raise NotFusedError("what is joined with its scores is more than a number for each row")
+        raise NotFusedError("its attention sinks are more than one number for each row of scores")
     if [axis.fixed for axis in [*[fixed_axis(1)] * (4 - len(source)), *source]] != [1, heads, 1, 1]:
-        raise NotFusedError("what is joined with its scores is not one number a head")
+        raise NotFusedError("its attention sinks are not one number for each head")
 
 
 def _unrepeated(sinks: ir.Value) -> ir.Value:

@@ -157,23 +157,23 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     assert at is not None
     is_more = attention.softcap or attention.is_causal or attention.row_scales or attention.sinks is not None
     if is_more or attention.groups != 1 or attention.is_flat:
-        raise NotFusedError("it does more to its latent's scores than to scale and mask them")
+        raise NotFusedError("its scores are not only scaled and masked (softcap, sinks or shared heads)")
     shared = [part if isinstance(part, ir.Value) else part.weight for part in (*latent.parts, latent.values)]
     if {value.dtype for value in (latent.latent, *shared)} != {latent.query.value.dtype}:
-        raise NotFusedError("its latent and its queries are not of one type")
+        raise NotFusedError("its latent and its queries differ in type")
     sources = [latent.latent, latent.query.value, *editor.graph.inputs]
     known = tuple(value for value in sources if sizes.of(value) is not None)
     work = Writer(at, attention.output.name or "", known, editor, sizes)
     frame = check_attention(attention, work)
     heads = frame.heads.fixed
     if frame.divided(frame.leading) != 1 or frame.divided(frame.weighed) != 1 or len(frame.leading) != 2:
-        raise NotFusedError("its latent's batch and heads are not an axis each")
+        raise NotFusedError("its batch and its heads are not one axis each")
     if heads is None or sum(latent.sizes) != frame.size or latent.values.size != frame.value_size:
-        raise NotFusedError("its latent's heads are not those of its queries")
+        raise NotFusedError("the heads projected from its latent differ from those of its queries")
     stale = list(_between(latent, {attention.output.producer(), *(value.producer() for value in attention.passed)}))
     readers = {node: sizes_read(node, sizes) for value in stale for node in size_readers(value)}
     if not all(axes and all(map(work.has, axes)) for axes in readers.values()):
-        raise NotFusedError("the sizes of its keys or values are read elsewhere")
+        raise NotFusedError("a node reads sizes of its keys or values that no other value has")
     writing = Writing(attention, frame, work)
     try:
         made = _attended(latent, heads, writing)
@@ -199,7 +199,7 @@ def _between(latent: LatentAttention, ends: Collection[ir.Node | None]) -> Itera
         yield value
         users = {node for node, _ in value.uses() if node not in ends and (node.op_type != "Shape" or node.domain)}
         if value.is_graph_output() or not all(node.op_type in PASSED and not node.domain for node in users):
-            raise NotFusedError("keys or values that are made of its latent are read elsewhere too")
+            raise NotFusedError("keys or values projected from its latent have other readers")
         pending += [made for node in users for made in node.outputs]
 
 

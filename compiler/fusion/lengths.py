@@ -132,9 +132,9 @@ class Lengths:
         """The filled rows of a cache. Raises NotFusedError if no input says how many a request adds."""
         past, new, present = (self._sizes.axes(value) for value in (cache.past, cache.new, cache.present))
         if past is None or new is None or present is None or not self._sizes.differ:
-            raise NotFusedError("the lengths of its cache can't be told from other sizes")
+            raise NotFusedError("the length of its cache can't be told apart from other sizes")
         if past[ROWS].fixed is not None or present[ROWS].fixed is not None or past[ROWS].size == new[-2].size:
-            raise NotFusedError("the lengths of its cache can't be told from other sizes")
+            raise NotFusedError("the length of its cache can't be told apart from other sizes")
         if past[ROWS].size not in self._filled:
             self._filled[past[ROWS].size] = self._add(past[ROWS], new, present[ROWS])
         return self._filled[past[ROWS].size]
@@ -146,9 +146,11 @@ class Lengths:
             step = self._place_of(tokens)
         several = tokens.fixed != 1 and new[0].fixed != 1
         if several and graph.opset_imports.get("", 1) < OPSET:
-            raise NotFusedError(f"its model is of an opset before {OPSET}, whose Max takes no sizes")
+            raise NotFusedError(
+                f"the model's opset is below {OPSET}, and its Max takes no int64: export it with a later one"
+            )
         if step is None:
-            raise NotFusedError("no input says how many tokens a request adds to its cache")
+            raise NotFusedError("no axis of an input is the number of tokens that a request adds to its cache")
         name = unused_name(NAME, self._sizes.shapes)
         value = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         graph.inputs.append(value)
@@ -214,9 +216,9 @@ class Lengths:
             for node in size_readers(value):
                 axes = sizes_read(node, self._sizes)
                 if node.outputs[0].is_graph_output() or not axes:
-                    raise NotFusedError("the sizes of its cache are read in a way that is not understood")
+                    raise NotFusedError("a node reads the shape of its cache in a way that splitc does not know")
                 if not all(map(self.writer(node, filled).has, axes)):
-                    raise NotFusedError("no input says a size that is read off its cache")
+                    raise NotFusedError("a node reads a size off its cache that no input has")
 
     def are_in_place(self, caches: Iterable[Cache], filled: Filled) -> None:
         """Note the caches that have this length."""

@@ -90,11 +90,11 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
     assert at is not None
     axes = sizes.axes(data)
     if axes is None or len(axes) != 3 or norm.attributes.get_int("axis", -1) not in (-1, 2):
-        raise NotFusedError("what is normed has no three axes of known sizes")
+        raise NotFusedError("the input of its norm does not have three axes, of which it normalizes the last")
     given = {modulation.scale.dtype, modulation.shift.dtype}
     may_be_cast = given == {ir.DataType.FLOAT} and data.dtype == ir.DataType.FLOAT16
     if data.dtype != output.dtype or not (given == {data.dtype} or may_be_cast):
-        raise NotFusedError("its norm, scale and shift are not of one type")
+        raise NotFusedError("its norm, scale and shift differ in type")
     row = _row(modulation, axes, sizes)
     work = Writer(at, output.name or "", (data,), editor, sizes)
     scale, shift = (
@@ -128,12 +128,12 @@ def _row(modulation: Modulation, axes: tuple[Axis, ...], sizes: Sizes) -> tuple[
     for value in (modulation.scale, modulation.shift):
         own = sizes.axes(value)
         if own is None or not own or len(own) > 3:
-            raise NotFusedError("its scale and shift have no known sizes")
+            raise NotFusedError("the shapes of its scale and shift are not known")
         row = [ONE] * (3 - len(own)) + [axis.size for axis in own]
         if row[0] not in (ONE, axes[0].size) or row[1:] != [ONE, axes[2].size]:
-            raise NotFusedError("its scale and shift are not one row for each of the batch")
+            raise NotFusedError("its scale and shift are not one row for each batch entry")
         made.append(row)
         first = own[0] if len(own) == 3 else first
     if made[0] != made[1]:
-        raise NotFusedError("its scale and shift have different sizes")
+        raise NotFusedError("its scale and shift differ in shape")
     return (first if made[0][0] == ONE else axes[0], fixed_axis(1), axes[2])

@@ -34,13 +34,13 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     at = attention.result.producer()
     assert at is not None
     if attention.softcap:
-        raise NotFusedError("its scores are capped by a Tanh, which the operator can't do")
+        raise NotFusedError("the operator has no softcap (Tanh)")
     if attention.sinks is not None:
-        raise NotFusedError("its scores are joined with sinks, which the operator can't do")
+        raise NotFusedError("the operator takes no attention sinks")
     if attention.groups != 1:
-        raise NotFusedError("its heads share keys, which the operator can't do")
+        raise NotFusedError("its query heads share key heads, which the operator can't do")
     if attention.keys.value.producer() is attention.output.producer():
-        raise NotFusedError("it makes its cache itself")
+        raise NotFusedError("it appends to its cache itself")
     seen = [seen_through_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
     before = unmerged(seen[0], sizes, scaled=True)
     # Inputs come last: what reads them needs them on each device.
@@ -49,7 +49,7 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     work = Writer(at, attention.output.name or "", known, editor, sizes)
     frame = check_attention(attention, work)
     if max(frame.size, frame.value_size) > largest:
-        raise NotFusedError(f"no kernel is faster for heads of more than {largest}")
+        raise NotFusedError(f"no kernel is faster for heads larger than {largest}")
     writing = Writing(attention, frame, work)
     try:
         views = writing.views(writing.rows())
@@ -65,7 +65,7 @@ def check_attention(attention: Attention, work: Writer) -> Frame:
     """The frame of an attention that the operator can express. Raises NotFusedError if there is none."""
     dtypes = {operand.value.dtype for operand in (attention.query, attention.keys, attention.values)}
     if len(dtypes) > 1 or attention.output.dtype is None:
-        raise NotFusedError("its queries, keys and values are not of one type")
+        raise NotFusedError("its queries, keys and values differ in type")
     frame = find_frame(attention, work.sizes)
     for bias in attention.biases:
         check_bias(bias, work.sizes)
@@ -74,7 +74,7 @@ def check_attention(attention: Attention, work: Writer) -> Frame:
     for node in (node for value in attention.passed for node in size_readers(value)):
         axes = work.sizes.axes(node.inputs[0]) if node.inputs[0] is not None else None
         if node.attributes or axes is None or not all(map(work.has, axes)):
-            raise NotFusedError("the sizes of its scores are read elsewhere")
+            raise NotFusedError("a node reads sizes of its scores that its queries and keys do not have")
     return frame
 
 
@@ -82,12 +82,12 @@ def _check_scale(scale: RowScale, frame: Frame, sizes: Sizes) -> None:
     """Raise NotFusedError if a scale of scores can't be applied to queries instead."""
     own, scores = sizes.axes(scale.value), sizes.axes(scale.at)
     if own is None or scores is None or len(own) > len(scores):
-        raise NotFusedError("its scores are scaled by what has no known shape")
+        raise NotFusedError("the shape of its scores' scale is not known")
     if is_one(own):
         return
     leading = [axis.size for axis in frame.leading]
     if own[-1].size != ONE or [axis.size for axis in scores[:-2]] != leading:
-        raise NotFusedError("its scores are scaled by another number for each key")
+        raise NotFusedError("its scores have a different scale for each key")
 
 
 def _rewrite_sizes(attention: Attention, work: Writer) -> None:

@@ -71,7 +71,7 @@ def write_turned(norm: ir.Node, seen: Operand, editor: Editor, sizes: Sizes) -> 
     """Move a Transpose from before a norm to behind it, in place, where it may be fused with what follows."""
     output, own = norm.outputs[0], sizes.axes(seen.value)
     if sizes.axes(output) is None or own is None:
-        raise NotFusedError("it has no known sizes")
+        raise NotFusedError("its shape is not known")
     work = Writer(norm, output.name or "", (), editor, sizes)
     how = {name: attribute.value for name, attribute in norm.attributes.items()}
     made = work.add("norm", norm.op_type, [seen.value, *norm.inputs[1:]], output, own, **how)
@@ -94,7 +94,7 @@ def find_norm(mean: ir.Node) -> Norm | None:
     if normal is None:
         return None
     if not mean.attributes.get_int("keepdims", 1):
-        raise NotFusedError("its mean loses an axis")
+        raise NotFusedError("its mean drops the axis (keepdims=0)")
     cast = only_user(normal, "Cast")
     value = normal if cast is None else cast.outputs[0]
     output, weights = _weighted(value, cast is None)
@@ -174,14 +174,14 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     """
     axes = sizes.axes(norm.data)
     if axes is None or norm.output.dtype is None or norm.normal.dtype is None:
-        raise NotFusedError("it has no known sizes, or no known type")
+        raise NotFusedError("its shape or its type is not known")
     if not _has_row(norm, axes, sizes):
         norm = norm.without_weights
     elif not norm.by_reciprocal:
         raise NotFusedError("ONNX Runtime fuses this form by itself")
     size = axes[-1].fixed
     if size is None:
-        raise NotFusedError("the size that it is along may change from request to request")
+        raise NotFusedError("the size of the axis that it normalizes is dynamic")
     at, data = norm.output.producer(), norm.source
     assert at is not None
     work = Writer(at, norm.output.name or "", (), editor, sizes)

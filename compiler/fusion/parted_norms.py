@@ -76,16 +76,16 @@ def write_parted_norms(parted: PartedNorms, editor: Editor, sizes: Sizes) -> Non
     at, first = parted.output.producer(), parted.norms[0]
     axes, columns = sizes.axes(parted.data), [sizes.axes(part) for part in parted.split.outputs]
     if at is None or axes is None or any(own is None for own in columns):
-        raise NotFusedError("its parts have no known sizes")
+        raise NotFusedError("the sizes of its parts are not known")
     rank = len(axes)
     along = parted.split.attributes.get_int("axis", 0) % rank
     if at.attributes.get_int("axis", 0) % rank != along or along == rank - 1:
-        raise NotFusedError("its parts are joined along another axis")
+        raise NotFusedError("its parts are concatenated along another axis than they are split, or along the last")
     if first.attributes.get_int("axis", -1) not in (-1, rank - 1):
-        raise NotFusedError("it is along several axes")
+        raise NotFusedError("it normalizes several axes")
     counts = [count for own in columns if own is not None and (count := own[along].fixed) is not None]
     if len(counts) < len(columns):
-        raise NotFusedError("its parts may change from request to request")
+        raise NotFusedError("the sizes of its parts are dynamic")
     rows = [_rows(parted, number, counts, along, rank) for number in range(1, len(first.inputs))]
     work = Writer(at, parted.output.name or "", (), editor, sizes)
     attributes = {name: attribute.value for name, attribute in first.attributes.items()}
@@ -107,7 +107,7 @@ def _rows(parted: PartedNorms, number: int, counts: Sequence[int], along: int, r
     for norm, count in zip(parted.norms, counts, strict=True):
         value = norm.inputs[number]
         if value is None or value.const_value is None or len(value.const_value.shape) != 1 or source_of(value):
-            raise NotFusedError("its weights are not a row that is the same in each request")
+            raise NotFusedError("its weights are not one constant row")
         rows += [value.const_value.numpy()] * count
     made: Array = np.stack(rows)
     return made.reshape(*[1] * along, len(rows), *[1] * (rank - along - 2), -1)

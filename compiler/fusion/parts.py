@@ -155,7 +155,7 @@ class Parts:
         check_type(divided.whole, self.gains.divided)
         shape = self.shape_of(divided.whole)
         if shape is None or math.prod(shape[:-1]) < self.gains.least_rows:
-            raise NotFusedError("it has too few rows to be faster as several")
+            raise NotFusedError("it has too few rows to be faster as several products")
         write_divided(divided, self.editor, self.sizes)
         return PRODUCT
 

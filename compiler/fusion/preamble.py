@@ -176,11 +176,9 @@ def _check(made: Sequence[ir.Value], following: Collection[ir.Value], graph: ir.
     for value in made:
         axes = sizes.axes(value)
         if value.is_graph_input() or value.is_graph_output() or axes is None:
-            raise NotFusedError(
-                f"'{value.name}', which grows with each token, is used by more than masks and positions"
-            )
+            raise NotFusedError(f"'{value.name}' grows with each token, and has readers beside masks and positions")
         if any(axis.fixed is None and axis.size not in kept for axis in axes):
-            raise NotFusedError(f"'{value.name}' grows with each token, and is no mask of an attention")
+            raise NotFusedError(f"'{value.name}' grows with each token, and is not the mask of an attention")
 
 
 def _copy(model: ir.Model, made: Sequence[ir.Value]) -> ir.Model:

@@ -86,7 +86,7 @@ def find_rotary(node: ir.Node, sizes: Sizes, tables: Tables) -> Rotary | None:
         candidates = (_from_pairs(node, a, b, numbers, sizes, tables) for a, b, numbers in _joined_sums(node))
     rotary = next((rotary for rotary in candidates if rotary is not None), None)
     if rotary is not None and rotary.output.dtype != rotary.data.dtype:
-        raise NotFusedError("its result has another type than what is rotated")
+        raise NotFusedError("its input and its output differ in type")
     return None if rotary is None else _with_rest(rotary, sizes, tables)
 
 
@@ -146,7 +146,7 @@ def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, 
     if interleaved is None:
         return None
     if not (tables.agree(cosines, interleaved) and tables.agree(sines, interleaved)):
-        raise NotFusedError("the two elements of a pair may be multiplied by different numbers")
+        raise NotFusedError("its tables may have different cosines or sines for the two elements of a pair")
     return Rotary(source, cosines, sines, interleaved, _narrow(node.outputs[0]))
 
 
@@ -197,7 +197,7 @@ def _from_pairs(
         output, interleaved = joined
         order = np.stack([first, second], -1).reshape(-1) if interleaved else np.concatenate([first, second])
         if not np.array_equal(np.sort(order), np.arange(1, len(order) + 1)):
-            raise NotFusedError("it leaves out some elements, or rotates them the other way")
+            raise NotFusedError("it leaves out some elements, or rotates them in the opposite direction")
         places = None if np.array_equal(order, np.sort(order)) else tuple((order - 1).tolist())
         return Rotary(data, *numbers, interleaved, _narrow(output), by_pairs=True, places=places, thin=thin)
     return None

@@ -37,7 +37,7 @@ def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes
     axes, axis = sizes.axes(output), concat.attributes.get_int("axis", 0)
     pair = [sizes.axes(value) for value in parts[place : place + 2] if value is not None]
     if axes is None or any(own is None or own[axis].fixed is None for own in pair):
-        raise NotFusedError("what it is joined with has no known sizes")
+        raise NotFusedError("the shape of the Concat that it is part of is not known")
     count = sum(own[axis].fixed or 0 for own in pair if own is not None)
     joined_axes = list(axes)
     joined_axes[axis] = fixed_axis(count)
@@ -72,13 +72,13 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     work = Writer(at, rotary.output.name or "", known, editor, sizes)
     own = sizes.axes(rotary.data)
     if own is None or len(own) not in (3, 4) or own[-1].fixed is None:
-        raise NotFusedError("what is rotated has no three or four axes of known sizes")
+        raise NotFusedError("its input does not have three or four axes, the last of a fixed size")
     frame = _find_frame(rotary, _four(own), sizes)
     if not all(map(work.has, frame.axes)):
-        raise NotFusedError("no value is known to have one of its sizes")
+        raise NotFusedError("no known value has one of its dynamic sizes")
     differ = any(_differ(_table_axes(table, rotary, sizes) or (), frame) for table in (rotary.cosines, rotary.sines))
     if differ and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
-        raise NotFusedError("no input says how many rows of its tables there are")
+        raise NotFusedError("no axis of an input has the length of its tables")
     data = behind_split(rotary.data, editor, sizes)
     rotary, work = replace(rotary, data=data), replace(work, sources=(data, *known[1:]))
     if rotary.places is not None:
@@ -126,20 +126,20 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
     tables = [_table_axes(table, rotary, sizes) for table in (rotary.cosines, rotary.sines)]
     padded = [[ONE] * (4 - len(own)) + [axis.size for axis in own] for own in tables if own is not None]
     if len(padded) < 2 or padded[0] != padded[1]:
-        raise NotFusedError("its tables have no known sizes, or differ in them")
+        raise NotFusedError("the shapes of its tables (cosines and sines) are not known, or differ")
     table, count = padded[0], (rotary.part or axes[-1].fixed or 0) // (2 if rotary.by_pairs else 1)
     if table[-1] != (count, count) or any(
         size not in (ONE, axis.size) for size, axis in zip(table[:-1], axes[:-1], strict=True)
     ):
-        raise NotFusedError("its tables have other sizes than what is rotated")
+        raise NotFusedError("the shape of its tables does not fit its input")
     places = [place for place in (1, 2) if table[place] != ONE] or [n for n in (2, 1) if axes[n].size == ONE][:1]
     if len(places) != 1:
-        raise NotFusedError("its tables change from head to head, or are the same for all positions")
+        raise NotFusedError("its tables differ between heads, or are the same for all positions")
     # What has one row by chance may have one for each of the batch in other requests.
     changes = any(len(own) == 4 and own[0].fixed != 1 for own in tables if own is not None)
     frame = _Frame(axes, places[0], (*(axes[:1] if changes else ()), axes[places[0]]))
     if frame.heads.fixed is None:
-        raise NotFusedError("its number of heads may change from request to request")
+        raise NotFusedError("its number of heads is dynamic")
     return frame
 
 
@@ -272,7 +272,7 @@ def write_turned(node: ir.Node, turned: Turned, editor: Editor, sizes: Sizes) ->
     output, own = turned.output, sizes.axes(turned.data)
     at = output.producer()
     if own is None or sizes.axes(output) is None or own[1].fixed is None or own[3].fixed is None:
-        raise NotFusedError("its number of heads may change from request to request")
+        raise NotFusedError("its number of heads is dynamic")
     assert at is not None
     data = behind_split(turned.data, editor, sizes)
     work = Writer(at, output.name or "", (data,), editor, sizes)

@@ -62,7 +62,7 @@ def write_scattered(scattered: Scattered, editor: Editor, sizes: Sizes) -> None:
     at = present.producer()
     assert at is not None
     if axes is None or places is None or sizes.axes(scattered.rows.value) is None:
-        raise NotFusedError("its cache has no known sizes")
+        raise NotFusedError("the shape of its cache is not known")
     if len(places) != 2 or places[1].fixed != 1:
         raise NotFusedError("its cache is written along several axes")
     own = [places[0] if axis == scattered.axis else size for axis, size in enumerate(axes)]

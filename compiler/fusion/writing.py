@@ -157,7 +157,7 @@ class Writer:
             return self.known[number.size]
         source = self._source(number)
         if source is None:
-            raise NotFusedError("no value is known to have one of its sizes")
+            raise NotFusedError("no known value has one of its dynamic sizes")
         sizes = self.integers(f"{role}_of", "Shape", [source.value], len(self.axes(source.value)))
         place = self.editor.constant(np.array([source.place], np.int64))
         size = self.integers(role, "Gather", [sizes, place], 1)

@@ -152,7 +152,7 @@ def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: Rows) -> dict[ir.N
     atoms = frozenset(rows.atoms)
     for node, operation in axis_map.operations.items():
         if not all(map(grows, node.outputs, operation.outputs)):
-            return {node: "the number that it takes or makes of them does not follow theirs"}
+            return {node: "the size of its output is not proportional to their number"}
     return {}
 
 

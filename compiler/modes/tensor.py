@@ -190,7 +190,7 @@ def _warn_if_idle(ranks: Sequence[RankPlan], sharded: ShardedModel) -> list[str]
     """Warnings for ranks that own no unit of any axis, and so only repeat another rank's work."""
     idle = [part for part in range(sharded.ranks) if not any(parts[part].owned for parts in sharded.ranges.values())]
     return [
-        f"rank {number} ({rank.device}) gets no unit of any axis: leave it out with -d, or give it a larger share "
+        f"rank {number} ({rank.device}) gets no part of any weight: leave it out with -d, or give it a larger share "
         "(--tensor-split)"
         for number, rank in enumerate(ranks)
         if rank.part in idle
@@ -218,8 +218,8 @@ def _check_drawn(sharded: ShardedModel) -> None:
         if not isinstance(value.type, ir.TensorType | None) or value.dtype == ir.DataType.STRING:
             assert node is not None
             raise CannotSplitError(
-                f"{describe_node(node)} draws random numbers, and gives '{value.name}', which is no "
-                "tensor of numbers: the ranks can't hand it over to each other. Use --split-mode layer."
+                f"{describe_node(node)} draws random numbers, and its output '{value.name}' is not a "
+                "tensor of numbers, so that ranks can't send it to each other. Use --split-mode layer."
             )
 
 

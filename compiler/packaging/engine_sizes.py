@@ -52,8 +52,8 @@ class ShapeEngine:
         shapes = {name: known.shape for name, known in self.given.items() if known.shape is not None}
         if unknown := [name for name in self.inputs if name not in shapes]:
             raise ModelError(
-                f"the size of '{unknown[0]}' depends on data, or can't be inferred, and TensorRT engines are built for "
-                "known sizes of what passes between them: use --engine onnxruntime"
+                f"the size of '{unknown[0]}', which crosses a cut, depends on data or can't be inferred, and TensorRT "
+                "engines need known sizes: use --engine onnxruntime"
             )
         bound = bind_shapes(self._model, shapes, {name: known.numbers for name, known in self.given.items()})
         return {name: _known(name, bound) for name in self.outputs}

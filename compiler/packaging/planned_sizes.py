@@ -19,12 +19,12 @@ def check_sizes_tried(analysis: Analysis, fills: Mapping[str, Fill], say: Callab
     if problem is not None and fills and fitted.tried == WHOLE:
         problem = Trial(analysis.graph).refusal(analysis.shapes, {**fitted.fills, **fills})
     if problem is None:
-        say(f"the model runs on the sizes that are planned for: {fitted.tried}")
+        say(f"the model runs with the planned sizes: {fitted.tried}")
         return
     by_user = [name for name in analysis.shapes if name in fitted.inputs.given]
     sizes = ", ".join(f"{name} {format_shape(shape)}" for name, shape in analysis.shapes.items() if name not in by_user)
     made_up = f" (made up: {sizes})" if sizes else ""
     raise ModelError(
-        f"the model does not run on the sizes that are planned for{made_up}: {problem}\nNothing was written. Say what "
-        "it takes with --shapes, or which numbers with --fill; --no-verify writes the package as it is."
+        f"the model does not run with the planned sizes{made_up}: {problem}\nNothing was written. Give the sizes "
+        "that it takes with --shapes, or the numbers with --fill; --no-verify writes the package as it is."
     )

@@ -101,7 +101,9 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     if weights > limit:
         check_loads(package, read_manifest(package))
         if not plan.written.rewrites:
-            return Verdict(True, "the model is too large to be compared whole: each node was tried with separate rows")
+            return Verdict(
+                True, "the model is too large to be compared whole: each node was tried alone, on shards of its rows"
+            )
         return _check_blocks(plan.written, package, limit)
     with (
         _open_package(plan, package) as session,
@@ -215,7 +217,7 @@ def _check_all(differences: Sequence[Difference], unsteady: str = "") -> None:
         raise OutputsDifferError(
             f"{len(bad)} of {len(differences)} outputs of the split model differ from the unsplit model's, "
             f"'{worst.name}' most ({worst.problem or f'{worst.relative:.1e} of its largest value'}). Nothing was "
-            f"written. {f'It may be right: {unsteady}, so no comparison can tell' if unsteady else FAULT}. "
+            f"written. {f'The package may be right: {unsteady}, so no comparison can tell' if unsteady else FAULT}. "
             "--no-verify writes the package as it is."
         )
 

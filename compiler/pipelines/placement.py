@@ -34,7 +34,7 @@ SMALL, LARGE, MISFIT, UNSPLIT = (
     "whole, on the device with the most free memory",
     "split, to relieve the fullest device",
     "split, since it does not fit the device with the most free memory",
-    "large, but on fewer devices than there are, since it can't be split over all",
+    "large, but can't be split over all devices, so it is on fewer",
 )
 
 

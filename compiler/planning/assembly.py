@@ -182,15 +182,16 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
     warnings = []
     if observed := sorted(analysis.costs.bound.observed):
         warnings.append(
-            f"no rule gives the shapes that {', '.join(observed)} makes here: they were observed, in ONNX Runtime"
+            f"splitc has no shape rule for {', '.join(observed)} as used here: shapes were observed in ONNX Runtime"
         )
     if uncertain := sorted(analysis.costs.bound.uncertain):
         warnings.append(
-            f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): memory and time are too low"
+            f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): predicted memory and time are "
+            "too low"
         )
     if analysis.fitted.problem is not None:
         warnings.append(
-            "the model does not run on the sizes that are planned for, with made-up numbers. If it takes other sizes, "
+            "the model does not run with the planned sizes and made-up numbers. If it takes other sizes, predicted "
             "memory and time are wrong: give them (--shapes). If it takes other numbers, compile with these (--fill). "
             f"{analysis.fitted.problem.splitlines()[0]}"
         )
@@ -202,8 +203,8 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
                 f"left out, such as '{module}': {why}"
             )
     if analysis.slot_rank is not None and not analysis.slots:
-        why = next(iter(analysis.slotless.values()), "it has no products with weights")
-        warnings.append(f"no layer of the model takes adapters, in spite of --lora-slots: {why}")
+        why = next(iter(analysis.slotless.values()), "it has no matmuls with weights")
+        warnings.append(f"--lora-slots has no effect, since no layer of the model takes adapters: {why}")
     if unknown := [str(rank.device) for rank in ranks if rank.budget is None]:
         warnings.append(
             f"memory was not checked for {first_few(list(dict.fromkeys(unknown)))}, which this machine does not have: "

@@ -289,7 +289,11 @@ def explain_misfit(costs: StageCosts, targets: Sequence[Target]) -> str:
     else:
         lines.append("  It fits if devices are filled in order, but then one device gets no block: name fewer devices.")
     beside = " beside their engines" if any(target.engines for target in targets) else ""
-    short = f"{format_bytes(needed - available)} short" if needed > available else "but no run of blocks for each fits"
+    short = (
+        f"{format_bytes(needed - available)} short"
+        if needed > available
+        else "but no division into consecutive blocks fits"
+    )
     return (
         f"the model needs {format_bytes(needed)}, and the devices have {format_bytes(available)}{beside}, {short}:\n"
         + "\n".join(lines)

@@ -70,7 +70,7 @@ class Request:
         "auto",
         "--split-mode",
         kind=str,
-        help="auto: the mode that is predicted to be best and fits.",
+        help="auto: the mode predicted to be best that fits.",
         planned=lambda file: file.split_mode,
     )
     objective: str = request_field(
@@ -88,7 +88,7 @@ class Request:
         "--pipeline-stages",
         minimum=1,
         kind=int,
-        help="In tensor mode: groups of devices, each of which shares a run of blocks.",
+        help="In tensor mode: stages. The devices of a stage share its blocks.",
         only=["tensor"],
         why="; layer mode makes a stage for each device",
         planned=lambda file: 1 + max((rank.stage for rank in file.ranks), default=0),
@@ -98,14 +98,14 @@ class Request:
         "--batch-groups",
         minimum=1,
         kind=int,
-        help="Groups of devices. Each holds the whole model, and computes its rows of a batch.",
+        help="Groups of devices. Each has the whole model, and computes its rows of a batch.",
         planned=lambda file: 1 if file.split_mode == "batch" else file.batch_groups,
     )
     main_device: str | None = request_field(
         None,
         "--main-device",
         kind=str | None,
-        help="In row mode: it runs the model. Default: the first.",
+        help="In row mode: runs the model. Default: the first.",
         only=["row"],
         why="; in other modes no device is the main one",
         planned=lambda file: file.ranks[0].device if file.split_mode == "row" and file.ranks else None,
@@ -115,7 +115,7 @@ class Request:
         "--row-min",
         minimum=1,
         kind=int,
-        help="In row mode: the shortest side of a weight that is sliced.",
+        help="In row mode: the least side of a matrix that is sliced.",
         only=["row"],
         planned=lambda file: file.row_min,
     )
@@ -142,7 +142,7 @@ class Request:
         kind=list[str],
         read=parse_places,
         shown=[],
-        help="Put the weights with such names on a device; the first match counts.",
+        help="Put weights of matching names on a device; the first match counts.",
         only=PLACING,
         why=_PLACED,
         planned=_used_up,
@@ -153,7 +153,7 @@ class Request:
         metavar="DEVICE[:LAYERS]",
         kind=str | None,
         read=parse_experts,
-        help="Put the experts of all, or LAYERS, layers there.",
+        help="Put the experts of all layers, or of LAYERS, there.",
         only=PLACING,
         why=_PLACED,
         planned=_used_up,
@@ -176,7 +176,11 @@ class Request:
         planned=_used_up,
     )
     weights_at: str = request_field(
-        HOST, "--weights-at", kind=str, help="disk: CPU devices map weights.", planned=lambda file: file.weights_at
+        HOST,
+        "--weights-at",
+        kind=str,
+        help="disk: CPU devices map weight files.",
+        planned=lambda file: file.weights_at,
     )
     interconnect: str | None = request_field(
         None,
@@ -229,14 +233,14 @@ class Request:
         kind=list[str],
         read=parse_states,
         shown=[],
-        help="A state: the output becomes the input of the next run. Overrides what the graph says. Repeatable.",
+        help="A state: the output is the next run's input. Overrides detected ones. Repeatable.",
         planned=lambda file: {state.input: state.output for state in file.states or ()},
     )
     no_state: bool = request_field(
         False,
         "--no-state",
         kind=bool,
-        help="Take no pair of an input and an output for a state that --state does not name.",
+        help="Detect no states: only those of --state count.",
         planned=_used_up,
     )
     no_fuse: bool = request_field(
@@ -262,7 +266,7 @@ class Request:
         metavar="RANK",
         minimum=1,
         kind=int | None,
-        help="Plan for adapters of requests, of about this rank.",
+        help="Leave room for requests' adapters, of about this rank.",
         planned=lambda file: file.lora_slots,
     )
     trust_external_data: bool = request_field(

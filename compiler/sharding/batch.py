@@ -129,11 +129,11 @@ def explain_no_rows(graph: Graph, axis_map: AxisMap, made: Collection[ir.Node] =
     best = max(possible, key=lambda atom: (sum(name in places[atom] for name in outputs), len(places[atom])))
     named = next(f"axis {number} of '{name}'" for name, number in places[best].items())
     if (met := _where_met(axis_map, best)) is not None:
-        return f"the rows along {named} meet in {met}"
+        return f"the rows along {named} are not independent: {met}"
     lacking = [name for name in outputs if name not in places[best]]
     if not lacking:
-        return f"the rows along {named} meet in {_told_apart(axis_map, best, made)}"
-    return f"the output '{lacking[0]}' does not have the rows along {named} as an axis"
+        return f"the rows along {named} are not independent: {_told_apart(axis_map, best, made)}"
+    return f"the output '{lacking[0]}' has no axis for the rows along {named}"
 
 
 def _where_met(axis_map: AxisMap, atom: Factor) -> str | None:
@@ -168,7 +168,7 @@ def _told_apart(axis_map: AxisMap, atom: Factor, made: Collection[ir.Node]) -> s
             if value and value.producer() in made
         )
         if node not in made and any(_has(axes, atom) for axes in numbers):
-            return f"{describe_node(node)}: it tells them apart by numbers that are computed from sizes"
+            return f"{describe_node(node)}: it may treat rows differently, by numbers computed from sizes"
     return "nodes that compute from sizes"
 
 

@@ -155,16 +155,15 @@ def reject_costly(graph: Graph, candidates: Sequence[Candidate], axis_map: AxisM
         if candidate.gain < LEAST_GAIN_RATIO * together:
             rejected[candidate.atom] = _why_costly(candidate.collectives)
         elif candidate.atom in only and candidate.bytes * (ranks - 1) / ranks < LOOKUP_BYTES:
-            rejected[candidate.atom] = "a small embedding table"
+            rejected[candidate.atom] = "its embedding table is too small to gain"
     return rejected
 
 
 def _why_costly(collectives: int) -> str:
     if collectives == 0:
         return "too little to gain"
-    return (
-        "its sum costs more than it saves" if collectives == 1 else f"its {collectives} sums cost more than they save"
-    )
+    count = "collective" if collectives == 1 else f"{collectives} collectives"
+    return f"its {count} would cost more than it saves"
 
 
 def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> None:
@@ -176,7 +175,7 @@ def _pin_ends(graph: Graph, axis_map: AxisMap, planned: Mapping[str, Shape]) -> 
                 continue
             for leaf in ax.leaves(axis):
                 if not leaf.is_atom:
-                    reason = f"it is a part of an axis of '{value.name}' whose size may change"
+                    reason = f"it is a section of an axis of '{value.name}', whose size is dynamic"
                     ax.pin((leaf,), Pin(None, reason))
 
 
@@ -186,7 +185,7 @@ def _pin_borders(axis_map: AxisMap) -> None:
         for axis in (axis for side in crossing.sides for axis in (side.before, side.after)):
             leaves = ax.leaves(axis)
             rest = leaves[1:] if leaves and leaves[0].is_atom else leaves
-            ax.pin(tuple(rest), Pin(crossing.node, "its shards are joined there, and would not be consecutive"))
+            ax.pin(tuple(rest), Pin(crossing.node, "its shards are gathered there, and would not be contiguous"))
 
 
 def _pin_tables(axis_map: AxisMap) -> None:
@@ -194,7 +193,7 @@ def _pin_tables(axis_map: AxisMap) -> None:
     for node, operation in axis_map.operations.items():
         leaves = ax.leaves(operation.contracted) if operation.is_lookup else []
         if len(leaves) > 1 or not all(leaf.is_atom for leaf in leaves):
-            ax.pin(operation.contracted, Pin(node, "its rows are looked up, and they are made of parts"))
+            ax.pin(operation.contracted, Pin(node, "a lookup needs contiguous rows, and these have several factors"))
 
 
 def reached_weights(axis_map: AxisMap, size: Callable[[ir.Value], int]) -> dict[Factor, dict[ir.Value, int]]:

@@ -50,7 +50,7 @@ def choose(
     conflicts = candidates.conflicts
     rejected = reject_costly(graph, candidates.by_gain, axis_map, ranks)
     for atom in (candidate.atom for candidate in candidates.by_gain if candidate.atom in conflicts[candidate.atom]):
-        rejected.setdefault(atom, "some value has it along two axes")
+        rejected.setdefault(atom, "a tensor has this axis twice")
     chosen = _select(
         [candidate for candidate in candidates.by_gain if candidate.atom not in rejected], conflicts, rejected
     )
@@ -125,7 +125,7 @@ def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: di
                     mixed = {atom for atom in ax.atoms((leaf,)) if atom in chosen}
                     for atom in mixed:
                         del chosen[atom]
-                        rejected[atom] = "it is summed together with what can't be split"
+                        rejected[atom] = "it is summed in one reduction with a part that can't be split"
                     again = True
 
 

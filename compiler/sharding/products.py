@@ -148,20 +148,20 @@ def _why_not(analysis: Analysis, node: ir.Node, inside: bool, least: int) -> Dec
     number = operator_of(node).matrix_input
     weight = node.inputs[number] if number is not None and number < len(node.inputs) else None
     if node in analysis.graph.constant or weight is None:
-        return Declined(f"read by {node.op_type}", f"{describe_node(node)} reads it, and is no matmul")
+        return Declined(f"read by {node.op_type}", f"{describe_node(node)} reads it, and is not a matmul")
     if not analysis.graph.is_constant(weight):
-        reason = f"{describe_node(node)} reads it, but not as what it multiplies with"
-        return Declined("not what a matmul multiplies with", reason)
+        reason = f"{describe_node(node)} reads it, but not as its weight matrix"
+        return Declined("not the weight matrix of a matmul", reason)
     if is_inside_slot(node):
-        return Declined("of adapters", f"{describe_node(node)} is an adapter's product")
+        return Declined("of adapters", f"{describe_node(node)} belongs to an adapter")
     if not inside:
         return Declined("outside the blocks", f"{describe_node(node)} is outside the blocks")
     sides = _sides(analysis, node, weight)
     shape = format_shape(sides)
     if len(sides) > 2:
-        return Declined("stacks of matrices", f"{describe_node(node)} multiplies with {shape}, which is no matrix")
+        return Declined("stacks of matrices", f"{describe_node(node)} multiplies by {shape}, which is not a matrix")
     if len(sides) < 2 or min(sides) < least:
-        reason = f"{describe_node(node)} multiplies with {shape}, and --row-min is {least}"
+        reason = f"{describe_node(node)} multiplies by {shape}, and --row-min is {least}"
         return Declined(f"smaller than {least} x {least}", reason)
     return None
 
@@ -185,7 +185,7 @@ def _decline_shared(readers: Readers, declined: dict[ir.Node, Declined]) -> None
             other = next((declined[node] for node in nodes if node in declined), None)
             if other is not None and _is_matrix(weight):
                 for node in (node for node in nodes if node not in declined):
-                    reason = f"{other.reason} ('{weight.name}', which {describe_node(node)} multiplies with)"
+                    reason = f"{other.reason} (it shares '{weight.name}' with {describe_node(node)})"
                     declined[node] = Declined(other.kind, reason)
                     again = True
 
@@ -218,14 +218,14 @@ def _columns(
     leaves = ax.leaves(output[-1]) if output else []
     reason = ""
     if not leaves:
-        reason = f"{describe_node(node)} computes what has no known columns"
+        reason = f"{describe_node(node)} has an output whose columns are not known"
     elif not leaves[0].is_atom:
-        reason = f"{describe_node(node)} multiplies with several matrices put together"
+        reason = f"{describe_node(node)} multiplies by several concatenated matrices"
     elif (pin := leaves[0].pinned) is not None:
         by = describe_node(pin.node) if pin.node is not None else describe_node(node)
         reason = f"{by} needs {leaves[0].size} columns whole" + (f" ({pin.reason})" if pin.reason else "")
     elif leaves[0] in at_run_time:
-        reason = f"{describe_node(node)} has columns that are read at run time too"
+        reason = f"{describe_node(node)} has an input with the same axis as its columns"
     elif leaves[0] not in stored:
-        reason = f"{describe_node(node)} multiplies with what is computed, not stored"
+        reason = f"{describe_node(node)} multiplies by a computed matrix, not by a weight"
     return Declined("needed whole", reason) if reason else leaves[0]

@@ -36,10 +36,10 @@ def print_pipeline(plan: PipelinePlan) -> None:
         if device.common:
             out.print(f"{device.device}: {format_bytes(device.common)} of weights are held once, for several modules")
     if plan.swap:
-        out.print("modules work in turn: of the weights that they swap, each device has room for the largest module's")
+        out.print("modules work in turn: each device has room for the swapped weights of the largest module")
         for module in plan.modules:
             if stay := [str(rank.device) for rank in module.plan.ranks if not can_swap(module.plan, rank)]:
-                out.print(f"{module.name}: its weights stay on {first_few(stay)}, since its engines hold them inside")
+                out.print(f"{module.name}: its weights stay on {first_few(stay)}, since its engines contain them")
     for module in plan.modules:
         out.print(f"{module.name}: {module.why}")
         for title, fates in by_kind(module.plan.analysis.fates):

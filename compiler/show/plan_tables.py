@@ -64,7 +64,7 @@ def print_plan(plan: Plan) -> None:
             out.print(replays_text(_why_not_replayed(plan), plan.analysis.states))
     if plan.weights_at == DISK:
         mapped = [str(rank.device) for rank in plan.ranks if rank.device.kind == "cpu"]
-        out.print(f"weights stay in their files on {first_few(mapped)}, and count for no budget")
+        out.print(f"weights on {first_few(mapped)} stay in mapped files, and do not count for the budget")
     print_cuts(plan.named_cuts, plan.split.is_radial, len(plan.written.ranks))
     if plan.weights:
         _print_split(plan)
@@ -140,11 +140,11 @@ def print_beside(held: Sequence[tuple[int, int, int]]) -> None:
     engines, adapters, mapped = zip(*held, strict=True)
     if any(engines):
         own = format_bytes(max(engines))
-        out.print(f"of the budget, up to {own} are for the engine itself and for errors of the prediction")
+        out.print(f"the budget includes up to {own} for the engine itself and for errors of the prediction")
     if any(adapters):
-        out.print(f"of the budget, up to {format_bytes(max(adapters))} are for requests with adapters")
+        out.print(f"the budget includes up to {format_bytes(max(adapters))} for requests with adapters")
     if any(mapped):
-        out.print(f"not of the budget: {format_bytes(sum(mapped))} of embedding tables, read from their mapped files")
+        out.print(f"outside the budget: {format_bytes(sum(mapped))} of embedding tables, read from mapped files")
 
 
 def budget_cells(total: int, budget: Budget) -> tuple[Bar | str, str]:

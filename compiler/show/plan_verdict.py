@@ -34,7 +34,7 @@ def room_verdict(held: Iterable[tuple[str, int, int | None]]) -> Iterator[str]:
         return
     share, left, device = max(known)
     if left < 0:
-        yield f"{device} lacks {format_bytes(-left)}: another device, a larger budget, or shorter --shapes."
+        yield f"{device} lacks {format_bytes(-left)}: add a device, raise the budget, or plan for shorter --shapes."
     elif share > FULL:
         yield (
             f"{device} is {share:.0%} full, and has {format_bytes(left)} left: longer inputs than planned for may "

@@ -62,9 +62,9 @@ class KeptSums:
         if self._lacks(rank):
             taken = self._taken()
             raise DoesNotFitError(
-                f"the budgets leave room for adapters of rank {self._most} in all, ranks of a sum padded to powers of "
-                f"two; this sum takes {rank}, and requests and open sequences have {taken}. End these, load adapters "
-                f"of smaller rank, or compile with --lora-slots {taken + rank} or a larger --memory"
+                f"the budgets leave room for adapters of rank {self._most} in all, where a sum's rank is padded to a "
+                f"power of two: this one takes {rank}, and requests and open sequences have {taken}. End these, load "
+                f"adapters of smaller rank, or compile with --lora-slots {taken + rank} or a larger --memory"
             )
 
     def _lacks(self, rank: int) -> bool:

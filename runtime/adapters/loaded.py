@@ -156,11 +156,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return self._kept.get(parts, rank, partial(self._add, adapters, rank))
 
     def _read(self, asked: Mapping[str, float] | str) -> Mapping[str, float]:
-        with blamed("adapters are one's name, or numbers by names as in {'style': 0.8}"):
+        with blamed("name one adapter, or give strengths by name, as in {'style': 0.8}"):
             sums = {asked: 1.0} if isinstance(asked, str) else {name: float(times) for name, times in asked.items()}
         self._need(list(sums))
         if wrong := [name for name, times in sums.items() if not math.isfinite(times)]:
-            raise MisuseError(f"the adapter '{wrong[0]}' is taken times {sums[wrong[0]]}, which is no number")
+            raise MisuseError(
+                f"the strength of the adapter '{wrong[0]}' is {sums[wrong[0]]}, which is not a finite number"
+            )
         return sums
 
     def _need_slots(self) -> None:

@@ -58,13 +58,15 @@ def scaling_of(config: Mapping[str, Any], where: str) -> Scaling:
         raise MisuseError(f"{where} has whole modules beside its matrices ({saved})")
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        raise MisuseError(f"{where} has an alpha_pattern that is no object of alphas by names: {patterns}")
+        raise MisuseError(f"{where} has an alpha_pattern that is not an object of numbers by name: {patterns}")
     alphas = [config.get("lora_alpha"), *patterns.values()]
     if not all(alpha is None or isinstance(alpha, int | float) for alpha in alphas):
-        raise MisuseError(f"{where} has an alpha that is no number: {alphas}")
+        raise MisuseError(f"{where} has an alpha that is not a number: {alphas}")
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise MisuseError(f"{where} has the pattern '{pattern}', which is none: {error}") from None
+            raise MisuseError(
+                f"{where} has the alpha_pattern '{pattern}', which is not a regular expression: {error}"
+            ) from None
     return Scaling(config.get("lora_alpha"), bool(config.get("use_rslora")), patterns)

@@ -19,7 +19,7 @@ from splitc.runtime.version import VERSION
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a command in splitc, its topic, and a line on what it does."""
+    """A command's place in splitc: its module, its topic, and a line on what it does."""
 
     function: str
     topic: str
@@ -56,13 +56,13 @@ class Program(Commands):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:
-            # For an unknown name all of them: typer suggests a similar one.
+            # For an unknown name, import all commands: typer suggests a similar one.
             wanted = [cmd_name] if cmd_name in COMMANDS else list(COMMANDS)
             self.commands = {**self.commands, **{name: command_of(name) for name in wanted if name in installed()}}
         return super().get_command(ctx, cmd_name)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        """The names of commands, or of options of the program. What the table says is enough for that."""
+        """The names of commands, or the program's options. The table suffices for both."""
         self.commands = {name: TyperCommand(name, short_help=COMMANDS[name].line) for name in installed()}
         return super().shell_complete(ctx, incomplete)
 
@@ -76,7 +76,7 @@ def installed() -> list[str]:
 
 
 def add_commands(app: typer.Typer, wanted: list[str]) -> typer.Typer:
-    """Import these commands and add them to an app, which is returned. One that is not installed is left out."""
+    """Import these commands and add them to an app, which is returned. Commands that are not installed are left out."""
     for name in wanted:
         if name in installed():
             module, function = COMMANDS[name].function.split(":")
@@ -86,7 +86,7 @@ def add_commands(app: typer.Typer, wanted: list[str]) -> typer.Typer:
 
 @cache
 def command_of(name: str) -> Any:
-    """A command of the table as Typer makes it: once, which takes milliseconds, however often a process calls it."""
+    """A command of the table as Typer builds it. It is built once a process, since that takes milliseconds."""
     return typer.main.get_group(add_commands(typer.Typer(), [name])).commands[name]
 
 

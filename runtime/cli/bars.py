@@ -17,7 +17,7 @@ from splitc.runtime.units import format_bytes
 
 @contextmanager
 def shown_bars() -> Iterator[None]:
-    """Show bars while the block counts, on terminals only. They disappear at the end."""
+    """Show progress bars while the block runs, on terminals only. They disappear at the end."""
     if not err.is_terminal:  # rich before 14.3 would print an empty line
         yield
         return
@@ -39,7 +39,7 @@ def shown_bars() -> Iterator[None]:
 
 
 class _Count(ProgressColumn):
-    """What is done, in numbers or bytes, and per second."""
+    """The amount done, in numbers or bytes, and per second."""
 
     def render(self, task: Task) -> Text:
         done, total, speed = int(task.completed), task.total or 0, task.speed

@@ -42,9 +42,10 @@ from splitc.runtime.tools.unsplit import bound_inputs, describe_reference, open_
 
 @dataclass(frozen=True)
 class Checked:
-    """How the outputs differ from those of the unsplit model, where that ran, and the ranks' memory.
+    """The differences from the unsplit model's outputs, where it ran, and the ranks' memory.
 
-    `why` says why the unsplit model ran on another kind of device. `notes` say which differences are its own doing.
+    `why` says why the unsplit model ran on another kind of device. `notes` describe differences that the unsplit model
+    causes itself.
     """
 
     outputs: list[Difference]
@@ -63,7 +64,7 @@ class Checked:
 
 
 def _tolerance(value: float | None) -> float | None:
-    """The value. Raises MisuseError for one that passes all, or nothing."""
+    """The value. Raises MisuseError for a tolerance that every output, or none, would pass."""
     if value is not None and not 0 <= value < math.inf:
         raise MisuseError(f"a tolerance of {value}: it is a number from 0 on")
     return value
@@ -71,7 +72,7 @@ def _tolerance(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How packages are compared with unsplit models: options of the command."""
+    """Options of the command: how packages are compared with unsplit models."""
 
     inputs: Path | None = INPUTS
     reference: str | None = typer.Option(
@@ -99,7 +100,7 @@ class Comparison:
     memory: bool = MEASURE
 
     def check_fits_several(self) -> None:
-        """Raise MisuseError if it has what is for one model."""
+        """Raise MisuseError if an option is given that is for one model only."""
         of_one = {"--inputs": self.inputs, "--set": self.settings, "--fill": self.fill}
         if given := [option for option, value in of_one.items() if value]:
             raise MisuseError(f"{given[0]} is for one model: name it, with --module")
@@ -120,10 +121,11 @@ class Comparison:
             number_type = session.manifest.number_type
             compared = partial(compare, number_type=number_type, rtol=self.rtol, atol=self.atol)
             with opened as whole:
-                # Who says how far off an output may be means it.
+                # A tolerance that the user gave is not widened.
                 excused = self.rtol is None and self.atol is None
                 held = session.adapters.sum(None)
-                given = feeds if held is None else {**feeds, **held.arrays}  # a model with slots of its own takes these
+                # A model with slots of its own takes the adapters.
+                given = feeds if held is None else {**feeds, **held.arrays}
                 judged = judge(compared, whole, given, whole.run(given), actual, excused=excused)
             measured = measure_ranks(session, feeds) if self.memory else []
             notes = [*judged.notes, *filter(None, [judged.unsteady])]
@@ -178,7 +180,7 @@ def check(
 def _compare_all(
     load: Load, package: Path, sources: Mapping[str | None, Path], comparison: Comparison, several: bool
 ) -> tuple[dict[str, Checked], list[SplitcError]]:
-    """The comparison of each module with its model in `sources`, and the errors, which name it if there are several."""
+    """Compare each module with its model in `sources`. Errors name the module if there are several."""
     checked: dict[str, Checked] = {}
     errors: list[SplitcError] = []
     for name, source in sources.items():
@@ -190,7 +192,7 @@ def _compare_all(
 
 
 def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None, model: Path) -> Path:
-    """The file of the unsplit model, which may be in a folder. Raises MisuseError if it is not there."""
+    """The file of the unsplit model, which may be in a folder. Raises MisuseError if it does not exist."""
     if model.is_dir():
         known = None if pipeline is None else pipeline.find(find_module(package, module).name)
         if known is None:

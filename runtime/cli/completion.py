@@ -1,7 +1,7 @@
-"""What a shell completes: the values of options and arguments that can be found quickly.
+"""Shell completion: values of options and arguments that can be found quickly.
 
-Nothing here opens a model or an engine's library: a user waits for it. What can't be read has no completions. Where
-there are none, the shell completes files.
+Nothing here opens a model or loads an engine's library, since a user waits for it. Unreadable files have no
+completions. Where there are none, the shell completes file names.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 from splitc.runtime.package.pipeline_file import find_module, read_pipeline
 
-# A value, or one with what it means.
+# A value, or a value with its description.
 Value = str | tuple[str, str]
-# Typer gives a function what it has a parameter for: the context, and the beginning that is typed.
+# Typer passes what a function has parameters for: the context, and the text typed so far.
 Completer = Callable[..., list[Value]]
-# The most CPU devices that are listed: there are as many as a user asks for. A choice.
+# The most CPU devices that are listed, since there is no limit. A choice.
 MOST = 8
 
 
 def one_of(known: Iterable[str] | Mapping[str, str]) -> Completer:
-    """One of these values, or of these by what they mean."""
+    """Complete one of these values, or of these values with their descriptions."""
     values: list[Value] = [*known.items()] if isinstance(known, Mapping) else [*known]
 
     def complete() -> list[Value]:
@@ -42,7 +42,7 @@ def one_of(known: Iterable[str] | Mapping[str, str]) -> Completer:
 
 
 def read_by(find: Callable[[Mapping[str, Any], str], Iterable[str]]) -> Completer:
-    """Values that `find` reads from files, by the parameters so far and what is typed of this one."""
+    """Complete values that `find` reads from files, given the parameters so far and the typed part of this one."""
 
     def complete(ctx: typer.Context, incomplete: str) -> list[Value]:
         try:
@@ -54,14 +54,14 @@ def read_by(find: Callable[[Mapping[str, Any], str], Iterable[str]]) -> Complete
 
 
 def _given(ctx: typer.Context) -> dict[str, Any]:
-    """A command's parameters so far. Before the value of an option, arguments are still among what is left over."""
+    """A command's parameters so far. Before an option's value, click has not parsed the arguments yet."""
     names = [parameter.name for parameter in ctx.command.params if parameter.param_type_name == "argument"]
     left = {str(name): value for name, value in zip(names, ctx.args, strict=False)}
     return {**left, **{name: value for name, value in ctx.params.items() if value is not None}}
 
 
 def _typed(value: str) -> str:
-    """A value as it is typed. Bash takes it as it is, other shells do this themselves."""
+    """A value as the shell inserts it. Bash needs it escaped; other shells escape it themselves."""
     if os.environ.get("_SPLITC_COMPLETE") != "complete_bash":
         return value
     words, place = os.environ.get("COMP_WORDS", "").split("\n"), int(os.environ.get("COMP_CWORD", "0"))
@@ -79,7 +79,7 @@ def _devices(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
 
 
 def _count_gpus() -> int:
-    """The GPUs that Linux has device files for. CUDA would know more, and takes long to start."""
+    """The GPUs that Linux has device files for. CUDA would be exact, but takes long to start."""
     files = sum(re.fullmatch("nvidia[0-9]+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return files if seen is None else min(files, len([gpu for gpu in seen.split(",") if gpu not in ("", "-1")]))
@@ -96,7 +96,7 @@ def _packages(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
 
 
 def _paths(incomplete: str) -> Iterator[tuple[str, Path]]:
-    """What is in the folder of which a path is typed, as the user would type it."""
+    """The contents of the folder whose path is typed, as the user would type them."""
     before = incomplete[: incomplete.rfind("/") + 1]
     for path in sorted(Path(before or ".").expanduser().iterdir()):
         yield f"{before}{path.name}", path
@@ -118,7 +118,7 @@ def _ranks(given: Mapping[str, Any], incomplete: str) -> Iterable[str]:
 
 
 def _fills(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
-    """The inputs of a package, and of one how it can be made up."""
+    """A package's inputs, or, behind an input's name, the ways to make it up."""
     named = [
         tensor.name for tensor in _manifest(given).inputs if f"{tensor.name}=".startswith(incomplete.partition("=")[0])
     ]
@@ -126,7 +126,7 @@ def _fills(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
 
 
 def _settings(given: Mapping[str, Any], incomplete: str) -> Iterator[str]:
-    """The inputs that a package has bound and that are true or false."""
+    """The bound inputs of a package, which are true or false."""
     switches = (tensor.name for tensor in _manifest(given).fixed if tensor.dtype == "bool")
     return (f"{name}={value}" for name in switches for value in ("true", "false"))
 

@@ -40,12 +40,12 @@ def devices(
             _print_speeds(machine)
         if machine.interconnect is not None:
             out.print(f"between hosts: {machine.interconnect} (--interconnect {machine.interconnect.option})")
-    if measure:  # after all that can be said without a place to keep it
+    if measure:  # last, since this may fail for lack of a writable folder
         keep_machine(machine)
 
 
 def _measure(gpus: Sequence[str]) -> Machine:
-    """The devices of this machine, and the link to another host, where MPI has started a process there."""
+    """The devices of this machine, and the link to another host if MPI has started a process there."""
     from splitc.runtime.tools.host_links import measure_hosts
     from splitc.runtime.tools.link_times import measure_machine
 
@@ -57,7 +57,7 @@ def _measure(gpus: Sequence[str]) -> Machine:
 
 
 def _print_devices(devices: Sequence[DeviceStatus]) -> None:
-    """Print the devices of this machine, and how GPUs copy to each other."""
+    """Print the devices of this machine, and how its GPUs copy to each other."""
     rows = table("device", "what", "capability", "memory", "free", "copies", right=("memory", "free"))
     for device in devices:
         sizes = map(format_bytes, (device.total_bytes, device.free_bytes))

@@ -38,7 +38,7 @@ NATIVE = {"ensemble": {"name", "ensemble"}, "plans": {"name", "plans"}}
 
 @dataclass(frozen=True)
 class TextOptions:
-    """What servers of texts are told: options of the command."""
+    """Options of the command for servers that generate text."""
 
     tokenizer: Path | None = typer.Option(
         None,
@@ -47,7 +47,10 @@ class TextOptions:
         callback=there("tokenizer"),
     )
     context_length: int | None = typer.Option(
-        None, "--context", min=1, help="For openai, genai: most tokens in a sequence. Default: what the package knows."
+        None,
+        "--context",
+        min=1,
+        help="For openai, genai: the most tokens of a sequence. Default: the package's own limit.",
     )
     stop: list[int] = typer.Option(
         [], "--stop", help="For genai: a token id that ends a text, repeatable. Default: the tokenizer's."
@@ -56,7 +59,7 @@ class TextOptions:
 
 def _serving(
     capacity: int | None = typer.Option(
-        None, "--capacity", min=1, help="Tokens for which caches that are written in place have room at once."
+        None, "--capacity", min=1, help="Tokens that caches written in place have room for at the start."
     ),
     idle: float = typer.Option(300.0, "--idle", min=1.0, help="Seconds without a request after which a sequence ends."),
     in_flight: int | None = typer.Option(
@@ -154,7 +157,7 @@ def export(
 
 
 def _check_options(context: typer.Context, server: str) -> None:
-    """Raise MisuseError for a server that is not known, and for options that would have no effect with it."""
+    """Raise MisuseError for an unknown server, and for options that have no effect with it."""
     if server not in SERVERS:
         raise MisuseError(f"can't export for '{server}': there are {', '.join(SERVERS)}")
     own, what = SERVERS[server], f"'{server}'"

@@ -30,7 +30,7 @@ from splitc.runtime.session.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is continued, translated or transcribed: options of the command."""
+    """Options of the command: the text, tokens, images or sound to continue, translate or transcribe."""
 
     prompt: str | None = typer.Option(None, "--prompt", "-p", help="The text to continue, or to translate.")
     prompt_ids: str | None = typer.Option(None, "--prompt-ids", help="The prompt as token ids: 1,2,3.")
@@ -97,7 +97,7 @@ def generate_command(
     module, devices = load.keywords["module"], load.keywords["devices"]
     pipeline = read_pipeline(package)
     if module is not None:
-        find_module(package, module)  # which says so if there is none
+        find_module(package, module)  # raises the error if there is none
     needs_text = given.prompt is not None or given.audio is not None
     file = tokenizer or (find_tokenizer(package, module) if needs_text else None)
     with muted_stderr():
@@ -124,9 +124,9 @@ def _generate_with_one(
     as_json: bool,
     options: Mapping[str, Any],
 ) -> None:
-    """Generate with one model, and with another one for the prompt if there is a package `prefill`."""
+    """Generate with the package of one model. `prefill`, if given, is a package for the prompt."""
     if given.audio is not None or given.image:
-        read_manifest(find_module(package, load.keywords["module"]))  # which says so if there is no package
+        read_manifest(find_module(package, load.keywords["module"]))  # raises the error if there is no package
         option, parts = ("--image", "a vision model") if given.image else ("--audio", "an encoder")
         raise MisuseError(f"{option} is for a package with {parts} and a decoder, and this is one model")
     ids = _read_prompt(result, given)
@@ -160,5 +160,5 @@ def _read_prompt(result: Generated, given: Prompt) -> list[int]:
 
 
 def _stops(result: Generated) -> list[int]:
-    """The tokens that end a text, as files beside the tokenizer say."""
+    """The tokens that end a text, from the files beside the tokenizer."""
     return result.text.find_endings() if result.text else []

@@ -1,4 +1,4 @@
-"""What the command generate prints: tokens or text as they are made, or JSON at the end."""
+"""The output of the command generate: tokens or text as they are generated, or JSON at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitc.runtime.units import format_seconds
 
 @dataclass
 class Generated:
-    """What was generated so far. `ended` says why no more: at a stop token, the limit, the room's end, or an error."""
+    """The tokens generated so far. `ended` says why it stopped: a stop token, the limit, no more room, or an error."""
 
     text: Text | None
     tokens: list[int] = field(default_factory=list)
@@ -23,9 +23,9 @@ class Generated:
     ended: str = "error"
 
     def take(self, stream: Generator[int, None, str], as_json: bool) -> None:
-        """Take all tokens of a stream and print them, with JSON at the end.
+        """Take all tokens of a stream and print them; JSON at the end.
 
-        If it fails or is interrupted, the tokens that were made are printed nevertheless.
+        If the stream fails or is interrupted, the tokens generated before are still printed.
         """
         with self._printed(as_json):
             while True:
@@ -61,7 +61,7 @@ class Generated:
             print_json(result if error is None else {**result, "error": error})
 
     def print_rates(self) -> None:
-        """Print how long it took, to standard error."""
+        """Print times and rates to standard error."""
         timings = self.timings
         if timings.encoder_seconds:
             err.print(f"encoder    {format_seconds(timings.encoder_seconds)}", style="dim")

@@ -1,4 +1,4 @@
-"""The help of splitc and of a command: short, by topic, and with an example."""
+"""The help of splitc and of each command: short, by topic, and with an example."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-# Lines longer than this are hard to read.
+# Longer lines are hard to read.
 WIDEST = 100
-# Where options stand in the help. What is not here comes after them.
+# The order of options in the help. Others come after them.
 TOPICS: dict[str, Sequence[str]] = {
     "Devices": (
         *("--device", "--hosts", "--memory", "--headroom", "--interconnect", "--threads", "--ranks", "--reference"),
@@ -63,7 +63,7 @@ EXAMPLES = {
     "compile": "splitc compile model.onnx -o package -d 2xcuda --shapes input_ids:1x512",
     "build": "splitc build package --jobs 2",
 }
-# What Typer's own options do, in a line each.
+# Descriptions of Typer's own options.
 PROGRAM_OPTIONS = {
     "install_completion": "Have this shell complete commands, options and values.",
     "show_completion": "Print the script that does so.",
@@ -77,7 +77,7 @@ EXAMPLE = (
 
 
 def print_program_help(console: Console, program: Any, context: Any, commands: Mapping[str, tuple[str, str]]) -> None:
-    """Print what splitc does and has: commands with their topic and line, and its own options."""
+    """Print what splitc does, its commands by topic with a line each, and its own options."""
     console.print(f"Usage: {context.command_path} COMMAND [OPTIONS]\n\n{program.help}\n")
     groups: dict[str, list[tuple[str, str]]] = {}
     for name, (topic, line) in commands.items():
@@ -93,7 +93,7 @@ def print_program_help(console: Console, program: Any, context: Any, commands: M
 
 
 def _print_lines(console: Console, topic: str, lines: Sequence[tuple[str, str]], width: int) -> None:
-    """Print calls, each with what it does, below a topic."""
+    """Print calls below a topic, with a description each."""
     console.print(Text(topic, "bold"))
     for call, does in lines:
         console.print(Text.assemble("  ", (call.ljust(width), "cyan"), f"  {does}"), soft_wrap=True)
@@ -127,7 +127,7 @@ def print_help(console: Console, command: Any, context: Any) -> None:
 
 
 def _topic(parameter: Any) -> str:
-    """The topic of an option: its own, or that of the table."""
+    """The topic of an option: its own, or else the table's."""
     own = getattr(parameter, "rich_help_panel", None)
     names = {*parameter.opts, *parameter.secondary_opts}
     return own or next((topic for topic, flags in TOPICS.items() if names & {*flags}), "Others")
@@ -140,7 +140,7 @@ def _place(topic: str, parameter: Any) -> int:
 
 
 def _call(parameter: Any) -> str:
-    """How a parameter is given: `-d, --device NAME`."""
+    """How to write a parameter: `-d, --device NAME`."""
     if parameter.param_type_name == "argument":
         return parameter.metavar or (parameter.name or "").upper()
     names = ", ".join(sorted(parameter.opts, key=len))
@@ -150,7 +150,7 @@ def _call(parameter: Any) -> str:
 
 
 def _say(parameter: Any) -> str:
-    """What a parameter does, and its default."""
+    """A parameter's description and its default."""
     said, default = parameter.help or "", parameter.default
     if parameter.required and parameter.param_type_name == "option":
         return f"{said} [required]"

@@ -30,7 +30,7 @@ def inspect(
     rank: int | None = typer.Option(
         None,
         "--rank",
-        help="List the files that this rank's host needs, instead of all the rest.",
+        help="List only the files that this rank's host needs.",
         autocompletion=completion.ranks,
     ),
     report: Path | None = REPORT,
@@ -84,7 +84,7 @@ def _inspect_modules(package: Path, pipeline: PipelineFile, report: Path | None,
 
 @dataclass(frozen=True)
 class RankFiles:
-    """The files that a rank needs, with their bytes: the manifest, and its own."""
+    """The files that a rank needs, with their bytes: the manifest and its own files."""
 
     rank: int
     device: str
@@ -93,7 +93,7 @@ class RankFiles:
 
 
 def describe_rank(package: Path, manifest: Manifest, rank: int) -> RankFiles:
-    """What `inspect --rank` prints. Raises MisuseError if there is no such rank."""
+    """The output of `inspect --rank`. Raises MisuseError if there is no such rank."""
     if not 0 <= rank < len(manifest.ranks):
         raise MisuseError(f"--rank is {rank}, and {package} has the ranks 0 to {len(manifest.ranks) - 1}")
     own = {file.path: file.bytes for file in files_of(manifest, rank)}
@@ -111,7 +111,7 @@ def print_rank_files(needed: RankFiles) -> None:
 
 
 def describe(manifest: Manifest) -> dict[str, object]:
-    """What `inspect --json` prints about the package itself."""
+    """The output of `inspect --json` about the package itself."""
     return {
         "split_mode": manifest.split_mode,
         "batch_groups": count_groups(manifest, len(manifest.ranks)),

@@ -1,4 +1,4 @@
-"""Groups of options that commands share, and rules on options that need or exclude each other."""
+"""Groups of options that commands share, and rules for options that need or exclude each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Function = Callable[..., None]
 
 @dataclass(frozen=True)
 class Rule:
-    """An option that has an effect only with `needs`, or only without `bars`."""
+    """A rule for an option: it has an effect only with `needs`, or only without `bars`."""
 
     option: str
     needs: str | None = None
@@ -69,7 +69,7 @@ class Command(TyperCommand):
 
 
 def is_given(context: Any, parameter: str | None) -> bool:
-    """Whether the user gave a parameter of a command, be it with its default value."""
+    """Whether the user gave a parameter of a command, even with its default value."""
     source = context.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"
 

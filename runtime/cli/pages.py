@@ -1,4 +1,4 @@
-"""The pages of the documentation, which are installed with splitc: their text, and which one helps with an error."""
+"""The documentation's pages, which are installed with splitc: their text, and the page that helps with an error."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from splitc.runtime.errors import MisuseError, SplitcError
 
-# Beside the two packages, in the repository and where splitc is installed.
+# The pages lie beside the two packages, both in the repository and in an installation.
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# The page, and its section, on options that an error may name.
+# The page and section about options that an error may name.
 OPTION_PAGES = {
     **dict.fromkeys(("--device", "-d"), "planning#devices"),
     **dict.fromkeys(("--memory", "--headroom"), "planning#budgets"),
@@ -49,7 +49,7 @@ OPTION_PAGES = {
     "--ranks": "gpus#one-process-a-gpu",
     "--rank": "planning#hosts",
 }
-# The page on what a command is for.
+# The page about each command.
 COMMAND_PAGES = {
     **dict.fromkeys(("plan", "compile"), "planning"),
     "build": "engines",
@@ -64,9 +64,9 @@ COMMAND_PAGES = {
 
 
 def page_for(error: SplitcError, command: str | None) -> str | None:
-    """The page and section that help with an error of a command; None for one that needs no help.
+    """The page and section that help with an error of a command; None if none does.
 
-    It is that of the first option that a misuse names, else that of the error's kind, else that of the command.
+    It is the page of the first option that a MisuseError names, else of the error's class, else of the command.
     """
     if isinstance(error, MisuseError) and error.page == MisuseError.page:
         for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", str(error)):
@@ -114,7 +114,7 @@ def _sections(headings: Mapping[int, tuple[int, str]]) -> list[str]:
 
 
 def _headings(lines: Sequence[str]) -> dict[int, tuple[int, str]]:
-    """The level and the anchor of each heading by its line. What looks like one inside code is none."""
+    """The level and the anchor of each heading, by line. Lines inside code blocks are not headings."""
     headings, is_code = {}, False
     for number, line in enumerate(lines):
         if line.startswith("```"):

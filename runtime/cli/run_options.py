@@ -1,4 +1,4 @@
-"""Shared by commands that run a package: loading it, making feeds, measuring its memory."""
+"""What commands that run a package share: loading it, making feeds, measuring its memory."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def loading(
 
 @contextmanager
 def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str]) -> Iterator[dict[str, Array]]:
-    """Arrays for the session, from a file or made up. If an engine fails on made-up ones, the error says so.
+    """Arrays for the session, from a file or made up. If an engine fails on made-up arrays, the error says so.
 
-    States begin empty if the file has none of them, as in a session.
+    States that the file lacks begin empty, as in a session.
     """
     if inputs:
         arrays = load_arrays(inputs)
@@ -72,7 +72,7 @@ def open_feeds(session: Session, inputs: Path | None, seed: int, fills: list[str
 
 
 def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
-    """The memory of each rank: on GPUs as it is now, after runs; for CPU devices in a separate process for each."""
+    """The memory of each rank: on GPUs as it is now, after runs; on CPU devices measured in a process for each rank."""
     for note in session.notes:
         print_warning(note)
     measured = session.device_memory() or _measure_groups(session, feeds)
@@ -81,7 +81,7 @@ def measure_ranks(session: Session, feeds: dict[str, Array]) -> list[RankMemory]
 
 
 def _measure_groups(session: Session, feeds: dict[str, Array]) -> list[RankMemory]:
-    """The memory of CPU devices' ranks, those of several groups with the rows that each group has of the feeds."""
+    """The memory of ranks on CPU devices. Ranks of several groups get their group's rows of the feeds."""
     manifest, count = session.manifest, len(session.devices) // len(session.manifest.ranks)
     adapters = session.adapters.sum(None)
     axes = manifest.batch or {}
@@ -97,5 +97,5 @@ def _measure_groups(session: Session, feeds: dict[str, Array]) -> list[RankMemor
 
 
 def as_run(manifest: Manifest, devices: Sequence[Device]) -> Manifest:
-    """A manifest with the devices on which its ranks run, which may be others than the package was planned for."""
+    """A manifest with the devices that its ranks run on, which may differ from the planned ones."""
     return unfolded(manifest, list(map(str, devices)))

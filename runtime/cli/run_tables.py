@@ -1,4 +1,4 @@
-"""Show a package's outputs, memory and times on the terminal."""
+"""Tables of a package's outputs, memory and times on the terminal."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LISTED = 12
 # The most characters of a rank's timeline.
 TIMELINE = 72
 
-# The characters of a table of differences that are not for names.
+# The columns of characters of a table of differences beside the names.
 NAMELESS = 68
 _ERRORS = ("largest error", "relative", "expected", "got")
 _COLUMNS = ("output", *_ERRORS[:2], "at", *_ERRORS[2:], "")
 
 
 def differences_table(differences: Sequence[Difference]) -> Table:
-    """The errors of outputs, the worst first."""
+    """The outputs' errors, the largest first."""
     rows = table(*_COLUMNS, right=_ERRORS)
     for row in _difference_rows(differences, LISTED):
         rows.add_row(*row)
@@ -38,7 +38,7 @@ def differences_table(differences: Sequence[Difference]) -> Table:
 
 
 def modules_table(modules: Mapping[str, Sequence[Difference]]) -> Table:
-    """The errors of the modules' outputs, of each module the worst first."""
+    """The errors of the modules' outputs, the largest first in each module."""
     rows = table("module", *_COLUMNS, right=_ERRORS)
     for name, differences in modules.items():
         for number, row in enumerate(_difference_rows(differences, LISTED // 4)):
@@ -47,7 +47,7 @@ def modules_table(modules: Mapping[str, Sequence[Difference]]) -> Table:
 
 
 def _difference_rows(differences: Sequence[Difference], most: int) -> Iterator[list[str | Text]]:
-    """Rows of the worst differences, and of all that failed."""
+    """Rows for the largest differences, and for every output that failed."""
     worst = sorted(differences, key=lambda difference: (difference.passed, -difference.relative))
     listed = [difference for number, difference in enumerate(worst) if number < most or not difference.passed]
     for difference in listed:
@@ -62,7 +62,7 @@ def _difference_rows(differences: Sequence[Difference], most: int) -> Iterator[l
 
 
 def print_memory(ranks: Sequence[RankMemory]) -> None:
-    """Print each rank's measured memory, beside the prediction."""
+    """Print each rank's measured and predicted memory."""
     sizes = ("loaded", "predicted", "running", "predicted", "peak", "predicted", "unaccounted")
     rows = table("rank", *sizes, right=sizes)
     for number, rank in enumerate(ranks):
@@ -72,13 +72,13 @@ def print_memory(ranks: Sequence[RankMemory]) -> None:
         rows.add_row(f"{number} {rank.device}", *numbers, format_bytes(rank.unaccounted))
     out.print(rows)
     out.print(
-        "loaded: weights and the engine's own memory; running: activations and caches beside these; "
-        "unaccounted: of the peak, less than 0 where less was needed than predicted, by some MiB for tiny models"
+        "loaded: weights and the engine's own memory; running: activations and caches; unaccounted: the measured peak "
+        "less the predicted one, negative where the prediction was too high, as by some MiB for tiny models"
     )
 
 
 def print_bench(result: BenchResult, manifest: Manifest, before: EarlierBench | None = None) -> None:
-    """Print a package's times, a timeline of its ranks, and an earlier bench beside this one."""
+    """Print a package's times and a timeline of its ranks, with an earlier bench for comparison if given."""
     ratio = "package / unsplit"
     numbers = ("latency", "90 %", "rate", *[ratio] * bool(result.baselines))
     rows = table("", "threads", *numbers, right=numbers)

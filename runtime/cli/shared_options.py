@@ -16,7 +16,7 @@ from splitc.runtime.requests.rank_kinds import KINDS
 
 
 def package_there(path: Path | None) -> Path | None:
-    """The path. Raises MisuseError if it is no package: before other options are read, which may be wrong for that."""
+    """The path. Raises MisuseError if it is no package, before other options are read, which may be wrong for that."""
     if path is not None and all(
         _is_nothing(path / name) for name in (manifest_file.FILE_NAME, pipeline_file.FILE_NAME)
     ):
@@ -27,9 +27,9 @@ def package_there(path: Path | None) -> Path | None:
 
 
 def there(what: str, error: type[SplitcError] = MisuseError) -> Callable[[Path | None], Path | None]:
-    """A callback of an option for a file that is read. It raises `error` if there is nothing, as in `no such plan: x`.
+    """A callback for an option that names a file to read. It raises `error` if none exists, as in `no such plan: x`.
 
-    Options are looked at in the order in which they are given, and then those that are missing are named.
+    Click processes options in the order given, and then missing ones.
     """
 
     def look(path: Path | None) -> Path | None:
@@ -41,7 +41,7 @@ def there(what: str, error: type[SplitcError] = MisuseError) -> Callable[[Path |
 
 
 def _is_nothing(path: Path) -> bool:
-    """Whether nothing has this path. What can't be looked at may be there."""
+    """Whether nothing has this path. A path that can't be examined counts as existing."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -101,7 +101,7 @@ CUDA_GRAPH = typer.Option(
     True, "--cuda-graph/--no-cuda-graph", help="Replay previously seen shapes as CUDA graphs, on GPUs."
 )
 HOST_CODE = typer.Option(
-    False, "--host-code", help="Let TensorRT's engines run code that they bring (--version-compatible)."
+    False, "--host-code", help="Allow TensorRT engines to run code that they contain (--version-compatible)."
 )
 RANKS = typer.Option(
     None,

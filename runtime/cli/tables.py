@@ -1,4 +1,4 @@
-"""Show a package's content on the terminal."""
+"""Tables of a package's contents on the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from splitc.runtime.units import block_range, format_bytes, format_shape
 
 
 def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> None:
-    """Print a package's content, and how its values are copied between GPUs of this machine."""
+    """Print a package's contents, and how its values are copied between GPUs of this machine."""
     out.print(
         f"{manifest.source.name}: {manifest.split_mode} mode, {ranks_in_words(manifest)}, "
         f"{len(manifest.blocks)} blocks, {manifest.engine} engines, {manifest.number_type}"
@@ -60,7 +60,7 @@ def print_manifest(manifest: Manifest, routes: Mapping[str, Sequence[str]]) -> N
 
 
 def describe_replays(manifest: Manifest) -> str | None:
-    """Whether requests of known shapes are replayed, and what prevents it; None without engines for that."""
+    """Whether requests of known shapes are replayed as CUDA graphs, or why not; None without engines that could be."""
     on_gpus = [rank for rank in manifest.ranks if rank.device.rpartition("/")[2].startswith("cuda")]
     reasons = [why_not_replayed(rank, file) for rank in on_gpus for file in rank.engines]
     if manifest.engine != ONNXRUNTIME or not reasons:
@@ -81,7 +81,7 @@ def replays_text(why_not: str, states: Sequence[State]) -> str:
 
 
 def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> None:
-    """Print the modules of a package, what each holds on its devices, and the sum of each device."""
+    """Print the modules of a package, their bytes on each device, and the sum of each device."""
     columns = ("module", "device", *RANK_SIZES)
     rows = table(*columns, right=RANK_SIZES)
     for name, manifest in manifests.items():
@@ -102,13 +102,13 @@ def print_modules(manifests: Mapping[str, Manifest], pipeline: PipelineFile) -> 
 
 
 def ranks_in_words(manifest: Manifest) -> str:
-    """How many ranks there are, and in how many groups that have the whole model each."""
+    """The number of ranks, and of groups that each have the whole model."""
     groups = count_groups(manifest, len(manifest.ranks))
     return f"{len(manifest.ranks)} ranks" + (f" in {groups} groups, each with the whole model" if groups > 1 else "")
 
 
 def module_title(name: str, split_mode: str, ranks: int, groups: int = 1) -> str:
-    """A module for tables, with its mode if it is split."""
+    """A module's name for tables, with its mode if it is split."""
     return f"{name}, {mode_in_words(split_mode, ranks, groups)}" if ranks > 1 else name
 
 
@@ -127,12 +127,12 @@ def _describe_build(build: Build) -> str:
 
 
 def describe_built(built: Built) -> str:
-    """The version that engines were built with, and the GPU that they were built on."""
+    """The version that engines were built with, and the GPU they were built on."""
     where = f" on {built.gpu} (compute capability {built.compute_capability})" if built.gpu else ""
     return f"{built.version}{where}"
 
 
-# The characters of a table of tensors that are not for names.
+# The columns of characters of a table of tensors beside the names.
 NAMELESS = 46
 RANK_SIZES = ("weights", "activ.", "cache")
 
@@ -141,7 +141,7 @@ WHOLE = 5
 
 
 def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> None:
-    """Print the weights that a split mode had to leave whole, the largest ones with the reason."""
+    """Print the weights that were not split, the largest ones with the reason."""
     if not weights:
         return
     total = format_bytes(sum(size for _, size, _ in weights))
@@ -151,9 +151,9 @@ def print_whole(weights: Sequence[tuple[str, int, str]], split_mode: str) -> Non
 
 
 def print_cuts(cuts: Sequence[Cut], from_main: bool, ranks: int) -> None:
-    """Print what crosses each cut: between consecutive ranks, or between the main rank and each other rank.
+    """Print the values that cross each cut: between consecutive ranks, or between the main rank and each other rank.
 
-    Detours are to the last ones of so many `ranks`.
+    Detours go to the last of the `ranks`.
     """
     first = ranks - len(cuts)
     for number, cut in enumerate(cuts):

@@ -1,4 +1,4 @@
-"""Shared by all commands: consoles, tables, JSON output, and exit codes."""
+"""What all commands share: consoles, tables, JSON output, and exit codes."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from splitc.runtime.units import shortened, shortened_middle
 
 # The width of output to a file or another program.
 WIDE = 200
-# Columns of a terminal that nobody has made narrower.
+# The usual columns of a terminal.
 USUAL = 80
-# Columns of text that words are broken to, before numbers are.
+# Text columns shrink to this width before numbers are broken.
 NARROWEST = 12
 # The characters of a name that are always shown.
 LEAST_WIDTH = 20
 
 
-# In JSON, which escapes those below 32 itself.
+# For JSON, which itself escapes characters below 32.
 _ESCAPED = {code: f"\\u{code:04x}" for code in VISIBLE if code > 32}
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise  # rich would end the process: a compile goes on
+        raise  # rich would end the process, but a compile goes on
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
@@ -53,9 +53,9 @@ class _Console(Console):
 
 @contextmanager
 def muted_stderr() -> Iterator[None]:
-    """Drop what is written to the process's standard error: a library that panics writes a trace there.
+    """Drop what is written to the process's standard error: a library that panics prints a trace there.
 
-    For the command line alone: in a caller's process it would take other threads' messages too.
+    For the command line only: in another program it would drop other threads' messages too.
     """
     try:
         kept = os.dup(2)
@@ -72,7 +72,7 @@ def muted_stderr() -> Iterator[None]:
 
 
 def _console(*, stderr: bool) -> Console:
-    # No markup, and no names of emoji: names of models, values and files may have brackets and colons in them.
+    # No markup and no emoji names: names of models, values and files may contain brackets and colons.
     make = partial(_Console, stderr=stderr, highlight=False, markup=False, emoji=False)
     console = make()
     return console if console.is_terminal else make(width=WIDE)
@@ -84,12 +84,12 @@ err = _console(stderr=True)
 
 
 def fitted(name: str, width: int) -> str:
-    """A name, shortened in the middle to so many characters, or to LEAST_WIDTH of them."""
+    """A name, shortened in the middle to `width` characters, but not below LEAST_WIDTH."""
     return shortened_middle(name, max(LEAST_WIDTH, width))
 
 
 class _Fitted(Table):
-    """A table whose columns share what room there is: words stay whole, and above all numbers, where they can."""
+    """A table whose columns share the width. Words, and above all numbers, are not broken if that is possible."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         sizes = [
@@ -113,7 +113,7 @@ class _Fitted(Table):
 
 
 def is_narrow() -> bool:
-    """Whether the terminal has less than the usual 80 columns, for which tables leave out what is only for show."""
+    """Whether the terminal has fewer than 80 columns. Tables then leave out decoration."""
     return out.width < USUAL
 
 
@@ -133,7 +133,7 @@ def print_json(result: Any) -> None:
 
 
 def print_output(text: str) -> None:
-    """Print text that is the user's own: as it is, but to a terminal only what is visible."""
+    """Print the user's own text unchanged; to a terminal, with visible characters only."""
     sys.stdout.write(visible(text) if out.is_terminal else text)
     sys.stdout.flush()
 
@@ -143,12 +143,12 @@ def print_warning(text: str) -> None:
     err.print(Text.assemble(("warning: ", "yellow"), (text, "bold")), soft_wrap=True)
 
 
-# What a terminal without these characters shows instead.
+# Substitutes for terminals that lack these characters.
 PLAIN = {"\N{MICRO SIGN}": "u", "\N{MULTIPLICATION SIGN}": "x", "█": "#", "▓": "#", "▒": "=", "░": "-", "…": "..."}
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    """Replaces characters that a terminal's encoding lacks: see `codecs.register_error`."""
+    """Replace characters that a terminal's encoding lacks: see `codecs.register_error`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(PLAIN.get(character, "?") for character in error.object[error.start : error.end]), error.end
@@ -162,17 +162,17 @@ USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 class UsageError(MisuseError):
-    """Options that can't be read. Its page is the command's help."""
+    """An error of unreadable options. Its page is the command's help."""
 
 
 def _value_of(error: Any) -> str:
-    """The value that was refused, which later versions of Typer, with pydantic, leave out of the message."""
+    """The refused value, which later versions of Typer, with pydantic, leave out of the message."""
     errors = getattr(error.__context__, "errors", None)
     return f", not '{shortened(str(errors()[0]['input']))}'" if errors is not None else ""
 
 
 def _in_our_words(error: Any) -> Exception:
-    """The error of a wrong option or argument, to be shown like all others. A call without any shows the help."""
+    """The error of a wrong option or argument, in the form of all others. A call without arguments shows the help."""
     if not (message := error.format_message()) or type(error).__name__ == "NoArgsIsHelpError":
         return error  # type: ignore[no-any-return]
     usage = UsageError(message[0].lower() + message[1:].rstrip(".") + _value_of(error))
@@ -182,7 +182,7 @@ def _in_our_words(error: Any) -> Exception:
 
 
 class Commands(TyperGroup):
-    """Commands that end with a SplitcError where the user or the system is the cause."""
+    """Commands that end with a SplitcError if the user or the system is the cause."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         try:
@@ -204,7 +204,7 @@ class Commands(TyperGroup):
 
 
 def print_to_the_end(show: Callable[[], None]) -> None:
-    """Print. If the reader of our output has ended, whatever comes after goes on, and its output goes nowhere."""
+    """Print. If the reader of the output has ended, the command goes on, and drops its output."""
     try:
         show()
         sys.stdout.flush()
@@ -252,7 +252,7 @@ def _run(app: typer.Typer) -> object:
 
 
 def _usable(stream: Any) -> TextIO:
-    """The stream, which takes all characters; one that leads nowhere for a closed one."""
+    """The stream, set to accept all characters; a null stream in place of a closed one."""
     made: TextIO = Path(os.devnull).open("w", encoding="utf-8") if stream is None else stream  # noqa: SIM115
     if isinstance(made, io.TextIOWrapper):
         made.reconfigure(errors="splitc.plain")

@@ -69,8 +69,8 @@ def beyond_limit(message: str, limit: int | None, values: Mapping[str, Any]) -> 
     largest = sorted(shapes, key=lambda name: -math.prod(shapes[name]))[:3]
     named = ", ".join(f"{name} {' x '.join(map(str, shapes[name])) or 'scalar'}" for name in largest)
     return (
-        f"the request needs more memory than the budget leaves: weights and values may take {format_bytes(limit)}, and "
-        f"{format_bytes(wanted)} more are needed where {format_bytes(free)} are free, for inputs such as {named}. Give "
+        f"the request needs more memory than the budget leaves: weights and values may take {format_bytes(limit)}, "
+        f"{format_bytes(free)} of it are free, and {format_bytes(wanted)} are needed, for inputs such as {named}. Give "
         "smaller inputs, or compile for these with a larger budget (--memory)"
     )
 

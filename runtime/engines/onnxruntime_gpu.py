@@ -250,7 +250,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
                 captured = opened(True, shares)
                 return ([opened(False, False), captured] if shares else [captured]), None
             except PackageError as error:
-                capture_blocker = f"{name} loads only without them ({error.__cause__})"
+                capture_blocker = f"{name} can't be loaded with CUDA graphs ({error.__cause__})"
         return [opened(False, False)], capture_blocker
 
     def _open(

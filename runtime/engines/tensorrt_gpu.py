@@ -196,7 +196,7 @@ class TensorrtBackend(GpuDevice, Backend):
         return loaded
 
     def swap_weights(self, buffer: SwapBuffer) -> None:
-        self.notes.append(f"weights stay on {self.name} while other modules work: these engines hold them inside")
+        self.notes.append(f"weights stay on {self.name} while other modules work: TensorRT engines contain them")
 
     def _refit(self, engine: Any, path: Path, source: Path | None) -> None:
         """Load the weights of its ONNX file into an engine that was built without weights."""

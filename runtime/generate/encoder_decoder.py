@@ -121,8 +121,8 @@ def _cross_mask(mask: Tensor, own: Sequence[Tensor], encoded: Mapping[str, Array
     same = [array for shape, array in given if shape == mask.shape or array.shape[1:] == (length,)]
     if not same and any(not array.all() for _, array in given):
         raise MisuseError(
-            f"the encoder's mask hides some positions, and the decoder's mask '{mask.name}' is of others: give the "
-            "encoder what has no padding"
+            f"the encoder's mask hides some positions, and the decoder's mask '{mask.name}' has another length: give "
+            "the encoder an input without padding"
         )
     return same[0].astype(dtype) if same else np.ones((1, length), dtype)
 

@@ -1,1 +1,1 @@
-"""Pipelines of other projects on a package."""
+"""Integrations with other projects: their pipelines and models run on a package."""

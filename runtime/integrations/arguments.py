@@ -1,4 +1,4 @@
-"""The feeds of a call of a model's method: arguments are fed to the inputs of their names."""
+"""Feeds from the call of a model's method: each argument is fed to the input of its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VARIABLE = inspect.Parameter.VAR_POSITIONAL
 class ModelMethod:
     """A method that a package's module replaces, with the module's inputs.
 
-    `name` is what errors call it. The signature is that of the original method.
+    `name` is for errors. The signature is the original method's.
     """
 
     name: str
@@ -30,10 +30,10 @@ class ModelMethod:
     fixed: Sequence[FixedInput] = ()
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The tensors of a call by the inputs that they go into, and all its arguments by name.
+        """The tensors of a call by input, and all its arguments by name.
 
-        Arguments that are dicts count as what is in them. The first tensor goes into the input of a model that has one.
-        Raises FeedError for a tensor that the model has no input for, and for an input without a tensor.
+        Dicts count as the arguments that they contain. If the model has one input, it gets the first tensor. Raises
+        FeedError for a tensor without an input, and for an input without a tensor.
         """
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -50,7 +50,7 @@ class ModelMethod:
         return {name: value for name, value in feeds.items() if value is not None}, arguments
 
     def _flat(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """The arguments; those of dicts, of the signature's `*args` and of lists with numbered inputs one by one."""
+        """The arguments, with dicts, the signature's `*args` and lists for numbered inputs taken apart."""
         for name, value in arguments.items():
             if isinstance(value, Mapping):
                 yield from self._flat(value)
@@ -62,12 +62,12 @@ class ModelMethod:
                 yield name, value
 
     def _number(self, arguments: Mapping[str, Any], named: Mapping[str, Any], name: str) -> Any:
-        """The tensor, or the number, that is fed to an input."""
+        """The tensor or number for an input."""
         value = named.get(name, arguments.get(name))
         return np.asarray(value) if isinstance(value, (bool, int, float)) else value
 
     def _check_unused(self, named: Mapping[str, Any]) -> None:
-        """Raise FeedError for a tensor that nothing reads, or that is not what its input was bound to."""
+        """Raise FeedError for a tensor that no input takes, or that differs from the value its input was bound to."""
         bound = {tensor.name: tensor.value for tensor in self.fixed}
         known = {tensor.name for tensor in (*self.inputs, *self.optional)}
         for name, value in named.items():
@@ -83,7 +83,7 @@ class ModelMethod:
 
 
 def method_of(owner: type, method: str, name: str, session: Any) -> ModelMethod:
-    """The method of a class that a session replaces."""
+    """A class's method that a session replaces."""
     plain: Callable[..., Any] = getattr(owner, method)
     parameters = list(inspect.signature(plain).parameters.values())[1:]  # without self
     fixed = session.manifest.fixed
@@ -91,10 +91,10 @@ def method_of(owner: type, method: str, name: str, session: Any) -> ModelMethod:
 
 
 def numbered_together(outputs: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
-    """Outputs with names that end in a number, as in `hidden_states.3`, become one tuple, `hidden_states`.
+    """Join outputs whose names end in a number, such as `hidden_states.3`, into one tuple, `hidden_states`.
 
-    `lengths` are those of tuples by name, where they are known. Places that the model does not give are None. With an
-    underscore, as in `samples_3`, they do so if there are several, numbered from 0 on.
+    `lengths` are the known lengths of tuples, by name. Numbers that the model lacks give None. Names with an
+    underscore, such as `samples_3`, are joined if there are several, numbered from 0.
     """
     merged: dict[str, Any] = {}
     for name, value in outputs.items():

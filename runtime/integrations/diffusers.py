@@ -27,13 +27,14 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
         pipeline = load("package")
         pipeline("an astronaut on a horse", num_inference_steps=20).images[0].save("image.png")
 
-    The pipeline is of the class that model_index.json names. Its models are the package's sessions; tokenizers,
-    scheduler and so on come from the files in the package. `options` that `Session` has are for the sessions, and `own`
-    for those of single modules, as for `Pipeline`. All others are for `DiffusionPipeline.from_pretrained`: a component
-    that is given takes the place of the package's. The sessions end when the pipeline is dropped.
+    The pipeline has the class that model_index.json names. Its models are the package's sessions. Tokenizers, the
+    scheduler and other components are loaded from files in the package. Those of the `options` that `Session` has go to
+    the sessions, and `own` to those of single modules, as for `Pipeline`. The rest go to
+    `DiffusionPipeline.from_pretrained`: a component given there replaces the package's. The sessions are closed when
+    the pipeline is dropped.
 
-    Raises as Session does, and MisuseError where diffusers is not installed, for a package that is no pipeline of
-    diffusers, and for one that lacks a model that the pipeline can't do without.
+    Raises as Session does, and MisuseError if diffusers is not installed, for a package that is no pipeline of
+    diffusers, and for one that lacks a model that the pipeline needs.
     """
     path = Path(package)
     read, kind, components = _read_package(path)
@@ -53,7 +54,7 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
                 config = _find_config(path, component, folders)
                 parts[component] = make_part(find_class(*names), config, component, methods)
         _check_complete(path, components, {*parts, *options})
-        # The pipeline's own class knows which of its models may be left out: the base takes these for no models.
+        # The pipeline's own class knows which models are optional; the base class does not count these as models.
         own_class = getattr(diffusers, kind, diffusers.DiffusionPipeline)
         return with_adapters(own_class.from_pretrained(str(path), **parts, **options))
     except BaseException:
@@ -62,12 +63,12 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
 
 
 def _session_options() -> set[str]:
-    """The options of sessions, but for those that say which model."""
+    """The options of sessions, without those that select the model."""
     return inspect.signature(Session).parameters.keys() - {"package", "module"}
 
 
 def _read_package(package: Path) -> tuple[PipelineFile, str, dict[str, tuple[str, str]]]:
-    """The modules of a package, its pipeline's class, and the components: their names, libraries and classes."""
+    """A package's modules, its pipeline's class, and its components: names, libraries and classes."""
     read = read_pipeline(package)
     index = package / INDEX
     if read is None or not index.is_file():
@@ -84,7 +85,7 @@ def _read_package(package: Path) -> tuple[PipelineFile, str, dict[str, tuple[str
 
 
 def _find_place(module: str, components: Collection[str]) -> tuple[str, str]:
-    """The component that a module belongs to, and the method that it is."""
+    """The component that a module belongs to, and the method that it replaces."""
     if module in components:
         return module, FORWARD
     for ending, method in METHODS.items():
@@ -97,7 +98,7 @@ def _find_place(module: str, components: Collection[str]) -> tuple[str, str]:
 
 
 def _find_config(package: Path, component: str, folders: Collection[Path]) -> Path:
-    """The folder with the config of a component: that of one of its models, or the component's own."""
+    """The folder with a component's config: that of one of its models, or the component's own."""
     for folder in (*folders, Path(component)):
         if (package / folder / CONFIG).is_file():
             return package / folder
@@ -105,7 +106,7 @@ def _find_config(package: Path, component: str, folders: Collection[Path]) -> Pa
 
 
 def _check_complete(package: Path, components: Collection[str], known: Collection[str]) -> None:
-    """Raise MisuseError if a component is a model that is not in the package.
+    """Raise MisuseError if a component is a model that the package lacks.
 
     A component with a config.json, or without a folder, is a model. Others are loaded from their files.
     """

@@ -1,4 +1,4 @@
-"""A pipeline's methods for adapters (LoRA), where its models are sessions with slots. Their names are diffusers'."""
+"""A pipeline's methods for adapters (LoRA) if its models are sessions with slots. Their names are diffusers'."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from splitc.runtime.errors import MisuseError
 from splitc.runtime.session.session import Session
 from splitc.runtime.units import first_few
 
-# Methods that would change weights.
+# Methods that would change the weights.
 MERGES = ("fuse_lora", "unfuse_lora", "enable_lora_hotswap")
 Weight = float | Mapping[str, float] | None
 
 
 class PackageAdapters:
-    """What a pipeline on a package does with adapters. `sessions_of` are its models by component."""
+    """The adapters of a pipeline on a package. `sessions_of` gives its models by component."""
 
     def load_lora_weights(
         self,
@@ -31,11 +31,11 @@ class PackageAdapters:
         weight_name: str | None = None,
         **options: Any,
     ) -> None:
-        """Load an adapter's file, a folder's, or its tensors by name, for each component that it has a part for.
+        """Load an adapter from a file, a folder, or tensors by name, into each component that it has a part for.
 
-        It takes the place of those that are used, as in diffusers: `set_adapters` uses several. Raises MisuseError for
-        a file that is no adapter or has nothing for this pipeline, for a component without slots, for a name that is
-        taken, and for options that a package has not. Then nothing changes.
+        It replaces the active adapters, as in diffusers: `set_adapters` activates several. Raises MisuseError for a
+        file that is no adapter or has nothing for this pipeline, a component without slots, a name that is taken, and
+        options that packages lack. Nothing changes then.
         """
         if given := [name for name, value in options.items() if value]:
             raise MisuseError(f"load_lora_weights of a package has no option '{given[0]}'")
@@ -65,9 +65,9 @@ class PackageAdapters:
     def set_adapters(
         self, adapter_names: str | Sequence[str], adapter_weights: Weight | Sequence[Weight] = None
     ) -> None:
-        """Use a sum of adapters, each times its weight: 1 if it is None; a mapping has one for each component.
+        """Use a weighted sum of adapters. A weight of None is 1; a mapping has a weight for each component.
 
-        Raises MisuseError for an adapter that is not loaded, and for weights that are no such numbers.
+        Raises MisuseError for an adapter that is not loaded, and for weights that are not such numbers.
         """
         names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
         weights = list(adapter_weights) if isinstance(adapter_weights, Sequence) else [adapter_weights] * len(names)
@@ -105,7 +105,7 @@ class PackageAdapters:
         return {name: list(session.adapters) for name, session in sessions_of(self).items() if session.adapters}
 
     def get_active_adapters(self) -> list[str]:
-        """The adapters that are used."""
+        """The active adapters."""
         return list(dict.fromkeys(name for session in sessions_of(self).values() for name in session.adapters.used))
 
     def disable_lora(self) -> None:
@@ -121,7 +121,7 @@ def sessions_of(pipeline: Any) -> dict[str, Session]:
 
 
 def _parts(adapter: Adapter, sessions: Mapping[str, Session]) -> dict[str, Adapter]:
-    """An adapter's part for each component. One that names no models is for the pipeline's denoiser."""
+    """An adapter's part for each component. An adapter that names no models is for the pipeline's denoiser."""
     parts = divide(adapter)
     taking = [name for name, session in sessions.items() if session.manifest.slots]
     if set(parts) == {None}:
@@ -161,7 +161,7 @@ def _need_loaded(names: Sequence[str], sessions: Mapping[str, Session]) -> None:
 
 
 def _new_name(sessions: Mapping[str, Session]) -> str:
-    """A name such as diffusers gives."""
+    """A name in diffusers' style."""
     known, number = _names(sessions), 0
     while f"default_{number}" in known:
         number += 1

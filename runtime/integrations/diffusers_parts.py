@@ -1,4 +1,4 @@
-"""Models of a diffusers pipeline whose methods are sessions. Needs torch, diffusers and transformers."""
+"""Models of a diffusers pipeline whose methods run sessions. Needs torch, diffusers and transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHANGES = (
 
 
 class Weight:
-    """A weight of a model that has none, which can be set, but not read before."""
+    """A weight of a model without weights: it can be set, and only then read."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -52,7 +52,7 @@ class Weight:
 
 
 def find_class(library: str, name: str) -> Any:
-    """The class that model_index.json names: of a library, or of a pipeline's own module in diffusers."""
+    """The class that model_index.json names, from a library or from a pipeline's module in diffusers."""
     try:
         return getattr(getattr(diffusers.pipelines, library, None) or import_module(library), name)
     except (ImportError, AttributeError) as error:
@@ -60,9 +60,9 @@ def find_class(library: str, name: str) -> Any:
 
 
 def make_part(kind: Any, config: Path, name: str, sessions: Mapping[str, Session]) -> torch.nn.Module:
-    """A model of the class `kind`, built without weights from the folder of its config, whose methods are sessions.
+    """A model of the class `kind`, built without weights from its config's folder. Its methods run sessions.
 
-    All else of it is as it was: its config, its properties, and its class, which pipelines ask for.
+    Everything else is unchanged: its config, its properties, and its class, which pipelines check.
     """
     of_diffusers = issubclass(kind, diffusers.ConfigMixin)
     with torch.device("meta"):
@@ -85,7 +85,7 @@ def make_part(kind: Any, config: Path, name: str, sessions: Mapping[str, Session
 
 
 def _weights(part: Any, name: str) -> dict[str, Weight]:
-    """The model's own tensors, which pipelines may read beside its methods, without their data: none is left."""
+    """Placeholders without data for the model's own tensors, which pipelines may read beside its methods."""
     own = [*part._parameters, *part._buffers]
     part._parameters.clear()
     part._buffers.clear()
@@ -93,7 +93,7 @@ def _weights(part: Any, name: str) -> dict[str, Weight]:
 
 
 def with_adapters(pipeline: Any) -> Any:
-    """A pipeline whose methods for adapters are of its sessions."""
+    """A pipeline whose adapter methods act on its sessions."""
     kind = type(pipeline)
     merged = "a package's weights can't be changed: merge adapters with splitc compile --lora"
     refused = {name: _refusal(merged) for name in MERGES if hasattr(kind, name)}
@@ -112,7 +112,7 @@ def _served(kind: Any, name: str, sessions: Mapping[str, Session], answer: Answe
 
 
 def _refused(kind: Any, name: str, sessions: Mapping[str, Session]) -> dict[str, Any]:
-    """The methods that a model without weights can't have."""
+    """The methods that a model without weights can't support."""
     missing = set() if FORWARD in sessions else {FORWARD, ENCODE, DECODE} - sessions.keys()
     refused = {
         method: f"the package has no module for {name}.{method}: export and compile it too" for method in missing
@@ -134,10 +134,10 @@ def _method(answer: Answer, method: ModelMethod, session: Session) -> Callable[.
 
 
 def _diffusers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> ModelOutput:
-    """Outputs by their names in the export. The first is `sample` too, as most models of diffusers call it."""
+    """Outputs by their names in the export. The first is also `sample`, the name that most models of diffusers use."""
     made = ModelOutput(**numbered_together(outputs, {}))
     if "sample" not in made:
-        made.sample = next(iter(made.values()))  # an attribute, and no further output
+        made.sample = next(iter(made.values()))  # an attribute, not one more output
     return made
 
 
@@ -148,7 +148,7 @@ def _transformers_answer(part: Any, outputs: Mapping[str, torch.Tensor]) -> Mode
 
 
 def _latents(part: Any, outputs: Mapping[str, torch.Tensor]) -> ModelOutput:
-    """Latents, or the means and variances that they are drawn from, which are twice as many channels."""
+    """Latents, or the means and variances to draw them from, which have twice the channels."""
     (latents,) = outputs.values()
     decoder = part.sessions.get(DECODE)
     channels = decoder.inputs[0].shape[1] if decoder else part.config.get("latent_channels")
@@ -165,7 +165,7 @@ def _refusal(reason: str) -> Callable[..., Any]:
 
 
 def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The part itself: it takes tensors of any number type. Raises MisuseError for another device."""
+    """The part itself, since it takes tensors of any number type. Raises MisuseError for another device."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     if device is not None and device.type != HOST.type:
         raise MisuseError(
@@ -178,7 +178,7 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _number_type(session: Session) -> torch.dtype:
-    """The type of a model's floating numbers."""
+    """A model's floating-point type."""
     types = [
         getattr(torch, tensor.dtype) for tensor in (*session.inputs, *session.outputs) if hasattr(torch, tensor.dtype)
     ]
@@ -186,7 +186,7 @@ def _number_type(session: Session) -> torch.dtype:
 
 
 def _fitted(value: Any, tensor: Tensor) -> torch.Tensor:
-    """A tensor as an input takes it: of its number type, and with an axis where it is a single number."""
+    """A tensor in the form that an input takes: its number type, with an added axis for a single number."""
     value = torch.as_tensor(value)
     if value.ndim == 0 and tensor.shape is not None and len(tensor.shape) == 1:
         value = value.reshape(1)

@@ -1,4 +1,4 @@
-"""A package behind the calls of ONNX Runtime's InferenceSession, for programs that were written for one."""
+"""A package with the interface of ONNX Runtime's InferenceSession, for programs written for that."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from splitc.runtime.package.manifest import Tensor
 from splitc.runtime.session.session import Session
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
-# A model of one Identity, as ONNX writes it.
+# A serialized ONNX model of one Identity.
 _IDENTITY = (
     b'\x08\x08:9\n\x12\n\x01x\x12\x01y"\x08Identity:\x00\x12\x01gZ\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01'
     b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
@@ -32,7 +32,7 @@ _IDENTITY = (
 
 @dataclass(frozen=True)
 class NodeArg:
-    """An input or output: its name, its type as in `tensor(float)`, and its shape of numbers, symbols and None."""
+    """An input or output: its name, its type such as `tensor(float)`, and its shape of numbers, symbols and None."""
 
     name: str
     type: str
@@ -41,7 +41,7 @@ class NodeArg:
 
 @dataclass(frozen=True)
 class ModelMeta:
-    """What ONNX Runtime says of a model's file."""
+    """ONNX Runtime's description of a model file."""
 
     graph_name: str
     producer_name: str = "splitc"
@@ -53,18 +53,18 @@ class ModelMeta:
 
 
 class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
-    """A package that takes the place of an ONNX file in a program of ONNX Runtime.
+    """A package in place of an ONNX file in a program that uses ONNX Runtime.
 
         session = InferenceSession("package")
         (logits,) = session.run(["logits"], {"input_ids": ids})
 
-    `session` is the Session below, which has what a package can do beside: sequences and streams. One that is open
-    already may be given in place of the path.
-    Of `sess_options` the number of threads is taken. `providers` must have the one of the package's devices, if they
-    are given: `devices`, one of the further options, which are Session's, changes devices.
+    - `session`: the Session behind it, for sequences and streams. An open Session may be given in place of the path.
+    - `sess_options`: only the number of threads is used.
+    - `providers`: if given, they must include that of the package's devices. Further options are Session's; `devices`
+      changes the devices.
 
-    Errors are ONNX Runtime's: ValueError for inputs that are missing, InvalidArgument for names, types and ranks that
-    do not fit, Fail for an engine that fails. What a package can't do raises MisuseError.
+    Errors are ONNX Runtime's: ValueError for missing inputs, InvalidArgument for names, types and ranks that do not
+    fit, Fail for an engine that fails. MisuseError is raised for anything that a package does not support.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
     @cached_property
     def _sess(self) -> Any:
-        """ONNX Runtime's own session, of an identity: some programs make a binding of it that they never use."""
+        """ONNX Runtime's own session, of an identity: some programs make a binding of it and never use it."""
         return onnxruntime.InferenceSession(_IDENTITY, providers=[CPU])._sess
 
     def get_inputs(self) -> list[NodeArg]:
@@ -111,7 +111,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         return [_node_arg(tensor) for tensor in self.session.inputs]
 
     def get_overridable_initializers(self) -> list[NodeArg]:
-        """The inputs that may be fed, since the model has default values for them."""
+        """The inputs that may be fed, but have default values in the model."""
         return [_node_arg(tensor) for tensor in self.session.optional]
 
     def get_outputs(self) -> list[NodeArg]:
@@ -119,7 +119,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         return [_node_arg(tensor) for tensor in self.session.outputs]
 
     def get_modelmeta(self) -> ModelMeta:
-        """Of the file that the package was made from, its name: the package has nothing more."""
+        """The name of the file that the package was compiled from; a package keeps no other metadata."""
         return ModelMeta(self.session.manifest.source.name)
 
     def get_providers(self) -> list[str]:
@@ -127,23 +127,23 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         return [CUDA, CPU] if any(device.kind == "cuda" for device in self.session.devices) else [CPU]
 
     def get_provider_options(self) -> dict[str, dict[str, str]]:
-        """The options of these providers: none, but for the first GPU's number."""
+        """The options of these providers: empty, except for the number of the first GPU."""
         options: dict[str, dict[str, str]] = {name: {} for name in self.get_providers()}
         gpus = [device.index for device in self.session.devices if device.kind == "cuda"]
         return options if not gpus else {**options, CUDA: {"device_id": str(gpus[0])}}
 
     def get_session_options(self) -> Any:
-        """The options that were given, or ONNX Runtime's default ones."""
+        """The given options, or ONNX Runtime's defaults."""
         return self._sess_options or onnxruntime.SessionOptions()
 
     def set_providers(self, providers: Sequence[Any] | None = None, provider_options: Any = None) -> None:
-        """Nothing changes for providers that the package's devices have; MisuseError for others."""
+        """Accept the providers of the package's devices, without effect; raise MisuseError for others."""
         self._check_providers(providers)
 
     def run(
         self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
     ) -> list[Array]:
-        """The outputs of these names, or all. `run_options` are ONNX Runtime's, and change nothing."""
+        """The outputs of these names, or all. `run_options` are ONNX Runtime's, and have no effect."""
         names = self._named(output_names)
         try:
             outputs = self.session.run(self._checked(input_feed))
@@ -159,7 +159,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         user_data: Any,
         run_options: Any = None,
     ) -> None:
-        """As `run`, and returns at once. The callback gets the outputs, `user_data`, and the error's text or ""."""
+        """As `run`, but return at once. The callback gets the outputs, `user_data`, and the error's text or ""."""
         names = self._named(output_names)
         try:
             future = self.session.submit(self._checked(input_feed))
@@ -176,11 +176,11 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         future.add_done_callback(done)
 
     def io_binding(self) -> IoBinding:
-        """A binding of inputs and outputs, whose arrays are on the host."""
+        """A binding of inputs and outputs. Its arrays are on the host."""
         return IoBinding(self.session.outputs)
 
     def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
-        """Run on what is bound. Raises MisuseError for a binding that is not of `io_binding()`."""
+        """Run with a binding. Raises MisuseError for one that `io_binding()` did not make."""
         if not isinstance(iobinding, IoBinding):
             raise MisuseError("onnxruntime.IOBinding is for one engine, and a package has several: use io_binding()")
         names = list(iobinding.outputs)
@@ -200,7 +200,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         return list(output_names or known)
 
     def _checked(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The feeds. As in ONNX Runtime all inputs must be there, and a list has the type that its input has."""
+        """The feeds. As in ONNX Runtime all inputs must be given, and a list takes its input's type."""
         inputs = {tensor.name: tensor for tensor in (*self.session.inputs, *self.session.optional)}
         if missing := [tensor.name for tensor in self.session.inputs if tensor.name not in feeds]:
             raise ValueError(f"Required inputs ({missing}) are missing from input feed ({list(feeds)}).")
@@ -211,7 +211,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
 
 
 def _refuse_the_rest() -> None:
-    """Have all other calls say that a package has no such thing: they would act on the identity."""
+    """Make all other methods raise an error that packages lack them: they would act on the identity."""
 
     def refusing(name: str) -> Callable[..., None]:
         def refuse(self: InferenceSession, *_: Any, **__: Any) -> None:
@@ -233,6 +233,6 @@ def _node_arg(tensor: Tensor) -> NodeArg:
 
 
 def _as_there(error: FeedError | EngineError) -> Exception:
-    """The error of ONNX Runtime for the same fault."""
+    """ONNX Runtime's error for the same fault."""
     kind = InvalidArgument if isinstance(error, FeedError) else Fail
     return kind(str(error))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""ONNX Runtime's binding of inputs and outputs, for a package: arrays on the host."""
+"""ONNX Runtime's binding of inputs and outputs for a package, with arrays on the host."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from splitc.runtime.package.manifest import Tensor
 
 
 class IoBinding:
-    """Inputs and outputs of the next run. An output without a place of its own gets a new array.
+    """Inputs and outputs of the next run. Outputs without memory of their own get new arrays.
 
-    What is on a GPU is copied over the host: `Session.run` takes and gives arrays on GPUs.
+    Values on a GPU are copied through the host: `Session.run` takes and returns arrays on GPUs.
     """
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
@@ -39,7 +39,7 @@ class IoBinding:
     def bind_input(
         self, name: str, device_type: str, device_id: int, element_type: Any, shape: Sequence[int], buffer_ptr: int
     ) -> None:
-        """Feed the memory at an address. It is read when the package runs. Raises MisuseError for a GPU's."""
+        """Feed the memory at an address, which is read when the package runs. Raises MisuseError for a GPU's memory."""
         self.feeds[name] = _at(device_type, element_type, shape, buffer_ptr)
 
     def bind_output(
@@ -51,7 +51,7 @@ class IoBinding:
         shape: Sequence[int] | None = None,
         buffer_ptr: int | None = None,
     ) -> None:
-        """Ask for an output, in the memory at an address if one is given. Raises MisuseError for a GPU's."""
+        """Request an output, in the memory at an address if given. Raises MisuseError for a GPU's memory."""
         place = None
         if buffer_ptr is not None:
             kind = self._types.get(name) if element_type is None else element_type
@@ -59,12 +59,12 @@ class IoBinding:
         self.outputs[name] = place
 
     def bind_ortvalue_output(self, name: str, ortvalue: Any) -> None:
-        """Ask for an output in the memory of an OrtValue."""
+        """Request an output in an OrtValue's memory."""
         _need_host(ortvalue.device_name())
         self.outputs[name] = host_array(ortvalue)
 
     def fill(self, outputs: Mapping[str, Array]) -> None:
-        """Take the outputs of a run. Raises MisuseError for one that has another shape or type than its place."""
+        """Copy a run's outputs into their memory. Raises MisuseError if a shape or type differs from the memory's."""
         self._made = []
         for name, place in self.outputs.items():
             array = outputs[name]

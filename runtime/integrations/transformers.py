@@ -1,4 +1,4 @@
-"""optimum's models of transformers, run on a package: `generate`, pipelines and all that stands on them."""
+"""optimum's models of transformers, run on a package: with `generate`, pipelines and everything that uses them."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from splitc.runtime.package.pipeline_file import read_pipeline
 from splitc.runtime.session.pipeline import Pipeline
 
 NEEDS = "transformers' models need transformers, torch and optimum: pip install splitc[transformers]"
-# What transformers calls the head of a model, and optimum the class.
+# transformers' names of model heads, with optimum's classes.
 HEADS = {"LMHeadModel": "CausalLM", "Model": "FeatureExtraction"}
 # optimum's classes of an encoder and a decoder.
 PAIRS = ("Seq2SeqLM", "SpeechSeq2Seq", "Vision2Seq")
 
 
 def load(package: str | Path, *, config: str | Path | None = None, **options: Any) -> Any:
-    """optimum's model of a package: of the class for what config.json names, with transformers' own `generate`.
+    """optimum's model of a package. config.json determines its class; `generate` is transformers' own.
 
         model = load("package")
         tokens = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), num_beams=4)
 
-    A package of several models is an encoder and its decoder, as of T5 or Whisper. `config` is a folder with the
-    model's config.json, and generation_config.json if it has one; by default the package, where they are if the folder
-    of a model was compiled. `options` are Session's. The session ends with the model; it is `model.session.session`, or
-    that of each of `model.parts`.
+    A package of several models is an encoder and its decoder, such as T5 or Whisper. `config` is a folder with the
+    model's config.json, and generation_config.json if it has one; by default the package, which has them if the model's
+    folder was compiled. `options` are Session's. The session, `model.session.session` or that of each of `model.parts`,
+    is closed with the model.
 
-    Caches go to the ranks and come back with every token, as beams need it: `Session.generate` leaves them there.
+    Caches are copied to and from the ranks for every token, as beam search needs it: `Session.generate` leaves them
+    there.
 
-    Raises as Session does, and MisuseError where optimum is not installed, where there is no config, and for a model
-    that optimum has no class for.
+    Raises as Session does, and MisuseError if optimum is not installed, if there is no config, and for a model that
+    optimum has no class for.
     """
     with needed(NEEDS):
         import optimum.onnxruntime as ort_models
         from transformers import AutoConfig, GenerationConfig
     package = Path(package)
     if (pipeline := read_pipeline(package)) is None:
-        read_manifest(package)  # which says so where there is no package
+        read_manifest(package)  # raises the error if there is no package
     folder = package if config is None else Path(config)
     if not (folder / "config.json").is_file():
         raise MisuseError(
@@ -62,7 +63,7 @@ def load(package: str | Path, *, config: str | Path | None = None, **options: An
 
 
 def _load_pair(kind: Any, config: Any, package: Path, options: dict[str, Any], extra: dict[str, Any]) -> Any:
-    """The model of an encoder and its decoder in one use or two. What is set in the configs is what optimum sets."""
+    """The model of an encoder and its decoder, with one use or two. It sets in the configs what optimum sets."""
     pipeline = Pipeline(package, **options)
     try:
         wiring = find_wiring({name: session.manifest for name, session in pipeline.items()})
@@ -86,7 +87,7 @@ def _load_pair(kind: Any, config: Any, package: Path, options: dict[str, Any], e
 
 
 def _find_class(ort_models: Any, architectures: list[str]) -> Any:
-    """optimum's class for the first architecture that it has one for."""
+    """optimum's class for the first architecture that it has a class for."""
     for name in architectures:
         head = name.rpartition("For")[2] if "For" in name else next((key for key in HEADS if name.endswith(key)), "")
         kind = getattr(ort_models, f"ORTModelFor{HEADS.get(head, head)}", None)
@@ -99,7 +100,7 @@ def _find_class(ort_models: Any, architectures: list[str]) -> Any:
 
 
 def _find_pair(ort_models: Any, config: Any) -> Any:
-    """optimum's class for an encoder and a decoder: one for just this architecture, or else for its kind."""
+    """optimum's class for an encoder and a decoder: for this architecture, or else for its kind."""
     architectures = getattr(config, "architectures", None) or []
     kinds = [getattr(ort_models, f"ORTModelFor{name}") for name in PAIRS]
     for kind in kinds:

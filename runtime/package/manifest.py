@@ -105,7 +105,7 @@ class AxisPart(Struct, frozen=True):
     """A shard of an axis. The axis is a product of factors of these `sizes`, major first (-1: inferred).
 
     `ranges` are the shard's indices of each factor, from the first to before the last; None is all. An axis of several
-    sections is one factor, and `places` are the shard's elements of it, as runs from the first to before the last.
+    sections is one factor. `places` are then the shard's elements of it, as runs from the first to before the last.
     """
 
     axis: int
@@ -295,20 +295,22 @@ class MergedAdapter(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """All that the runtime knows about a package. `threads` are those of each CPU device; None divides the cores.
+    """All that the runtime knows about a package.
 
-    `build` is set for engines that are built from ONNX files. `fixed` are inputs of the model that the package does not
-    have. `optional` are further inputs that need not be fed, since the engines have default values. `batch` is the
-    number of the batch axis of inputs and outputs that have one; None without any. `shared_sizes` are symbols that have
-    one size each in a request, which ranks read off any value, `filled_sizes` those that must not be 0, as ONNX Runtime
-    ends the process then. `lengths` are inputs that only the ranks have.
-
-    `replicas` are groups of ranks that divide the rows of a batch. `ranks`, with their devices, are then those of the
-    first one: the others run the same files. Without, all ranks are one group. `row_sources` are the inputs with rows
-    of which each has all: where these have several, another input may have one row for all. `merged` are
-    adapters in the weights, `slots` places for those of requests, whose sums may have `most_rank` in all at a time,
-    if budgets limit them. With `maps_weights`, CPUs take weights from files. The `preamble` is run before the ranks.
-    `onnxruntime` is the version that loaded the ONNX files when the package was compiled.
+    - `threads`: those of each CPU device; None divides the cores. `build`: set for engines built from ONNX files.
+    - `fixed`: inputs of the model that the package does not have. `optional`: inputs with default values in the
+      engines.
+    - `lengths`: inputs that only the ranks have. `preamble`: a graph that is run before the ranks.
+    - `batch`: the number of the batch axis, by input and output that has one; None if there are none.
+    - `row_sources`: inputs that have every row of the batch. If it has several, other inputs may have one row for all.
+    - `shared_sizes`: symbols with one size each in a request, which ranks read off any value.
+    - `filled_sizes`: symbols that must not be 0, since ONNX Runtime would end the process.
+    - `replicas`: groups of ranks that divide the rows of a batch. `ranks` are then the first one's; the others run the
+      same files. If there are no replicas, all ranks are one group.
+    - `merged`: adapters in the weights. `slots`: places for adapters of requests. `most_rank`: the total rank that
+      their sums may have at a time, if budgets limit it.
+    - `maps_weights`: CPU devices map weights from files.
+    - `onnxruntime`: the version that loaded the ONNX files when the package was compiled.
     """
 
     schema: int
@@ -377,7 +379,7 @@ class Manifest(Struct, frozen=True):
 
     @property
     def tensors(self) -> dict[str, Sequence[Tensor | FixedInput]]:
-        """All that requests give or get, by what it is: one of the fixed inputs may be given, and changes nothing."""
+        """All tensors that requests give or get, by kind. Fixed inputs may be given, and change nothing."""
         return {
             "input": self.inputs,
             "optional input": self.optional,

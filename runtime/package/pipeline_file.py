@@ -22,7 +22,7 @@ SCHEMA = 1
 
 
 class Module(Struct, frozen=True):
-    """A module. `seal` is the hash of its manifest, `source` the path of its model in the models' folder."""
+    """A module. `seal` is the hash of its manifest, `source` its model's path in the models' folder."""
 
     name: str
     seal: str
@@ -30,7 +30,7 @@ class Module(Struct, frozen=True):
 
 
 class PipelineFile(Struct, frozen=True):
-    """The modules of a package, and the files beside them. `swap` says that they were planned to work in turn."""
+    """The modules of a package, and the files beside them. `swap`: they were planned to work in turn."""
 
     modules: list[Module]
     files: list[File]

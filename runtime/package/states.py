@@ -47,15 +47,17 @@ class Length(Struct, frozen=True):
 class Preamble(Struct, frozen=True):
     """A graph that is run before the ranks, on the CPU, in the file `file`.
 
-    It takes the `inputs`, of which no rank takes those `consumed`, and makes the `outputs`, which are inputs of ranks.
-    `masks` are those among them that only attention adds to its scores, by the input for the length of its caches. All
-    of them are left out of a request in which they hide nothing but later tokens: engines have a form without. Those
-    with `windows` hide all but the last so many tokens, itself included, and so does that form. `blanks` say which rows
-    of an attention are zeros; they are left out with the masks, if that is none.
-
-    The graph in the file `plain`, if there is one, makes none of the masks and blanks. It is for requests whose inputs
-    `ones` are all ones, with a last axis as long as all tokens so far: what masks would hide is known there. Those that
-    are `batched` have a first axis as long as the batch, which inputs have as the axes of these numbers in `batch`.
+    - `inputs`: the inputs that it takes. `consumed`: those of them that no rank takes.
+    - `outputs`: the ranks' inputs that it computes.
+    - `masks`: outputs that only attention adds to its scores, with the input for the length of its caches. A request
+      omits all of them if they hide only later tokens: engines have a form without masks.
+    - `windows`: masks that hide all but the last tokens, with their number, the token itself included. The form without
+      masks does so too.
+    - `blanks`: outputs that say which rows of an attention are zeros. They are omitted with the masks if no row is.
+    - `plain`: the file of a graph that computes neither masks nor blanks. It is for requests whose inputs `ones` are
+      all ones, with a last axis as long as all tokens so far: what masks would hide is known then.
+    - `batched`: those of `ones` whose first axis is as long as the batch. `batch`: the inputs and the number of their
+      axis that is.
     """
 
     file: str

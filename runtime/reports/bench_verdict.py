@@ -63,7 +63,8 @@ def _in_stages(result: BenchResult) -> Iterator[str]:
         most = 1 / (slowest * result.rate) - 1
         yield (
             f"Rank {number} ({device}) is the busiest, and at work {at_work:.0%} of the time: with more requests in "
-            f"flight than {result.in_flight} (--in-flight) up to {1 / slowest:.1f} a second, {most:.0%} more."
+            f"flight than {result.in_flight} (--in-flight) it would serve up to {1 / slowest:.1f} a second, "
+            f"{most:.0%} more."
         )
     if slowest / mean - 1 >= WORTH:
         yield (
@@ -84,7 +85,7 @@ def _together(result: BenchResult) -> Iterator[str]:
     if whole and waiting / whole >= WORTH:
         yield (
             f"Ranks wait for each other {waiting / whole:.0%} of a request: {format_seconds(waiting)} of "
-            f"{format_seconds(whole)}, which fewer devices or larger requests would have less of."
+            f"{format_seconds(whole)}, which fewer devices or larger requests would reduce."
         )
     if busy and max(rank.busy for rank in result.ranks) / busy - 1 >= WORTH:
         slowest = max(result.ranks, key=lambda rank: rank.busy)

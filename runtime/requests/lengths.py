@@ -34,13 +34,13 @@ def check_lengths(lengths: Sequence[Length], batch: int, filled: Mapping[str, in
         before, more = filled[length.input], added(length, feeds)
         if not batch or not more:  # where there is no row, ONNX Runtime's operator ends the process: it divides by zero
             raise FeedError(
-                f"{more} tokens in {batch} rows of the batch: this package writes caches in place, and takes one of "
-                "each at least (--no-fuse compiles one that takes none)"
+                f"the request has {more} tokens in {batch} rows: this package writes caches in place, and needs at "
+                "least one token and one row. Compile with --no-fuse for empty requests"
             )
         if _is_for_one_row(length, batch, more, before):
             raise FeedError(
-                f"{more} tokens after {before} others in {batch} rows of the batch: here this package takes several "
-                "tokens after others for one row only. Give them one at a time, or compile it with --no-fuse"
+                f"the request has {more} tokens after {before} cached ones in {batch} rows: this package takes several "
+                "tokens after cached ones in a batch of one row only. Give one at a time, or compile with --no-fuse"
             )
 
 
@@ -99,8 +99,8 @@ def filled_rows(length: Length, pasts: Mapping[str, Feed]) -> int:
     for name in others:
         if (rows := pasts[name].shape[length.axis]) != filled:
             raise FeedError(
-                f"'{first}' has {filled} rows and '{name}' {rows}: this package takes caches of one length "
-                "(--no-fuse compiles one that does not)"
+                f"'{first}' has {filled} rows and '{name}' {rows}: all caches of this package have one length "
+                "(with --no-fuse they may differ)"
             )
     return filled
 

@@ -187,7 +187,7 @@ class StateSequence:
         """
         with self._alone():
             if self._numbers:
-                raise SplitcError("what a sequence holds is given before its first run")
+                raise SplitcError("a sequence's constant inputs must be given before its first run")
             held = [tensor for tensor in self._given if tensor.name in feeds]
             self._constant.update(Inputs(held).on_host(feeds))
             manifest = self._session.manifest

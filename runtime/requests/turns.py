@@ -35,8 +35,8 @@ class Turns:
                 while not self._may_begin(turn, ticket):
                     if self.callbacks.active:
                         raise MisuseError(
-                            "in a callback of a request, no request of another module can begin while some are in "
-                            "flight, since these modules work in turn: submit it from another thread"
+                            "these modules work in turn: while one has requests in flight, a callback can't start "
+                            "another's. Submit the request from another thread"
                         )
                     self._changed.wait(CHECK_EVERY)
                     check()

@@ -82,7 +82,7 @@ def why_not_batched(manifest: Manifest, interface: Interface) -> str | None:
     for tensor in (*interface.inputs, *interface.outputs):
         shape = tensor.shape or []
         if manifest.batch.get(tensor.name) != 0 or len(shape) < 2 or isinstance(shape[0], int):
-            return f"the batch is not the free first one of several axes of '{tensor.name}'"
+            return f"the batch is not the first, dynamic axis of '{tensor.name}', with more axes behind it"
     return None
 
 

@@ -19,9 +19,11 @@ def model_config(
 ) -> str:
     """The text of `config.pbtxt`.
 
-    With `rows` above 0 the server joins requests to batches of so many rows. `idle_seconds` makes requests sequences,
-    of which at most `most_sequences` are open. With `on_gpus`, inputs that the server has on a GPU stay there. Raises
-    MisuseError for a tensor that clients can't send or get.
+    - `rows`: if above 0, the server joins requests into batches of up to this many rows.
+    - `idle_seconds`: makes requests sequences, of which at most `most_sequences` are open.
+    - `on_gpus`: inputs that the server has on a GPU stay there.
+
+    Raises MisuseError for a tensor that clients can't send or get.
     """
     lines = [f"name: {quoted(name)}", 'backend: "python"', f"max_batch_size: {rows}"]
     lines += tensor_lines(interface, rows > 0)
@@ -38,7 +40,7 @@ def model_config(
 
 
 def tensor_lines(interface: Interface, in_batch: bool = False) -> list[str]:
-    """A line for each input and output. `in_batch` says that Triton adds the first axis, that of the batch."""
+    """A line for each input and output. With `in_batch`, Triton adds the batch as the first axis."""
     return [
         *(f"input {{ {_tensor(tensor, in_batch, False)} }}" for tensor in interface.inputs),
         *(f"input {{ {_tensor(tensor, in_batch, True)} }}" for tensor in interface.optional),
@@ -54,5 +56,5 @@ def _tensor(tensor: Tensor, in_batch: bool, optional: bool) -> str:
 
 
 def quoted(text: str) -> str:
-    """A string of protobuf's text form, which has the escapes of JSON's (but for \\u)."""
+    """A string in protobuf's text format, whose escapes are JSON's (but for \\u)."""
     return json.dumps(text, ensure_ascii=False)

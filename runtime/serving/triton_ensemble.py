@@ -21,10 +21,10 @@ OPTION = "--ensemble"
 
 
 def export_ensemble(package: Path, repository: Path, *, module: str | None, name: str | None) -> list[Path]:
-    """Write an ensemble and a model for each stage into the repository. Returns the models' folders.
+    """Write an ensemble, and a model for each stage, into the repository. Returns the models' folders.
 
-    States are fed and given. All are written, or none. Raises MisuseError for a package without stages, for tensors
-    that Triton can't have, and for a model that is there.
+    Clients feed states and get them back. Either all models are written or none. Raises MisuseError for a package
+    without stages, for tensors that Triton does not support, and for a model that exists.
     """
     models: dict[str, tuple[Path, Manifest, int | None]] = {}
     for known, (source, manifest) in find_packages(package, module, name).items():
@@ -38,7 +38,7 @@ def export_ensemble(package: Path, repository: Path, *, module: str | None, name
             else:
                 engine = _stages(manifest)[number]
                 config = stage_config(known, manifest.ranks[number], engine, manifest.engine)
-                has_weights = manifest.engine == TENSORRT  # inside: what else there is, it was built from
+                has_weights = manifest.engine == TENSORRT  # not the ONNX file that it was built from
                 paths = [engine.path] if has_weights else [file.path for file in files_of(manifest, number)]
                 for path in counted(f"writing files of {known}", paths):
                     link_file(source / path, folder / "1" / Path(path).name)
@@ -52,7 +52,7 @@ def stage_name(name: str, number: int) -> str:
 
 
 def _stages(manifest: Manifest) -> list[EngineFile]:
-    """The stages' engines. Raises MisuseError for what Triton's backends can't run."""
+    """The stages' engines. Raises MisuseError for engines that Triton's backends can't run."""
     stages = find_stages(manifest, "Triton", (ONNXRUNTIME, TENSORRT))
     if manifest.engine == TENSORRT:
         check_loadable(manifest, WITH_INT64, OPTION)
@@ -60,7 +60,7 @@ def _stages(manifest: Manifest) -> list[EngineFile]:
 
 
 def stage_config(name: str, rank: Rank, engine: EngineFile, kind: str = ONNXRUNTIME) -> str:
-    """The config of a stage, on its device. Triton reads its tensors off the file."""
+    """The config of a stage, on its device. Triton reads its tensors from the file."""
     device = device_named(rank.device)
     place = f"kind: KIND_GPU count: 1 gpus: [ {device.index} ]" if device.kind == "cuda" else "kind: KIND_CPU count: 1"
     lines = [
@@ -74,7 +74,7 @@ def stage_config(name: str, rank: Rank, engine: EngineFile, kind: str = ONNXRUNT
 
 
 def ensemble_config(name: str, manifest: Manifest) -> str:
-    """The config of the ensemble. Raises MisuseError for what an ensemble can't have."""
+    """The config of the ensemble. Raises MisuseError for a tensor that ensembles do not support."""
     stages = _stages(manifest)
     interface = find_interface(manifest, sequences=False)
     check_native(interface, OPTION)

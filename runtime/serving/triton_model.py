@@ -1,7 +1,7 @@
-"""The model that Triton's Python backend loads. Its repository has a `model.py` that imports it.
+"""The model that Triton's Python backend loads: `model.py` in its repository imports it.
 
-Triton hands requests over one after the other. Each is answered later, by its own response sender, so that many are in
-flight, and a client needs no streaming protocol.
+Triton hands over requests one after another. Each is answered later by its own response sender, so that many are in
+flight without a streaming protocol for clients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import triton_python_backend_utils as triton  # of the server, in whose process this is
+import triton_python_backend_utils as triton  # a module of the server, in whose process this runs
 
 from splitc.runtime.files.explained import explained
 from splitc.runtime.hardware.gpus import need_cupy
@@ -25,10 +25,10 @@ from splitc.runtime.threads.executor import Executor
 
 
 class TritonPythonModel:
-    """A package, behind the interface of Triton's Python backend."""
+    """A package with the interface of Triton's Python backend."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the package. `args` say where the model is in its repository."""
+        """Load the package. `args` locate the model in its repository."""
         folder = Path(args["model_repository"]) / args["model_version"]
         try:
             self._served = ServedPackage(folder / FILE_NAME, counts_sequences=True)
@@ -54,13 +54,13 @@ class TritonPythonModel:
         self._page.show(self._served.metrics, self._served.devices)
 
     def _metric(self, model: str, family: Family, labels: Mapping[str, str]) -> Put:
-        """What adds to the server's metric, or sets it."""
+        """A function that adds to the server's metric, or sets it."""
         metric = self._families[family].Metric(labels={"model": model, **labels})
         put: Put = metric.increment if family.counts else metric.set
         return put
 
     def _read(self, request: Any) -> ServedRequest:
-        """The request's arrays, which are views of the server's memory: the host's, or a GPU's."""
+        """The request's arrays, as views of the server's memory on the host or a GPU."""
         tensors = {name: triton.get_input_tensor_by_name(request, name) for name in self._inputs}
         feeds = {name: _array(tensor) for name, tensor in tensors.items() if tensor is not None}
         adapter = str(json.loads(request.parameters() or "{}").get("adapter", ""))
@@ -72,13 +72,13 @@ class TritonPythonModel:
         return ServedRequest(feeds, SequenceStep(sequence, start, end), adapter)
 
     def _answer_later(self, request: Any, answer: Answer) -> None:
-        """Send the answer from another thread, so that no request waits for its copy to the server's memory."""
+        """Send the answer from another thread, so that no request waits for the copy to the server's memory."""
         self._senders.submit(self._answer, request, answer)
 
     def _answer(self, request: Any, answer: Answer) -> None:
         try:
             response = self._response(request, answer)
-        except Exception as error:  # of the server's library: the client waits for some answer
+        except Exception as error:  # an error of the server's library: the client waits for an answer
             response = _failure(error)
         self._show_metrics()
         request.get_response_sender().send(response, flags=triton.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
@@ -90,26 +90,26 @@ class TritonPythonModel:
         return triton.InferenceResponse([_tensor(name, outputs[name]) for name in self._outputs if name in wanted])
 
     def finalize(self) -> None:
-        """Unload the package when the requests in flight have been answered."""
+        """Unload the package after the requests in flight are answered."""
         self._served.close()
         self._senders.shutdown()
 
 
 def _family(family: Family) -> Any:
-    """The metrics of one name, as Triton has them."""
+    """Triton's metric family of this name."""
     kind = triton.MetricFamily.COUNTER if family.counts else triton.MetricFamily.GAUGE
     return triton.MetricFamily(name=family.name, description=family.help, kind=kind)
 
 
 def _array(tensor: Any) -> Any:
-    """A tensor of the server's as an array of numpy, or of CuPy if it is on a GPU."""
+    """A server tensor as an array of numpy, or of CuPy if it is on a GPU."""
     return tensor.as_numpy() if tensor.is_cpu() else need_cupy().from_dlpack(tensor)
 
 
 def _tensor(name: str, array: Any) -> Any:
-    """An output as a tensor of the server's, which has no scalars, on the GPU if it is there."""
+    """An output as a server tensor, on the GPU if it is there. Server tensors are never scalars."""
     if array.dtype == bool and not isinstance(array, np.ndarray):
-        array = array.get()  # not all versions of CuPy pass these on
+        array = array.get()  # not all versions of CuPy export booleans by DLPack
     if isinstance(array, np.ndarray):
         return triton.Tensor(name, np.ascontiguousarray(np.atleast_1d(array)))
     return triton.Tensor.from_dlpack(name, array.reshape(array.shape or (1,)))

@@ -1,6 +1,6 @@
-"""A package's ranks as one model of Triton's own TensorRT backend: a plan for each rank, with the sums inside.
+"""A package's ranks as one model of Triton's TensorRT backend: a plan for each rank, with the collectives inside.
 
-The backend copies the inputs of a request to all ranks' GPUs, runs all plans at the same time, connected by NCCL, and
+The backend copies a request's inputs to all ranks' GPUs, runs all plans at the same time, connected by NCCL, and
 answers with the outputs of the first one (`docs/multi_device.md` of triton-inference-server/tensorrt_backend).
 """
 
@@ -21,15 +21,15 @@ from splitc.runtime.serving.triton_config import quoted, tensor_lines
 from splitc.runtime.threads.progress import counted
 
 OPTION = "--plans"
-# The backend looks for the ranks' plans by the name that a model's only plan has, and Triton for that one.
+# The backend derives the names of the ranks' plans from the model's plan file, which Triton looks for.
 PLAN = "model.plan"
 
 
 def export_plans(package: Path, repository: Path, *, module: str | None, name: str | None) -> list[Path]:
     """Write a model for the package, or each of its modules, into the repository. Returns the models' folders.
 
-    States are fed and given. All are written, or none. Raises MisuseError for a package that the backend can't run, and
-    for a model that is there.
+    Clients feed states and get them back. Either all models are written or none. Raises MisuseError for a package that
+    the backend can't run, and for a model that exists.
     """
     packages = find_packages(package, module, name)
     with new_models(repository, packages) as folders:
@@ -45,7 +45,7 @@ def export_plans(package: Path, repository: Path, *, module: str | None, name: s
 
 
 def plans_config(name: str, manifest: Manifest) -> str:
-    """The text of `config.pbtxt`. Raises MisuseError for tensors that Triton can't have, and for devices alike."""
+    """The text of `config.pbtxt`. Raises MisuseError for tensors that Triton lacks, and for ranks on one device."""
     interface = find_interface(manifest, sequences=False)
     check_native(interface, OPTION)
     parameters = {
@@ -65,7 +65,7 @@ def plans_config(name: str, manifest: Manifest) -> str:
 
 
 def find_plans(manifest: Manifest) -> list[EngineFile]:
-    """The ranks' plans, in order. Raises MisuseError, which says why, for a package that the backend can't run."""
+    """The ranks' plans, in order. Raises MisuseError, with the reason, for a package that the backend can't run."""
     check_one_copy(manifest, "Triton's TensorRT backend", "tensor")
     check_loadable(manifest, WITH_RANKS, OPTION)
     steps = [step for rank in manifest.ranks for step in rank.program]
@@ -90,7 +90,7 @@ def find_plans(manifest: Manifest) -> list[EngineFile]:
 
 
 def _check_whole(manifest: Manifest) -> None:
-    """Raise MisuseError unless each rank takes all inputs whole, and the first one gives all outputs whole."""
+    """Raise MisuseError unless each rank takes all inputs unsharded, and the first returns all outputs unsharded."""
     if cut := [part.name for rank in manifest.ranks for part in rank.parts]:
         what = "an input" if cut[0] in {tensor.name for tensor in manifest.inputs} else "an output"
         raise MisuseError(
@@ -113,7 +113,7 @@ def _check_whole(manifest: Manifest) -> None:
 
 
 def _gpus(manifest: Manifest) -> list[int]:
-    """The numbers of the ranks' GPUs. Raises MisuseError unless each has one of its own, all on one machine."""
+    """The numbers of the ranks' GPUs. Raises MisuseError unless each rank has its own, all on one machine."""
     devices = parse_devices([rank.device for rank in manifest.ranks])
     if len({device.host for device in devices}) > 1 or len(set(devices)) < len(devices):
         names = ", ".join(map(str, devices))

@@ -1,4 +1,4 @@
-"""Write a model repository of Triton: one model for a package, or for each module of one."""
+"""Write a Triton model repository: one model for a package, or for each of its modules."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ def export_triton(
 ) -> list[Path]:
     """Write a model for the package, or each of its modules, into the repository. Returns the models' folders.
 
-    `sequences` keeps states on the ranks, by default (None) those of models with caches. `batch` is the most rows of
-    requests that are joined, by default MOST_ROWS where rows do not meet; 0 joins none, and takes requests of any rows.
-    All models are written, or none. Raises MisuseError for what Triton can't serve, and for a model that is there.
+    - `sequences`: keep states on the ranks; None does so for models with caches.
+    - `batch`: the most rows of joined requests, MOST_ROWS by default if rows are independent; 0 joins none, and takes
+      requests of any number of rows.
+
+    Either all models are written or none. Raises MisuseError for a model that Triton can't serve, and for one that
+    exists.
     """
     packages = find_packages(package, module, name)
     servings = serving.of([manifest for _, manifest in packages.values()], sequences)
@@ -72,15 +75,15 @@ def _write_model(
 
 
 def takes_gpu_arrays(manifest: Manifest, serving: Serving) -> bool:
-    """Whether the ranks, as they will be opened, take and give arrays on a GPU."""
+    """Whether the ranks, as they will be opened, take and return arrays on a GPU."""
     devices = choose_devices(manifest, serving.devices)
     return DeviceArrays(manifest, devices, choose_ranks(serving.ranks, devices, None)).possible
 
 
 def choose_rows(most: int | None, asked: int | None, name: str) -> int:
-    """The rows up to which requests are batched; 0 for not at all. `most` is the result of `find_rows`.
+    """The most rows of a batch of requests; 0 for no batching. `most` is the result of `find_rows`.
 
-    Raises MisuseError for more than the engines take.
+    Raises MisuseError for more rows than the engines take.
     """
     if asked and most and asked > most:
         raise MisuseError(f"--batch {asked}: the engines of {name} were built for {most} rows at most")

@@ -1,4 +1,4 @@
-"""How long to wait before a package is loaded again whose sessions keep breaking."""
+"""The time to wait before a package is loaded again if its sessions keep breaking."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LEAST = 1.0
 class Waits:
     """The waits before a package is loaded again: none after the first break, then twice as long after each.
 
-    They begin with what loading takes, so that a package that crashes on each request is loading for half of the time
-    at most.
+    The first wait is as long as loading takes, so that a package that crashes on each request is loading for at most
+    half of the time.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Waits:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """The block loads the package. If that fails, it has broken once more."""
+        """The block loads the package. A failure counts as another break."""
         self._began = time.monotonic()
         try:
             yield
@@ -43,7 +43,7 @@ class Waits:
         self._loaded, self._until = time.monotonic(), None
 
     def check(self, why: str) -> None:
-        """The session can't be used, which `why` says. Raises EngineError while it is not time to load it again."""
+        """Note that the session is unusable (`why`). Raises EngineError until the package may be loaded again."""
         if self._until is None:
             self._note(why)
         left = (self._until or 0.0) - time.monotonic()
@@ -54,7 +54,7 @@ class Waits:
             )
 
     def _note(self, why: str) -> None:
-        """It has broken."""
+        """Note another break."""
         now = time.monotonic()
         self._breaks = 1 if now - self._loaded > LONGEST else self._breaks + 1
         wait = max(LEAST, self._loaded - self._began) * 2 ** min(self._breaks - 2, 10) if self._breaks > 1 else 0.0

@@ -60,8 +60,8 @@ def _without_random(judged: Judged, own: Sequence[Difference]) -> Judged:
         return judged
     largest = max(differ[name].relative for name in bad)
     note = (
-        f"not compared: {first_few(bad)}, since the unsplit model itself gives others when it runs again (by up to "
-        f"{largest:.1e} of the largest value, or of another shape), as one that draws random numbers does"
+        f"not compared: {first_few(bad)}, since two runs of the unsplit model itself differ there (by up to "
+        f"{largest:.1e} of the largest value, or in shape), as with random numbers"
     )
     return Judged([output for output in judged.differences if output.name not in bad], [*judged.notes, note])
 
@@ -93,14 +93,14 @@ def _without_rounding(judged: Judged, own: Sequence[Sequence[Difference]]) -> Ju
     names = [output.name for output in excused if not output.passed]
     left = {name: moved[name] for name in names if moved.get(name, 0) >= UNSTEADY}
     if left:
-        unsteady = f"rounding alone moves {first_few(list(left))} of the unsplit model by {max(left.values()):.1e}"
+        unsteady = f"rounding alone changes {first_few(list(left))} of the unsplit model by {max(left.values()):.1e}"
         judged = replace(judged, unsteady=unsteady)
     bad = [old.name for old, new in zip(judged.differences, excused, strict=True) if new.passed and not old.passed]
     if not bad:
         return judged
     note = (
-        f"what {first_few(bad)} differs by is rounding, which the model makes much of: without ONNX Runtime's "
-        f"optimizations, or with inputs or weights that differ in their last digit, its own outputs move by "
+        f"{first_few(bad)}: the difference is rounding that the model amplifies. Without ONNX Runtime's "
+        f"optimizations, or with inputs or weights that differ in their last digit, its own outputs change by "
         f"{max(moved[name] for name in bad):.1e}"
     )
     return replace(judged, differences=excused, notes=[*judged.notes, note])

@@ -2,9 +2,9 @@
 
     python -m splitc.runtime.tools.rank_memory PACKAGE RANK THREADS INPUTS OUTPUTS MEETING ADAPTED
 
-runs one rank on the inputs in the file, writes what it sends to other ranks, and prints its memory as JSON. Its engines
-meet those of its group in the memory with this descriptor; -1 if they meet none. If ADAPTED is 1, the file has a sum of
-adapters too.
+runs one rank on the inputs in the file, writes the values that it sends to other ranks, and prints its memory as JSON.
+MEETING is the descriptor of the shared memory for collectives of its group's engines; -1 if there are none. If ADAPTED
+is 1, the file also has a sum of adapters.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def measure_memory(
 ) -> list[RankMemory]:
     """Run the ranks, each in its own process. Raises SplitcError if one fails.
 
-    Ranks run one after another, or at once if their engines meet. If ranks receive values from later ones, all ranks
-    run once together before, to record these values. With `adapters` they run again with these.
+    Ranks run one after another, or at the same time if their engines have common collectives. If ranks receive values
+    from later ranks, all ranks run once together first, to record these values. With `adapters`, they run again with
+    these.
     """
     manifest = read_manifest(package)
     taken = with_lengths(manifest.lengths, feeds)
@@ -71,7 +72,7 @@ def measure_memory(
 
 
 def _group(rank: Rank) -> list[int]:
-    """The ranks whose engines meet those of a rank."""
+    """The ranks whose engines have collectives with a rank's."""
     return next((file.group for file in rank.engines if file.group), [])
 
 
@@ -84,9 +85,9 @@ def _measure_group(
     shards: Sequence[Mapping[str, npt.NDArray[Any]]] | None,
     folder: Path,
 ) -> dict[int, RankMemory]:
-    """The memory of ranks that run at once. What they send to others is added to `values`.
+    """The memory of ranks that run at the same time. The values that they send are added to `values`.
 
-    `shards` are each rank's of a sum of adapters, if there is one.
+    `shards` are each rank's shards of a sum of adapters, if there is one.
     """
     memory = create_memory(shared_bytes(len(group))) if len(group) > 1 else -1
     try:
@@ -110,7 +111,7 @@ def _measure_group(
 
 
 def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Write arrays for our own processes. Pickle keeps all number types."""
+    """Write arrays for splitc's own processes. Pickle keeps all number types."""
     path.write_bytes(pickle.dumps(dict(arrays), pickle.HIGHEST_PROTOCOL))
 
 
@@ -150,7 +151,7 @@ def _run_together(
 def _load(
     backend: Backend, package: Path, manifest: Manifest, rank: Rank, join: Callable[[Sequence[int]], Communicator]
 ) -> list[Engine]:
-    """The rank's engines. `join` returns its end of the meeting of engines with collectives inside."""
+    """The rank's engines. `join` returns its end of the meeting, for engines with collectives inside."""
     ends = {group: join(group) for group in {tuple(file.group) for file in rank.engines if file.group}}
     for end in ends.values():
         end.begin(0)
@@ -178,7 +179,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most resident bytes that this process ever had."""
+    """The peak of this process's resident bytes."""
     # getrusage would include the memory of the parent process when it forked.
     if (peak := _status("VmHWM")) is not None:
         return peak
@@ -188,7 +189,7 @@ def peak_bytes() -> int:
 
 
 def _status(name: str) -> int | None:
-    """The bytes under this name in Linux's status of this process; None on other systems."""
+    """The bytes of this entry in Linux's status of this process; None on other systems."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -197,9 +198,9 @@ def _status(name: str) -> int | None:
 
 
 class Alone:
-    """The exchange of a rank that runs alone: it receives from `arrays`, and what it sends is kept in `sent`.
+    """The exchange of a rank that runs alone: it receives from `arrays`, and the values that it sends go to `sent`.
 
-    A collective returns the rank's own parts. The numbers are wrong then, but the bytes are right.
+    A collective returns the rank's own parts. The numbers are wrong then, but the sizes are right.
     """
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], backend: Backend) -> None:
@@ -230,9 +231,9 @@ def _measure_rank(
 ) -> RankMemory:
     """Measure a rank, in its own process. `end` is its end of the meeting of its group's engines.
 
-    It is `adapted` if it runs with adapters too. Weights in mapped files count as far as they are read, which requests
-    do, and not loading: the system may drop them again. A request holds what is fed too. Of states that are
-    overwritten the output counts, and of adapters the rank's own copy.
+    With `adapted`, it also runs with adapters. Weights in mapped files count as far as requests read them, but not for
+    loading: the system may drop them again. A request's memory includes its feeds. A state that is overwritten counts
+    once, as an output. Adapters count as the rank's own copy.
     """
     arrays, rank = read_arrays(inputs), manifest.ranks[number]
     backend = OnnxRuntimeBackend(threads)
@@ -247,9 +248,9 @@ def _measure_rank(
     given = {name: array for name, array in arrays.items() if name in rank.inputs}
     program, feeds = Program(rank.program, engines, rank.outputs), partial(_upload, backend, given)
     execute(program, alone, feeds, backend.accumulate)
-    if adapted:  # ranks without slots as well: others may wait for them
+    if adapted:  # also ranks without slots: others may wait for them
         end.begin(1)
-        held = {name: backend.upload(arrays[name].copy()) for name in slots}  # as ranks of a session have copies
+        held = {name: backend.upload(arrays[name].copy()) for name in slots}  # copies, as in a session
         execute(program, alone, lambda: {**feeds(), **held}, backend.accumulate)
     running = peak if (peak := peak_bytes()) > loading else resident_bytes()
     loaded += max(0, (_status("RssFile") or 0) - mapped)

@@ -1,4 +1,4 @@
-"""How much rounding alone changes the unsplit model's outputs: a split model may differ about as much."""
+"""The effect of rounding alone on the unsplit model's outputs: a split model may differ about as much."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 # How much farther off than rounding moved the unsplit model's outputs, in a few tries, the split model's may be.
 # A choice: the few tries do not find the most that rounding can do. Twice is still far below what a wrong rule does.
 ROUNDING = 2
-# The number types of inputs of which numpy knows the next number.
+# The input types for which numpy has nextafter.
 NUDGED = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 # How many numbers a weight has that is nudged. A choice: in shorter ones are exponents, and scales from which sizes
 # follow; norms, biases and scales of channels, of which any model has some, are not longer.
@@ -33,13 +33,13 @@ def own_moves(own: Sequence[Sequence[Difference]]) -> dict[str, float]:
 
 
 def excuse(differences: Sequence[Difference], own: Sequence[Sequence[Difference]]) -> list[Difference]:
-    """The differences, passed where the unsplit model's `own` outputs change about as much."""
+    """The differences, passed where the unsplit model's own outputs (`own`) change about as much."""
     known = own_moves(own)
     return [replace(d, passed=d.passed or d.relative <= ROUNDING * known.get(d.name, 0.0)) for d in differences]
 
 
 def nudged(feeds: Arrays) -> Iterator[Arrays]:
-    """The feeds with all numbers of floating point a step up, and a step down; nothing if there are none."""
+    """The feeds with all floating-point numbers one step up, and one step down; nothing if there are none."""
     if any(array.dtype in NUDGED for array in feeds.values()):
         for end in (np.inf, -np.inf):
             yield {
@@ -49,9 +49,9 @@ def nudged(feeds: Arrays) -> Iterator[Arrays]:
 
 
 def nudged_weights(model: Path) -> Iterator[bytes]:
-    """The model with numbers in its vectors of weights a step up, and a step down; nothing without `onnx`.
+    """The model with numbers in its weight vectors one step up, and one step down; nothing without `onnx`.
 
-    For a model whose inputs are all whole numbers. External data stay where they are, except those of these vectors.
+    For a model whose inputs are all integers. External data stay in their files, except for these vectors.
     """
     if find_spec("onnx") is None:
         return
@@ -72,7 +72,7 @@ def nudged_weights(model: Path) -> Iterator[bytes]:
     arrays = {number: numpy_helper.to_array(tensor) for number, tensor in weights.items()}
     for end in (np.inf, -np.inf) if arrays else ():
         for number, array in arrays.items():
-            # The largest ones stay: they stand for infinity.
+            # The largest numbers stay: they stand for infinity.
             moved = np.where(
                 np.abs(array) < np.finfo(array.dtype).max / 2, np.nextafter(array, array.dtype.type(end)), array
             )

@@ -1,4 +1,4 @@
-"""How a package's values are copied between GPUs on this machine."""
+"""The ways in which a package's values are copied between GPUs on this machine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WAYS = {"peer": "directly", "host": "through the host's pinned memory"}
 
 
 def find_routes(manifest: Manifest, look: Callable[[], Sequence[DeviceStatus]]) -> dict[str, list[str]]:
-    """Pairs of GPUs that exchange values in the package, as `cuda0-cuda1`, by the way of their copies.
+    """Pairs of GPUs that exchange values in the package, such as `cuda0-cuda1`, by the way of their copies.
 
-    `look` lists the devices of this machine; other GPUs are left out. It is slow on machines with GPUs, so it is only
-    called if the package has several GPUs.
+    `look` lists the devices of this machine; GPUs elsewhere are left out. It is slow on machines with GPUs, so it is
+    only called if the package has several GPUs.
     """
     pairs = sorted(_exchanging(manifest))
     peers = {device.name: device.peers for device in look()} if pairs else {}
@@ -29,7 +29,7 @@ def find_routes(manifest: Manifest, look: Callable[[], Sequence[DeviceStatus]]) 
 
 
 def _exchanging(manifest: Manifest) -> set[tuple[str, str]]:
-    """The pairs of GPUs that exchange values, each pair once."""
+    """The pairs of GPUs that exchange values, without repetition."""
     ranks = manifest.ranks
     numbers = set()
     for number, rank in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""When each rank ran its steps: as a Chrome trace for Perfetto, and as a few lines of text."""
+"""Timelines of the ranks' steps: a Chrome trace for Perfetto, or a few lines of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.runtime.package.steps import Receive, Reduce, Run
 from splitc.runtime.ranks.loop import Replay, Span
 from splitc.runtime.ranks.request import Execution
 
-# For each request, when each rank ran its steps.
+# For each request, the times of each rank's steps.
 Timeline = Sequence[Mapping[int, Execution]]
 
 # The characters of the text timeline, by the least share of a column's time that the rank's engines ran.

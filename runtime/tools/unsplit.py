@@ -1,4 +1,4 @@
-"""Run the unsplit model in ONNX Runtime, to compare a package with it."""
+"""Run the unsplit model in ONNX Runtime, as the reference for a package."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ CPU = Device("cpu", 0)
 
 @dataclass(frozen=True)
 class Reference:
-    """The unsplit model on a device. `why` says why not on the package's kind of device; else it is empty.
+    """The unsplit model on a device. `why` says why it is not on the package's kind of device; "" if it is.
 
-    All functions take the feeds of the package. `run_unoptimized` runs the model on the CPU without ONNX Runtime's
-    optimizations, and gives nothing if that fails. `run_nudged` runs it with numbers that differ in the last digit.
+    All functions take the feeds of the package.
+
+    - `run_unoptimized`: runs the model on the CPU without ONNX Runtime's optimizations; returns nothing if that fails.
+    - `run_nudged`: runs it with numbers that differ in the last digit.
     """
 
     device: Device
@@ -51,7 +53,7 @@ class Reference:
 
 
 def describe_reference(device: object, why: str) -> str:
-    """The unsplit model on a device, for messages."""
+    """Describe the unsplit model and its device, for messages."""
     return f"the unsplit model on {device}" + (f" ({why})" if why else "")
 
 
@@ -69,10 +71,10 @@ def open_reference(
 ) -> Iterator[Reference]:
     """Open the unsplit model of a package, on the device `asked`, or on one of the package's kind.
 
-    By default it runs on a GPU if the package does, and if `needed` bytes (of all ranks together) are free there: other
-    devices' kernels round differently, most of all for quantized weights. `settings` are other values for bound inputs.
-    With `trusts_data`, the model's data may lie outside its folder.
-    Raises MisuseError for an unknown device, PackageError if ONNX Runtime can't load the model.
+    By default it runs on a GPU if the package does, and if `needed` bytes (of all ranks together) are free there:
+    kernels of other devices round differently, most of all for quantized weights. `settings` are other values for bound
+    inputs. With `trusts_data`, the model's data may lie outside its folder. Raises MisuseError for an unknown device,
+    PackageError if ONNX Runtime can't load the model.
     """
     needed = sum(rank.total_bytes for rank in unfolded(manifest).ranks) if needed is None else needed
     device, why = choose_reference(asked, devices, needed, lambda gpu: free_bytes([gpu])[0])
@@ -102,9 +104,9 @@ def _run_unoptimized(model: Path, feeds: Arrays, trusts_data: bool) -> dict[str,
 
 
 def _run_nudged(model: Path, feeds: Arrays, run: RunModel, device: Device) -> Iterator[Arrays]:
-    """What the model makes of nudged feeds; if there are none to nudge, on a CPU, what nudged weights make of them.
+    """The model's outputs on nudged feeds; if no feed can be nudged, on a CPU, with nudged weights.
 
-    It gives nothing for weights with which the model does not run.
+    Nudged weights with which the model does not run give no outputs.
     """
     moved = list(nudged(feeds))
     yield from map(run, moved)
@@ -123,7 +125,7 @@ def _run_in(session: ort.InferenceSession, feeds: Arrays) -> dict[str, npt.NDArr
 def choose_reference(
     asked: str | None, devices: Sequence[Device], needed: int, free: Callable[[Device], int | None]
 ) -> tuple[Device, str]:
-    """The device for the unsplit model, and why it is not of the package's kind. `free` gives the free bytes of a GPU.
+    """The device for the unsplit model, and why it is not of the package's kind. `free` returns a GPU's free bytes.
 
     Raises MisuseError if `asked` is not the name of a single device.
     """
@@ -142,11 +144,11 @@ def choose_reference(
 
 @contextmanager
 def open_unsplit(model: Path, device: Device, threads: int, trusts_data: bool = False) -> Iterator[RunModel]:
-    """Load a model, and give a function that runs it on feeds by name.
+    """Load a model, and return a function that runs it on feeds by name.
 
     Raises PackageError if ONNX Runtime can't load it on the device.
     """
-    # A separate thread does all of it, since the caller's thread has its own current GPU.
+    # All in a separate thread, since the caller's thread has its own current GPU.
     with Executor(1) as pool:
         backend = pool.submit(make_backend, ONNXRUNTIME, device, threads, None, False, trusts_data).result()
         pool.submit(backend.attach).result()
@@ -166,7 +168,7 @@ def open_unsplit(model: Path, device: Device, threads: int, trusts_data: bool = 
 
 
 def load_unsplit(backend: Backend, model: Path, trusts_data: bool) -> Engine:
-    """The unsplit model on a backend, which permits data outside the model's folder if it `trusts_data`.
+    """Load the unsplit model on a backend. With `trusts_data`, its data may lie outside its folder.
 
     Raises PackageError, which names the option if data lie outside and are not trusted.
     """
@@ -184,7 +186,7 @@ def all_feeds(manifest: Manifest, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
 
 
 def fixed_feeds(inputs: Sequence[Tensor], fixed: Sequence[FixedInput], feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
-    """Arrays for the inputs of the model that a package with these `inputs` does not have."""
+    """Arrays for the model's inputs that are not among the package's `inputs`."""
     sizes = {
         symbol: size
         for tensor in inputs
@@ -201,7 +203,7 @@ def fixed_feeds(inputs: Sequence[Tensor], fixed: Sequence[FixedInput], feeds: Ar
 
 
 def bound_inputs(manifest: Manifest, settings: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """Arrays of other values for bound inputs. Raises MisuseError for inputs that are not bound."""
+    """Arrays with other values for bound inputs. Raises MisuseError for inputs that are not bound."""
     fixed = {tensor.name: tensor for tensor in manifest.fixed}
     if unknown := [name for name in settings if name not in fixed]:
         known = f"it bound {', '.join(fixed)}" if fixed else "it bound none"
@@ -212,7 +214,7 @@ def bound_inputs(manifest: Manifest, settings: Mapping[str, Any]) -> dict[str, n
 
 
 def need_inputs(model: Path, names: Iterable[str], feeds: Arrays) -> None:
-    """Raise MisuseError if the model takes inputs that a package's feeds have not: it is another model."""
+    """Raise MisuseError if the model has inputs that a package's feeds lack: it is another model."""
     if missing := [name for name in names if name not in feeds]:
         raise MisuseError(
             f"{model} takes '{missing[0]}', and the package does not: it was made of another model. The package takes "

@@ -23,7 +23,7 @@ def decoder(folder: Path, layers: int) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path | bytes]:
-    """What ONNX Runtime is asked to load."""
+    """The files that ONNX Runtime is asked to load."""
     models: list[Path | bytes] = []
 
     def note(model: Path | bytes, *arguments: bool, **named: bool) -> object:
@@ -57,7 +57,7 @@ def test_one_odd_node_among_many_is_found(tmp_path: Path, asked: list[Path | byt
 def test_node_that_crashes_when_it_runs_is_refused(
     given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ONNX Runtime loads an attention without a bias: the process would end in the trial, or with the first request."""
+    """ONNX Runtime loads an attention without a bias, and would crash in the trial or at the first request."""
     b = Block()
     bias = [b.w("bias", 24)] if given else []
     b.give(b.op("com.microsoft.Attention", b.data("x", (2, 3, 8)), b.w("qkv", 8, 24), *bias, num_heads=2))

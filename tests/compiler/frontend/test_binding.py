@@ -1,4 +1,4 @@
-"""Inputs that are bound to constants: what is folded, what goes, and what is refused."""
+"""Inputs bound to constants: what is folded, what is removed, and what is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYERS = range(4)
 
 @pytest.fixture
 def merged(tmp_path: Path) -> Path:
-    """As optimum merges a decoder that takes a past with one that takes none: both read all weights, in an If."""
+    """optimum's merged decoder: an If whose branches, with and without a past, read all weights."""
 
     def branch(name: str, first: str) -> str:
         lines = [f"h0 = {first}"]
@@ -69,7 +69,7 @@ def test_refusal_names_the_option_and_the_input_that_decides(mode: str, merged: 
 
 
 def test_branches_that_use_one_name_run_on_one_device(write_model: WriteModel, tmp_path: Path) -> None:
-    """The constant of one branch, which becomes a weight of the model, has the name of a value in the other."""
+    """One branch's constant, which becomes a weight of the model, has the name of a value in the other branch."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         switched (float[n] x, bool flag) => (float[n] y) {
@@ -173,7 +173,7 @@ def test_choice_that_may_make_its_result_larger_stays(write_model: WriteModel) -
 
 
 def test_branch_that_is_taken_keeps_the_models_names_of_sizes(write_model: WriteModel) -> None:
-    """Else a hidden state would seem to grow along its rows, and be planned without any."""
+    """Otherwise a hidden state would seem to grow along its rows, and be planned without rows."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[batch, 3] x, float[2, batch, 3] h, bool c) => (float[batch] y, float[2, batch, 3] hn) {
@@ -195,7 +195,7 @@ def test_branch_that_is_taken_keeps_the_models_names_of_sizes(write_model: Write
 def test_what_follows_from_a_setting_is_computed_silently(
     write_model: WriteModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The library warns of values without a type, as these are before types are inferred."""
+    """The library warns about values without a type, which these are before inference."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[batch, 3] x, int64 rate) => (float[n] y) {
@@ -212,7 +212,7 @@ def test_what_follows_from_a_setting_is_computed_silently(
 
 
 def test_branch_that_is_a_value_from_outside(write_model: WriteModel) -> None:
-    """An inner value that is two outputs, and one that is no inner value at all."""
+    """An inner value that is two outputs, and an output that is not an inner value."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         outer (float[4] x, bool c) => (float[4] y, float[4] z) {

@@ -1,4 +1,4 @@
-"""Elements along several axes are those of numpy's own indices, whether these are slices, few runs or many."""
+"""Elements along several axes equal numpy's own indexing, for slices, few runs and many runs."""
 
 from __future__ import annotations
 

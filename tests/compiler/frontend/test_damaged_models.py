@@ -1,4 +1,4 @@
-"""Whatever is wrong with a model, there is a message or a package that gives what the model gives."""
+"""A damaged model gives an error message, or a package that agrees with the model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_damage_ends_in_a_message(whole: onnx.ModelProto, seed: int, tmp_path: P
 
 
 def _agree(model: Path, package: Path) -> None:
-    """The package gives what the model gives, if that runs at all."""
+    """Check that the package agrees with the model, if the model runs."""
     with Session(package, threads=1) as session:
         names = [tensor.name for tensor in session.inputs]
         try:

@@ -1,4 +1,4 @@
-"""A model gets what lies in its own files, and nothing else."""
+"""A model may read its own data files, and no others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def external(location: str, offset: int = 0) -> TensorProto:
 
 
 def model(place: str, tensor: TensorProto) -> onnx.ModelProto:
-    """y = x + w, with w in some place."""
+    """y = x + w, with w stored in `place`."""
     constant = helper.make_node("Constant", [], ["w"], value=tensor)
     value = helper.make_tensor_value_info("w", TensorProto.FLOAT, [64])
     branch = helper.make_graph([constant], "branch", [], [value])
@@ -88,7 +88,7 @@ def test_data_outside_that_are_trusted(place: str, how: str, tmp_path: Path) -> 
 
 
 def test_commands_that_open_a_model_whose_data_are_outside(tmp_path: Path) -> None:
-    """Each refuses it with the option's name, and takes it with the option; a plan does not give the permission."""
+    """Each command refuses it, naming the option, and takes it with the option. A plan grants no permission."""
     path, plan, package = model_outside("weight", "link", tmp_path), tmp_path / "plan.json", tmp_path / "package"
     trust, device = "--trust-external-data", ["-d", "2xcpu", "--split-mode", "tensor", "--shapes", "x:2x64"]
     for command in (
@@ -115,7 +115,7 @@ def test_other_faults_stay_faults_of_trusted_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_lies_beside_the_model_is_its_own(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the working folder is."""
+    """In any working folder."""
     (tmp_path / "data").write_bytes(NUMBERS.tobytes())
     (tmp_path / "m.onnx").write_bytes(model(place, external("data")).SerializeToString())
     monkeypatch.chdir("/")
@@ -148,7 +148,7 @@ def test_what_is_not_there_is_named(place: str, location: str, offset: int, mess
 
 
 def test_files_of_a_cache_that_are_links(tmp_path: Path) -> None:
-    """As a hub's cache has them: by hash in one folder, and links to them by name in another."""
+    """As in a hub's cache: files named by hash in one folder, and links with their names in another."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshots" / "1f3a").mkdir(parents=True)
     (tmp_path / "blobs" / "e5b1").write_bytes(model("weight", external("m.onnx_data")).SerializeToString())
@@ -162,7 +162,7 @@ def test_files_of_a_cache_that_are_links(tmp_path: Path) -> None:
 
 
 def test_sizes_in_a_file_beside_the_model_are_folded(tmp_path: Path) -> None:
-    """ONNX Runtime gets them with the node that it runs alone, not the name of their file."""
+    """ONNX Runtime gets their values with the node that it runs alone, not the file's name."""
     (tmp_path / "sizes").write_bytes(np.array([2, 3], np.int64).tobytes())
     tensor = ir.ExternalTensor("sizes", 0, 16, ir.DataType.INT64, shape=ir.Shape([2]), name="s", base_dir=tmp_path)
     sizes = ir.Value(name="s", shape=ir.Shape([2]), type=ir.TensorType(ir.DataType.INT64), const_value=tensor)

@@ -1,4 +1,4 @@
-"""Sizes that nobody gives: what the graph demands of them is found by running it."""
+"""Input sizes that are not given are determined by running the graph."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_length_that_kernels_reach(tmp_path: Path) -> None:
 
 
 def test_sizes_that_take_too_long_to_try_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask that is too short shows in the whole model only. It is the mask that gets longer, not what it is of."""
+    """Only the whole model shows that a mask is too short. The mask is lengthened, not the sequence."""
     block = Block()
     new = block.input("new", FLOAT, [1, "length", 512])
     past = block.input("past", FLOAT, [1, "before", 8])
@@ -93,7 +93,7 @@ def test_past_length_of_a_model_without_caches(tmp_path: Path) -> None:
 
 
 def test_as_many_sizes_are_tried_on_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that jumps an hour at each look changes nothing."""
+    """A clock that jumps an hour at each reading changes nothing."""
     hours = count(step=3600.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(hours))
     assert fit(image_block(), tmp_path).fitted.shapes["image"] == (1, 3, 12, 12)
@@ -118,7 +118,7 @@ def test_sizes_that_are_not_found_end_the_search(tmp_path: Path, monkeypatch: py
 
 
 def test_rows_that_belong_together(tmp_path: Path) -> None:
-    """Four rows of one input to one of another, as codebooks are: also where the first size of one is given."""
+    """Four rows of one input for one row of another, as with codebooks; also if the first one's size is given."""
     assert fit(codebooks(), tmp_path).shapes == {"ids": (4, 6), "past": (1, 6)}
     assert fit(codebooks(), tmp_path, {"ids": (8, 6)}).shapes == {"ids": (8, 6), "past": (2, 6)}
 
@@ -179,7 +179,7 @@ def test_cache_that_may_not_be_empty(tmp_path: Path) -> None:
 
 
 def test_window_that_is_larger_than_what_it_pools(tmp_path: Path) -> None:
-    """ONNX Runtime would make one of it. Sides of 16 are halved four times before it."""
+    """ONNX Runtime would round the output up to 1. Sides of 16 are halved four times before."""
     block = Block()
     value = block.input("image", FLOAT, ["batch", 2, "height", "width"])
     for _ in range(5):
@@ -191,20 +191,20 @@ def test_window_that_is_larger_than_what_it_pools(tmp_path: Path) -> None:
 
 
 def test_sizes_that_would_end_the_process_are_not_tried(tmp_path: Path) -> None:
-    """ONNX Runtime's LSTM and GRU do so where there are no rows."""
+    """ONNX Runtime's LSTM and GRU crash without rows."""
     write_lstm(tmp_path / "model.onnx")
     given: dict[str, Shape] = {"x": (3, 0, 6), "h": (1, 0, 5), "c": (1, 0, 5)}
     fitted = analyze(tmp_path / "model.onnx", AskedShapes(given), 1).fitted
-    assert "(LSTM): ONNX Runtime ends the process where its first input is 3 x 0 x 6" in (fitted.problem or "")
+    assert "(LSTM): ONNX Runtime crashes if its first input is 3 x 0 x 6" in (fitted.problem or "")
 
 
 def test_pools_that_would_end_the_process_are_not_tried(tmp_path: Path) -> None:
-    """ONNX Runtime's do so by blocks of channels, where a window is larger than what is left."""
+    """ONNX Runtime's pools by blocks of channels crash if the window is larger than the image."""
     block = Block()
     image = block.input("image", FLOAT, ["batch", 2, "height", "width"])
     block.give(block.op("MaxPool", image, kernel_shape=[3, 3], strides=[2, 2], ceil_mode=1), shape=["?"] * 4)
     problem = fit(block, tmp_path, {"image": (1, 2, 1, 1)}).fitted.problem or ""
-    assert "(MaxPool): ONNX Runtime ends the process where its window is larger than 1 x 1" in problem
+    assert "(MaxPool): ONNX Runtime crashes if its window is larger than its input, 1 x 1" in problem
 
 
 def test_sizes_that_can_not_be_right_are_a_warning_of_plan_and_an_error_of_compile(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_sizes_that_can_not_be_right_are_a_warning_of_plan_and_an_error_of_compi
     save(image_block().model(), tmp_path / "model.onnx")
     arguments = (tmp_path / "model.onnx", "-d", "2xcpu", "--split-mode", "layer", "--shapes", "image:1x4x12x12")
     said = splitc("plan", *arguments).stderr
-    assert "the model does not run on the sizes that are planned for, with made-up numbers" in " ".join(said.split())
+    assert "the model does not run with the planned sizes and made-up numbers" in " ".join(said.split())
     assert "give them (--shapes). If it takes other numbers, compile with these (--fill)" in " ".join(said.split())
     said = splitc("compile", *arguments, "-o", tmp_path / "package", code=1).stderr
     assert "C: 4 kernel channels: 3" in " ".join(said.split())

@@ -1,4 +1,4 @@
-"""Opening models: what is brought into normal form, and what is refused."""
+"""Opening models: what is normalized, and what is refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_captured_values_are_read(write_model: WriteModel) -> None:
 
 
 def test_what_concatenates_one_value_is_passed_by(write_model: WriteModel) -> None:
-    """Also inside an If; an output keeps its node, and so its name."""
+    """Also inside an If. An output keeps its node, and so its name."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[2] x, bool c) => (float[2] y, float[2] z) {
@@ -89,7 +89,7 @@ def test_what_concatenates_one_value_is_passed_by(write_model: WriteModel) -> No
 
 
 def test_what_is_the_same_as_a_weight_is_passed_by(write_model: WriteModel) -> None:
-    """Unless it is an output: TorchScript's exporter shares weights so, and engines hold each once."""
+    """Unless it is an output. TorchScript's exporter shares weights by Identity; engines hold each once."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[2] x) => (float[2] y, float[2] z) <float[2] w = {1, 2}> {

@@ -1,4 +1,4 @@
-"""Models in memory are planned and compiled as their files are."""
+"""Models in memory are planned and compiled like their files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are."""
+    """The folder for temporary folders."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

@@ -20,7 +20,7 @@ WriteModel = Callable[[str], Path]
 
 
 def inferred(path: Path) -> dict[str, tuple[Any, ...]]:
-    """What inference sets of each value: its shape, its type, and its elements if they are known."""
+    """The inferred shape and type of each value, and its elements if they are known."""
     model = read_graph(path).model
     infer_shapes(model)
     facts = {}
@@ -54,7 +54,7 @@ def test_made_up_symbols_are_left_to_the_library(write_model: WriteModel, monkey
 
 
 def test_what_one_branch_tells_may_not_hold_for_the_other(write_model: WriteModel) -> None:
-    """As where a table without rows is made flat."""
+    """For example if a table without rows is flattened."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (bool empty, float[n, 4] x, int64[axes] sizes) => (int64 count)
@@ -69,7 +69,7 @@ def test_what_one_branch_tells_may_not_hold_for_the_other(write_model: WriteMode
 
 
 def test_shape_arithmetic_is_folded_on_the_way(write_model: WriteModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exporters write Expand so. The rule of Where creates symbols, and shapes were inferred several times over."""
+    """As exporters write Expand. Where's rule creates symbols, and shapes were inferred several times."""
     graph = read_graph(
         write_model(
             """<ir_version: 8, opset_import: ["" : 17]>
@@ -86,7 +86,7 @@ def test_shape_arithmetic_is_folded_on_the_way(write_model: WriteModel, monkeypa
 
 
 def test_forms_of_old_opsets_without_a_rule_are_observed(write_model: WriteModel) -> None:
-    """Slice had its bounds as attributes. Its sizes counted as made of data: they do not depend on any."""
+    """Slice had its bounds as attributes. They do not depend on data, though its sizes were treated so."""
     facts = inferred(
         write_model(
             """<ir_version: 6, opset_import: ["" : 9]>
@@ -112,7 +112,7 @@ def test_the_library_s_own_rules_stay_as_they_are(decoder: Path) -> None:
 def test_sizes_that_the_library_writes_and_can_not_read_are_known(
     write_model: WriteModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool that rounds up, before a Reshape: the library's last step fails on `ceiling`, after all shapes are set."""
+    """A pool that rounds up before a Reshape: the library's last step fails on `ceiling`, with all shapes set."""
     path = write_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         pooled (float[batch, 4, length] x) => (float[batch, flat] y)
@@ -126,7 +126,7 @@ def test_sizes_that_the_library_writes_and_can_not_read_are_known(
 
 
 def test_threads_may_infer_models_of_many_versions_at_once() -> None:
-    """Each version of an operator that the library lacks gets a rule, in a list that only one thread may use."""
+    """Each version of an operator that the library lacks gets a rule, in a list that needs a lock."""
 
     def infer(version: int) -> None:
         model = ir.from_onnx_text(f"""
@@ -145,7 +145,7 @@ def test_threads_may_infer_models_of_many_versions_at_once() -> None:
 
 
 def test_a_sequence_that_a_loop_carries_stays_one() -> None:
-    """As exporters write it: what the body carries has no type, and CastLike makes ONNX's own inference run first."""
+    """As exporters write it: the body's carried value has no type, and CastLike makes ONNX's inference run first."""
 
     def tensor(name: str, kind: ir.DataType, *sizes: int) -> ir.Value:
         return ir.Value(name=name, shape=ir.Shape(sizes), type=ir.TensorType(kind))
@@ -179,7 +179,7 @@ def test_a_sequence_that_a_loop_carries_stays_one() -> None:
 
 
 def test_types_that_are_missing_are_inferred_silently(caplog: pytest.LogCaptureFixture) -> None:
-    """The library gives no type to a Reshape by a list of unknown length, but shapes to what follows."""
+    """The library gives no type to a Reshape by a list of unknown length, but shapes to its consumers."""
     model = ir.from_onnx_text("""
         <ir_version: 8, opset_import: ["" : 17]> g (float[n, 16] x) => (float[m, 8] y)
         <int64[1] zero = {0}, int64[1] four = {4}, int64[1] three = {3}, int64[1] rest = {-1}, int64[2] pair = {-1, 8}>
@@ -191,7 +191,7 @@ def test_types_that_are_missing_are_inferred_silently(caplog: pytest.LogCaptureF
 
 
 def test_factors_are_cancelled_as_the_library_does() -> None:
-    """It finds out what two equal numbers of elements say of their symbols; ours takes a twentieth of its time."""
+    """Two equal element counts relate their symbols. Ours takes a twentieth of the library's time."""
     h, w, c = sympy.symbols("h w c", integer=True, positive=True)
     side = sympy.Max(0, sympy.ceiling(h / 4))
     pairs = (

@@ -1,4 +1,4 @@
-"""Where slots lie: beside layers that are quantized as their inputs come, and why other layers have none."""
+"""Slots for adapters beside dynamically quantized layers, and why other layers have none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMS = ["scales first", "one by one", "to float", "whole", "convolution"]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_dynamically_quantized_layers_have_slots(form: str, tmp_path: Path) -> None:
-    """In each form that tools write: the layer's input is what is quantized, its result what is scaled."""
+    """In each form that tools write, a layer's input is the value before quantization, its output the scaled result."""
     if form == "convolution" and ort.__version__.startswith("1.23."):
         pytest.skip("ONNX Runtime 1.23 has no ConvInteger for these number types")
     b = Block(21)
@@ -63,7 +63,7 @@ def test_dynamically_quantized_layers_have_slots(form: str, tmp_path: Path) -> N
 
 
 def dynamically_quantized(b: Block, form: str, value: ir.Value, weight: ir.Value, scale: ir.Value) -> ir.Value:
-    """The product of a value, quantized as it comes, with a quantized weight."""
+    """The product of a dynamically quantized value with a quantized weight."""
     if form == "whole":
         return b.op("com.microsoft.DynamicQuantizeMatMul", value, weight, scale)
     numbers, own, zero = b.ops("DynamicQuantizeLinear", value, outputs=3)
@@ -77,7 +77,7 @@ def dynamically_quantized(b: Block, form: str, value: ir.Value, weight: ir.Value
 
 
 def written_update(folder: Path, pairs: Mapping[str, Any]) -> ort.InferenceSession:
-    """The model with the updates written out by hand beside its layers: 2 B A, since alpha is twice the rank."""
+    """The model with explicit updates beside its layers: 2 B A, since alpha is twice the rank."""
     model = onnx.load(folder / "model.onnx")
     tanhs = [node for node in model.graph.node if node.op_type == "Tanh"]
     nodes: list[Any] = []

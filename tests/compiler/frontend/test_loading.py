@@ -1,4 +1,4 @@
-"""Reading models: what is refused, and how."""
+"""Reading models: what is refused, and with which message."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_not_onnx(tmp_path: Path, content: bytes) -> None:
 
 
 def test_file_that_is_too_large(package: Path, tmp_path: Path) -> None:
-    """A sparse file, which takes no room and is not read."""
+    """A sparse file, which takes no disk space and is not read."""
     path = tmp_path / "large.onnx"
     with path.open("wb") as file:
         file.truncate(3 << 30)
@@ -55,7 +55,7 @@ def test_file_that_is_too_large(package: Path, tmp_path: Path) -> None:
 
 
 def test_model_of_more_bytes_than_may_be_allocated(tmp_path: Path) -> None:
-    """Its weights are mapped, and nothing of their size is allocated."""
+    """Its weights are mapped; nothing of their size is allocated."""
     path = tmp_path / "large.onnx"
     save_sparse(build(Size(layers=8, hidden=8192, heads=64, feed_forward=28672)), path)
     size = path.with_name("large.onnx.data").stat().st_size
@@ -124,7 +124,7 @@ def test_unknown_operator_of_a_known_domain(write_model: WriteModel) -> None:
 
 
 def test_outputs_of_maps(tmp_path: Path) -> None:
-    """As skl2onnx gives the probabilities of a classifier. The model is valid."""
+    """As skl2onnx writes a classifier's probabilities. The model is valid ONNX."""
     zipped = helper.make_node("ZipMap", ["x"], ["y"], domain="ai.onnx.ml", classlabels_int64s=[0, 1])
     number = helper.make_tensor_type_proto(TensorProto.FLOAT, [])
     maps = helper.make_sequence_type_proto(helper.make_map_type_proto(TensorProto.INT64, number))
@@ -278,7 +278,7 @@ OTHERS = ("layer", "row", "tensor")
 def test_model_that_nothing_can_load_is_refused(
     break_it: Callable[[onnx.ModelProto], None], mode: str, tmp_path: Path
 ) -> None:
-    """Modes differ after ONNX Runtime has been asked: each damage is tried in two of them."""
+    """Modes differ only after ONNX Runtime has loaded the model: each damage is tried in two of them."""
     if break_it is function_that_calls_itself and onnxruntime.__version__.startswith("1.23."):
         pytest.skip("ONNX Runtime 1.23 crashes on a function that calls itself")
     model = layers()
@@ -309,7 +309,7 @@ def test_type_that_the_provider_lacks_is_refused(mode: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_package_is_loaded_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """A fault of splitc's own that makes an engine which nothing can load. In tensor mode packages are compared too."""
+    """A fault of splitc makes an engine that can't be loaded. In tensor mode packages are also compared."""
     (tmp_path / "model.onnx").write_bytes(layers().SerializeToString())
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode=mode))
 
@@ -328,7 +328,7 @@ def test_package_is_loaded_before_it_has_its_name(tmp_path: Path, monkeypatch: p
 
 
 def test_weight_that_is_there_twice(tmp_path: Path) -> None:
-    """ONNX Runtime takes the first of large ones and the last of small ones."""
+    """ONNX Runtime takes the first of two large ones and the last of two small ones."""
     model = layers()
     model.graph.initializer.append(weight(model, "bias1"))
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
@@ -348,7 +348,7 @@ def test_value_that_is_made_twice(tmp_path: Path) -> None:
 
 
 def test_weight_inside_a_branch_with_a_name_from_outside(write_model: WriteModel) -> None:
-    """ONNX Runtime takes the one outside, and ONNX's definition is the one inside."""
+    """ONNX Runtime takes the outer weight; ONNX defines that the inner one counts."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}>

@@ -1,4 +1,4 @@
-"""Adapters that are merged: packages give what the unsplit model does with the sums in its weights."""
+"""Merged adapters: packages agree with the unsplit model that has the sums in its weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAYS = ("matmul", "gemm", "gemm_turned", "fused", "transposed", "halves", "conv1
 
 
 def layers(b: Block) -> None:
-    """Blocks with a layer of each kind, wide and back, and an average over a picture at last."""
+    """Blocks with a layer of each kind, up and down, and a final average pool."""
     value = b.data("x", (2, 5, NARROW), ["batch", "n", NARROW])
     flat = b.ints(-1, NARROW)
     for block in range(2):
@@ -50,7 +50,7 @@ def layers(b: Block) -> None:
 
 
 def product_of(b: Block, way: str, value: ir.Value, name: str) -> ir.Value:
-    """A product with a weight of [WIDE, NARROW] that is stored in this way."""
+    """A product with a weight of [WIDE, NARROW], stored in this form."""
     if way == "matmul":
         return b.op("MatMul", value, b.w(name, WIDE, NARROW))
     if way == "transposed":
@@ -67,7 +67,7 @@ def product_of(b: Block, way: str, value: ir.Value, name: str) -> ir.Value:
 
 
 def changed(model: onnx.ModelProto, pairs: Pairs, scale: float) -> onnx.ModelProto:
-    """The model with the updates in its weights, as numpy adds them."""
+    """The model with the updates added to its weights by numpy."""
     factors = {"gemm.down": 2.0, "fused.down": 0.5}
     made = onnx.ModelProto()
     made.CopyFrom(model)
@@ -172,7 +172,7 @@ def test_what_has_no_layer_is_a_warning(decoder: Path, tmp_path: Path) -> None:
 
 
 def test_weights_that_take_none(tmp_path: Path) -> None:
-    """Quantized ones, and those that several layers read: the other layers would change too."""
+    """Quantized ones, and those that several layers read, since the other layers would change too."""
     b = Block()
     value = b.data("x", (2, NARROW), ["n", NARROW])
     shared = b.w("shared.0.weight", NARROW, NARROW)
@@ -187,7 +187,7 @@ def test_weights_that_take_none(tmp_path: Path) -> None:
     plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(lora=[(str(adapter), 1.0)]))
     (merged,) = plan.analysis.merged
     assert {name.split(".")[2]: why for name, why in merged.matches.unmatched.items()} == {
-        "shared": "its weight is read in several places",
+        "shared": "its weight has other readers",
         "packed": "its weight is quantized: --lora-slots adds adapters beside it",
     }
     assert list(merged.weights) == ["plain.0.weight"]

@@ -1,4 +1,4 @@
-"""Shapes of operators that no shape function knows, found by running them."""
+"""Shapes of operators without a shape function, observed by running them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def observed(made: ir.Node) -> Any:
 
 
 def test_every_operator_with_a_rule_has_a_shape_function() -> None:
-    """Else a model of it is split worse than it could be, and planned without the sizes."""
+    """Otherwise a model with it is split worse than possible, and planned without its sizes."""
     names = [name.rpartition(".") for name, operator in REGISTRY.items() if operator.axes is not None]
     assert [name for domain, _, name in names if not RULES.has(domain, name)] == []
 
@@ -94,7 +94,7 @@ def test_rows_of_few_bits(bits: int, packed: int) -> None:
 
 
 def test_operator_that_is_older_in_onnx_runtime_than_in_onnx(write_model: Callable[[str], Path]) -> None:
-    """Models that ONNX Runtime's optimizer has fused have this one in ONNX's domain, whatever their opset is."""
+    """Models that ONNX Runtime's optimizer has fused have it in ONNX's domain, at any opset."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 14]>
         g (float[n, 8] x) => (float[n, 8] y) <float[8] w = {1, 1, 1, 1, 1, 1, 1, 1}>
@@ -110,7 +110,7 @@ def test_operator_that_is_older_in_onnx_runtime_than_in_onnx(write_model: Callab
 @pytest.mark.parametrize("past", [0, 32])
 @pytest.mark.parametrize("fill", [np.zeros, np.ones])
 def test_lengths_that_are_tried_fit_the_sizes(past: int, fill: Any) -> None:
-    """Any others are refused, or, by ONNX Runtime 1.23, counted from below zero without an end."""
+    """Others are refused, or make ONNX Runtime 1.23 count from below zero without end."""
     caches = [([1, 2, past, 32], FLOAT)] * 2
     lengths = [([1], ir.DataType.INT32), ([], ir.DataType.INT32)]
     sizes = [([1, 4, size], FLOAT) for size in (128, 64, 64)]

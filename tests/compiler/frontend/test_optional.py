@@ -1,4 +1,4 @@
-"""Optional inputs: initializers that are inputs too have the model's values, and take others, in all modes."""
+"""Optional inputs: initializers that are also inputs have default values that requests override, in all modes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODES = [
 
 
 def make_optional(source: Path, target: Path, but: Collection[ir.DataType] = ()) -> dict[str, np.ndarray]:
-    """Write the model with its initializers as inputs, but those of some types. Returns their values."""
+    """Write the model with its initializers as inputs, except those of the types `but`. Returns their values."""
     model = ir.load(source)
     constants = {}
     for value in model.graph.initializers.values():
@@ -42,7 +42,7 @@ def make_optional(source: Path, target: Path, but: Collection[ir.DataType] = ())
 
 
 def others(values: dict[str, np.ndarray], seed: int) -> Arrays:
-    """Other values for some of the floating point numbers."""
+    """Other values for some of the floating-point initializers."""
     generator = np.random.default_rng(seed)
     floats = [name for name, array in values.items() if array.dtype == np.float32]
     chosen = generator.choice(floats, size=max(1, len(floats) // 2), replace=False)
@@ -90,7 +90,7 @@ def test_sequence_takes_other_weights(decoder: Path, tmp_path: Path) -> None:
 
 
 def sized() -> Block:
-    """Sizes that follow from an optional input: a number of pieces, and a scale."""
+    """Sizes that depend on an optional input: a number of pieces, and a scale."""
     block = Block()
     x = block.data("x", (3, 32), ["n", 32])
     pieces = block.weight("pieces", ir.tensor(np.array([0, 4, -1], np.int64)))

@@ -1,4 +1,4 @@
-"""Sizes that axes are found with: unlike, and large enough that something is left of what a model makes smaller."""
+"""Probe sizes, which tell axes apart: they differ, and are large enough for models that shrink their inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.graphs import read_graph
 
 
 def test_only_what_is_made_small_has_many_elements(tmp_path: Path) -> None:
-    """Masks of as many tokens as a sound has samples would be too large to be computed."""
+    """Masks with as many tokens as a sound has samples would be too large to compute."""
     b = Block()
     frames = b.op("Conv", b.data("sound", (2, 1, 4800), ["batch", 1, "samples"]), b.w("A", 4, 1, 60), strides=[60])
     tokens = b.data("x", (2, 3, 4), ["batch", "tokens", 4])
@@ -28,7 +28,7 @@ def test_only_what_is_made_small_has_many_elements(tmp_path: Path) -> None:
 
 
 def test_sizes_that_are_few_are_not_the_same_by_chance(tmp_path: Path) -> None:
-    """As tokens of a short sound, where inference loses what follows from its samples."""
+    """As for tokens of a short sound, if inference loses the sizes that depend on its samples."""
     b = Block()
     sound = b.data("sound", (1, 7), ["batch", "samples"])
     shape = b.op("Shape", sound)
@@ -45,7 +45,7 @@ def test_sizes_that_are_few_are_not_the_same_by_chance(tmp_path: Path) -> None:
 
 
 def test_what_is_reshaped_keeps_its_elements(tmp_path: Path) -> None:
-    """What is filled up to windows has too many where primes are sides, if the model was exported for whole windows."""
+    """With prime sides, padding to whole windows adds elements that a model for whole windows can't reshape."""
     b = Block()
     x = b.data("x", (2, 4, 6), ["batch", "height", "width"])
     missing = [b.op("Mod", b.shape(x, axis), b.ints(2)) for axis in (1, 2)]
@@ -61,7 +61,7 @@ def test_what_is_reshaped_keeps_its_elements(tmp_path: Path) -> None:
 
 
 def test_length_that_the_model_has_as_a_number_is_kept(tmp_path: Path) -> None:
-    """As in keys of PyTorch's attention, as TorchScript exports it."""
+    """As in the keys of PyTorch's attention in TorchScript's export."""
     b = Block()
     x = b.data("x", (2, 6, 4), ["batch", "tokens", 4])
     b.give(b.op("Reshape", x, b.op("Concat", b.shape(x, 0), b.ints(6, 2, 2), axis=0)))
@@ -74,7 +74,7 @@ def test_length_that_the_model_has_as_a_number_is_kept(tmp_path: Path) -> None:
 
 
 def test_attention_has_as_many_keys_as_values(tmp_path: Path) -> None:
-    """Though an exporter names the length of each cache anew, as torch's newer one does."""
+    """Although torch's newer exporter names the length of each cache anew."""
     b = Block(opset=23)
     sizes = (2, 3, 5, 4)
     queries = b.data("q", (2, 3, 7, 4), ["batch", 3, "new", 4])
@@ -89,7 +89,7 @@ def test_attention_has_as_many_keys_as_values(tmp_path: Path) -> None:
 
 
 def test_symbol_that_is_another_number_may_be_any(tmp_path: Path) -> None:
-    """Whatever it is called: of what is computed from it, nothing is the same in each request."""
+    """Whatever its name, values computed from it differ between requests."""
     b = Block()
     b.give(b.op("Tanh", b.data("x", (2, 7, 4), ["0", "1", "4"])))
     save(b.model(), tmp_path / "model.onnx")
@@ -101,7 +101,7 @@ def test_symbol_that_is_another_number_may_be_any(tmp_path: Path) -> None:
 
 
 def test_output_that_is_named_by_a_symbol_that_it_is_not(tmp_path: Path) -> None:
-    """As by an exporter that was told that the first axis of each output is the batch."""
+    """As if an exporter was told that the first axis of each output is the batch."""
     b = Block()
     x = b.data("x", (1, 5), ["batch", "tokens"])
     shape = b.op("Shape", x)

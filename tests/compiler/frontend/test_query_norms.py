@@ -1,4 +1,4 @@
-"""Norms inside of GroupQueryAttention, which only GPUs have a kernel for, are nodes of their own."""
+"""Norms inside GroupQueryAttention, for which only GPUs have a kernel, become nodes of their own."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(path: Path, body: str) -> None:
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 @pytest.mark.parametrize("form", FORMS)
 def test_they_are_nodes_of_their_own(tmp_path: Path, form: str, mode: str) -> None:
-    """So a package runs on CPU devices, is compared with the model when it is made, and gives the same."""
+    """The package then runs on CPU devices, is compared when it is compiled, and agrees with the model."""
     write(tmp_path / "model.onnx", FORMS[form])
     write(tmp_path / "written.onnx", WRITTEN)
     sizes = {"x": (1, 2, 16), "keys": (1, 2, 3, 16), "values": (1, 2, 3, 16), "last": (1,)}

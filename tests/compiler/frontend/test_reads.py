@@ -8,7 +8,7 @@ from splitc.compiler.frontend.reads import has_subgraphs
 
 
 def test_branches_without_nodes_are_subgraphs() -> None:
-    """They give constants."""
+    """Their outputs are constants."""
     branches = {f"{way}_branch": ir.Graph([], [], nodes=[], name=way) for way in ("then", "else")}
     for branched in (True, False):
         value = ir.Value(name="value")

@@ -1,4 +1,4 @@
-"""What inputs are for is found in the graph, whatever their names are."""
+"""Roles of inputs are detected in the graph, whatever their names."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_fused_decoder(tmp_path: Path) -> None:
 
 
 def test_what_picks_computed_rows_is_below_their_planned_number(tmp_path: Path) -> None:
-    """The ends of a graph's edges: rows of its nodes are picked, and sums are written to them."""
+    """The ends of a graph's edges: they index rows of its nodes, and sums are written to them."""
     b = Block()
     nodes = b.op("MatMul", b.input("nodes", FLOAT, ["n", 4]), b.w("w", 4, 4))
     ends, picked = b.input("ends", INT, ["e", 4]), b.input("picked", INT, ["p"])
@@ -178,7 +178,7 @@ def test_decoder_with_other_names_generates_the_same(decoder: Path, package: Pat
 
 @pytest.mark.parametrize("kind", ["ScatterElements", "ScatterND", "GatherND"])
 def test_places_are_below_the_number_of_rows(kind: str, tmp_path: Path) -> None:
-    """As of nodes of several graphs, whose values are summed by graph."""
+    """As for nodes of several graphs, whose values are summed by graph."""
     block = Block(18)
     x, place = block.data("x", (5, HIDDEN), ["n", HIDDEN]), block.input("g", INT, ["n"])
     listed = block.op("Unsqueeze", place, block.ints(1))

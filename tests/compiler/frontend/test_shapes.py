@@ -20,7 +20,7 @@ WriteModel = Callable[[str], Path]
 
 
 def shapes_of(graph: Graph, given: Mapping[str, tuple[int, ...]], past: frozenset[str]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the inputs at first, before they are tried."""
+    """The shapes of the inputs before they are tried."""
     return input_sizes(graph.model, given, past).shapes(graph.model)
 
 
@@ -38,7 +38,7 @@ def test_other_shapes_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize("size", [-2, 1 << 50])
 def test_sizes_that_none_has(decoder: Path, size: int) -> None:
-    """From Python: the command line reads no such text."""
+    """From Python; the command line does not parse them."""
     with pytest.raises(MisuseError, match=f"gives 'input_ids' as 1 x {size}: sizes go from 0 to"):
         shapes_of(read_graph(decoder), {"input_ids": (1, size)}, frozenset())
 
@@ -111,7 +111,7 @@ def test_every_value_of_the_decoder_gets_its_shape(decoder: Path) -> None:
 
 
 def test_shape_arithmetic_is_computed_where_inference_gives_up(write_model: WriteModel) -> None:
-    """The way TorchScript expands: a target with -1 for the sizes that stay, and a Where that puts those in."""
+    """TorchScript's Expand: a target with -1 for unchanged sizes, and a Where that fills these in."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 1] x, int64[n, m] like) => (float[a, b] y)
@@ -129,7 +129,7 @@ def test_shape_arithmetic_is_computed_where_inference_gives_up(write_model: Writ
 
 
 def test_a_division_that_rounds_down_is_shape_arithmetic(write_model: WriteModel) -> None:
-    """As torch's exporter writes it: a chunk less where there is a rest and the signs differ."""
+    """As torch's exporter writes it: one chunk less if there is a remainder and the signs differ."""
     graph = read_graph(
         write_model(
             """<ir_version: 8, opset_import: ["" : 17]>
@@ -146,7 +146,7 @@ def test_a_division_that_rounds_down_is_shape_arithmetic(write_model: WriteModel
 
 
 def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> None:
-    """Squeeze of an axis that has one element only when the other branch is taken."""
+    """It squeezes an axis that has one element only when the other branch is taken."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 3] x) => (float[k] y)
@@ -167,7 +167,7 @@ def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> No
 
 @pytest.mark.parametrize("types", [", int64 n", ""])
 def test_constants_of_the_type_of_a_size_depend_on_no_data(write_model: WriteModel, types: str) -> None:
-    """torch's exporter writes the arguments of Range so, if it does not optimize."""
+    """torch's exporter writes the arguments of Range so without its optimizer."""
     path = write_model(f"""
         <ir_version: 8, opset_import: ["" : 18]>
         places (float[length, 4] x) => (int64[length] y)
@@ -222,7 +222,7 @@ def test_text_is_no_size(write_model: WriteModel) -> None:
 
 @pytest.mark.parametrize("size", ["?", "-1", "3", "batch-size", "a.b.0"])
 def test_dimensions_as_exporters_write_them(write_model: WriteModel, size: str) -> None:
-    """Paddle writes `?` and -1 for what it does not know, others names that look like numbers or expressions."""
+    """Paddle writes `?` and -1 for unknown sizes; others write names that look like numbers or expressions."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 4] x) => (float[n, 4] y) <float[4, 4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}> { y = MatMul(x, w) }"""
@@ -241,7 +241,7 @@ def test_dimensions_as_exporters_write_them(write_model: WriteModel, size: str) 
 
 
 def test_end_of_a_slice_may_be_any_large_number(write_model: WriteModel) -> None:
-    """Such an end is no size, nor is what shape arithmetic makes of it (as tf2onnx writes each Einsum)."""
+    """That end is not a size, nor is arithmetic with it (as tf2onnx writes each Einsum)."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 4] x) => (float[m, 4] y)
@@ -261,7 +261,7 @@ def test_end_of_a_slice_may_be_any_large_number(write_model: WriteModel) -> None
 
 
 def test_size_that_inference_gets_wrong_is_forgotten(write_model: WriteModel) -> None:
-    """A slice to the end, written as some large number: inference takes that for the size when it does not know it."""
+    """A slice to the end, written as a large number, which inference takes for the size if it does not know that."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 4] x) => (float[m, 4] y)
@@ -279,7 +279,7 @@ def test_size_that_inference_gets_wrong_is_forgotten(write_model: WriteModel) ->
 
 @pytest.mark.parametrize(("sizes", "named"), [(("0", "1"), True), (("0", "3"), False)])
 def test_dimensions_that_are_called_by_numbers(write_model: WriteModel, sizes: tuple[str, str], named: bool) -> None:
-    """They may be any sizes, unless the model takes no others: torch's exporter calls a fixed size so."""
+    """They may have any size, unless the model takes no other: torch's exporter names fixed sizes so."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, m] x) => (float[n, m] y) <float[3] w = {1, 2, 3}> { y = WORK }""".replace(

@@ -1,4 +1,4 @@
-"""Slots for adapters: those that a model has, and those that are grafted to quantized layers."""
+"""Slots for adapters: a model's own, and those added to quantized layers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def with_own_slots(path: Path, scale: float | None, sum_first: bool) -> Mapping[
 
 @pytest.mark.parametrize(("scale", "sum_first"), [(None, True), (2.0, False)])
 def test_a_models_own_slots(scale: float | None, sum_first: bool, tmp_path: Path) -> None:
-    """They are adapters, not inputs, and split with their weights: what ONNX Runtime gives for the same A and B."""
+    """They are for adapters, not inputs, and are split with their weights. Outputs equal ONNX Runtime's."""
     feeds = dict(with_own_slots(tmp_path / "model.onnx", scale, sum_first))
     pairs = random_pairs(SIZES, 3, size=0.2)
     adapter = write_peft(tmp_path / "style", pairs, lora_alpha=3 * (scale or 1))
@@ -90,7 +90,7 @@ def test_a_models_own_slots(scale: float | None, sum_first: bool, tmp_path: Path
 
 
 def test_check_gives_the_models_own_slots_the_same(tmp_path: Path) -> None:
-    """As ONNX Runtime's LoraAdapter does. Without them, or with others, the outputs differ."""
+    """Like ONNX Runtime's LoraAdapter. Without the adapter, or with another, outputs differ."""
     model, package = tmp_path / "model.onnx", tmp_path / "package"
     feeds = dict(with_own_slots(model, 2.0, False))
     compile_model(plan_model(model, "2xcpu", Request(split_mode="tensor")), package)
@@ -120,7 +120,7 @@ def test_check_gives_the_models_own_slots_the_same(tmp_path: Path) -> None:
 
 
 def test_quantized_layers_have_slots(tmp_path: Path) -> None:
-    """The sum with the unquantized product: A and B have the type that the weight is dequantized to."""
+    """The update is added to the unquantized product: A and B have the type that the weight is dequantized to."""
     b = Block(21)
     value = b.data("x", (4, WIDTH), ["n", WIDTH])
     for number in range(LAYERS):
@@ -160,7 +160,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 def with_convolutions(path: Path) -> Mapping[str, Any]:
-    """Blocks of convolutions with kernels, strides and dilations, with biases or without."""
+    """Blocks of convolutions with kernels, strides and dilations, with and without biases."""
     b = Block()
 
     def layer(value: ir.Value, name: str) -> ir.Value:
@@ -182,7 +182,7 @@ def with_convolutions(path: Path) -> Mapping[str, Any]:
 
 
 def test_convolutions_have_slots(tmp_path: Path) -> None:
-    """Those without groups: what the model gives with the adapter in its weights, with as many collectives."""
+    """If they have no groups. Outputs equal the model's with the adapter in its weights, with as many collectives."""
     feeds = dict(with_convolutions(tmp_path / "model.onnx"))
     sizes = {f"layers.{n}.{part}": sizes for n in range(2) for part, (sizes, _) in CONVOLUTIONS.items()}
     sizes = {name: shape for name, shape in sizes.items() if "groups" not in name}
@@ -208,7 +208,7 @@ def test_convolutions_have_slots(tmp_path: Path) -> None:
 
 
 def test_slots_are_counted(decoder: Path) -> None:
-    """Their memory is a term of the plan: A and B, and a second engine. All layers have one, the head too."""
+    """The plan counts their memory: A and B, and a second engine. All layers have slots, the head too."""
     for device in ("cpu0", "cuda0"):
         plain, slotted = (
             plan_model(decoder, [device], Request(lora_slots=rank, memory=["1GiB"])) for rank in (None, 12)
@@ -226,7 +226,7 @@ def test_slots_are_counted(decoder: Path) -> None:
 
 
 def test_no_cut_goes_through_a_slot(tmp_path: Path) -> None:
-    """What crosses is what crosses without slots, and what has no adapter runs the graph that there would be."""
+    """Cuts carry the same values as without slots, and requests without an adapter run the graph without slots."""
     b = Block(21)
     value = b.data("x", (4, WIDTH), ["n", WIDTH])
     for number in range(LAYERS):

@@ -55,7 +55,7 @@ LSTM = "LSTM <hidden_size = 1> (x, w, r, , , h, c)"
     ids=["plain", "in a branch"],
 )
 def test_hidden_and_cell_states_are_told_apart(body: str, write_model: Callable[[str], Path]) -> None:
-    """The order of the model's outputs says nothing."""
+    """The order of the model's outputs does not matter."""
     path = write_model(
         f"""<ir_version: 8, opset_import: ["" : 17]>
         g (float[1, 1, 1] x, float[1, 1, 1] h, float[1, 1, 1] c, bool first)
@@ -69,7 +69,7 @@ def test_hidden_and_cell_states_are_told_apart(body: str, write_model: Callable[
 
 
 def test_output_that_is_only_alike_is_no_state(write_model: Callable[[str], Path]) -> None:
-    """Products of equal widths make something new; and a model that has nothing else has no states."""
+    """Products of equal widths compute something new; a model with nothing else has no states."""
     for x, outputs, body in (
         ("x", "float[n, 2] y, float[n, 4] z", "a = MatMul(x, w) y = MatMul(a, w) z = Concat <axis = 1> (x, y)"),
         ("x", "float[n, 2] y", "y = Relu(x)"),

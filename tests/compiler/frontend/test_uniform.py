@@ -1,4 +1,4 @@
-"""What exporters merge since all its elements are equal says nothing about its uses: each is cut by itself."""
+"""A constant of equal elements that exporters share between uses is sharded separately for each use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WriteModel = Callable[[str], Path]
 
 
 def mixture(number: float, picked: bool) -> Block:
-    """A layer to 16 columns and back to 16, with one bias for both: for each row its own, or one that is picked."""
+    """A layer to 16 columns and back to 16, with one bias for both: one for each row, or one that is picked."""
     b = Block()
     x = softmax(b, b.data("x", (5, 16)))
     bias = np.zeros((5, 16), np.float32)
@@ -35,7 +35,7 @@ def mixture(number: float, picked: bool) -> Block:
 
 @pytest.mark.parametrize("picked", [False, True])
 def test_each_use_is_cut_by_itself(tmp_path: Path, picked: bool) -> None:
-    """So one sum does. Else the columns of A are those that Softmax needs whole, and have to be joined."""
+    """So one sum suffices. Otherwise A's columns are those that Softmax needs whole, and have to be gathered."""
     for plan in check_split(mixture(0, picked), tmp_path, ["A", "B"]):
         assert sharded(plan).sums.count == 1
 
@@ -46,7 +46,7 @@ def test_one_that_is_not_uniform_is_one(tmp_path: Path) -> None:
 
 
 def test_each_reader_has_a_node_of_its_own(write_model: WriteModel) -> None:
-    """Also behind another node; an output keeps its node. Sizes, and vectors, are read as they are."""
+    """Also behind another node. An output keeps its node. Sizes and vectors keep one node for all readers."""
     graph = read_graph(
         write_model(
             """<ir_version: 8, opset_import: ["" : 17]>

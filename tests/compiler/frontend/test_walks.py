@@ -1,4 +1,4 @@
-"""Walks: each item once, nearest first, and no further than the step leads."""
+"""Walks: each item once, nearest first, and no further than the step goes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_levels_are_by_distance() -> None:
 
 
 def test_reached_goes_no_further_than_asked() -> None:
-    """A caller that has found what it looks for does not pay for the rest."""
+    """A caller that stops early does not pay for the rest."""
     asked = []
 
     def step(item: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Slices that are written one after the other become a Concat, and give the same values."""
+"""Consecutive assignments to slices become one Concat with the same values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ write (float[b, 2, l, 4] x, float[b, 2, l, 3] z) => (float[b, 2, l, 7] y) {
 
 
 def fronted(number: int, base: str, rows: str, begin: int, end: int, stride: int = 1) -> str:
-    """As torch's newer exporter writes it: the last axis is brought to the front."""
+    """The form of torch's newer exporter: the last axis is transposed to the front."""
     return f"""sizes_{number} = Shape ({base})  at_{number} = Constant <value_int = 3> ()
         count_{number} = Gather (sizes_{number}, at_{number})  row_{number} = Range (start, count_{number}, step)
         from_{number} = Constant <value_ints = [{begin}]> ()  to_{number} = Constant <value_ints = [{end}]> ()
@@ -41,7 +41,7 @@ def fronted(number: int, base: str, rows: str, begin: int, end: int, stride: int
 
 
 def listed(number: int, base: str, rows: str, begin: int, end: int, stride: int = 1) -> str:
-    """As TorchScript's exporter writes it: the indices of each element."""
+    """The form of TorchScript's exporter: the indices of every element."""
     text = f"sizes_{number} = Shape ({base})  written_{number} = Shape ({rows})\n"
     names = []
     for axis in range(4):
@@ -124,7 +124,7 @@ def test_what_is_not_brought_back_is_turned(tmp_path: Path) -> None:
 
 
 def test_places_that_nothing_is_written_to(tmp_path: Path) -> None:
-    """Then all is copied once more anyway, if no transpose is saved."""
+    """If the slices do not cover the tensor, it stays: the rest has to be copied anyway, and no transpose is saved."""
     made, _ = fused(listed(0, "empty", "x", 1, 5) + "y = Neg (made_0)", tmp_path)
     assert [(fate.kind, fate.operator) for fate in made.fates] == [("slices", None)]
 

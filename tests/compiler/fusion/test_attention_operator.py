@@ -1,4 +1,4 @@
-"""ONNX's own attention becomes the operator that is faster, and gives the same numbers; or stays as it is."""
+"""ONNX's Attention becomes a faster operator with the same numbers, or stays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLAT = "y = Attention <q_num_heads = 4, kv_num_heads = {kv}, {how}> (q, k, v{mas
 def written(
     how: str = "scale = 0.3", mask: bool = False, flat: bool = False, alike: bool = False, kv: int = HEADS
 ) -> str:
-    """A model of one attention, with as many keys as queries if they are `alike`."""
+    """A model of one attention. If `alike`, it has as many keys as queries."""
     body = (FLAT if flat else BY_HEADS).format(how=how, mask=", m" if mask else "", kv=kv)
     split = (
         ""
@@ -51,7 +51,7 @@ def written(
 
 
 def feeds(text: str) -> dict[str, np.ndarray]:
-    """Random ones. The mask hides all keys from the first query, and the first keys from the others."""
+    """Random feeds. The mask hides all keys from the first query, and the first keys from the others."""
     random, made = np.random.default_rng(0), dict[str, np.ndarray]()
     sizes = {"b": BATCH, "l": LENGTH, "a": ALL}
     for value in onnx.parser.parse_model(text).graph.input:

@@ -1,4 +1,4 @@
-"""Concatenated caches are written in place, and a decoder gives what it gave: alone, in sequences, in all modes."""
+"""Concatenated caches are written in place, with unchanged results: single requests, sequences, all modes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def assert_right(
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 def test_every_style_is_in_place(tmp_path: Path, style: Style) -> None:
-    """Nothing reads the cache's own length any more, and its input and output have the names and shapes they had."""
+    """No node reads the cache's own length any more. Its input and output keep their names and shapes."""
     made = analyzed(style, tmp_path)
     names = operators(made.graph.graph)
     assert names.count("com.microsoft.GroupQueryAttention") == style.layers and "Softmax" not in names
@@ -120,7 +120,7 @@ def test_every_style_is_in_place(tmp_path: Path, style: Style) -> None:
 
 @pytest.mark.parametrize(("name", "mode"), [*((name, "tensor") for name in STYLES), ("optimum", "layer")])
 def test_packages_give_what_the_model_gives(tmp_path: Path, name: str, mode: str) -> None:
-    """Whoever feeds the pasts, with rows that are padded in front, and several tokens after others in several rows."""
+    """If the caller feeds the pasts, with padding in front, and with several tokens after a prefix in several rows."""
     style = STYLES[name]
     path = package(style, tmp_path, mode, "2xcpu")
     with Session(path) as session:
@@ -147,7 +147,7 @@ def test_packages_give_what_the_model_gives(tmp_path: Path, name: str, mode: str
     ],
 )
 def test_sequences_go_on(tmp_path: Path, name: str, capacity: int | None) -> None:
-    """With room or without, in one row and in several, several tokens at a time and one."""
+    """With and without room, in one row and in several, one token and several at a time."""
     style = STYLES[name]
     path = package(style, tmp_path, "tensor", "2xcpu")
     with Session(path) as session:
@@ -168,7 +168,7 @@ def test_ranks_that_are_processes_are_told_the_length_too(tmp_path: Path) -> Non
 
 
 def test_states_are_written_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a capacity the same memory has the cache after each token; without it, each token makes another."""
+    """With a capacity, the cache keeps its memory after each token; without it, each token allocates a new cache."""
     path = package(TRANSFORMERS, tmp_path)
     places: list[set[int]] = []
     known = Computation.run
@@ -222,13 +222,13 @@ def test_states_that_are_loaded_get_room(tmp_path: Path, capacity: int | None, b
 
 
 ODD = {
-    "it is not concatenated as it is, along the third of four axes": replace(OPTIMUM, odd="beams"),
-    "no attention has it as its keys or its values": replace(OPTIMUM, odd="parts"),
-    "its cache is read elsewhere too": replace(OPTIMUM, odd="values", layers=1),
+    "new rows are not concatenated with it as it is, along the third of four axes": replace(OPTIMUM, odd="beams"),
+    "no attention reads it as keys or values": replace(OPTIMUM, odd="parts"),
+    "its cache has other readers": replace(OPTIMUM, odd="values", layers=1),
     "no kernel is faster for its type, FLOAT16": replace(OPTIMUM, dtype=TensorProto.FLOAT16),
-    "no kernel is faster for scores that a Tanh caps": CAPPED,
-    "its scores are read elsewhere too": replace(OPERATOR, operator="past", odd="scores"),
-    "it hides later tokens as if none were before the request's own": replace(CAUSAL, operator="concatenated"),
+    "no kernel is faster with a softcap (Tanh)": CAPPED,
+    "its output qk_matmul_output has readers": replace(OPERATOR, operator="past", odd="scores"),
+    "it is causal without a cache, and its queries and keys differ in number": replace(CAUSAL, operator="concatenated"),
     "the operator takes heads of a multiple of 8, for keys and values the same": replace(OPTIMUM, size=12),
 }
 
@@ -249,42 +249,42 @@ def test_what_stays_says_why(tmp_path: Path, why: str, style: Style, capsys: pyt
 
 
 def test_sinks_stay_on_gpus(tmp_path: Path) -> None:
-    """There the kernels that know sinks take no mask, and the one that takes masks knows no sinks."""
+    """GPU kernels with attention sinks take no mask, and the kernel that takes masks has no sinks."""
     style = replace(STYLES["sinks"], dtype=TensorProto.FLOAT16)
     path = tmp_path / "model.onnx"
     onnx.save(write(style), path)
     shapes = {name: array.shape for name, array in feeds(style, 1, 1, 5).items()}
     made = analyze(path, AskedShapes(shapes), 1, gains=ON_GPUS)
     whys = {fate.why for fate in made.fates if fate.kind == "cache"}
-    assert "no kernel takes both a mask and sinks that are joined to the scores" in whys
+    assert "no kernel takes both a mask and attention sinks" in whys
 
 
 def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:
     made = analyzed(replace(OPTIMUM, odd="sinks"), tmp_path)
     assert {(fate.kind, fate.operator, fate.why) for fate in made.fates} == {
-        ("attention", None, "its weights pass a Slice"),
-        ("cache", None, "no attention has it as its keys or its values"),
+        ("attention", None, "a Slice is between its Softmax and the product with the values"),
+        ("cache", None, "no attention reads it as keys or values"),
     }
 
 
 def test_a_cache_of_two_layers_stays(tmp_path: Path) -> None:
-    """It would have to be written once and read twice. The other layer's own cache is read by nothing."""
+    """It would have to be written once and read twice. The second layer's own cache has no reader."""
     made = analyzed(replace(OPTIMUM, odd="shared"), tmp_path)
     caches = [(fate.operator, fate.why) for fate in made.fates if fate.kind == "cache"]
-    assert caches == [(None, "its cache is read elsewhere too")] * 2
+    assert caches == [(None, "its cache has other readers")] * 2
     assert made.lengths == ()
 
 
 def test_planned_requests_that_would_be_slower_stay(tmp_path: Path) -> None:
     (fate, *_) = analyzed(OPTIMUM, tmp_path, 2, 3, 5).fates
     assert fate.operator is None and fate.why is not None
-    assert fate.why.endswith("and 2 rows of 3 tokens after 5 are planned")
+    assert fate.why.endswith(": 2 rows of 3 tokens after 5 are planned")
     for sizes in ((1, 3, 5), (2, 1, 5), (2, 3, 0)):
         assert analyzed(OPTIMUM, tmp_path, *sizes).lengths
 
 
 def test_sums_that_are_a_planned_size_by_chance_are_no_numbers(tmp_path: Path) -> None:
-    """Lengths that are probed, and their sums, may be those that are planned: then others are probed."""
+    """If probed lengths or their sums equal planned sizes by chance, other lengths are probed."""
     for new in range(9, 40, 3):
         made = analyzed(OPTIMUM, tmp_path, 1, new, 0)
         assert made.lengths, new
@@ -313,7 +313,7 @@ def test_what_a_plan_leaves_to_the_caller_is_not_in_place(tmp_path: Path) -> Non
 
 
 def test_planned_memory_has_pasts_that_are_fed(tmp_path: Path) -> None:
-    """And so both arrays of a cache, as where it is concatenated."""
+    """It counts both arrays of a cache, as for a concatenated one."""
     onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
     shapes = {name: array.shape for name, array in feeds(OPTIMUM, 1, 1, 40).items()}
     plans = [
@@ -328,7 +328,7 @@ def test_planned_memory_has_pasts_that_are_fed(tmp_path: Path) -> None:
 def test_half_precision_is_right_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """As on a GPU whose table has it."""
+    """On CPUs, with gains as on a GPU."""
     gains = replace(ON_CPUS, caches=frozenset({ir.DataType.FLOAT16}))
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: gains)
     style = replace(OPTIMUM, dtype=TensorProto.FLOAT16)
@@ -337,7 +337,7 @@ def test_half_precision_is_right_where_it_is_asked_for(
 
 
 def test_capped_scores_are_right_where_a_kernel_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU whose table has it."""
+    """On CPUs, with gains as on a GPU."""
     gains = replace(ON_CPUS, capped=True)
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: gains)
     with Session(package(CAPPED, tmp_path, "tensor", "2xcpu")) as session, session.start(16) as sequence:
@@ -358,7 +358,7 @@ def test_a_plan_that_was_written_is_planned_again(tmp_path: Path) -> None:
 
 
 def test_generate_uses_the_room(tmp_path: Path) -> None:
-    """As the unsplit model in a plain loop."""
+    """It generates the same tokens as the unsplit model in a plain loop."""
     for name in ("transformers", "optimum"):
         folder = tmp_path / name
         folder.mkdir()
@@ -382,7 +382,7 @@ def test_generate_uses_the_room(tmp_path: Path) -> None:
 
 
 def test_a_fixed_number_of_tokens_after_others(tmp_path: Path) -> None:
-    """In several rows of a batch, the rows before are given again: those and the new ones are no fixed number."""
+    """Several rows of a batch feed earlier rows again, so that their number with the new ones is not fixed."""
     style = STYLES["transformers, several tokens"]
     model = write(style)
     for value in model.graph.input:

@@ -1,4 +1,4 @@
-"""A product whose columns are taken apart becomes a product for each part, and gives the same numbers."""
+"""A product whose result is split by columns becomes a product for each part, with the same numbers."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ ALONG_ROWS = """q = MatMul (x, w)  a, g = Split <axis = 0, num_outputs = 2> (q) 
 @pytest.mark.parametrize(
     ("body", "rows", "why"),
     [
-        (GATED, 11, "it has too few rows to be faster as several"),
-        (ALONG_ROWS, 0, "its result is divided along another axis"),
+        (GATED, 11, "it has too few rows to be faster as several products"),
+        (ALONG_ROWS, 0, "its Split is not along the last axis"),
     ],
     ids=["few rows", "rows"],
 )
@@ -94,7 +94,7 @@ def test_what_is_read_elsewhere_stays(tmp_path: Path, body: str) -> None:
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_packages_for_gpus_have_divided_products(tmp_path: Path, mode: str) -> None:
-    """Shards are cut out of parts of weights."""
+    """Shards are slices of parts of weights."""
     model = written(GATED.replace("y =", "z =") + " t = Add (z, x)  y = MatMul (t, o)", "float16")
     model.graph.initializer.append(numpy_helper.from_array(np.eye(SIZE, dtype=np.float16), "o"))
     onnx.save(model, tmp_path / "model.onnx")

@@ -1,4 +1,4 @@
-"""Attention that was written out becomes one operator, in whatever form it was written, and gives the same numbers."""
+"""Decomposed attention becomes one operator with the same numbers, in each form that exporters write."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def run_each(model: onnx.ModelProto, inputs: Sequence[dict[str, np.ndarray]]) -> list[np.ndarray]:
-    """What the model gives for each of the inputs."""
+    """The model's outputs for each of the inputs."""
     session = whole_session(model.SerializeToString())
     return [np.asarray(session.run(None, each)[0]) for each in inputs]
 
@@ -109,11 +109,11 @@ def test_every_form_is_fused_and_gives_the_same(tmp_path: Path, number: int) -> 
 
 ODD = [
     (Form(), {"FLOAT"}, "it is too small to be faster as one operator"),
-    (Form(), {"FLOAT"}, "no kernel is faster for heads of more than 7"),
+    (Form(), {"FLOAT"}, "no kernel is faster for heads larger than 7"),
     (Form(dtype=onnx.TensorProto.FLOAT16), {"FLOAT"}, "no kernel is faster for its type, FLOAT16"),
-    (Form(tanh=True), {"FLOAT"}, "its scores are capped by a Tanh, which the operator can't do"),
-    (Form(sinks=True), {"FLOAT"}, "its weights pass a Slice"),
-    (Form(softmax_axis=2), {"FLOAT"}, "the Softmax is not known to be over the last axis"),
+    (Form(tanh=True), {"FLOAT"}, "the operator has no softcap (Tanh)"),
+    (Form(sinks=True), {"FLOAT"}, "a Slice is between its Softmax and the product with the values"),
+    (Form(softmax_axis=2), {"FLOAT"}, "its Softmax may not be along the last axis"),
 ]
 
 
@@ -123,7 +123,7 @@ def test_what_is_not_fused_says_why(tmp_path: Path, form: Form, types: set[str],
     onnx.save(write(form, SIZE), path)
     analysis = analyze(path, AskedShapes({name: array.shape for name, array in feeds(form, SIZE).items()}), 1)
     least = SIZE.length * SIZE.all + ("small" in why)
-    largest = SIZE.size - ("heads of more" in why)
+    largest = SIZE.size - ("heads larger" in why)
     gains = Gains(frozenset(ir.DataType[name] for name in types), least, largest_head=largest)
     made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, gains)
     assert [fate.why for fate in made.fates] == [why]
@@ -131,7 +131,7 @@ def test_what_is_not_fused_says_why(tmp_path: Path, form: Form, types: set[str],
 
 
 def test_sizes_that_depend_on_data(tmp_path: Path) -> None:
-    """Of what is picked by a mask, as by a detector."""
+    """Rows picked by a mask, as in a detector."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         picked (float[batch, 4, length, 8] q, bool[all] keep, float[batch, 4, all, 8] x)
@@ -147,11 +147,11 @@ def test_sizes_that_depend_on_data(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     analysis = analyze(tmp_path / "model.onnx", AskedShapes({"q": (2, 4, 5, 8), "keep": (7,), "x": (2, 4, 7, 8)}), 1)
     (fate,) = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ANY).fates
-    assert fate.why == "its queries, keys and values have no known sizes"
+    assert fate.why == "the shapes of its queries, keys and values are not known"
 
 
 def test_heads_whose_number_depends_on_the_request_are_a_part_of_the_batch(tmp_path: Path) -> None:
-    """Windows of a picture lie where heads do: their number is no attribute."""
+    """Windows of an image lie along the head axis. Their number is dynamic, so it can't be an attribute."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         windows (float[batch, count, length, 8] q, float[batch, count, 8, length] k, float[batch, count, length, 8] v)
@@ -163,7 +163,7 @@ def test_heads_whose_number_depends_on_the_request_are_a_part_of_the_batch(tmp_p
 
 
 def test_windows_may_have_masks_of_their_own(tmp_path: Path) -> None:
-    """As in Swin: a bias for each head, and a mask for each window that is the same for each picture."""
+    """As in Swin: a bias for each head, and a mask for each window, the same for all images."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         windows (float[all, 4, 5, 8] q, float[all, 4, 8, 5] k, float[all, 4, 5, 8] v, float[1, 3, 1, 5, 5] mask,
@@ -184,7 +184,7 @@ def test_windows_may_have_masks_of_their_own(tmp_path: Path) -> None:
 
 
 def test_bias_may_have_batch_and_heads_as_one_axis(tmp_path: Path) -> None:
-    """As Bloom's ALiBi."""
+    """As in Bloom's ALiBi."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         merged (float[batch, 4, 5, 8] q, float[batch, 4, 8, 5] k, float[batch, 4, 5, 8] v, float[all, 1, 5] bias)
@@ -206,7 +206,7 @@ def test_bias_may_have_batch_and_heads_as_one_axis(tmp_path: Path) -> None:
 
 
 def test_heads_that_were_moved_to_the_front_take_no_batch(tmp_path: Path) -> None:
-    """And are not moved again."""
+    """And they are not moved again."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         packed (float[length, 4, 8] q, float[length, 4, 8] k, float[length, 4, 8] v, float[1, length, length] mask)
@@ -228,7 +228,7 @@ def test_heads_that_were_moved_to_the_front_take_no_batch(tmp_path: Path) -> Non
 
 
 def test_sides_of_a_picture_may_have_to_be_even(tmp_path: Path) -> None:
-    """So none can be a prime; others tell the sizes of axes apart too."""
+    """Then no side can be a prime; other sizes tell the axes apart too."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         pictures (float[batch, 8, height, width] x) => (float[batch, 8, height, width] y)
@@ -251,7 +251,7 @@ def test_sides_of_a_picture_may_have_to_be_even(tmp_path: Path) -> None:
 
 
 def test_caches_may_have_symbols_of_their_own_and_be_empty(tmp_path: Path) -> None:
-    """As a prompt is planned for, with what torch's exporter writes if nobody names the axes."""
+    """Planned for a prompt, with the symbols that torch's exporter writes if axes have no given names."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         prompt (float[b, 4, l, 8] q, float[b, 4, l, 8] k, float[b, 4, l, 8] v, float[b, 1, l, t] mask,
@@ -273,7 +273,7 @@ def test_caches_may_have_symbols_of_their_own_and_be_empty(tmp_path: Path) -> No
 
 
 def test_width_of_keys_is_known_by_the_queries(tmp_path: Path) -> None:
-    """Where inference loses what keys are computed with, and no other sizes fit to tell. Nor is one row the batch."""
+    """Inference loses a factor of the keys, and no other sizes tell the axes apart. One row is not the batch either."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         lost (float[batch, 4, length, 8] q, float[batch, 4, length, 8] k, float[batch, 4, length, 8] v,
@@ -298,9 +298,9 @@ def test_width_of_keys_is_known_by_the_queries(tmp_path: Path) -> None:
 
 
 def check(model: onnx.ModelProto, folder: Path, shapes: Mapping[str, Shape], *others: Mapping[str, Shape]) -> list[str]:
-    """Check that a model's one attention is fused and gives the same, with other shapes too.
+    """Check that a model's one attention is fused and gives the same outputs, with other shapes too.
 
-    Returns the operators that there are then.
+    Returns the operators of the fused model.
     """
     path = folder / "model.onnx"
     onnx.save(model, path)
@@ -355,7 +355,7 @@ def test_attention_inside_an_if_says_so(tmp_path: Path) -> None:
 
 
 def test_rows_of_which_a_mask_hides_all_weigh_all_values_alike(tmp_path: Path) -> None:
-    """As a low number for each key does, when the Softmax takes off the highest."""
+    """As with a low number for each key, after the Softmax subtracts the maximum."""
     form = Form(bias="where")
     model = write(form, SIZE)
     inputs = feeds(form, SIZE)
@@ -365,7 +365,7 @@ def test_rows_of_which_a_mask_hides_all_weigh_all_values_alike(tmp_path: Path) -
 
 
 def test_attention_may_be_an_output_of_the_model(tmp_path: Path) -> None:
-    """And a scale that a request may override stays where it is."""
+    """And a scale that requests may override stays where it is."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         outputs (float[batch, 4, length, 8] q, float[batch, 4, 8, length] k, float[batch, 4, length, 8] v,
@@ -403,7 +403,7 @@ PACKAGES = [
 def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     tmp_path: Path, mode: str, form: Form, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As on GPUs: each rank has its heads in one operator. The explained plan has a line for each."""
+    """With gains as on GPUs: each rank has its heads in one operator. The explained plan has a line for each."""
     path = tmp_path / "model.onnx"
     onnx.save(write(form, SIZE, blocks=4), path)
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: ANY)
@@ -424,7 +424,7 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
 def test_page_of_a_plan_says_what_was_fused_and_why_the_rest_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the terminal does; a page of a model in which no attention was looked for has no such section."""
+    """As the terminal does. The page of a model without fusion has no such section."""
     path = tmp_path / "model.onnx"
     onnx.save(write(Form(), SIZE, blocks=2), path)
     shapes = {name: array.shape for name, array in feeds(Form(), SIZE).items()}
@@ -449,7 +449,7 @@ def test_page_of_a_plan_says_what_was_fused_and_why_the_rest_was_not(
 def test_folder_says_of_each_model_what_was_fused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the terminal in a line, and in the model's chapter of the page."""
+    """On the terminal in one line a model, on the page in each model's chapter."""
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: ANY)
     for name, blocks in (("one", 1), ("three", 3)):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""Attention is computed on the latent that its keys and values are made of, and gives the same, in all modes."""
+"""Attention is computed on the latent that keys and values are projected from, with the same outputs in all modes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def analyzed(path: Path, new: int = 2, past: int = 0) -> Analysis:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str) -> None:
-    """The product of all latents is no more. A package gives what the model gives, after any number of tokens."""
+    """The projection of all latents is gone. The package agrees with the model after any number of tokens."""
     write(tmp_path / "model.onnx", FORMS[form])
     analysis = analyzed(tmp_path / "model.onnx")
     assert next(fate for fate in analysis.fates if fate.kind == "latent").operator == "FusedMatMul"
@@ -93,14 +93,14 @@ def compare(folder: Path, mode: str, devices: list[str], **options: object) -> N
 
 @pytest.mark.parametrize("shares", [None, (1.0, 8.0, 1.0)], ids=["even", "uneven"])
 def test_heads_are_sharded(tmp_path: Path, shares: tuple[float, ...] | None) -> None:
-    """As they are in what was written: each rank has the weights of its heads."""
+    """As in the unfused model: each rank has the weights of its heads."""
     write(tmp_path / "model.onnx")
     compare(tmp_path, "tensor", ["3xcpu"], **({} if shares is None else {"tensor_split": shares}))
 
 
 OTHERS = {
-    "read elsewhere too": ({"more": ", float[b, 4, all, 6] z", "extra": "z = Neg (values)"}, {}),
-    "takes less to project": ({}, {"new": 40}),
+    "have other readers": ({"more": ", float[b, 4, all, 6] z", "extra": "z = Neg (values)"}, {}),
+    "cheaper to project": ({}, {"new": 40}),
 }
 
 

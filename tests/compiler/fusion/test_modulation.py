@@ -1,4 +1,4 @@
-"""A norm that is multiplied and added to by what a request computes becomes one operator and gives the same numbers."""
+"""A norm with a computed scale and shift (adaLN) becomes one operator with the same numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODULATED = "times = Mul (normal, more)  y = Add (times, shift)"
 
 
 def written(body: str, rows: str = "batch, 1") -> onnx.ModelProto:
-    """A model that norms x [batch, length, 8], with a scale and a shift of so many rows."""
+    """A model that normalizes x [batch, length, 8], with this many rows of scale and shift."""
     row = f"float[{rows + ', ' if rows else ''}{SIZE}]"
     signature = f"g (float[batch, length, {SIZE}] x, {row} scale, {row} shift) => (float[batch, length, {SIZE}] y)"
     return onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {signature} {{ {body} }}')
@@ -91,7 +91,7 @@ def test_single_precision_between_casts_from_and_to_halves(tmp_path: Path, form:
 
 
 ODD = [
-    (f"{PLAIN} {MORE} {MODULATED}", "batch, length", "its scale and shift are not one row for each of the batch"),
+    (f"{PLAIN} {MORE} {MODULATED}", "batch, length", "its scale and shift are not one row for each batch entry"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""An RMSNorm that was written out becomes one operator and gives the same numbers."""
+"""A decomposed RMSNorm becomes one operator with the same numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BY_ROWS = "axes = Constant <value_ints = [0, 1]> ()  row = Unsqueeze (weights, a
 
 
 def written(body: str, dtype: str = "float", weights: str = "float") -> onnx.ModelProto:
-    """A model that norms its input, with weights of 8 numbers."""
+    """A model that normalizes its input, with weights of 8 numbers."""
     signature = f"norm ({dtype}[batch, length, 8] data, {weights}[8] weights) => ({dtype}[batch, length, 8] y)"
     cast = "x = Identity (data)" if dtype == "float" else "x = Cast <to = 1> (data)"
     return onnx.parser.parse_model(f"{HEAD} {signature} {{ {cast} {body} }}")
@@ -64,7 +64,7 @@ def test_each_form_gives_the_same(tmp_path: Path, square: str, divided: str, wei
 
 
 def test_halves_in_single_precision_between_casts(tmp_path: Path) -> None:
-    """With weights in halves after the cast back, or in single precision before it."""
+    """With half-precision weights after the cast back, or single-precision ones before it."""
     after = "narrow = Cast <to = 10> (normal)  y = Mul (weights, narrow)"
     check(written(POWER + MEAN + RECIPROCAL + after, "float16", "float16"), tmp_path, 4e-3)
     before = "wide = Mul (normal, weights)  y = Cast <to = 10> (wide)"
@@ -105,7 +105,7 @@ def test_one_without_weights_has_ones(tmp_path: Path, divided: str, body: str) -
 
 
 def test_one_without_weights_in_halves(tmp_path: Path) -> None:
-    """As the norm of some groups of heads: its weights are for all of them."""
+    """As in a norm by groups of heads, whose weights are for all groups together."""
     groups = "sizes = Constant <value_ints = [0, -1, 4, 2]> ()  x = Reshape (wide, sizes)"
     behind = """narrow = Cast <to = 10> (normal)  all = Constant <value_ints = [0, -1, 8]> ()
         row = Reshape (narrow, all)  y = Mul (weights, row)"""
@@ -117,7 +117,10 @@ def test_one_without_weights_in_halves(tmp_path: Path) -> None:
 
 ODD = [
     (POWER + MEAN + DIVIDED + WEIGHTED, "ONNX Runtime fuses this form by itself"),
-    (POWER + MEAN.replace("ReduceMean", "ReduceMean <keepdims = 0>") + RECIPROCAL + WEIGHTED, "its mean loses an axis"),
+    (
+        POWER + MEAN.replace("ReduceMean", "ReduceMean <keepdims = 0>") + RECIPROCAL + WEIGHTED,
+        "its mean drops the axis (keepdims=0)",
+    ),
 ]
 
 
@@ -137,7 +140,7 @@ TURNED = {
 
 @pytest.mark.parametrize("form", TURNED)
 def test_a_norm_comes_before_a_transpose(tmp_path: Path, form: str) -> None:
-    """So that the transpose of Gemma 3's queries, and the one that undoes it behind their rotation, are none."""
+    """So that the transpose of Gemma 3's queries and the one after their rotation cancel."""
     back = "turned_back = Transpose <perm = [0, 2, 1, 3]> (norm)  flat = Constant <value_ints = [0, 0, 8]> ()"
     row = "ones = Constant <value_floats = [1.0, 2.0, 3.0, 4.0]> ()  row = Identity (ones)"
     signature = "norm (float[batch, length, 8] data, float[8] weights) => (float[batch, length, 8] y)"
@@ -153,7 +156,7 @@ def test_a_norm_comes_before_a_transpose(tmp_path: Path, form: str) -> None:
 
 
 def test_a_deviation_is_no_norm(tmp_path: Path) -> None:
-    """The root of a mean of squares that is not what the data is divided by."""
+    """The root of a mean square that does not divide the data it comes from."""
     body = POWER + MEAN + "root = Sqrt (total)  y = Add (x, root)"
     assert fused(written(body), tmp_path).fates == ()
 

@@ -1,4 +1,4 @@
-"""Norms of the parts of a Split that are joined again become one, give the same numbers, and are sharded by parts."""
+"""Norms of a Split's parts that are concatenated again become one, with the same numbers, sharded by parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLIT, JOIN = "p0, p1, p2 = Split <axis = 1, num_outputs = 3> (x)", "y = Concat 
 
 
 def fused(body: str, folder: Path, heads: int = 3) -> tuple[onnx.ModelProto, Fused]:
-    """A model that norms heads one by one, and what became of it."""
+    """A model that normalizes heads one by one, and its fused form."""
     signature = f"g (float[batch, {heads}, length, 4] x) => (float[batch, {heads}, length, 4] y)"
     model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {signature} {{ {ROWS} {body} }}')
     path = folder / "model.onnx"
@@ -65,8 +65,11 @@ def test_a_transpose_before_them_comes_after(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (f"{SPLIT}\n{norms(NORM)}\ny = Concat <axis = 2> (n0, n1, n2)", "its parts are joined along another axis"),
-        (f"{SPLIT}\n{norms(NORM.replace('-1', '2').replace('w{0}', 'table'))}\n{JOIN}", "it is along several axes"),
+        (
+            f"{SPLIT}\n{norms(NORM)}\ny = Concat <axis = 2> (n0, n1, n2)",
+            "its parts are concatenated along another axis than they are split, or along the last",
+        ),
+        (f"{SPLIT}\n{norms(NORM.replace('-1', '2').replace('w{0}', 'table'))}\n{JOIN}", "it normalizes several axes"),
     ],
 )
 def test_what_is_not_fused_says_why(tmp_path: Path, body: str, why: str) -> None:

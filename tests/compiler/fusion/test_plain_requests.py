@@ -1,4 +1,4 @@
-"""Which masks hide later tokens, and those before a window, where what tells padding is all ones."""
+"""Which masks hide later tokens, or those before a window, if the padding mask is all ones."""
 
 from __future__ import annotations
 

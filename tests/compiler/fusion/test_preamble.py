@@ -1,4 +1,4 @@
-"""On GPUs what grows with each token is computed before the ranks, which see the same sizes and replay each token."""
+"""On GPUs, values that grow with each token are computed before the ranks, whose fixed sizes let tokens be replayed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _compile(style: Style, folder: Path, mode: str, devices: list[str]) -> Path:
 
 @pytest.mark.parametrize(("name", "mode"), [*((name, "tensor") for name in STYLES), ("optimum", "layer")])
 def test_packages_for_gpus_give_what_the_model_gives(tmp_path: Path, name: str, mode: str) -> None:
-    """Whoever feeds the pasts, and in sequences with room and without."""
+    """If the caller feeds the pasts, and in sequences with and without room."""
     style = replace(STYLES[name], dtype=HALF)
     path = compiled(style, tmp_path, mode, ["cuda0", "cuda1"])
     with Session(path, devices=["cpu0", "cpu1"]) as session:
@@ -89,7 +89,7 @@ def test_packages_for_gpus_give_what_the_model_gives(tmp_path: Path, name: str, 
 
 @pytest.mark.parametrize("name", ["optimum", "sizes of hidden states"])
 def test_engines_see_no_size_that_grows(tmp_path: Path, name: str) -> None:
-    """With room, each token is fed in the same shapes, and nothing prevents a capture."""
+    """With room, each token has the same shapes, and nothing prevents capture as a CUDA graph."""
     style = replace(STYLES[name], dtype=HALF)
     path = compiled(style, tmp_path, "layer", ["cuda0"])
     manifest = read_manifest(path)
@@ -121,7 +121,7 @@ def test_engines_see_no_size_that_grows(tmp_path: Path, name: str) -> None:
 def test_masks_that_hide_later_tokens_and_those_before_a_window_are_left_out(
     tmp_path: Path, mode: str, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Engines have a form without, in which attention is causal. The one with masks is loaded for the first padding."""
+    """Engines have a form without masks, with causal attention. The form with masks is loaded at the first padding."""
     style = replace(OPTIMUM, dtype=HALF, window=window, layers=4 if window else 2)
     path = compiled(style, tmp_path, mode, ["cuda0", "cuda1"])
     manifest = read_manifest(path)
@@ -161,7 +161,7 @@ def test_masks_that_hide_later_tokens_and_those_before_a_window_are_left_out(
 
 
 def test_blank_rows_are_left_out_with_masks(tmp_path: Path) -> None:
-    """Where none is blank. They keep no transposes."""
+    """If no row is blank. They keep no transposes."""
     style = replace(STYLES["blank rows"], dtype=HALF)
     path = compiled(style, tmp_path, "layer", ["cuda0"])
     manifest = read_manifest(path)
@@ -179,7 +179,7 @@ def test_blank_rows_are_left_out_with_masks(tmp_path: Path) -> None:
 
 
 def test_masks_of_another_batch_are_computed() -> None:
-    """The graph may call it otherwise than that of the caches."""
+    """The graph may name the batch of masks otherwise than that of the caches."""
     engine = object.__new__(preamble.PreambleEngine)
     own = Preamble("file", [], [], ones=["mask"], batched=["mask"], batch={"ids": 0})
     engine._preamble, engine._lengths = own, [Length("past", [], 2, reads=("ids", 1))]
@@ -194,7 +194,7 @@ def test_masks_of_another_batch_are_computed() -> None:
 def test_a_mask_is_causal_if_it_hides_later_tokens_and_no_others(
     tokens: int, before: int, dtype: type, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And those before a window."""
+    """The same holds for masks that also hide the tokens before a window."""
     monkeypatch.setattr(preamble, "BLOCK", 2)
     rows = before + tokens
     shown = np.tri(tokens, rows, before, np.bool_)
@@ -215,7 +215,7 @@ def test_a_mask_is_causal_if_it_hides_later_tokens_and_no_others(
 
 
 def test_only_what_attention_adds_for_all_heads_is_a_mask() -> None:
-    """Another bias is never zero: a form without would only take time to load."""
+    """Any other bias is never zero, so a form without it would only take time to load."""
     graph = ir.from_onnx_text(
         """<ir_version: 9, opset_import: ["" : 18, "com.microsoft" : 1]>
         agraph (float16[1, n, 32] query, float16[1, 4, room, 8] past, int32[1] lasts, int32[1] total,
@@ -253,6 +253,6 @@ def test_several_tokens_after_others_are_run_row_by_row(tmp_path: Path) -> None:
     path = compiled(style, tmp_path, "layer", ["cuda0"])
     with Session(path, devices=["cpu0"]) as session:
         request = feeds(style, 2, 3, 6)
-        with pytest.raises(FeedError, match=r"3 tokens after 6 others in 2 rows .* --no-fuse"):
+        with pytest.raises(FeedError, match=r"3 tokens after 6 cached ones in 2 rows.* --no-fuse"):
             session.submit(request)
         assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), CLOSE)

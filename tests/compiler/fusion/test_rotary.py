@@ -1,4 +1,4 @@
-"""A rotary embedding that was written out becomes one operator and gives the same numbers."""
+"""A decomposed rotary embedding becomes one operator with the same numbers."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def whole(interleaved: bool, parts: str, angles: str = "fed") -> str:
 
 
 def by_pairs(interleaved: bool, parts: str, crossed: bool = False) -> str:
-    """Both elements of each pair by themselves."""
+    """Both elements of each pair computed separately."""
     joined = JOINED[interleaved].format("low", "high").replace("turned =", "y =")
     order = ("as", "bc") if crossed else ("bc", "as")
     return f"{TABLES.format(angles='angles')} {parts} {BOTH.format(*order)} {joined}"
@@ -133,7 +133,7 @@ def test_halves_are_rotated(tmp_path: Path, angles: str, parts: str, heads_first
 
 @pytest.mark.parametrize("heads_first", [True, False], ids=["heads_first", "rows_first"])
 def test_packed_rows_are_a_batch_of_one(tmp_path: Path, heads_first: bool) -> None:
-    """As patches of images of several sizes: [patches, heads, size]."""
+    """As for patches of images of several sizes: [patches, heads, size]."""
     shape = f"float[{f'{HEADS}, length' if heads_first else f'length, {HEADS}'}, 8]"
     signature = f"rotate ({shape} data, int64[length] positions) => ({shape} y)"
     bounds = BOUNDS.format(heads=0 if heads_first else 1)
@@ -161,7 +161,7 @@ def test_elements_of_pairs_by_themselves(tmp_path: Path, interleaved: bool, cros
 
 
 def test_pairs_whose_sizes_are_read_before_they_are_flat(tmp_path: Path) -> None:
-    """As TorchScript's exporter does."""
+    """As TorchScript's exporter writes it."""
     sizes = """of_pairs = Shape (stacked)  three = Constant <value_ints = [3]> ()  first = Slice (of_pairs, zero, three)
         whole = Concat <axis = 0> (first, last)  y ="""
     constant = "whole = Constant <value_ints = [0, 0, 0, 8]> ()  y ="
@@ -172,12 +172,12 @@ def test_pairs_whose_sizes_are_read_before_they_are_flat(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("parts", [STRIDED, SLICED], ids=["neighbours before", "halves before"])
 def test_pairs_in_other_places_after_than_before(tmp_path: Path, parts: str) -> None:
-    """As DeepSeek-V3's: neighbours are rotated, and stand in halves then."""
+    """As in DeepSeek-V3: neighbours are rotated, and stored in halves."""
     check(written(by_pairs(parts == SLICED, parts)), tmp_path, 2e-6)
 
 
 def test_pairs_joined_with_what_is_not_rotated(tmp_path: Path) -> None:
-    """As TorchScript's exporter joins DeepSeek's queries: three at once."""
+    """As TorchScript's exporter writes DeepSeek's queries: one Concat of three."""
     body = by_pairs(False, STRIDED).replace("y = Concat <axis = -1> (low", "y = Concat <axis = -1> (data, low")
     model = written(body)
     model.graph.output[0].type.tensor_type.shape.dim[3].dim_value = 2 * SIZE
@@ -261,7 +261,7 @@ def test_pairs_that_are_a_view_of_merged_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interleaved", [0, 1])
 def test_an_operator_comes_before_heads_do(tmp_path: Path, interleaved: int) -> None:
-    """Newer exporters have it on [batch, heads, length, size], between two transposes that are then one with others."""
+    """Newer exporters apply it to [batch, heads, length, size], between two transposes that can be merged."""
     signature = f"""rotate (float[batch, length, {HEADS * SIZE}] data, float[batch, length, {SIZE // 2}] cos,
         float[batch, length, {SIZE // 2}] sin) => (float[batch, {HEADS}, length, {SIZE}] y)"""
     body = f"""apart = Constant <value_ints = [0, 0, {HEADS}, {SIZE}]> ()  rows = Reshape (data, apart)
@@ -281,7 +281,7 @@ def test_an_operator_comes_before_heads_do(tmp_path: Path, interleaved: int) -> 
 
 
 def test_parts_of_complex_numbers(tmp_path: Path) -> None:
-    """As DeepSeek-V2's: pairs have an axis of their own, and so have the tables."""
+    """As in DeepSeek-V2: pairs have an axis of their own, and so do the tables."""
     parts = """pairs = Constant <value_ints = [0, 0, 0, 4, 2]> ()  by_pairs = Reshape (x, pairs)
         a = Slice (by_pairs, zero, one, last)  b = Slice (by_pairs, one, two, last)"""
     thin = TABLES.format(angles="angles").replace("cos =", "cos_0 =").replace("sin =", "sin_0 =")
@@ -293,7 +293,7 @@ def test_parts_of_complex_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("planned", [1, 2], ids=["one", "all"])
 def test_positions_whose_rows_are_not_known_to_be_the_batch(tmp_path: Path, planned: int) -> None:
-    """They have a symbol of their own: there may be one for each row, or one for all."""
+    """They have their own symbol: there may be one for each row, or one for all."""
     model = written(whole(False, SLICED), angles="fed")
     model.graph.input[1].type.tensor_type.shape.dim[0].dim_param = "rows"
     onnx.save(model, tmp_path / "model.onnx")
@@ -312,7 +312,7 @@ def test_positions_whose_rows_are_not_known_to_be_the_batch(tmp_path: Path, plan
 def test_tables_of_as_many_rows_as_something_has_that_takes_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only its size is needed, as that of what convolutions make of a sound."""
+    """Only the size of an expensive value is needed, such as that of convolutions of a sound."""
     monkeypatch.setattr("splitc.compiler.fusion.tables.MOST_NODES", 16)
     chain = "n0 = Abs (positions)  " + "  ".join(f"n{k + 1} = Abs (n{k})" for k in range(20))
     body = whole(False, PARTS["slices"], "counted")
@@ -339,9 +339,9 @@ BY_HEADS = f"""frequencies_of_heads = Constant <value_floats = {[n / 7 for n in 
     grid = Constant <value_ints = [4, 1, 4]> ()  angles_of_heads = Reshape (frequencies_of_heads, grid)
     twice = Concat <axis = -1> (angles_of_heads, angles_of_heads)  cos = Cos (twice)  sin = Sin (twice)  """
 ODD = [
-    (DIFFERENT + TURNED, "the two elements of a pair may be multiplied by different numbers"),
+    (DIFFERENT + TURNED, "its tables may have different cosines or sines for the two elements of a pair"),
     (by_pairs(False, SLICED + "  c = Identity (a)").replace(", b)", ", c)"), "it leaves out some elements"),
-    (BY_HEADS + TURNED, "its number of heads may change from request to request"),
+    (BY_HEADS + TURNED, "its number of heads is dynamic"),
 ]
 
 
@@ -359,13 +359,13 @@ NO_ROTATIONS = {
 
 @pytest.mark.parametrize("body", NO_ROTATIONS.values(), ids=NO_ROTATIONS)
 def test_what_is_no_rotation(tmp_path: Path, body: str) -> None:
-    """x cos + (b, a) sin, and a sum beside a difference, as of complex numbers that were multiplied before."""
+    """x cos + (b, a) sin, and a sum beside a difference, as in products of complex numbers."""
     assert fused(written(body), tmp_path).fates == ()
 
 
 @pytest.mark.parametrize("by_pairs_alone", [True, False])
 def test_tables_that_are_fed(tmp_path: Path, by_pairs_alone: bool) -> None:
-    """Whether both numbers of a pair are equal is then for the caller to say; where there is one for both, it is."""
+    """The caller decides then if both numbers of a pair are equal. Tables with one number for a pair are fused."""
     columns = SIZE // 2 if by_pairs_alone else SIZE
     data, table = f"float[batch, {HEADS}, length, {SIZE}]", f"float[length, {columns}]"
     sums = BOTH.format("bc", "as") + JOINED[False].format("low", "high").replace("turned =", "y =")
@@ -384,7 +384,7 @@ def test_tables_that_are_fed(tmp_path: Path, by_pairs_alone: bool) -> None:
 def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on GPUs, of a model whose projections before and after are sharded by heads."""
+    """With gains as on GPUs, for a model whose projections before and after are sharded by heads."""
     path = tmp_path / "model.onnx"
     onnx.save(decoder_like(), path)
     monkeypatch.setattr("splitc.compiler.modes.asked.gains_of", lambda engine, devices: ANY)
@@ -406,7 +406,7 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
 
 
 def decoder_like() -> onnx.ModelProto:
-    """Two blocks: a projection, heads that are rotated, and a projection back."""
+    """Two blocks: a projection, rotated heads, and a projection back."""
     layer = """
         rows{n} = MatMul (h{n}, w{n})  cut{n} = Reshape (rows{n}, by_heads)
         data{n} = Transpose <perm = [0, 2, 1, 3]> (cut{n})

@@ -1,4 +1,4 @@
-"""Caches that are written by index along an inner axis are written where they are, in all modes."""
+"""Caches written by index along an inner axis are written without transposes, in all modes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def feeds(number: int, new: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_rows_are_written_where_they_are(tmp_path: Path, mode: str) -> None:
-    """One, several and in any order."""
+    """One row, several rows, and in any order."""
     write(tmp_path / "model.onnx")
     request = Request(split_mode=mode, memory=["1GiB"], shapes={"past": (1, 4, 6, 2), "x": (1, 2, 8)})
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu" if mode == "tensor" else "cpu0"], request)

@@ -1,4 +1,4 @@
-"""Views of views are read through where their sizes say the same, and numbers stay as they are."""
+"""Consecutive views are merged if their sizes allow it, with the same numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = {"planned": (2, 3, 8), "probe": (5, 7, 8)}
 
 
 def views(heads: list[int], again: list[int], output: str = "") -> tuple[ir.Model, ir.Model]:
-    """The model as it was, and with its views joined."""
+    """The model before and after its views are merged."""
     axes = str([f"n{place}" for place in range(len(again))]).replace("'", "")
     text = MODEL.format(heads=heads, again=again, axes=axes, output=output and f", float{axes} {output}")
     shapes = {}

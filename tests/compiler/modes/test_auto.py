@@ -1,4 +1,4 @@
-"""Auto mode: what is compared, what is chosen and why, and what is said when nothing fits."""
+"""Auto mode: what it compares, what it chooses and why, and its message if nothing fits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FREE, SLOW = Link(0.0, 0.0), Link(10.0, 0.0)
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same machine for every run of the tests."""
+    """A fixed number of cores on every machine."""
     monkeypatch.setattr("splitc.compiler.planning.clock.cache_bytes", lambda: 0)
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 2)
     monkeypatch.setattr("splitc.runtime.hardware.devices.cores", lambda: 2)
@@ -94,7 +94,7 @@ def test_streams_go_through_copies_or_stages_and_one_request_through_one_device(
 
 @pytest.mark.parametrize(("link", "mode", "ranks"), [(FREE, "tensor", 2), (SLOW, "layer", 1)])
 def test_links_decide(tmp_path: Path, link: Link, mode: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a thread each, two devices are faster than one where it costs nothing to meet."""
+    """With a thread each, two devices are faster than one if communication costs nothing."""
     save(build(Size(layers=2, hidden=256, heads=8, kv_heads=4, feed_forward=512)), tmp_path / "model.onnx")
     set_machine(monkeypatch, link)
     request = Request(objective="latency", threads=1, memory=["1GiB"], shapes={"input_ids": (1, 512)})
@@ -153,7 +153,7 @@ def test_little_room_is_not_worth_another_device() -> None:
 
 @pytest.mark.parametrize("is_built", [True, False])
 def test_many_engines_on_a_gpu_are_counted(decoder: Path, is_built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime's sessions beside a rank's first, and NCCL, hold memory on a GPU; on a CPU device they share it."""
+    """Each further ONNX Runtime session of a rank, and NCCL, take memory on a GPU; on a CPU device they share it."""
     monkeypatch.setattr("splitc.runtime.engines.operator_library.is_built", lambda: is_built)
     nccl, second, library = HOPPER.communicator_bytes, HOPPER.engine_bytes, HOPPER.library_bytes
 
@@ -251,7 +251,7 @@ def test_prediction_knows_streams_sums_and_crossing(decoder: Path) -> None:
 def test_caller_of_a_stream_holds_up_threads_that_wait_for_each_other(
     decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One device with a thread on each core computes while the caller, too, needs one."""
+    """With a thread on each core, the caller needs one of the cores too. One device is faster then."""
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 2)
     free = Machine({"cpu-cpu": FREE}, {"cpu-cpu": FREE})
     one = plan_model(decoder, ["cpu0"], Request())
@@ -269,7 +269,7 @@ def test_caller_of_a_stream_holds_up_threads_that_wait_for_each_other(
 
 
 def test_states_stay_where_they_are(decoder: Path) -> None:
-    """A request is a step of a sequence: it would take longer if caches went to the devices and back."""
+    """A request is a step of a sequence: predictions do not count copies of its caches to and from devices."""
     machine = Machine({"cpu-cpu": FREE}, {"cpu-cpu": FREE})
     for mode in ("layer", "tensor"):
         plan = plan_model(decoder, ["2xcpu"], Request(split_mode=mode, spread=True))

@@ -1,4 +1,4 @@
-"""Groups of devices that have the whole model each: which rows they divide, what they hold, and what is refused."""
+"""Groups of devices with the whole model each: how they divide rows, what they hold, and what is refused."""
 
 from __future__ import annotations
 
@@ -79,12 +79,18 @@ def test_random_blocks_are_right_with_any_rows(seed: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("y = Softmax <axis = 0> (x)", "meet in the Softmax node that makes 'y'"),
-        ("y = CumSum(x, axis)", "meet in the CumSum node"),
-        ("m = ReduceMean <axes = [0]> (x) y = Sub(x, m)", "meet in the ReduceMean node that makes 'm'"),
+        ("y = Softmax <axis = 0> (x)", "not independent: the Softmax node that makes 'y'"),
+        ("y = CumSum(x, axis)", "not independent: the CumSum node"),
+        ("m = ReduceMean <axes = [0]> (x) y = Sub(x, m)", "not independent: the ReduceMean node that makes 'm'"),
         ("q, s, z = DynamicQuantizeLinear(x) y = DequantizeLinear(q, s, z)", "it takes the extremes of all of them"),
-        ("end = Constant <value_ints = [3]> () y = Slice(x, axis, end)", "meet in the Slice node that makes 'y'"),
-        ("end = Constant <value_ints = [900]> () y = Slice(x, axis, end)", "meet in the Slice node that makes 'y'"),
+        (
+            "end = Constant <value_ints = [3]> () y = Slice(x, axis, end)",
+            "not independent: the Slice node that makes 'y'",
+        ),
+        (
+            "end = Constant <value_ints = [900]> () y = Slice(x, axis, end)",
+            "not independent: the Slice node that makes 'y'",
+        ),
         (
             "n = RandomNormalLike(x) y = Add(x, n)",
             "the RandomNormalLike node that makes 'n' draws random numbers, and all",
@@ -104,7 +110,7 @@ def test_where_rows_meet_is_named(write_model: Callable[[str], Path], body: str,
 
 @pytest.mark.parametrize("end", [10**9, 2**63 - 1])
 def test_slice_to_the_end_keeps_the_rows(write_model: Callable[[str], Path], end: int) -> None:
-    """Unlike one up to 3, which is a probe size, or up to 900, which is more than the rows that are planned for."""
+    """Unlike a slice up to 3, a probe size, or up to 900, more than the planned rows."""
     model = write_model(
         f"""<ir_version: 8, opset_import: ["": 17]> g (float[B,3] x) => (float[B,3] y)
         <int64[1] axis = {{0}}, int64[1] end = {{{end}}}> {{ a = Slice(x, axis, end, axis) y = Neg(a) }}"""
@@ -148,7 +154,7 @@ def test_model_without_dynamic_sizes_is_refused(write_model: Callable[[str], Pat
 def test_rows_are_followed_through_masks_that_are_picked_or_written_by_row_numbers(
     write_model: Callable[[str], Path], tmp_path: Path, mask: str, text: str
 ) -> None:
-    """Also where the exporter gives the mask's rows another name."""
+    """Also if the exporter gives the mask's rows another name."""
     model = write_model(text.replace("NUMBERS", SAME).replace("[M,L]", f"[{mask},L]"))
     chance = np.random.default_rng(0)
     compile_model(plan_model(model, ["3xcpu"], BATCH), tmp_path / "package")
@@ -170,22 +176,22 @@ def test_rows_are_followed_through_masks_that_are_picked_or_written_by_row_numbe
     ids=["the other way", "two rows share one", "the next row"],
 )
 def test_numbers_of_other_rows_are_no_rows(write_model: Callable[[str], Path], numbers: str, text: str) -> None:
-    with pytest.raises(CannotSplitError, match="can't be divided: the rows along axis 0 of 'x' meet in"):
+    with pytest.raises(CannotSplitError, match="can't be divided: the rows along axis 0 of 'x' are not independent"):
         plan_model(write_model(text.replace("NUMBERS", numbers).replace("L]", "4]")), ["2xcpu"], BATCH)
 
 
 def test_output_without_rows_is_named(write_model: Callable[[str], Path]) -> None:
-    """Not the mask that is written by row numbers, in which rows do not meet."""
+    """The mask written by row numbers is not named, since its rows are independent."""
     text = WRITTEN.replace("NUMBERS", SAME).replace("=> (float[B,L] y)", "=> (float[B,L] y, float[L] z)")
     model = write_model(
         text.replace("L]", "4]").replace("y = Add(x, own)", "y = Add(x, own) z = Cast <to = 1> (column_numbers)")
     )
-    with pytest.raises(CannotSplitError, match="the output 'z' does not have the rows along axis 0 of 'x'"):
+    with pytest.raises(CannotSplitError, match="the output 'z' has no axis for the rows along axis 0 of 'x'"):
         plan_model(model, ["2xcpu"], BATCH)
 
 
 def test_rows_may_not_be_written_on_a_diagonal(write_model: Callable[[str], Path]) -> None:
-    """An index that points to a row by each of two axes divides neither."""
+    """An index that selects a row on each of two axes divides neither."""
     model = write_model(
         """<ir_version: 8, opset_import: ["": 17]>
         diagonal (float[B] x, float[B,B] table) => (float[B,B] y)
@@ -214,7 +220,7 @@ def test_row_numbers_that_meet_data_tell_rows_apart(write_model: Callable[[str],
 def test_nodes_whose_trial_fails_are_tried_with_the_models_sizes(
     write_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two lengths are joined and taken apart: with other bounds than theirs, a slice has another length."""
+    """Two lengths are concatenated and taken apart: with other bounds, a slice has another length."""
 
     def find_broken(_: object, axis_map: AxisMap, *__: object) -> dict[ir.Node, str]:
         slices = [node for node in axis_map.operations if node.op_type in ("Concat", "Softmax", "Slice")]
@@ -319,7 +325,7 @@ def test_impossible_groups_are_refused(decoder: Path, devices: str, asked: dict[
 
 
 def test_copies_that_do_not_fit_are_refused_and_stages_are_not(deep_decoder: Path) -> None:
-    """The second device has less than the whole model."""
+    """The second device has less memory than the whole model needs."""
     memory = ["cpu0=1GiB", "cpu1=632KiB"]
     with pytest.raises(DoesNotFitError, match=r"cpu1 holds prologue to layers\.\d: \d+ KiB of 632 KiB"):
         plan_model(deep_decoder, ["2xcpu"], Request(split_mode="batch", memory=memory))
@@ -335,7 +341,7 @@ def test_groups_are_inside_hosts(decoder: Path) -> None:
 
 
 def test_each_replica_takes_its_own_room_in_the_cache(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the prediction: a cache that holds what one of them reads, but not both, does not keep them from waiting."""
+    """By prediction: a cache that holds what one group reads, but not both, makes them wait."""
     long = {name: feed.shape for name, feed in decoder_feeds(batch=2, new=100, past=0).items()}
 
     def latency() -> float:
@@ -351,7 +357,7 @@ def test_each_replica_takes_its_own_room_in_the_cache(decoder: Path, monkeypatch
 
 
 def test_auto_divides_a_batch_where_that_is_faster(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the prediction: with a thread each, a long prompt of two rows takes half as long on two devices."""
+    """By prediction: with a thread each, a long prompt of two rows takes half the time on two devices."""
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 2)
     monkeypatch.setattr("splitc.compiler.planning.clock.cache_bytes", lambda: 0)
     long = {name: feed.shape for name, feed in decoder_feeds(batch=2, new=400, past=0).items()}

@@ -1,4 +1,4 @@
-"""Islands: nodes that shard weights which what is around them needs whole."""
+"""Islands: nodes that shard weights although their neighbours need these axes whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS, HIDDEN, WIDE = 5, 12, 8
 
 @pytest.fixture
 def all_islands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any island is worth its collectives."""
+    """Make any island worth its collectives."""
     monkeypatch.setattr(tensor, "fast_axes", lambda analysis, count, rates: small_axes(analysis, count))
 
 
@@ -61,7 +61,7 @@ def convolution() -> Block:
 
 
 def quantized(opset: int = 17) -> Block:
-    """A product of 8-bit integers: its output is joined, since sums before the rounding are none of its outputs."""
+    """A product of 8-bit integers. Its output is gathered, since partial sums would be rounded."""
     b = Block(opset)
     scale, zero = b.constant(0.05, np.float32), b.constant(128, np.uint8)
     x = b.op("QuantizeLinear", softmax(b, b.data("x", (ROWS, HIDDEN), ["n", HIDDEN])), scale, zero)
@@ -90,7 +90,7 @@ def test_8_bit_integers_are_joined_as_they_are(tmp_path: Path, all_islands: None
 
 
 def test_what_goes_into_an_island_is_joined_and_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharded outside and inside, and not the same way."""
+    """Its inputs are sharded outside and inside along different axes."""
 
     def second_product(analysis: Analysis, count: int, rates: Rates) -> TensorAxes:
         product = [node for node in analysis.graph.nodes if node.op_type == "MatMul"][-1]
@@ -108,7 +108,7 @@ def test_what_goes_into_an_island_is_joined_and_cut(tmp_path: Path, monkeypatch:
 
 @pytest.fixture
 def two_products(tmp_path: Path) -> Path:
-    """Products of which two are sharded anyway, and one by an island alone."""
+    """Two products that are sharded anyway, and one that only an island shards."""
     b = Block()
     x = softmax(b, b.data("x", (ROWS, 256), ["n", 256]))
     inner = b.op("MatMul", b.op("Relu", b.op("MatMul", x, b.w("A", 256, 64))), b.w("B", 64, 256))
@@ -118,7 +118,7 @@ def two_products(tmp_path: Path) -> Path:
 
 
 def split_weights(model: Path, link: str, memory: str) -> set[str]:
-    """The weights that two ranks shard which are as far from each other as this."""
+    """The weights that two ranks shard with this link and memory."""
     request = Request(split_mode="tensor", interconnect=link, memory=[memory], shapes={"x": (ROWS, 256)})
     plan = plan_model(model, ["host0/cpu0", "host1/cpu0"], request)
     return {weight.name for weight in plan.weights if weight.split}
@@ -149,7 +149,7 @@ def test_plan_file_keeps_islands(tmp_path: Path, all_islands: None) -> None:
 
 @pytest.mark.parametrize("layers, classes", [(1, 4), (5, 96)])
 def test_head_alone_is_not_enough(layers: int, classes: int, tmp_path: Path) -> None:
-    """Where none but the head is sharded without islands, they are taken whatever time they need, if they fit."""
+    """If only the head is sharded without islands, islands are taken at any cost in time, if they fit."""
     b, names = Block(), [f"A{layer}" for layer in range(layers)]
     x = softmax(b, b.data("x", (ROWS, 96), ["n", 96]))
     for name in names:

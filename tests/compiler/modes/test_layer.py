@@ -1,4 +1,4 @@
-"""Stages as graphs of their own: what crosses, what is computed again, and that nothing changes the numbers."""
+"""Stages as separate graphs: which values cross cuts, what is recomputed, and that numbers do not change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_cache_goes_with_its_layer(decoder: Path) -> None:
 
 
 def test_memory_of_a_stage_is_found_once(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search over cuts asks for it, and so does the plan. It takes a seventh of the planning."""
+    """The search for cuts and the plan both ask for it. It takes a seventh of the planning time."""
     found: list[tuple[ir.Node, ...]] = []
 
     def note(graph: EngineGraph, *others: Any) -> int:
@@ -66,7 +66,7 @@ def weight(name: str, *shape: int) -> ir.TensorProtocol:
 
 
 def test_shapes_of_what_a_stage_does_not_see_are_read_elsewhere(tmp_path: Path) -> None:
-    """The exporters' way: sizes read off the embedding, used in every layer."""
+    """As exporters write it: sizes read off the embedding, and used in every layer."""
     w = Writer()
     x = w.input("x", ir.DataType.FLOAT, ["batch", "length", 64])
     hidden = w.op("MatMul", x, w.weight("first", weight("first", 64, 64)))
@@ -233,7 +233,7 @@ def random_models(draw: st.DrawFn) -> ir.Model:
 def test_random_graph_cut_anywhere_gives_the_same_bits(
     model: ir.Model, cuts: set[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Stage by stage in ONNX Runtime without its optimizer, so that both run the same kernels in the same order."""
+    """Without ONNX Runtime's optimizer, so that stages and model run the same kernels in the same order."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -262,7 +262,7 @@ def test_random_graph_cut_anywhere_gives_the_same_bits(
 
 
 def test_blocks_go_where_they_are_fast(tmp_path: Path) -> None:
-    """A GPU takes more blocks than a CPU beside it, in either order; two GPUs share them evenly."""
+    """A GPU takes more blocks than a CPU device, in either order; two GPUs share them evenly."""
     w = Writer()
     hidden = w.input("x", ir.DataType.FLOAT, [64, 256])
     for number in range(8):

@@ -1,4 +1,4 @@
-"""Row mode as a user meets it: what is planned and said, what is refused, what is checked."""
+"""Row mode from the user's view: plans, messages, refusals, and checks."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_main_device_comes_first_with_its_own_share(decoder: Path) -> None:
 
 
 def test_shares_follow_what_budgets_leave(decoder: Path) -> None:
-    """The main device has the rest of the model to hold: of the slices it takes what then fits."""
+    """The main device also holds the rest of the model: its slices fit the remaining memory."""
     whole = plan_model(decoder, ["2xcpu"], replace(ROW, tensor_split=[1, 1], memory=["1GiB"]))
     rest = sum(each.bytes - each.split for each in whole.weights)
     sliced = sum(each.split for each in whole.weights)
@@ -198,8 +198,8 @@ def test_small_and_outer_weights_stay_on_the_main_device_and_are_listed(tmp_path
     assert listed["model.layers.0.self_attn.q_proj.weight"].ranks == [0, 1]
     compile_model(plan, tmp_path / "package")
     reasons = {each.name: each.reason for each in read_manifest(tmp_path / "package").unsplit}
-    assert "multiplies with 256 x 128, and --row-min is 256" in reasons["model.layers.0.self_attn.k_proj.weight"]
-    assert "(Gather) reads it, and is no matmul" in reasons["model.embed_tokens.weight"]
+    assert "multiplies by 256 x 128, and --row-min is 256" in reasons["model.layers.0.self_attn.k_proj.weight"]
+    assert "(Gather) reads it, and is not a matmul" in reasons["model.embed_tokens.weight"]
     assert "(MatMul) is outside the blocks" in reasons["lm_head.weight"]
     assert "model.layers.0.self_attn.q_proj.weight" not in reasons
 
@@ -210,7 +210,7 @@ def test_expert_stacks_are_no_matrices(tmp_path: Path) -> None:
     )
     plan = plan_model(tmp_path / "m", ["2xcpu"], ROW)
     reasons = {each.name: each.reason or "" for each in plan.weights}
-    assert "multiplies with 4 x 64 x 96, which is no matrix" in reasons["model.layers.0.mlp.experts.up_proj"]
+    assert "multiplies by 4 x 64 x 96, which is not a matrix" in reasons["model.layers.0.mlp.experts.up_proj"]
     assert any("of the blocks' weights could be split" in each and "on the main" in each for each in plan.warnings)
 
 
@@ -294,7 +294,7 @@ def test_linked_weights_are_parts_of_the_models_own_files(tmp_path: Path) -> Non
 
 
 def test_measured_memory_is_as_predicted(tmp_path: Path) -> None:
-    """Ranks that wait for each other are measured one by one all the same."""
+    """Ranks that wait for each other are still measured one by one."""
     save(build(Size(layers=2, hidden=768, heads=8, kv_heads=8, feed_forward=2048, vocabulary=1000)), tmp_path / "model")
     request = Request(split_mode="row", shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
     compile_model(plan_model(tmp_path / "model", ["2xcpu"], request), tmp_path / "package", verify=False)
@@ -305,7 +305,7 @@ def test_measured_memory_is_as_predicted(tmp_path: Path) -> None:
 
 
 def test_columns_of_what_is_there_early_wait_for_their_round(tmp_path: Path) -> None:
-    """ONNX Runtime multiplies an encoder's result by all layers' weights at once; the columns then wait."""
+    """ONNX Runtime multiplies an encoder's output by all layers' weights at once; the columns then wait in memory."""
     w = Writer()
     encoded = w.input("encoded", ir.DataType.FLOAT, [256, 32])
     hidden = w.input("hidden", ir.DataType.FLOAT, [1, 32])

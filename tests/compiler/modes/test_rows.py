@@ -1,4 +1,4 @@
-"""Rows that several inputs have for themselves, and rows of rotary tables that are made for each token."""
+"""Rows of several inputs, and rows of rotary tables that are computed for each token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, HEADS, TOKENS = 32, 2, 3
 
 
 def check_rows(block: Block, folder: Path, rows: set[str]) -> None:
-    """These inputs and outputs have rows, and requests of any number are right."""
+    """Check that these inputs and outputs have rows, and that requests with any number of rows are right."""
     save(block.model(), folder / "model.onnx")
     shapes = {name: feed.shape for name, feed in block.feeds.items()}
     plan = plan_model(folder / "model.onnx", "2xcpu", Request(split_mode="batch", shapes=shapes, memory=["1GiB"]))
@@ -44,14 +44,14 @@ def layer(b: Block, value: ir.Value, name: str) -> ir.Value:
 
 
 def two_inputs(symbol: str) -> tuple[Block, ir.Value, ir.Value]:
-    """A value of one input, and one of another whose rows have this symbol."""
+    """A value of one input, and one of another input whose rows have this symbol."""
     b = Block(21)
     x, memory = b.data("x", (2, WIDTH), ["batch", WIDTH]), b.data("memory", (2, WIDTH), [symbol, WIDTH])
     return b, layer(b, layer(b, x, "up"), "down"), memory
 
 
 def test_what_is_given_as_it_is_has_rows_of_its_own(tmp_path: Path) -> None:
-    """As a decoder's that gives the encoder's states back. Their number is the same by its name."""
+    """As in a decoder that returns the encoder's states. By its symbol, the number of rows is the same."""
     b, y, memory = two_inputs("batch")
     b.give(y, "y", ["batch", WIDTH])
     b.give(b.op("Identity", memory), "same", ["batch", WIDTH])
@@ -59,7 +59,7 @@ def test_what_is_given_as_it_is_has_rows_of_its_own(tmp_path: Path) -> None:
 
 
 def test_output_of_weights_alone_has_no_rows(tmp_path: Path) -> None:
-    """As the scale of CLIP's logits."""
+    """As CLIP's logit scale."""
     b, y, _ = two_inputs("batch")
     b.give(y, "y", ["batch", WIDTH])
     b.give(b.op("Exp", b.constant(0.5, np.float32)), "scale", [])
@@ -67,23 +67,23 @@ def test_output_of_weights_alone_has_no_rows(tmp_path: Path) -> None:
 
 
 def test_rows_of_several_inputs_that_meet_are_no_rows(tmp_path: Path) -> None:
-    """Each one's with all of the other's, as in the logits of two towers."""
+    """Each row of one with all rows of the other, as in the logits of two towers."""
     b, y, memory = two_inputs("batch")
     b.give(y, "own", ["batch", WIDTH])
     b.give(b.op("MatMul", y, b.op("Transpose", memory, perm=[1, 0])), "y", ["batch", "batch"])
     b.give(b.op("Identity", memory), "same", ["batch", WIDTH])
-    refuse_rows(b, tmp_path, "the output '(own|same)' does not have the rows along axis 0 of '(x|memory)'")
+    refuse_rows(b, tmp_path, "the output '(own|same)' has no axis for the rows along axis 0 of '(x|memory)'")
 
 
 def test_rows_of_another_number_are_other_rows(tmp_path: Path) -> None:
     b, y, memory = two_inputs("others")
     b.give(y, "y", ["batch", WIDTH])
     b.give(b.op("Identity", memory), "same", ["others", WIDTH])
-    refuse_rows(b, tmp_path, "the output '(y|same)' does not have the rows along axis 0 of '(x|memory)'")
+    refuse_rows(b, tmp_path, "the output '(y|same)' has no axis for the rows along axis 0 of '(x|memory)'")
 
 
 def recurrent(b: Block, rows: ir.Value, kind: str, gates: int) -> ir.Value:
-    """Over five places of each row, in both directions, with lengths and a first state."""
+    """A recurrent network over five positions of each row, in both directions, with lengths and an initial state."""
     v = b.op("Transpose", b.op("Reshape", rows, b.ints(0, 5, 4)), perm=[1, 0, 2])
     weights = b.w(f"{kind} W", 2, gates * 3, 4), b.w(f"{kind} R", 2, gates * 3, 3)
     count = b.shape(rows, 0)
@@ -94,7 +94,7 @@ def recurrent(b: Block, rows: ir.Value, kind: str, gates: int) -> ir.Value:
 
 
 def of_each_row(b: Block, x: ir.Value) -> Iterator[ir.Value]:
-    """What operators make of the 20 numbers of each row by themselves."""
+    """Operators that act on the 20 numbers of each row separately."""
     yield from (recurrent(b, x, kind, gates) for kind, gates in (("LSTM", 4), ("GRU", 3), ("RNN", 1)))
     image = b.op("Reshape", x, b.ints(0, 4, 1, 5))
     yield b.op("LRN", image, size=3)
@@ -114,7 +114,7 @@ def of_each_row(b: Block, x: ir.Value) -> Iterator[ir.Value]:
 
 
 def of_a_table(b: Block, x: ir.Value) -> Iterator[ir.Value]:
-    """What classical machine learning makes of the 20 features of each row."""
+    """Classical machine learning operators on the 20 features of each row."""
     domain = "ai.onnx.ml."
     yield b.op(f"{domain}Scaler", x, offset=[0.1] * 20, scale=[0.1 * n for n in range(20)])
     yield b.op(f"{domain}FeatureVectorizer", x, x, inputdimensions=[20, 20])
@@ -137,7 +137,7 @@ def test_operators_that_take_each_row_by_itself(tmp_path: Path) -> None:
 
 
 def test_image_that_is_made_small(tmp_path: Path) -> None:
-    """Smaller sizes than those planned for would leave nothing of it."""
+    """Smaller sizes than the planned ones would leave no elements."""
     b = Block(22)
     v = b.data("x", (2, 3, 64, 32), ["batch", 3, "height", "width"])
     for number, channels in enumerate((3, 4, 4, 4)):
@@ -162,7 +162,7 @@ def backwards(b: Block, ids: ir.Value) -> ir.Value:
 
 
 def turned(number: Callable[[Block, ir.Value], ir.Value], padded: bool) -> Block:
-    """Heads turned by tables that have a row for each token of the request, and maybe rows behind these."""
+    """Heads rotated by tables with a row for each token of the request, and maybe padding rows."""
     b = Block(21)
     x = b.data("x", (2, TOKENS, WIDTH), ["batch", TOKENS, WIDTH])
     ids = b.indices("ids", np.arange(2 * TOKENS).reshape(2, TOKENS) % 4, ["batch", TOKENS])
@@ -187,18 +187,18 @@ def test_tables_that_are_read_elsewhere_tell_rows_apart(tmp_path: Path) -> None:
 
 
 def test_what_picks_nothing_tells_no_rows_apart(tmp_path: Path) -> None:
-    """The model picks what is behind the last token, which is nothing, and compares rows."""
+    """The model takes the tokens behind the last one, of which there are none, and compares rows."""
     b = Block(21)
     x = b.data("x", (2, TOKENS, WIDTH), ["batch", "tokens", WIDTH])
     count = b.op("Gather", b.op("Shape", x), b.constant(1, np.int64))
     behind = b.op("Gather", x, b.op("Range", count, count, b.constant(1, np.int64)), axis=1)
     both = b.op("Softmax", b.op("Concat", x, behind, axis=1), axis=0)
     b.give(layer(b, both, "up"), "y", ["batch", "tokens", WIDTH])
-    refuse_rows(b, tmp_path, "meet in node '/Gather_1' .Gather.: it is indexed")
+    refuse_rows(b, tmp_path, "not independent: node '/Gather_1' .Gather.: it is indexed")
 
 
 def test_rows_of_images_whose_sides_are_halved_and_doubled(tmp_path: Path) -> None:
-    """Primes do not fit their sides, and only one height fits at all. One row is planned for."""
+    """Primes do not fit as sides, and only one height fits at all. One row is planned."""
     b = Block()
     x = b.data("x", (1, 2, 8, 8), ["batch", 2, "height", "width"])
     half = b.op("Conv", x, b.w("smaller", 4, 2, 2, 2), strides=[2, 2])
@@ -210,7 +210,7 @@ def test_rows_of_images_whose_sides_are_halved_and_doubled(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("differ", [False, True])
 def test_mask_that_follows_from_sizes_is_picked_by_row_numbers(differ: bool, tmp_path: Path) -> None:
-    """As of images that are not padded: ones, of which each row picks its own by its number."""
+    """As for images without padding: a mask of ones, from which each row takes its own by number."""
     b = Block(21)
     x = b.data("x", (2, TOKENS, WIDTH), ["batch", TOKENS, WIDTH])
     one, count = b.constant(1, np.int64), b.shape(x, 0)
@@ -223,13 +223,13 @@ def test_mask_that_follows_from_sizes_is_picked_by_row_numbers(differ: bool, tmp
         mask = b.op("Add", mask, b.op("Cast", b.op("Squeeze", row, b.ints(2)), to=FLOAT))
     b.give(layer(b, b.op("Add", x, b.op("Unsqueeze", mask, b.ints(2))), "up"), "y", ["batch", TOKENS, WIDTH])
     if differ:
-        refuse_rows(b, tmp_path, "tells them apart by numbers that are computed from sizes")
+        refuse_rows(b, tmp_path, "may treat rows differently, by numbers computed from sizes")
     else:
         check_rows(b, tmp_path, {"x", "y"})
 
 
 def test_the_last_sizes_that_are_tried_say_where_rows_meet(tmp_path: Path) -> None:
-    """Rows of a mask with a symbol of its own are picked by their numbers, and a table of one row is for one row."""
+    """Rows of a mask with its own symbol are taken by number, and a table of one row is for one row."""
     b = Block(23)
     x = b.data("x", (1, HEADS, TOKENS, WIDTH), ["batch", HEADS, TOKENS, WIDTH])
     mask = b.data("mask", (1, TOKENS), ["rows", TOKENS])
@@ -242,7 +242,7 @@ def test_the_last_sizes_that_are_tried_say_where_rows_meet(tmp_path: Path) -> No
 
 
 def test_rows_that_are_counted_by_another_input(tmp_path: Path) -> None:
-    """As those of the encoder's states in a decoder, whose ids have a symbol of their own for the rows."""
+    """As the encoder's states in a decoder, whose ids have another symbol for the rows."""
     b = Block(21)
     image = layer(b, b.data("image", (2, TOKENS, WIDTH), ["images", TOKENS, WIDTH]), "up")
     x = b.data("x", (2, WIDTH), ["texts", WIDTH])
@@ -272,7 +272,7 @@ def test_tables_that_follow_from_sizes_are_alike_in_all_rows(tmp_path: Path) -> 
 
 
 def pooled(b: Block, made: str) -> None:
-    """What stands at one token of each row, as exporters write `x[arange(rows), chosen]`, after a layer."""
+    """One token of each row, as exporters write `x[arange(rows), chosen]`, after a layer."""
     x = b.data("x", (2, TOKENS, WIDTH), ["batch", "tokens", WIDTH])
     count, length = b.op("Squeeze", b.shape(x, 0)), b.shape(x, 1)
     first = b.op("Mul", b.op("Range", zero(b), count, b.constant(1, np.int64)), length)
@@ -289,17 +289,17 @@ def pooled(b: Block, made: str) -> None:
 
 @pytest.mark.parametrize("made", ["chosen", "any", "given"])
 def test_token_of_each_row_that_is_picked_from_all(made: str, tmp_path: Path) -> None:
-    """One that is chosen among its row's tokens is in its row; any number may be beyond. A model may give the index."""
+    """A token chosen within its row stays in it; an arbitrary number may not. The model may give the index."""
     b = Block(21)
     pooled(b, made)
     if made == "chosen":
         check_rows(b, tmp_path, {"x", "y"})
     else:
-        refuse_rows(b, tmp_path, "meet in node")
+        refuse_rows(b, tmp_path, "not independent: node")
 
 
 def test_output_of_whose_shape_nothing_is_said(tmp_path: Path) -> None:
-    """Neither by the model nor by inference, which loses it."""
+    """Neither the model nor inference knows it."""
     b = Block()
     x = b.data("x", (2, TOKENS), ["batch", "tokens"])
     shape = b.op("Shape", x)
@@ -314,7 +314,7 @@ def test_output_of_whose_shape_nothing_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("window", [64, 4096])
 def test_windows_of_which_there_is_one(window: int, tmp_path: Path) -> None:
-    """In short requests, the probe too: in longer ones, all rows' first windows come before their second ones."""
+    """In short requests, also the probe; in longer ones, all rows' first windows precede their second ones."""
     b = Block()
     x = b.data("x", (2, window + 1 if window > 1000 else 5, WIDTH), ["batch", "tokens", WIDTH])
     batch, tokens = (b.op("Slice", b.op("Shape", x), b.ints(axis), b.ints(axis + 1)) for axis in (0, 1))

@@ -1,4 +1,4 @@
-"""A split mode is a module with a `MODE`, and a line in the table: nobody else knows which modes there are."""
+"""A split mode is a module with a `MODE`, and a line in the table; no other module lists the modes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor mode as a user meets it: what is planned and said, what is refused, what is checked."""
+"""Tensor mode from the user's view: plans, messages, refusals, and checks."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_little_split_is_said(tmp_path: Path) -> None:
 def test_a_wrong_rule_costs_memory_and_no_result(
     decoder: Path, two_ranks: tuple[Plan, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A product whose rule forgets that it sums."""
+    """A product whose rule omits the sum."""
     known = registry.REGISTRY["MatMul"]
 
     def wrong(op: Operation) -> None:
@@ -141,7 +141,7 @@ def test_a_wrong_rule_costs_memory_and_no_result(
 
 
 def test_outputs_that_differ_are_found_before_anything_is_written(two_ranks: tuple[Plan, Path], tmp_path: Path) -> None:
-    """Sums that the lowering forgets."""
+    """The lowering omits the sums."""
     plan, _ = two_ranks
     assert isinstance(plan.split, TensorSplit)
     forgetful = replace(plan.split.sharded, sums=replace(plan.split.sharded.sums, summed=()))

@@ -111,7 +111,7 @@ def test_large_module_that_can_not_be_split_says_so(tmp_path: Path) -> None:
     write_decoders(tmp_path)
     module = plan_pipeline(tmp_path, ["9xcpu"]).modules[0]
     assert len(module.plan.ranks) < 9
-    assert module.why == "large, but on fewer devices than there are, since it can't be split over all"
+    assert module.why == "large, but can't be split over all devices, so it is on fewer"
     assert any(warning.startswith("not split over all devices: ") for warning in module.plan.warnings)
 
 

@@ -1,4 +1,4 @@
-"""Experts, found by structure: in the forms that exporters write, and in nothing else."""
+"""Experts, recognized by structure, in all forms that exporters write and in nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def experts_of(model: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_of_each_layer(tmp_path: Path, form: str) -> None:
-    """All of them, and not the shared one, which every token goes through, nor the router's weights."""
+    """All experts, without the shared one, which every token passes, and without the router's weights."""
     numbers = [f"{number}." for number in range(EXPERTS)] if form in ("loop", "dense") else [""]
     layers = experts_of(save_mixture(tmp_path, form, 3))
     assert [sorted(layer) for layer in layers] == [
@@ -57,7 +57,7 @@ def test_a_decoder_has_none(decoder: Path) -> None:
 
 
 def test_tokens_that_are_sampled_choose_no_experts(tmp_path: Path) -> None:
-    """A TopK of a product's results, a row for each, and products with weights after it."""
+    """A TopK of a product's results, one row each, followed by products with weights."""
 
     def best(b: Mixture, h: ir.Value) -> ir.Value:
         shares, numbers = chosen_by(b, h, "sample")
@@ -76,7 +76,7 @@ def test_products_of_one_shape_that_no_router_chooses_are_none(tmp_path: Path) -
 
 
 def test_a_choice_among_groups_comes_before_that_of_experts(tmp_path: Path) -> None:
-    """The first one has two scores of groups for a router of four experts, and the shared expert has two matrices."""
+    """A router of four experts first chooses between two groups; the shared expert has two matrices."""
 
     def grouped(b: Mixture, h: ir.Value) -> ir.Value:
         scores = b.op("Sigmoid", b.op("MatMul", h, b.w("router", WIDE, EXPERTS)))
@@ -98,7 +98,7 @@ def test_a_choice_among_groups_comes_before_that_of_experts(tmp_path: Path) -> N
 
 
 def test_attention_by_a_chosen_head_is_no_mixture(tmp_path: Path) -> None:
-    """Only what the choice leads to counts, not what comes after both have met."""
+    """Only nodes that depend on the choice alone count, not those after the paths join."""
 
     def after(b: Mixture, h: ir.Value) -> ir.Value:
         shares, _ = chosen_by(b, h, "gate")

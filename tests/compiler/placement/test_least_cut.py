@@ -1,4 +1,4 @@
-"""The least cut, against all cuts."""
+"""The least cut, compared with all cuts."""
 
 from __future__ import annotations
 

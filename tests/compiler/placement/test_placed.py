@@ -1,4 +1,4 @@
-"""Weights on devices of their own: which nodes go with them, what crosses, and that outputs are the model's."""
+"""Weights on devices of their own: the nodes that go with them, the values that cross, and unchanged outputs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def crossing(plan: Plan) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_go_with_all_between_them(tmp_path: Path, form: str) -> None:
-    """In each layer the tokens go there and come back, and nothing else does."""
+    """In each layer only the tokens go there and come back."""
     model = save_mixture(tmp_path, form)
     plan = make_plan(model, experts=ExpertsPlace("cpu1"), shapes=SHAPES)
     assert [(source, target) for _, source, target in crossing(plan)] == [(0, 1), (1, 0)] * 2
@@ -66,7 +66,7 @@ def test_first_layers_only(tmp_path: Path) -> None:
 
 
 def test_first_place_that_matches_counts(tmp_path: Path) -> None:
-    """The first device keeps what is placed there in its blocks, if all devices are named."""
+    """If all devices are named, weights placed on the first device stay in its blocks."""
     model = save_mixture(tmp_path, "fused")
     plan = make_plan(model, r"layers\.0.*mixture=cpu0", "mixture=cpu1", shapes=SHAPES)
     assert len(crossing(plan)) == 2
@@ -81,7 +81,7 @@ def test_names_are_those_of_weights_nodes_and_modules(tmp_path: Path) -> None:
 
 
 def test_table_is_a_stage_of_its_own(tmp_path: Path) -> None:
-    """Its rows go to the blocks, and nothing comes back: requests of a stream overlap as in a pipeline."""
+    """Its rows go to the blocks, and nothing comes back: a stream's requests overlap as in a pipeline."""
     model = save_mixture(tmp_path, "fused")
     plan = make_plan(model, "^table$=cpu1")
     package = tmp_path / "package"
@@ -95,7 +95,7 @@ def test_table_is_a_stage_of_its_own(tmp_path: Path) -> None:
 
 
 def tied(folder: Path) -> Path:
-    """A table that is the head too, turned."""
+    """A table that is also the head, transposed."""
     b = Block()
     table = b.w("table", ROWS, WIDE)
     x = b.op("Gather", table, b.indices("ids", [[1, 2, 3]], ["n", "t"]))
@@ -111,7 +111,7 @@ def tied(folder: Path) -> Path:
 def test_both_ends_of_a_tied_model(
     tmp_path: Path, devices: str, has_operators: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where several stages are between them, and where engines can't exchange values while they run."""
+    """Also with several stages between them, and with engines that can't exchange values while they run."""
     if not has_operators:
         monkeypatch.setattr("splitc.runtime.engines.operator_library.is_built", lambda: False)
     model = tied(tmp_path)
@@ -130,13 +130,13 @@ def test_both_ends_of_a_tied_model(
 
 
 def test_layer_goes_with_its_cache(deep_decoder: Path, tmp_path: Path) -> None:
-    """All weights of a layer are placed: so are the states and the attention between them."""
+    """If all weights of a layer are placed, so are its states and attention."""
     plan = make_plan(deep_decoder, r"layers\.2\.=cpu1")
     assert_layer_has_its_cache(deep_decoder, plan, 1, tmp_path / "package")
 
 
 def test_slot_goes_with_its_layer(tmp_path: Path) -> None:
-    """Compiling compares a random adapter. With only the sum there, the rank could not tell that a request has one."""
+    """Compiling compares a random adapter. With only the sum, the rank would not know of a request's adapter."""
     block = Block()
     wide = block.op("MatMul", block.data("x", (4, 32), ["n", 32]), block.w("up.weight", 32, 300))
     narrow = block.op("MatMul", block.op("Add", wide, block.w("up.bias", 300)), block.w("down", 300, 32))
@@ -194,7 +194,7 @@ def test_each_rank_needs_its_budget(tmp_path: Path) -> None:
 
 
 def test_memory_counts_what_passes_once(tmp_path: Path) -> None:
-    """Values that come and go are not held until the end: many layers need about as much as few."""
+    """Exchanged values are not held until the end: many layers need about as much as few."""
     few, many = (
         make_plan(save_mixture(tmp_path, "fused", layers), experts=ExpertsPlace("cpu1"), shapes={"ids": (1, 300)})
         for layers in (2, 6)
@@ -206,7 +206,7 @@ def test_memory_counts_what_passes_once(tmp_path: Path) -> None:
 
 
 def test_weights_on_disk_count_for_no_budget(tmp_path: Path) -> None:
-    """Two CPU devices of 18 MiB hold weights of 40: these stay in mapped files, and outputs are the model's."""
+    """Two CPU devices of 18 MiB hold 40 MiB of weights in mapped files, with the model's outputs."""
     model = save_mixture(tmp_path, "stacked", 2, Sizes(rows=20000, wide=128, inner=2500))
     asked = {"devices": "2xcpu", "spread": True, "shapes": {"ids": (1, 3)}, "memory": ["18MiB"]}
     for mode in ("layer", "tensor"):
@@ -224,7 +224,7 @@ def test_weights_on_disk_count_for_no_budget(tmp_path: Path) -> None:
 
 
 def test_experts_are_placed_where_blocks_alone_do_not_fit(tmp_path: Path) -> None:
-    """Smaller and smaller devices: before nothing fits, experts of some layers are apart from their blocks."""
+    """On ever smaller devices: experts of some layers leave their blocks before nothing fits."""
     model = save_mixture(tmp_path, "dense", 2, Sizes(rows=3000, wide=256, inner=256, experts=8))
     asked = {"devices": "2xcpu", "spread": True, "shapes": {"ids": (1, 3)}}
     engines = max(rank.memory.engines for rank in make_plan(model, **asked).ranks)  # type: ignore[arg-type]
@@ -274,7 +274,7 @@ def test_placed_weights_make_auto_mode_layer_mode(tmp_path: Path) -> None:
 
 
 def test_parts_agree_at_any_cut(tmp_path: Path) -> None:
-    """Single weights on three devices, in all ways that a few patterns give."""
+    """Single weights on three devices, in all combinations that a few patterns give."""
     model = save_mixture(tmp_path, "loop")
     for number, places in enumerate(
         [

@@ -1,4 +1,4 @@
-"""Tensor mode with placed weights: ranks with shards, and a further one that holds what was placed, whole."""
+"""Tensor mode with placed weights: ranks with shards, and one more rank that holds the placed weights whole."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_plan(model: Path, devices: str = "3xcpu", **asked: object) -> Plan:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_beside_shards(tmp_path: Path, form: str) -> None:
-    """Attention and the shared expert are sharded. Tokens go from the first rank, and come back to all of them."""
+    """Attention and the shared expert are sharded. The first rank sends tokens; all ranks receive the results."""
     model = save_mixture(tmp_path, form)
     plan = make_plan(model, experts=EXPERTS, shapes={"ids": (1, 5)})
     assert [(str(rank.device), rank.part) for rank in plan.ranks] == [("cpu0", 0), ("cpu1", 1), ("cpu2", 2)]
@@ -54,7 +54,7 @@ def test_experts_beside_shards(tmp_path: Path, form: str) -> None:
 
 
 def test_more_ranks_and_places(tmp_path: Path) -> None:
-    """Three ranks with uneven shards, and two with what is placed, one of which is named before them."""
+    """Three ranks with uneven shards, and two with placed weights, one of which is named before them."""
     model = save_mixture(tmp_path, "dense")
     places = [Place("^table$", "cpu0"), Place("head", "cpu0")]
     plan = make_plan(model, "5xcpu", experts=ExpertsPlace("cpu4"), place=places, tensor_split=[5, 1, 2, 1, 1])
@@ -76,7 +76,7 @@ def test_groups_of_shards_with_places(tmp_path: Path) -> None:
 
 
 def test_table_is_read_before_and_comes_as_a_step(tmp_path: Path) -> None:
-    """Nothing goes back to it, so that in a stream it is ahead of the ranks with shards."""
+    """Nothing goes back to it, so that in a stream it runs ahead of the ranks with shards."""
     model = save_mixture(tmp_path, "fused")
     plan = make_plan(model, place=[Place("^table$", "cpu2")])
     assert_same(model, plan, tmp_path / "package", SIZES)
@@ -87,7 +87,7 @@ def test_table_is_read_before_and_comes_as_a_step(tmp_path: Path) -> None:
 
 
 def test_sums_and_transfers_have_one_order(tmp_path: Path) -> None:
-    """A rank that reads none of what comes, since another one adds it to a sum, receives it where that one does."""
+    """A rank that does not read a received value, since another adds it to a sum, receives it in the same order."""
     model = save_mixture(tmp_path, "dense", 3)
     plan = make_plan(model, "4xcpu", experts=ExpertsPlace("cpu3"))
 
@@ -104,13 +104,13 @@ def test_sums_and_transfers_have_one_order(tmp_path: Path) -> None:
 
 
 def test_state_of_a_placed_layer_stays_with_it(deep_decoder: Path, tmp_path: Path) -> None:
-    """Its cache is whole on the other device, and those of the other layers are shards."""
+    """Its cache is whole on the other device; the other layers' caches are shards."""
     plan = make_plan(deep_decoder, place=[Place(r"layers\.2\.", "cpu2")])
     assert_layer_has_its_cache(deep_decoder, plan, 2, tmp_path / "package")
 
 
 def test_placed_weight_that_exchanges_nothing(tmp_path: Path) -> None:
-    """Its rank takes an input of the model and gives an output, and has no transfer at all."""
+    """Its rank takes an input of the model and returns an output, without any transfer."""
     b = Block()
     x = b.data("x", (2, 5, WIDE), ["n", "t", WIDE])
     up, down = b.w("up", WIDE, 64), b.w("down", 64, WIDE)
@@ -137,7 +137,7 @@ def test_plan_is_read_back(tmp_path: Path) -> None:
 
 
 def test_memory_and_time_are_those_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks with shards hold no experts, and a request takes what all of it and the way there and back take."""
+    """Ranks with shards hold no experts. A request takes the time of both and of the transfers."""
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 8)  # enough that a stream holds nobody up
     model = save_mixture(tmp_path, "stacked")
     plan, plain = make_plan(model, experts=EXPERTS), make_plan(model, "2xcpu")
@@ -151,7 +151,7 @@ def test_memory_and_time_are_those_of_both(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_measured_peaks_are_those_predicted(tmp_path: Path) -> None:
-    """Of ranks with many small engines too, between sums and transfers."""
+    """Also for ranks with many small engines between collectives and transfers."""
     model = save_mixture(tmp_path, "stacked", 2, Sizes(rows=8000, wide=512, inner=1024, experts=8))
     plan = make_plan(model, experts=EXPERTS, shapes={"ids": (1, 64)})
     compile_model(plan, tmp_path / "package", verify=False)
@@ -191,7 +191,7 @@ def test_one_stage_beside_what_is_placed(tmp_path: Path) -> None:
 
 
 def test_blocks_are_compared_where_the_whole_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the further rank runs of a block too."""
+    """Including the part of a block on the additional rank."""
     monkeypatch.setattr("splitc.compiler.packaging.self_check.LARGEST", 1 << 18)
     said: list[str] = []
     plan = make_plan(save_mixture(tmp_path, "dense", 2, Sizes(rows=3000)), experts=EXPERTS)

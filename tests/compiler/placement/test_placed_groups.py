@@ -1,4 +1,4 @@
-"""Placed weights in groups that have the whole model each: every group has them on a device of its own."""
+"""Placed weights in groups that have the whole model each: every group has a device of its own for them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_groups_in_layer_mode(tmp_path: Path, ranks: str) -> None:
 
 
 def test_all_devices_of_a_group_are_named(tmp_path: Path) -> None:
-    """What is placed on the first one stays in its blocks, as in layer mode. Any group's devices may be named."""
+    """Weights placed on the first device stay in its blocks, as in layer mode. Any group's devices may be named."""
     model = save_mixture(tmp_path, "fused")
     plan = make_plan(model, place=[Place("layers.0.*mixture", "cpu0")], experts=ExpertsPlace("cpu1"))
     held = {weight.name for weight in plan.analysis.costs.weights(plan.ranks[2].stage.nodes)}
@@ -67,7 +67,7 @@ def test_all_devices_of_a_group_are_named(tmp_path: Path) -> None:
 
 
 def test_plan_is_read_back(tmp_path: Path) -> None:
-    """Also where another group than the first has least memory, so that the plan is made for that one's devices."""
+    """Also if another group than the first has the least memory, so that the plan is made for that group."""
     model = save_mixture(tmp_path, "gathered")
     memory = ["1GiB", "cpu2=900MiB", "cpu3=800MiB"]
     plan = make_plan(model, experts=EXPERTS, memory=memory)
@@ -84,7 +84,7 @@ def test_plan_is_read_back(tmp_path: Path) -> None:
 
 
 def test_states_stay_with_their_group(deep_decoder: Path, tmp_path: Path) -> None:
-    """A layer's weights are placed: its cache is on the other device of whichever group has the sequence."""
+    """If a layer's weights are placed, its cache is on that device of the group that has the sequence."""
     plan = make_plan(deep_decoder, place=[Place(r"layers\.2\.", "cpu1")], shapes={})
     compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package", threads=1) as session:
@@ -94,7 +94,7 @@ def test_states_stay_with_their_group(deep_decoder: Path, tmp_path: Path) -> Non
 
 
 def test_predicted_time_is_that_of_a_groups_rows(tmp_path: Path) -> None:
-    """Two groups halve a request's time where the rows compute for longer than weights are read."""
+    """Two groups halve a request's time if computing the rows takes longer than reading the weights."""
     model = save_mixture(tmp_path, "stacked", 2, Sizes(rows=2000, wide=256, inner=512))
     asked = {"experts": EXPERTS, "shapes": {"ids": (8, 128)}}
     grouped, alone = (
@@ -105,7 +105,7 @@ def test_predicted_time_is_that_of_a_groups_rows(tmp_path: Path) -> None:
 
 
 def test_groups_relieve_themselves(tmp_path: Path) -> None:
-    """Blocks alone do not fit: the planner places experts in each group, and the plan says on which devices."""
+    """If blocks alone do not fit, the planner places experts in each group, and the plan says on which devices."""
     model = save_mixture(tmp_path, "dense", 2, Sizes(rows=3000, wide=256, inner=256, experts=8))
     asked = {"spread": True, "batch_groups": 2, "shapes": {"ids": (2, 3)}}
     engines = max(rank.memory.engines for rank in make_plan(model, "4xcpu", "layer", **asked).ranks)

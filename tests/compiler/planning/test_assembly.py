@@ -1,4 +1,4 @@
-"""What engines take for themselves."""
+"""The engines' own memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.runtime.hardware.devices import parse_devices
 
 
 def test_ranks_share_as_much_memory_as_they_exchange() -> None:
-    """Processes touch only what they write of the memory that they share for sums, up to a limit."""
+    """Processes touch only the part of the shared memory for sums that they write, up to a limit."""
     devices = parse_devices(["3xcpu"])
     alone, small, large = (
         engine_bytes(devices[0], devices, ONNXRUNTIME, crossing=sums) for sums in ([], [1000, 24], [1 << 30])
@@ -24,7 +24,7 @@ def test_ranks_share_as_much_memory_as_they_exchange() -> None:
 
 
 def test_plans_fit_even_where_predictions_are_off(decoder: Path) -> None:
-    """A budget of what weights, values and engines take by themselves is refused."""
+    """A budget of exactly the memory of weights, values and engines is refused."""
     plan = plan_model(decoder, ["cpu0"], Request(memory=["1GiB"]))
     memory = plan.ranks[0].memory
     margin = int(memory.values * CPU_ENGINE.error)

@@ -17,7 +17,7 @@ from splitc.runtime.hardware.profiles import HOPPER, HOST, Link
 
 
 def test_more_threads_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large operator is spread over threads, which takes a while to begin with; a small one is not."""
+    """A large operator is divided among threads, which takes time to start; a small one is not."""
     monkeypatch.setattr(clock, "cores", lambda: 16)
     save(build(Size(layers=1)), tmp_path / "model.onnx")
     request = Request(shapes={"input_ids": (8, 512)}, memory=("4GiB",))
@@ -39,7 +39,7 @@ def test_more_threads_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_cores_read_as_fast_as_was_measured(
     together: float | None, four: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A core of 10 bytes a second: four read for one rank, or two for each of two ranks."""
+    """One core reads 10 bytes a second: four cores read for one rank, or two for each of two ranks."""
     monkeypatch.setattr(clock, "cores", lambda: 4)
     (cpu,) = parse_devices(["cpu0"])
     machine = Machine(speeds={"cpu": MeasuredSpeed(bytes=10.0, together=together)})
@@ -49,7 +49,7 @@ def test_cores_read_as_fast_as_was_measured(
 
 
 def test_requests_of_gpus_cross_from_the_host(tmp_path: Path) -> None:
-    """One GPU's rank is a thread, several are processes. Of a stage in the middle, only outputs cross; states never."""
+    """One GPU's rank is a thread, several are processes. A middle stage gives only its outputs to the host."""
     save(build(Size(layers=2)), tmp_path / "model.onnx")
     request = Request(shapes={"input_ids": (8, 512)}, memory=("8GiB",), engine="onnxruntime", spread=True)
     link = Link(5.0, 1e-9)

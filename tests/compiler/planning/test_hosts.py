@@ -1,4 +1,4 @@
-"""Hosts in plans: how groups lie on them, what links between them cost, and what is said of it."""
+"""Hosts in plans: how groups are placed on them, the cost of links between them, and messages about them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_another_host_must_be_worth_it() -> None:
 
 
 def test_crossing_to_another_host_takes_its_link(decoder: Path) -> None:
-    """For each cut between hosts, and for each sum over a group on several."""
+    """For each cut between hosts, and each collective of a group on several hosts."""
 
     def more(plan: Plan) -> float:
         return predict(plan, FAR, 1).latency - predict(plan, FREE, 1).latency
@@ -107,7 +107,7 @@ def test_crossing_to_another_host_takes_its_link(decoder: Path) -> None:
 
 
 def test_cores_are_those_of_each_host(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks of one host take turns on its one core; those of two hosts do not."""
+    """Two ranks of one host share its one core; ranks of two hosts do not."""
     monkeypatch.setattr("splitc.compiler.planning.clock.cores", lambda: 1)
     monkeypatch.setattr("splitc.runtime.hardware.devices.cores", lambda: 1)
     layer = Request(split_mode="layer", spread=True, memory=["1GiB"])
@@ -138,7 +138,7 @@ def test_link_without_hosts_is_refused(decoder: Path) -> None:
 
 
 def test_hosts_in_a_plan_file(decoder: Path, tmp_path: Path) -> None:
-    """A rank is moved to another host by its device; the number of hosts must agree."""
+    """A rank's device moves it to another host. The number of hosts must agree."""
     path = tmp_path / "plan.json"
     write_plan(plan_model(decoder, parse_hosts("2x1xcpu"), Request(split_mode="layer", memory=["1GiB"])), path)
     content = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""What Python shows of a plan."""
+"""The representation of a plan in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plan.json: written, edited by hand, read back, and refused when it contradicts the model."""
+"""plan.json: written, edited by hand, read back, and refused if it contradicts the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def written(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def plan_path(written: bytes, tmp_path: Path) -> Path:
-    """The plan's file in a place where it may be edited."""
+    """The plan's file, in a folder where it may be edited."""
     (tmp_path / "plan.json").write_bytes(written)
     return tmp_path / "plan.json"
 
@@ -155,13 +155,13 @@ def test_other_files_are_no_plan(decoder: Path, tmp_path: Path, content: str) ->
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero")
 def test_device_is_no_plan(decoder: Path) -> None:
-    """And is not read to its end."""
+    """And it is not read to its end."""
     with pytest.raises(MisuseError, match="is no plan: it is a device"):
         plan_from_file(decoder, Path("/dev/zero"))
 
 
 def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
-    """A state taken out is fed and given by the caller; one that the model lacks is refused."""
+    """The caller feeds and gets a state that was removed; a state that the model lacks is refused."""
     path = tmp_path / "plan.json"
     write_plan(plan_model(decoder, parse_devices(["2xcpu"]), LAYER), path)
     edit(path, lambda plan: plan["states"].pop())
@@ -183,7 +183,7 @@ def test_states_may_be_corrected(decoder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", seeds(1))
 @pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
 def test_damaged_plans_end_in_a_message(decoder: Path, tmp_path: Path, mode: str, seed: int) -> None:
-    """Or in another plan of the model."""
+    """Or give another valid plan of the model."""
     path = tmp_path / "plan.json"
     request = Request(split_mode=mode, row_min=16) if mode == "row" else Request(split_mode=mode)
     write_plan(plan_model(decoder, ["2xcpu"], request), path)

@@ -1,4 +1,4 @@
-"""Budgets of devices: what --memory gives, and what is free."""
+"""Budgets of devices: from --memory, or from free memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_devices_without_a_budget_get_what_is_free(monkeypatch: pytest.MonkeyPat
 
 
 def test_memory_is_not_looked_at_if_all_budgets_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With GPUs, that takes a second and memory of each."""
+    """Querying GPUs takes a second, and memory on each."""
     monkeypatch.setattr(resources, "free_bytes", None)
     assert find_budgets(parse_devices(["2xcuda"]), ["cuda0=1GiB", "cuda1=2GiB"], GIB) == [GIB, 2 * GIB]
 

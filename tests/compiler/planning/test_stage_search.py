@@ -1,4 +1,4 @@
-"""The search against brute force, and what it says when nothing fits."""
+"""The search against brute force, and its message if nothing fits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_costs(
     bandwidth: float = math.inf,
     known: float = 1.0,
 ) -> StageCosts:
-    """Costs of blocks that add up. The bound of their memory is the share `known` of the exact bytes."""
+    """Costs of blocks that add up. The bound of their memory is the fraction `known` of the exact bytes."""
     return StageCosts(
         names=[f"b{index}" for index in range(len(loads))],
         loads=[lambda start, end: sum(loads[start:end])],
@@ -153,5 +153,5 @@ def test_what_fits_by_the_bound_alone_is_not_planned() -> None:
 
 def test_room_for_all_that_has_none_for_any_run_of_blocks() -> None:
     targets = [Target(f"d{k}", 1.0, 3) for k in range(2)]
-    with pytest.raises(DoesNotFitError, match="the devices have 6 B, but no run of blocks for each fits:"):
+    with pytest.raises(DoesNotFitError, match="the devices have 6 B, but no division into consecutive blocks fits:"):
         plan_stages(make_costs([1] * 3, [2] * 3, [0] * 3), targets)

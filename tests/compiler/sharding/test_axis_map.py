@@ -1,4 +1,4 @@
-"""What a node's rule becomes in a model: also one that fails, by the model's fault or ours, and one that would cost."""
+"""Axis rules of nodes in a model: also rules that fail, by the model's fault or splitc's, and costly ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rule_that_is_wrong_is_no_fault_of_the_model(kind: type[Exception], monk
 
 
 def test_what_is_computed_once_takes_no_sum(tmp_path: Path) -> None:
-    """As the positions of an image, which engines fold: the sum would be left in each run."""
+    """As with the positions of an image, which engines fold: each run would have to sum them."""
     b = Block()
     x = softmax(b, b.data("x", (8, 64), ["n", 64]))
     positions = softmax(b, b.op("MatMul", b.w("grid", 8, 2), b.w("P", 2, 64)))

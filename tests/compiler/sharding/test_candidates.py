@@ -1,4 +1,4 @@
-"""Which weights are worth their sums."""
+"""Which weights are worth the collectives that sharding them needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HIDDEN, INNER, TOKENS, ONCE = 16, 64, 2048, 4096
 
 
 def test_weights_read_once_do_not_make_those_read_for_many_tokens_too_costly(tmp_path: Path) -> None:
-    """A modulation by one vector, as diffusion transformers have, needs a small sum for much weight."""
+    """Modulation by one vector, as in diffusion transformers, needs a small sum for a large weight."""
     b = Block()
     x = b.op("Softmax", b.data("x", (1, TOKENS, HIDDEN), [1, "t", HIDDEN]))
     vector = b.op("Softmax", b.data("v", (1, 1, HIDDEN), [1, 1, HIDDEN]))
@@ -26,7 +26,7 @@ def test_weights_read_once_do_not_make_those_read_for_many_tokens_too_costly(tmp
 
 
 def test_batch_that_a_table_has_does_not_keep_all_weights_whole(tmp_path: Path) -> None:
-    """It needs no sum, and is no axis of what the others shard."""
+    """Sharding it needs no sum, but it is not an axis that other weights shard."""
     b, batch, tokens = Block(), 2, 300
     x = b.data("x", (batch, tokens, HIDDEN))
     for number in range(3):

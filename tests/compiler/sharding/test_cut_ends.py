@@ -1,4 +1,4 @@
-"""Inputs and outputs whose axes are made of sections are cut by places: the state of a convolution of several parts."""
+"""Inputs and outputs with axes of several sections are cut by index, such as a convolution's state of several parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.operators import softmax
 
 
 def convolved(values: int, keys: int) -> Block:
-    """Values and keys go through one convolution of each channel, whose last places are a state."""
+    """Values and keys pass one depthwise convolution, whose last positions are a state."""
     b = Block()
     channels = values + keys
     x = b.data("x", (2, 5, 16), ["batch", "length", 16])
@@ -40,7 +40,7 @@ def test_state_of_several_parts(tmp_path: Path, values: int, keys: int) -> None:
 
 
 def test_sections_that_may_change_stay_whole(tmp_path: Path) -> None:
-    """As where there are as many rows as a request brings, and some of the model's own."""
+    """As with the rows of a request beside rows of the model's own."""
     b = Block()
     x = b.data("x", (4, 8), ["n", 8])
     own = softmax(b, b.op("Mul", b.w("rows", 24, 8), b.data("z", (1, 1))))
@@ -51,7 +51,7 @@ def test_sections_that_may_change_stay_whole(tmp_path: Path) -> None:
 
 
 def test_shards_of_sections() -> None:
-    """One that has all elements is cut as the others are: else they would not be joined."""
+    """A shard with all elements is cut like the others: otherwise they would not be gathered."""
     heads, groups = Factor(4), Factor(2)
     axis = (Factor(14, sections=((heads, Factor(3)), (groups,))),)
     whole = np.arange(2 * 14).reshape(2, 14)

@@ -1,4 +1,4 @@
-"""Random blocks put together from the supported forms, split among random shares, equal the whole."""
+"""Random blocks of the supported forms, split in random shares, agree with the whole."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RandomBlock(Block):
         return self.op("Add", y, self.w(f"{name}.bias", columns)) if self.either("bias", "none") == "bias" else y
 
     def attention(self, name: str, x: ir.Value) -> tuple[ir.Value, int]:
-        """What the heads make, and how many there are."""
+        """The heads' output, and the number of heads."""
         heads, width = self.kv_heads * self.group, self.kv_heads * self.head
         many = self.kv_heads > 1
         if self.either("fused", "apart") == "fused":
@@ -138,7 +138,7 @@ class RandomBlock(Block):
 
 
 def random_shares(chance: np.random.Generator) -> list[float]:
-    """Shares of two to five ranks: about even ones, or such that some rank has no unit of some axis."""
+    """Shares of two to five ranks: roughly even, or with a rank that gets no unit of some axis."""
     ranks = int(chance.integers(2, 6))
     spread = chance.choice([0.5, 2.0, 4.0])
     return [round(float(share), 4) for share in np.exp(chance.uniform(-spread, spread, ranks))]

@@ -1,4 +1,4 @@
-"""Which products row split slices, whatever form their weights have, and that the slices make the whole."""
+"""Which matmuls row mode slices, for each form of weights, and that the slices make up the whole."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cast(b: Block, x: ir.Value) -> ir.Value:
 
 
 def reshaped(b: Block, x: ir.Value) -> ir.Value:
-    """By heads, as some exporters keep it."""
+    """By heads, as some exporters write it."""
     return b.op("MatMul", x, b.op("Reshape", b.w("A", ROWS, 6, 4), b.ints(ROWS, COLUMNS)))
 
 
@@ -71,7 +71,7 @@ def few_bits(zeros: bool) -> Callable[[Block, ir.Value], ir.Value]:
 
 
 def scaled(axis: int, *scales: int, **attributes: int) -> Callable[[Block, ir.Value], ir.Value]:
-    """A weight of 8 bits with these scales, and zero points like them."""
+    """An 8-bit weight with scales along this axis, and zero points alike."""
 
     def product(b: Block, x: ir.Value) -> ir.Value:
         weight = int8(b, "A", ROWS, COLUMNS)
@@ -82,7 +82,7 @@ def scaled(axis: int, *scales: int, **attributes: int) -> Callable[[Block, ir.Va
 
 
 def integers(b: Block, x: ir.Value) -> ir.Value:
-    """As quantize_dynamic writes it: the activation's scale is found at run time."""
+    """As quantize_dynamic writes it: the activation's scale is computed at run time."""
     quantized, scale, zero = b.ops("DynamicQuantizeLinear", x, outputs=3)
     whole = b.op("MatMulInteger", quantized, int8(b, "A", ROWS, COLUMNS), zero, int8(b, "A.zeros", COLUMNS))
     return b.op("Mul", b.op("Cast", whole, to=FLOAT), b.op("Mul", scale, b.w("A.scales", COLUMNS)))
@@ -194,7 +194,7 @@ def test_products_of_one_activation_are_one_round_trip_of_segments(tmp_path: Pat
 
 
 def test_what_several_rounds_take_is_sent_once(tmp_path: Path) -> None:
-    """The keys of cross attention in each layer are computed from what the encoder gave."""
+    """The keys of cross attention in each layer are computed from the encoder's output."""
     b = Block()
     seen = b.op("Softmax", b.data("seen", (2, 7, 12), ["n", "s", 12]))
     x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
@@ -209,7 +209,7 @@ def test_what_several_rounds_take_is_sent_once(tmp_path: Path) -> None:
 
 
 def test_products_of_inputs_of_each_other_and_of_outputs(tmp_path: Path) -> None:
-    """Nothing of the model's own lies between: what is fed is sent, what comes back is sent on, and given."""
+    """No other node of the model is between them: inputs are sent as fed, and results are sent on and returned."""
     b = Block()
     x = b.data("x", (2, 5, 12), ["n", "t", 12])
     first = b.op("MatMul", x, b.w("A", 12, 16))
@@ -246,7 +246,7 @@ def test_vector_is_multiplied(tmp_path: Path) -> None:
 
 
 def test_weight_of_several_layers_is_stored_once_a_rank(tmp_path: Path) -> None:
-    """As in ALBERT, beside a bias of equal numbers that exporters merge with that of another reader."""
+    """As in ALBERT, with a bias of equal numbers that exporters share with another reader."""
     b = Block()
     weight, bias = b.w("A", 64, 64), b.w("bias", 64)
     x = b.data("x", (10, 64), ["n", 64])
@@ -288,10 +288,10 @@ def whole(b: Block, x: ir.Value, how: str) -> ir.Value:
     ("how", "reason"),
     [
         ("looked up", "Gather"),
-        ("both ways", "read at run time too"),
-        ("from the left", "not as what it multiplies with"),
-        ("stack", "multiplies with 3 x 12 x 12, which is no matrix"),
-        ("computed bias", "read at run time too"),
+        ("both ways", "has an input with the same axis as its columns"),
+        ("from the left", "not as its weight matrix"),
+        ("stack", "multiplies by 3 x 12 x 12, which is not a matrix"),
+        ("computed bias", "has an input with the same axis as its columns"),
         ("given", "Identity"),
     ],
 )
@@ -307,7 +307,7 @@ def test_weight_that_is_needed_whole_stays_so(how: str, reason: str, tmp_path: P
 
 @pytest.mark.parametrize("shares", [(1, 2, 3), (5, 1), (1, 1, 1, 1, 1)])
 def test_slices_keep_to_the_shares_over_many_products(shares: Sequence[float], tmp_path: Path) -> None:
-    """Seven columns a product never divide as the shares are; what one leaves over the next makes good."""
+    """Seven columns a product can't be divided by the shares exactly; the next product makes up for the remainder."""
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 7), ["n", 7]))
     for layer in range(20):
@@ -329,7 +329,7 @@ def test_products_that_the_shares_leave_to_the_main_rank_are_no_round_trip(tmp_p
 
 
 def test_matrices_are_measured_as_they_are_multiplied(tmp_path: Path) -> None:
-    """--row-min means rows and columns, also where they are packed or lie the other way round."""
+    """--row-min counts rows and columns, also of packed and transposed matrices."""
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 5, 32), ["n", "t", 32]))
     packed = GENERATOR.integers(0, 255, (24, 2, 8), dtype=np.uint8)
@@ -339,4 +339,4 @@ def test_matrices_are_measured_as_they_are_multiplied(tmp_path: Path) -> None:
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="row", row_min=24))
     fates = {weight.name: weight.reason for weight in plan.weights}
     assert fates["A"] is None
-    assert "(MatMul) multiplies with 24 x 23, and --row-min is 24" in (fates["B"] or "")
+    assert "(MatMul) multiplies by 24 x 23, and --row-min is 24" in (fates["B"] or "")

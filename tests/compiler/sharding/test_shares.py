@@ -1,4 +1,4 @@
-"""Units for ranks: by their shares, with what one got too much carried on."""
+"""Units for ranks by their shares, with remainders carried over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_units_follow_the_shares() -> None:
 
 
 def test_what_one_gets_too_much_is_made_up_for_later() -> None:
-    """Eight heads on three ranks, layer after layer: nobody always has the fewest."""
+    """Eight heads on three ranks, layer after layer: no rank always has the fewest."""
     found = np.array(counts([8] * 6, [1, 1, 1]))
     assert (found.sum(axis=1) == 8).all()
     assert np.ptp(found.sum(axis=0)) <= 1

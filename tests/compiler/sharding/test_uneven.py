@@ -1,4 +1,4 @@
-"""Shares so uneven that a rank has no unit of some axis, or of any: the same outputs."""
+"""Shares so uneven that a rank has no unit of some axis, or of any: outputs are the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Product = Callable[[Block, ir.Value], ir.Value]
 
 
 def joined(b: Block) -> ir.Value:
-    """[n, t, FEW x SIZE + MANY]: heads of a few units beside what an up projection makes."""
+    """[n, t, FEW x SIZE + MANY]: heads of a few units beside the output of an up projection."""
     x = b.op("Softmax", b.data("x", (2, 5, COLUMNS), ["n", "t", COLUMNS]))
     heads = b.op("Reshape", b.op("MatMul", x, b.w("A", COLUMNS, FEW * SIZE)), b.ints(0, 0, FEW, SIZE))
     flat = b.op("Reshape", b.op("Softmax", heads, axis=-1), b.ints(0, 0, FEW * SIZE))
@@ -46,7 +46,7 @@ def integers_to_float(b: Block, v: ir.Value) -> ir.Value:
 
 
 def _integers(b: Block, v: ir.Value, to_float: bool) -> ir.Value:
-    """An integer product with a zero point, so that what is left out must not be 0."""
+    """An integer product with a zero point, so that missing sections must not count as 0."""
     zero, scale = b.constant(7, np.uint8), b.constant(0.01, np.float32)
     data = b.op("QuantizeLinear", v, scale, zero)
     numbers = np.random.default_rng(0).integers(-100, 100, (FEW * SIZE + MANY, COLUMNS), dtype=np.int8)
@@ -60,7 +60,7 @@ def _integers(b: Block, v: ir.Value, to_float: bool) -> ir.Value:
 
 @pytest.mark.parametrize("product", [plain, with_bias, integers, integers_to_float])
 def test_sections_that_a_rank_lacks_are_left_out_of_its_sum(product: Product, tmp_path: Path) -> None:
-    """A rank with units of the one section and none of the other adds the one, and not a copy of another's."""
+    """A rank with units of only one section adds only that one, and no copy of another rank's."""
     b = Block()
     b.give(b.op("Softmax", product(b, joined(b))))
     check_split(b, tmp_path, {"A", "B", "C"}, UNEVEN, sums=1)
@@ -74,11 +74,11 @@ def test_rank_without_any_part_is_there_and_does_nothing(tmp_path: Path) -> None
     (plan,) = check_split(b, tmp_path, {"A"}, [(1, 1, 1)], sums=0)
     manifest = read_manifest(tmp_path / "package")
     assert [len(rank.engines) for rank in manifest.ranks] == [1, 1, 0]
-    assert any("rank 2 (cpu2) gets no unit" in warning for warning in plan.warnings)
+    assert any("rank 2 (cpu2) gets no part of any weight" in warning for warning in plan.warnings)
 
 
 def test_axis_that_a_weight_has_twice_is_whole(tmp_path: Path) -> None:
-    """A residual stream without norms: the rows and the columns of its matrices are one axis."""
+    """In a residual stream without norms, the rows and columns of its matrices are one axis."""
     b = Block()
     x = b.data("x", (5, 12), ["n", 12])
     for number in range(3):

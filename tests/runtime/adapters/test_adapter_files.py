@@ -166,9 +166,9 @@ def test_damaged_metadata_is_refused(tmp_path: Path) -> None:
         ({"bias": "all"}, "trains biases"),
         ({"modules_to_save": ["head"]}, "whole modules beside its matrices ..'head'"),
         ({"modules_to_save": 5}, "whole modules beside its matrices .5"),
-        ({"alpha_pattern": [1]}, "an alpha_pattern that is no object"),
-        ({"lora_alpha": "much"}, "an alpha that is no number"),
-        ({"alpha_pattern": {"(": 1}}, "which is none"),
+        ({"alpha_pattern": [1]}, "an alpha_pattern that is not an object"),
+        ({"lora_alpha": "much"}, "an alpha that is not a number"),
+        ({"alpha_pattern": {"(": 1}}, "which is not a regular expression"),
     ],
 )
 def test_configs_of_other_kinds(config: dict[str, Any], why: str, tmp_path: Path) -> None:

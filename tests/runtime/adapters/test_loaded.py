@@ -189,9 +189,9 @@ def test_what_is_refused(
                 session.adapters.load("style", file)
         refused: list[tuple[Any, str]] = [
             ("pose", "no adapter 'pose' is loaded: there are style"),
-            ({"style": np.nan}, "no number"),
+            ({"style": np.nan}, "not a finite number"),
             ({"style": "much"}, "could not convert string to float"),
-            (["style"], "adapters are one's name, or numbers by names"),
+            (["style"], "name one adapter, or give strengths by name"),
         ]
         for asked, why in refused:
             with pytest.raises(MisuseError, match=why):

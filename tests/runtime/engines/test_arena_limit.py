@@ -31,9 +31,7 @@ def test_request_beyond_the_budget_fails_alone(decoder: Path, tmp_path: Path, mo
     with Session(tmp_path / "package", ranks=ranks) as session:
         expected = session.run(SMALL)
         for _ in range(2):
-            with pytest.raises(
-                EngineError, match=r"more memory than the budget leaves: .* may take [78]\.\d+ MiB, and"
-            ):
+            with pytest.raises(EngineError, match=r"more memory than the budget leaves: .* may take [78]\.\d+ MiB, "):
                 session.run(LARGE)
             for name, value in session.run(SMALL).items():
                 np.testing.assert_array_equal(value, expected[name])
@@ -56,7 +54,7 @@ def test_sums_of_adapters_beyond_the_budget_are_refused(decoder: Path, tmp_path:
             session.run(SMALL, adapters={"rank16": times})
         with pytest.raises(DoesNotFitError, match=rf"leave room for adapters of rank {most} in all, .* takes 64, and"):
             session.run(SMALL, adapters="rank64")
-        with pytest.raises(EngineError, match=r"more memory than the budget leaves: .* may take [78]\.\d+ MiB, and"):
+        with pytest.raises(EngineError, match=r"more memory than the budget leaves: .* may take [78]\.\d+ MiB, "):
             session.run(LARGE, adapters="rank16")
         with session.start(adapters="rank16"), pytest.raises(DoesNotFitError, match=r"open sequences have 16\. End"):
             session.run(SMALL, adapters={"rank16": 0.5})

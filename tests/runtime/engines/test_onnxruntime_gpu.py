@@ -69,7 +69,7 @@ def test_what_can_not_be_captured_is_loaded_without_graphs(graphs: bool, shares:
     sessions, why = backend._open_sessions("stage0.onnx", open_session, shares)
     assert sessions == ["session"]
     assert asked == ([True, False] if graphs else [False])
-    assert why == ("stage0.onnx loads only without them (in whatever words)" if graphs else None)
+    assert why == ("stage0.onnx can't be loaded with CUDA graphs (in whatever words)" if graphs else None)
 
 
 def test_what_can_not_be_loaded_at_all_says_why() -> None:

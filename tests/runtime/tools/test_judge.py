@@ -64,7 +64,7 @@ def moving(by: float) -> RunModel:
 def test_output_may_be_about_as_far_off_as_rounding_moves_it() -> None:
     found = judged(outputs(y=1.06, z=1), moving(0.04), same)
     assert found.passed
-    assert "what y differs by is rounding" in found.notes[0] and found.notes[0].endswith("4.0e-02")
+    assert "y: the difference is rounding" in found.notes[0] and found.notes[0].endswith("4.0e-02")
     assert not judged(outputs(y=1.06, z=1), moving(0.04), same, excused=False).passed
 
 
@@ -79,7 +79,7 @@ def test_output_that_rounding_moves_far_is_said_to_be_unsteady() -> None:
     """As the sound of a quantized voice: a sum in another order may change it all."""
     found = judged(outputs(y=3, z=1), moving(0.3), same)
     assert ([each.passed for each in found.differences], found.notes) == ([False, True], [])
-    assert found.unsteady == "rounding alone moves y of the unsplit model by 3.0e-01"
+    assert found.unsteady == "rounding alone changes y of the unsplit model by 3.0e-01"
     assert judged(outputs(y=1.5, z=1.5), moving(0.3), same).unsteady == ""  # z is steady, and y is excused
 
 
@@ -93,4 +93,4 @@ def test_model_that_draws_random_numbers_is_said_to_differ_from_itself(tmp_path:
     save(block.model(), model)
     splitc("compile", model, "-o", tmp_path / "package", "-d", "2xcpu", "--split-mode", "layer")
     said = splitc("check", tmp_path / "package", "--model", model, "--no-memory").stdout
-    assert "not compared: y, since the unsplit model itself gives others" in " ".join(said.split())
+    assert "not compared: y, since two runs of the unsplit model itself differ there" in " ".join(said.split())
