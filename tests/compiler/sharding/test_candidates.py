@@ -48,7 +48,7 @@ def test_logits_are_joined_rather_than_summed(tmp_path: Path) -> None:
 
 
 def test_reasons_of_axes_that_gain_too_little(tmp_path: Path) -> None:
-    """One that needs no sum is not said to have sums, and one sum is no plural."""
+    """An axis without collectives is not said to have some, and one collective is no plural."""
     b = Block()
     x = b.op("Softmax", b.data("x", (1, TOKENS, HIDDEN), [1, "t", HIDDEN]))
     wide = b.op(
@@ -60,5 +60,5 @@ def test_reasons_of_axes_that_gain_too_little(tmp_path: Path) -> None:
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["cpu0", "cpu1"], Request(split_mode="tensor", spread=True))
     reasons = {weight.name: weight.reason or "" for weight in plan.weights}
-    assert "3: its sum costs more than it saves" in reasons["C"]
+    assert "3: its collective would cost more than it saves" in reasons["C"]
     assert "2: too little to gain" in reasons["E"]
