@@ -153,7 +153,7 @@ class Request:
         metavar="DEVICE[:LAYERS]",
         kind=str | None,
         read=parse_experts,
-        help="Put the experts of all layers, or of LAYERS, there.",
+        help="Put the experts of all, or the first LAYERS, layers there.",
         only=PLACING,
         why=_PLACED,
         planned=_used_up,

@@ -18,6 +18,7 @@ from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.crossings import crossings
 from splitc.compiler.sharding.partial import find_sums
+from splitc.runtime.units import format_bytes
 
 # The latency of a collective, in bytes, which is added to those that it moves. A choice: by the devices' profiles it is
 # 100 KB on GPUs and 300 KB on CPUs. With 16 or 256 KiB the plans of 42 of 43 models on three devices are the same.
@@ -155,7 +156,8 @@ def reject_costly(graph: Graph, candidates: Sequence[Candidate], axis_map: AxisM
         if candidate.gain < LEAST_GAIN_RATIO * together:
             rejected[candidate.atom] = _why_costly(candidate.collectives)
         elif candidate.atom in only and candidate.bytes * (ranks - 1) / ranks < LOOKUP_BYTES:
-            rejected[candidate.atom] = "its embedding table is too small to gain"
+            least = format_bytes(LOOKUP_BYTES)
+            rejected[candidate.atom] = f"a shard of its embedding table would save a rank less than {least}"
     return rejected
 
 
