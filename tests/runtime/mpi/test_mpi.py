@@ -182,9 +182,7 @@ def test_link_between_hosts_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.skipif(len(MPIS) < 2, reason="needs two MPIs: make test installs them")
 def test_mpirun_of_another_mpi_is_refused(tmp_path: Path) -> None:
-    """Open MPI then sees each process alone, and leaves files when it is killed: in a folder of the test, not in
-    /dev/shm.
-    """
+    """Each process is alone to Open MPI then, which leaves files when it is killed: not in /dev/shm here."""
     own = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
     library = replace(MPIS[0], environment={**MPIS[1].environment, **own})
     code, shown = ended(library.start(2, Path(sys.executable).with_name("splitc"), "devices"))
