@@ -116,9 +116,7 @@ def test_large_module_that_can_not_be_split_says_so(tmp_path: Path) -> None:
 
 
 def test_activations_of_earlier_modules_keep_their_room(tmp_path: Path) -> None:
-    """The first module needs 200 KiB and more while it runs, so that the second has less room than the weights
-    leave.
-    """
+    """The first module needs 200 KiB more while it runs, so that the second has less room than the weights leave."""
     save(text_encoder(5).model(), tmp_path / "a" / "model.onnx")
     save(text_encoder(4).model(), tmp_path / "b" / "model.onnx")
     shapes = {"a.input_ids": (1, 256), "b.input_ids": (1, 2)}
