@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def step(title: str, *arguments: object) -> None:
-    """Run one splitc command, and show it as a user would type it."""
+    """Run one splitc command, and print it as a user would type it."""
     words = ["splitc", *map(str, arguments)]
     console.print(f"[bold]{title}[/]\n[dim]$ {escape(' '.join(words))}[/]")
     subprocess.run([str(Path(sys.executable).with_name("splitc")), *words[1:]], check=True)
@@ -61,7 +61,7 @@ def step(title: str, *arguments: object) -> None:
 
 
 def show_similarities(package: Path, feeds: dict[str, np.ndarray]) -> None:
-    """Encode the sentences, and print how close in meaning the model finds each two of them."""
+    """Encode the sentences, and print how similar in meaning the model finds each pair."""
     console.print(
         "[bold]6. Ask it something[/]\nHow close in meaning are these sentences (1 is the same, 0 is unrelated)?\n"
     )

@@ -156,9 +156,9 @@ def export_flux(config: Mapping[str, Any]) -> ir.Model:
 def _export(
     make: Callable[[], Any], inputs: Callable[[], dict[str, Any]], output: str, dynamic: Any = None
 ) -> ir.Model:
-    """The graph of a module in half precision, whose tensors have shapes and types and nothing else.
+    """The graph of a module in half precision. Its tensors have shapes and types only.
 
-    `dynamic` are the inputs' axes of any size, as torch.export takes them.
+    `dynamic` are the inputs' dynamic axes, in torch.export's form.
     """
     import onnxscript
     import torch
@@ -190,12 +190,12 @@ def _export(
 
 
 def _weights(model: ir.Model) -> list[ir.Value]:
-    """The parameters; what torch made of numbers in the code are constants."""
+    """The parameters. Tensors that torch made from numbers in the code are constants."""
     return [value for value in model.graph.initializers.values() if "." in (value.name or "")]
 
 
 def save_without_weights(model: ir.Model, path: Path) -> int:
-    """Write the graph, with the place of each weight in NAME.onnx.data, and return that file's bytes."""
+    """Write the graph, with each weight's place in NAME.onnx.data, and return that file's size in bytes."""
     end = 0
     for value in _weights(model):
         _fold_transposes(value)
@@ -213,7 +213,7 @@ def save_without_weights(model: ir.Model, path: Path) -> int:
 
 
 def _fold_transposes(weight: ir.Value) -> None:
-    """Store a weight as it is used, as exporters do that see its numbers."""
+    """Store a weight transposed as it is used, like exporters that have its data."""
     users = [node for node, _ in weight.uses()]
     if not all(node.op_type == "Transpose" for node in users) or weight.shape is None:
         return

@@ -36,8 +36,8 @@ CHOSEN = 2
 class Size:
     """The dimensions of a decoder.
 
-    With a `capacity`, it takes one token at a time, and its caches have room for so many from the beginning. Tables of
-    rotary embeddings, where there are some, go to the position `longest`.
+    With a `capacity`, it takes one token at a time, and its caches have room for this many from the start. Tables of
+    rotary embeddings, if there are any, have `longest` positions.
     """
 
     layers: int = 2
@@ -57,17 +57,17 @@ class Size:
         return self.hidden // self.heads
 
     def cache_shape(self, length: int) -> tuple[int, int, int]:
-        """The shape of keys, or values, of so many tokens."""
+        """The shape of keys, or values, of this many tokens."""
         return self.kv_heads, length, self.head
 
 
 def build(size: Size) -> ir.Model:
-    """The decoder as a model. Its weights are made when they are written, one at a time."""
+    """The decoder as a model. Its weights are generated one at a time, when they are written."""
     return Decoder(size).build()
 
 
 def save_sparse(model: ir.Model, path: Path) -> None:
-    """Write the model with a data file that has its full size but holds nothing, so that it takes no disk."""
+    """Write the model with a sparse data file of full size, which takes no disk space."""
     data = f"{path.name}.data"
     offset = 0
     for value in model.graph.initializers.values():
@@ -127,7 +127,7 @@ class Decoder:
         return w.model()
 
     def weight(self, name: str, *shape: int, std: float | None = None) -> ir.Value:
-        """A random weight; the default spread keeps the size of what is multiplied with it."""
+        """A random weight; the default spread keeps the scale of activations."""
         spread = 1 / math.sqrt(shape[-2]) if std is None else std
 
         def make() -> ir.TensorProtocol:
@@ -141,7 +141,7 @@ class Decoder:
         return value if self.size.dtype == ir.DataType.FLOAT else self.writer.op("Cast", value, to=dtype)
 
     def attention_bias(self, mask: ir.Value, positions: ir.Value) -> ir.Value:
-        """0 where a query may look, the smallest number where not: [batch, 1, sequence, past + sequence]."""
+        """0 where a query may attend, the smallest number elsewhere: [batch, 1, sequence, past + sequence]."""
         w = self.writer
         present = w.op("Cast", w.op("Unsqueeze", mask, w.constant([1, 2], np.int64)), to=ir.DataType.BOOL)
         dtype = self.size.dtype.numpy()
@@ -159,11 +159,11 @@ class Decoder:
         return w.op("Where", allowed, w.constant(0, dtype), w.constant(np.finfo(dtype).min, dtype))
 
     def append(self, past: ir.Value, new: ir.Value) -> ir.Value:
-        """A cache that grows by what is new."""
+        """A cache with the new tokens appended."""
         return self.writer.op("Concat", past, new, axis=2)
 
     def place(self, positions: ir.Value) -> Callable[[ir.Value, ir.Value], ir.Value]:
-        """Caches of a fixed size, in which the one new token has the place that its position says."""
+        """Caches of a fixed size, with the new token at its position."""
         w = self.writer
         places = w.constant(np.arange(self.size.capacity), np.int64)
         here = w.op("Equal", w.op("Unsqueeze", positions, w.constant([1], np.int64)), places)
@@ -228,7 +228,7 @@ class Decoder:
         return w.op("MatMul", joined, self.out_weight(f"{name}.o_proj.weight", size.hidden)), [key, value]
 
     def out_weight(self, name: str, width: int) -> ir.Value:
-        """A weight that writes to the residual stream: smaller, the more layers add to it."""
+        """A weight that writes to the residual stream: the more layers, the smaller."""
         return self.weight(name, width, self.size.hidden, std=1 / math.sqrt(2 * self.size.layers * width))
 
     def rotate(self, value: ir.Value, rotary: tuple[ir.Value, ir.Value]) -> ir.Value:

@@ -24,7 +24,7 @@ from models.llama import EPSILON, ROTARY_BASE, Decoder, Size, main
 
 
 def build(size: Size) -> ir.Model:
-    """The decoder as a model. Its weights are made when they are written, one at a time."""
+    """The decoder as a model. Its weights are generated one at a time, when they are written."""
     return FusedDecoder(size).build()
 
 
@@ -66,7 +66,7 @@ class FusedDecoder(Decoder):
         return w.model()
 
     def count(self, mask: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The last filled place of each cache, and the length of the mask, which is known without reading it."""
+        """The last filled position of each cache, and the mask's length, which is known without reading the mask."""
         w, one = self.writer, self.writer.constant([1], np.int64)
         last = w.op("Sub", w.op("ReduceSum", mask, one, keepdims=0), one)
         total = w.op("Gather", w.op("Shape", mask), w.constant(1, np.int64), axis=0)
@@ -81,7 +81,7 @@ class FusedDecoder(Decoder):
         return self.writer.weight("cos_cache", cosine), self.writer.weight("sin_cache", sine)
 
     def add_norm(self, name: str, hidden: ir.Value | None, added: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The sum of both, normed, and the sum itself; nothing is added to what comes first."""
+        """The normalized sum of both, and the sum itself. The first norm has nothing to add."""
         w = self.writer
         scale = w.weight(f"{name}.weight", ir.tensor(np.ones(self.size.hidden, self.size.dtype.numpy())))
         if hidden is None:

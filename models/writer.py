@@ -17,7 +17,7 @@ OPSET = 17
 
 
 class Writer:
-    """A graph under construction. Values are onnx_ir's; shapes and types of what nodes make are left to inference."""
+    """A graph under construction. Values are onnx_ir's; inference sets shapes and types of nodes' outputs."""
 
     def __init__(self, opset: int = OPSET) -> None:
         self._opsets = {"": opset}
@@ -41,7 +41,7 @@ class Writer:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Names made inside begin with `name`."""
+        """Names created inside begin with `name`."""
         self._scopes.append(name)
         yield
         self._scopes.pop()
@@ -51,7 +51,7 @@ class Writer:
         return self.ops(kind, *inputs, outputs=1, **attributes)[0]
 
     def uses(self, domain: str, version: int) -> None:
-        """Nodes of a domain are of this version of its operators. Without it, they are of the first."""
+        """Set the opset version of a domain. Without it, the version is 1."""
         self._opsets[domain] = version
 
     def ops(self, kind: str, *inputs: ir.Value | None, outputs: int, **attributes: Any) -> Sequence[ir.Value]:

@@ -1,4 +1,4 @@
-"""What is found out once about an object is forgotten with it."""
+"""Results remembered for an object are dropped with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators of quantized values alone, between a QuantizeLinear and a DequantizeLinear."""
+"""QLinear operators, between a QuantizeLinear and a DequantizeLinear."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def between(kind: str, *names: str, before: Sequence[ir.Value] = (), **how: Any)
 
 
 def joined(b: Block, v: ir.Value) -> ir.Value:
-    """The value and its negative, one after the other."""
+    """The concatenation of the value and its negative."""
     made, parts = scaled(b), (*quantized(b, v), *quantized(b, b.op("Neg", v)))
     return b.op("DequantizeLinear", b.op("com.microsoft.QLinearConcat", *made, *parts, axis=2), *made)
 
@@ -71,7 +71,7 @@ def of_channels(middle: Middle) -> Middle:
 
 
 def convolved(kind: str, dense: bool) -> Middle:
-    """Of each channel by itself, or of all."""
+    """A convolution, depthwise or over all channels."""
 
     def middle(b: Block, image: ir.Value) -> ir.Value:
         name = "Q" if dense else "G"
@@ -111,7 +111,7 @@ def product(name: str, rows: int, columns: int) -> Middle:
 
 
 def products() -> Block:
-    """The first is column-parallel. The second needs its rows whole, as its result is rounded, and not its columns."""
+    """The first is column-parallel. The second needs its rows whole, as its result is rounded, but not its columns."""
     b = Block()
     x = softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN]))
     x = product("A", HIDDEN, INNER)(b, x)
@@ -122,7 +122,7 @@ def products() -> Block:
 
 
 def gemms() -> Block:
-    """Results of floats may be sums: A is column-, B is row-parallel. Those of D are rounded."""
+    """Float results may be partial sums: A is column-parallel, B row-parallel. Results of D are rounded."""
     b = Block()
 
     def gemm(v: ir.Value, name: str, rows: int, columns: int, *made: ir.Value) -> ir.Value:

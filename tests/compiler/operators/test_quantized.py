@@ -1,4 +1,4 @@
-"""Quantized weights and values, with their scales and zero points."""
+"""Quantized weights and values, and their scales and zero points."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rounded_by_column(b: Block, v: ir.Value) -> ir.Value:
 
 
 def few_blocks() -> Block:
-    """Two blocks of twelve: several ranks have parts of one."""
+    """Two blocks of twelve: several ranks have parts of one block."""
     b = Block(21)
     x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
     inner = b.op("Relu", b.op("MatMul", x, b.w("A", 12, INNER)))
@@ -116,7 +116,7 @@ def test_form(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_that_do_not_divide_what_they_are_of(bits: int, zeros: bool, flat: bool, tmp_path: Path) -> None:
-    """The last block is filled up: the columns can be split all the same, with their scales and zero points."""
+    """The last block is padded: the columns are still split, with their scales and zero points."""
     b = Block()
     size, columns, blocks = 40, 64, 3
     generator = np.random.default_rng(bits)

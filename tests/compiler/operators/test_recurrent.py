@@ -1,4 +1,4 @@
-"""Recurrent networks as one operator: whole on every rank, at their cost."""
+"""Recurrent networks in one operator: replicated on every rank, with their cost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_operator(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", GATES)
 def test_flops(kind: str) -> None:
-    """Each step of each row is multiplied with the gates' input and recurrent weights."""
+    """Each step of each row is multiplied by the gates' input and recurrent weights."""
     gates = GATES[kind]
     values = [ir.Value(name=name) for name in "xwr"]
     node = ir.node(kind, values, {"hidden_size": 6})

@@ -1,4 +1,4 @@
-"""Operators that go along an axis need it whole, and let the others through; sums contract theirs."""
+"""Operators along an axis need it whole, and leave other axes shardable; sums contract theirs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def averaged_elsewhere(b: Block, v: ir.Value) -> ir.Value:
 
 
 def best(kind: str, axis: int) -> Middle:
-    """The place of an extreme."""
+    """The index of an extreme."""
     return lambda b, v: b.op("Mul", v, as_float(b, b.op(kind, v, axis=axis, keepdims=1)))
 
 
@@ -105,7 +105,7 @@ def of_each_head(kind: str, *weights: str) -> Middle:
 
 
 def skipped(kind: str, *weights: str, heads: bool = True) -> Middle:
-    """As `normed`, of the sum with something else. It takes no more than three axes: heads are next to places."""
+    """As `normed`, of the sum with another value. It takes at most three axes: heads are merged with positions."""
 
     def middle(b: Block, v: ir.Value) -> ir.Value:
         apart = b.op("Reshape", v, b.ints(0, -1, 3)) if heads else v
@@ -121,20 +121,20 @@ def norm_of_a_sum(b: Block, image: ir.Value) -> ir.Value:
 
 
 def norms(kind: str, *weights: str, opset: int = 17, shares: Sequence[Sequence[float]] = TWO) -> Tiny:
-    """Of heads, which lets them through, and of all."""
+    """A norm of heads, which leaves them shardable, and one of all."""
     make = skipped if "Skip" in kind else normed
     return sandwich(make(kind, *weights), needs=make(kind, *weights, heads=False), opset=opset, shares=shares)
 
 
 def shared_norms(kind: str, *weights: str, opset: int = 17) -> Tiny:
-    """Of heads, which lets them through, and of all, whose squares and elements ranks sum."""
+    """A norm of heads, which leaves them shardable, and one of all, for which ranks sum squares and elements."""
     split = {"C", "D", *(f"{name}, False" for name in weights)}
     needs = normed(kind, *weights, heads=False)
     return sandwich(normed(kind, *weights), needs=needs, opset=opset, split=split, whole=(), sums=2, shares=SHARES)
 
 
 def norms_of_queries_and_keys(b: Block, v: ir.Value) -> ir.Value:
-    """Two, along all heads, of which ranks add up both sums in one collective."""
+    """Two norms along all heads, whose sums are added up in one collective."""
     query, key = (
         b.op("LayerNormalization", b.op("MatMul", v, b.w(name, INNER, INNER)), b.w(f"scale{name}", INNER))
         for name in ("Q", "K")
@@ -143,14 +143,14 @@ def norms_of_queries_and_keys(b: Block, v: ir.Value) -> ir.Value:
 
 
 def responses_normed(b: Block, image: ir.Value) -> ir.Value:
-    """Each channel by its norm over all places, relative to the mean of the channels' norms."""
+    """Scale each channel by its norm over all places, relative to the mean of the channels' norms."""
     norms = b.op("Sqrt", b.op("ReduceSumSquare", image, axes=[2]))
     relative = b.op("Div", norms, b.op("ReduceMean", norms, axes=[1]))
     return b.op("Add", image, b.op("Mul", b.op("Mul", image, relative), b.w("gain", INNER, 1)))
 
 
 def residual_normed(b: Block, v: ir.Value) -> ir.Value:
-    """What is normalized is read elsewhere too, or adds two computed values."""
+    """The norm's input has other readers, or is the sum of two computed values."""
     one, other = (b.op("RMSNormalization", v, b.w(name, INNER)) for name in ("s1", "s2"))
     return b.op("RMSNormalization", b.op("Add", one, other), b.w("s3", INNER))
 
@@ -163,7 +163,7 @@ def normed_as_doubles(b: Block, v: ir.Value) -> ir.Value:
 
 
 def embedded() -> Block:
-    """Tables and norm in one operator, whole; what comes after is split."""
+    """Tables and norm in one operator, replicated; the rest is split."""
     b = Block()
     given = b.indices("ids", [[0, 29], [7, 15]], ["n", "t"]), b.indices("kinds", [[0, 1], [1, 1]], ["n", "t"])
     ids = [b.op("Cast", value, to=ir.DataType.INT32) for value in given]
@@ -182,7 +182,7 @@ def batch_normed(b: Block, image: ir.Value) -> ir.Value:
 
 
 def batch_trained(b: Block, image: ir.Value, channels: int) -> ir.Value:
-    """Normalized by its own numbers, as exporters write standardized weights."""
+    """Normalized by its own statistics, as exporters write standardized weights."""
     numbers = [b.w(f"{name}{channels}", channels) for name in ("scale", "shift", "mean", "variance")]
     return b.ops("BatchNormalization", image, *numbers, outputs=3, training_mode=1)[0]
 
@@ -342,7 +342,7 @@ def test_mean_of_partial_integers_is_taken_of_the_sum(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_KERNEL)
 def test_axes_of_a_norm_that_does_not_run(name: str) -> None:
-    """It lets through all axes but the last."""
+    """All axes but the last are shardable."""
     data, scale, made = (tuple(map(ax.new_axis, shape)) for shape in ((5, 8, 3), (3,), (5, 8, 3)))
     domain, _, kind = name.rpartition(".")
     node = ir.node(kind, [ir.Value(name="x"), ir.Value(name="scale")], domain=domain)

@@ -1,4 +1,4 @@
-"""The registry is whole: each operator has one entry, and one tiny graph in its family's tests."""
+"""The registry is complete: each operator has one entry, and one tiny graph in its family's tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def module_of(family: str) -> ModuleType:
 
 @pytest.mark.parametrize("family", NAMES)
 def test_each_operator_of_a_family_has_one_graph(family: str) -> None:
-    """In the table GRAPHS of its tests; one that runs nowhere on a CPU is in WITHOUT_KERNEL."""
+    """In the table GRAPHS of its tests; WITHOUT_KERNEL lists operators without a CPU kernel."""
     module = module_of(family)
     named = Counter([*module.GRAPHS, *getattr(module, "WITHOUT_KERNEL", ())])
     entries = next(module for module in FAMILIES if module.__name__.endswith(f".{family}")).OPERATORS

@@ -1,4 +1,4 @@
-"""What kernels allocate while they run, against ONNX Runtime's own count."""
+"""Scratch memory of kernels, compared with ONNX Runtime's own count."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_scratch_is_what_the_kernel_allocates(tmp_path: Path, case: Case) -> Non
 
 
 def run_counted(w: Writer, feeds: Mapping[str, Any], folder: Path) -> tuple[Any, int]:
-    """What a model gives, and the bytes that its kernels allocated while they ran."""
+    """A model's outputs, and the bytes that its kernels allocated."""
     save(w.model(), folder / "model.onnx")
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
@@ -66,7 +66,7 @@ def run_counted(w: Writer, feeds: Mapping[str, Any], folder: Path) -> tuple[Any,
 
 @pytest.mark.parametrize("asked", [{}, {"causal": 0}, {"softcap": 5.0}])
 def test_scores_of_grouped_queries(tmp_path: Path, asked: Mapping[str, Any]) -> None:
-    """All of them, where the kernel that goes by blocks of keys does not take what is asked for."""
+    """All scores are allocated if the flash kernel does not support the request."""
     w, shapes = Writer(21), [ROWS, (B, S, 2 * D), (B, S, 2 * D), (B, 2, 0, D), (B, 2, 0, D), (B,), (1,)]
     types = [ir.DataType.FLOAT] * 5 + [ir.DataType.INT32] * 2
     inputs = [w.input(f"x{number}", *own) for number, own in enumerate(zip(types, shapes, strict=True))]
@@ -130,7 +130,7 @@ def test_scratch_of_convolutions_of_whole_numbers(
 def test_weights_of_convolutions_are_in_whole_blocks_of_channels(
     tmp_path: Path, channels: tuple[int, int], groups: int
 ) -> None:
-    """As ONNX Runtime's optimized model has them. Its blocks are smaller where the machine lacks AVX-512."""
+    """As in ONNX Runtime's optimized model. Blocks are smaller on machines without AVX-512."""
     w, kernel = Writer(17), (*channels, 3, 3)
     image, made = (1, kernel[1] * groups, 8, 8), (1, kernel[0], 6, 6)
     weight = w.weight("weight", ir.tensor(np.ones(kernel, np.float32)))

@@ -1,4 +1,4 @@
-"""Operators that rearrange let axes through as factors; sizes that are said become a rank's."""
+"""Operators that rearrange axes keep their factors; sizes in the graph become a rank's sizes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def merged_with_batch(b: Block, v: ir.Value) -> ir.Value:
 
 
 def size_as_number(b: Block, v: ir.Value) -> ir.Value:
-    """A size of the split value that is used as a number must be that of the whole."""
+    """A size of the split value that is used as a number must be the whole value's."""
     size = b.op("Cast", b.op("Gather", b.op("Shape", v), b.constant(2, np.int64), axis=0), to=FLOAT)
     return b.op("Div", v, b.op("Sqrt", size))
 
@@ -103,7 +103,7 @@ def filled(b: Block, v: ir.Value) -> ir.Value:
 
 
 def padded_and_cut(b: Block, v: ir.Value) -> ir.Value:
-    """As long as before, and moved by one."""
+    """As long as before, shifted by one."""
     return b.op("Pad", v, b.ints(0, 0, 1, 0, 0, -1))
 
 
@@ -129,7 +129,7 @@ def resized_along(*axes: int) -> Middle:
 
 
 def padded_to_a_multiple(b: Block, v: ir.Value) -> ir.Value:
-    """As windows are: by as many places as the last one lacks, which depends on how many there are."""
+    """Padding to whole windows, by an amount that depends on the number of positions."""
     eight, zero = b.ints(8), b.ints(0)
     lacking = b.op("Mod", b.op("Sub", eight, b.op("Mod", b.shape(v, 1), eight)), eight)
     padded = b.op("Pad", v, b.op("Concat", zero, zero, zero, zero, lacking, zero, axis=0))
@@ -171,7 +171,7 @@ def of_channels(middle: Middle) -> Middle:
 
 
 def count_as_number(b: Block, v: ir.Value) -> ir.Value:
-    """How many elements the split value has must be that of the whole."""
+    """The number of elements of the split value must be the whole value's."""
     return b.op("Div", v, b.op("Sqrt", as_float(b, b.op("Size", v))))
 
 
@@ -231,7 +231,7 @@ def test_form(form: str, tmp_path: Path) -> None:
 
 
 def test_a_slice_whose_end_is_not_known_is_tried_with_one_that_leaves_what_its_result_has() -> None:
-    """As exporters write relative positions. It took its axis whole, and its rule, of the shapes, seemed wrong."""
+    """As exporters write relative positions. If it took its axis whole, its shape rule would seem wrong."""
     values = [ir.Value(name=name) for name in ("data", "starts", "ends", "axes")]
     inputs = [tuple(map(new_axis, sizes)) for sizes in ((4, 23), (1,), (1,), (1,))]
     operation = Operation(

@@ -1,4 +1,4 @@
-"""Operators along the time of a signal let other axes through."""
+"""Operators along a signal's time leave other axes shardable."""
 
 from __future__ import annotations
 

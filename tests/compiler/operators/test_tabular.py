@@ -1,4 +1,4 @@
-"""Classical machine learning: features are needed together, and rows are apart (`modes/test_rows.py`)."""
+"""Classical machine learning: features are needed together, and rows are independent (`modes/test_rows.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self check runs the engines with slots too, with a random adapter."""
+"""The self check also runs the engines with slots, with a random adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPARED = "; with a random adapter, "
 
 @pytest.mark.parametrize(("mode", "slots"), [("layer", 2), ("tensor", 2), ("row", 2), ("batch", 2), ("tensor", None)])
 def test_engines_with_slots_are_compared(decoder: Path, tmp_path: Path, mode: str, slots: int | None) -> None:
-    """Where the package is compared at all."""
+    """In every mode in which the package is compared."""
     said: list[str] = []
     request = Request(split_mode=mode, lora_slots=slots)
     if mode == "row":

@@ -1,4 +1,4 @@
-"""A model that is too large to be compared whole is compared a block of each form at a time."""
+"""If a model is too large to be compared whole, one block of each form is compared at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from splitc.runtime.errors import OutputsDifferError
 
 @pytest.fixture(autouse=True)
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many bytes as a block has, and not the model."""
+    """A limit that a block fits, and the model does not."""
     monkeypatch.setattr(self_check, "LARGEST", 1 << 18)
 
 
@@ -28,7 +28,7 @@ def plan_of(decoder: Path, mode: str) -> Plan:
 
 
 def said_of(plan: Plan, package: Path) -> tuple[list[str], list[str]]:
-    """What compile says, and its warnings."""
+    """The messages and warnings of compile."""
     said: list[str] = []
     warnings: list[str] = []
     compile_model(plan, package, say=said.append, warn=warnings.append)
@@ -44,7 +44,7 @@ def test_blocks_of_each_form_are_compared(mode: str, decoder: Path, tmp_path: Pa
 
 
 def test_blocks_between_segments_too(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that can have no collectives inside."""
+    """Engines that can't have collectives inside."""
     monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda *_: False)
     test_blocks_of_each_form_are_compared("tensor", decoder, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Engines that are built for sizes get those that the program really gives them."""
+"""Engines that are built for fixed sizes get the sizes that the program passes to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number types that numpy lacks: a model takes them, gives them and sends them over its cuts, or is refused by name."""
+"""Number types that numpy lacks: inputs, outputs and values that cross cuts have them, or they are refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODES: dict[str, dict[str, Any]] = {"layer": {}, "tensor": {}, "row": {"row_min"
 
 
 def write_casts(path: Path, source: int = FLOAT, crossing: int | None = None, target: int = FLOAT) -> Path:
-    """Four matmuls, with casts to and from these types before, between and after them."""
+    """Write four matmuls, with casts to and from these types before, between and after them."""
     names = ["x", "x0"]
     nodes = [helper.make_node("Cast", ["x"], ["x0"], to=FLOAT)]
     weights = []
@@ -93,7 +93,7 @@ def test_types_go_in_and_out_and_across(tmp_path: Path, kind: str, mode: str) ->
 
 @needs_float8_outputs
 def test_bytes_are_not_taken_for_numbers(tmp_path: Path) -> None:
-    """ONNX Runtime gives float8 as an array of bytes."""
+    """ONNX Runtime returns float8 as an array of bytes."""
     model = write_casts(tmp_path / "model.onnx", target=TensorProto.FLOAT8E4M3FN)
     floats = write_casts(tmp_path / "floats.onnx")
     with open_unsplit(floats, CPU, 1) as whole, Session(compiled(model, tmp_path / "package")) as session:

@@ -1,4 +1,4 @@
-"""Writing packages: whole or not at all."""
+"""Packages are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(plan: Plan, tmp_path: Pat
 def test_disk_that_is_too_small_is_noticed_before(
     decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, weights: str
 ) -> None:
-    """Parts of weights that are no whole rows of these are copied, also where others are linked."""
+    """Slices of weights that are not whole rows are copied, even if others are linked."""
     plan = plan_model(decoder, ["2xcpu"], Request(split_mode=mode))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
@@ -229,7 +229,7 @@ def test_one_file_a_weight_in_folders_below(decoder: Path, tmp_path: Path) -> No
 
 
 def test_made_up_caches_of_two_lengths_are_not_compared(decoder: Path, tmp_path: Path) -> None:
-    """As torch.export names them: each cache has a symbol of its own, and the package takes one length."""
+    """As torch.export names them: each cache has its own symbol, and the package takes one length."""
     proto = onnx.load(decoder)
     for value in (*proto.graph.input, *proto.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 1  # with no rows to divide, nothing ran the model first
@@ -241,7 +241,7 @@ def test_made_up_caches_of_two_lengths_are_not_compared(decoder: Path, tmp_path:
 
 
 def test_notes_of_exporters_stay_out_of_engines(decoder: Path, tmp_path: Path) -> None:
-    """Sessions would hold them, which took a tenth of a small denoiser's memory."""
+    """Sessions would hold the metadata, a tenth of a small denoiser's memory."""
     model = onnx.load(decoder, load_external_data=False)
     items: list[Any] = [*model.graph.node, *model.graph.value_info, *model.graph.initializer, *model.graph.input]
     for item in items:

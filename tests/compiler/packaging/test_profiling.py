@@ -55,7 +55,7 @@ def test_blocks_are_measured_and_known_content_is_not_measured_again(
 
 
 def test_what_was_measured_is_of_gpus_of_one_name(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home may be shared by machines, and a machine get another GPU."""
+    """Several machines may share a home folder, and a machine may get another GPU."""
     gpus = {0: "NVIDIA Imaginary", 1: "NVIDIA Imaginary", 2: "NVIDIA Conceivable"}
     monkeypatch.setattr(profile, "identify_gpu", lambda number: GpuIdentity(f"bus {number}", gpus[number], 1 << 30))
     monkeypatch.setattr(profile, "_measure", lambda _, stage, device, __: EngineCosts(device.index, 0))
@@ -83,7 +83,7 @@ def test_a_home_that_can_t_be_written_costs_time_only(
 
 
 def test_planner_goes_by_what_was_measured(deep_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first layer that takes as long as all others together gets a device of its own."""
+    """If the first layer takes as long as all others together, it gets its own device."""
     costs = [EngineCosts(seconds, 0) for seconds in (0.0, 3.0, 1.0, 1.0, 1.0, 0.0)]
     monkeypatch.setattr(api, "measure_blocks", lambda *_: costs)
     plan = plan_model(deep_decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", profile=True))
@@ -94,7 +94,7 @@ def test_planner_goes_by_what_was_measured(deep_decoder: Path, monkeypatch: pyte
 def test_measured_memory_stands_in_place_of_what_is_predicted(
     decoder: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """A layer takes 64 MiB: so does its rank, or all that have a shard of it, and a budget of less is refused."""
+    """If a layer takes 64 MiB, so does its rank, or each rank with a shard of it. A smaller budget is refused."""
     costs = [EngineCosts(1.0, size) for size in (0, 64 << 20, 0, 0)]
     monkeypatch.setattr(api, "measure_blocks", lambda *_: costs)
     request = Request(split_mode=mode, spread=mode == "layer")
@@ -114,7 +114,7 @@ def test_measured_memory_stands_in_place_of_what_is_predicted(
 
 
 def test_blocks_are_given_the_sizes_that_others_compute(tmp_path: Path) -> None:
-    """As in a denoiser, whose pictures become rows of pixels and pictures again."""
+    """As in a denoiser, whose images become rows of pixels and then images again."""
     b = Block()
     value = b.op("Conv", b.data("x", (1, 4, 16, 16), ["n", 4, "h", "w"]), b.w("first", 8, 4, 3, 3), strides=[2, 2])
     sizes = b.op("Shape", value)

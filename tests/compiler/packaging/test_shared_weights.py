@@ -1,4 +1,4 @@
-"""Weights that sessions share: ONNX Runtime rewrites some of its own, and takes the given one in their place."""
+"""Weights that sessions share: ONNX Runtime rewrites some weights, and then ignores the shared one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def looked_up(b: Block, x: ir.Value) -> ir.Value:
 
 
 def normalized(b: Block, x: ir.Value) -> ir.Value:
-    """ONNX Runtime makes one operator of each and the weight before it."""
+    """ONNX Runtime fuses each with the weight before it."""
     ones = (b.constant(np.linspace(0.5, 2, SIZE, dtype=np.float32), np.float32) for _ in range(4))
     return b.op("BatchNormalization", x, *ones)
 
@@ -75,7 +75,7 @@ def compared(operator: str) -> Middle:
 
 
 def both(operator: str) -> Middle:
-    """Of truth values."""
+    """A logical operator."""
 
     def middle(b: Block, x: ir.Value) -> ir.Value:
         weight = b.weight("W", ir.tensor(np.tri(SIZE, dtype=np.bool_)))
@@ -140,7 +140,7 @@ def graph_of(middle: Middle) -> Block:
 
 
 def run_with(model: ir.Model, feeds: Arrays, given: Arrays) -> Array:
-    """The result of a session that is given these weights."""
+    """The outputs of a session with these shared weights."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in given.items()}
@@ -169,7 +169,7 @@ def test_weights_that_may_be_rewritten_are_not_shared(name: str) -> None:
 
 
 def test_shared_weights_that_are_rewritten_give_wrong_results() -> None:
-    """If ONNX Runtime does not do this any more, all weights may be shared."""
+    """If ONNX Runtime no longer does this, all weights may be shared."""
     blocks = {name: graph_of(middle) for name, middle in REWRITTEN.items()}
     errors = {name: error_if_shared(b.model(), b.feeds) for name, b in blocks.items()}
     assert [name for name, error in errors.items() if error < 0.1] == []

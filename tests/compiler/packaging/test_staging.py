@@ -1,4 +1,4 @@
-"""What is there stays, whatever happens while something else is written in its place."""
+"""Existing files stay, whatever happens while something else is written in their place."""
 
 from __future__ import annotations
 

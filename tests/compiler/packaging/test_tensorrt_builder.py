@@ -1,4 +1,4 @@
-"""Packages of TensorRT-RTX engines, which are built without a GPU: what is written, and what is said when it fails."""
+"""Packages of TensorRT-RTX engines, which are built without a GPU: their files, and messages if a build fails."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def compile_here(
 
 @pytest.fixture(scope="module")
 def stages(short_decoder: Path) -> tuple[Path, Manifest]:
-    """A package in layer mode, and what its compile gave."""
+    """A package in layer mode, and the output of its compile."""
     package = short_decoder.with_name("stages")
     return package, compile_here(short_decoder, package, "layer", jobs=2)
 
@@ -181,7 +181,7 @@ def test_process_starts_without_what_takes_long_to_import() -> None:
 
 
 def test_process_that_dies_is_named(short_decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorRT, when it fails badly, takes its process with it."""
+    """A hard failure in TensorRT ends its process."""
     start = subprocess.Popen
 
     def start_and_kill(command: list[str], **options: object) -> object:

@@ -1,4 +1,4 @@
-"""Files of weights have the bytes of their tensors, however these are cut out of their sources, and their hashes."""
+"""Weight files have the bytes of their tensors, and their hashes, however the tensors are cut from their sources."""
 
 from __future__ import annotations
 

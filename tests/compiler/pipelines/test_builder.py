@@ -1,4 +1,4 @@
-"""Engines of several modules, built later: by TensorRT-RTX, which needs no GPU for that."""
+"""Engines of several modules, built later by TensorRT-RTX, which needs no GPU for that."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("mode", ["layer", "tensor"])
 def test_equal_weights_have_one_key(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks each has its own, whole or cut."""
+    """Each of two ranks has its own keys, for whole weights and for shards."""
     monkeypatch.setattr(common_weights, "LISTED", WEIGHT)
     names = ["one", "other"]
     for name in names:

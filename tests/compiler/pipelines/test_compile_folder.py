@@ -1,4 +1,4 @@
-"""Packages of folders: as people write them and check them, from the command line."""
+"""Packages of folders, compiled and checked from the command line."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_modules_give_what_their_models_give(folder: Path, package: Path) -> Non
 
 
 def test_each_module_that_fails_is_named(tmp_path: Path) -> None:
-    """The others are tried too, and nothing is written."""
+    """The others are still tried, and nothing is written."""
     odd = ir.from_onnx_text(
         """<ir_version: 8, opset_import: ["" : 17]>
         odd (string[n] x, float[n] y) => (string[n] z, float[n] w) { z = Identity (x) w = Neg (y) }"""

@@ -1,4 +1,4 @@
-"""What modules hold of a device together is the same in the plan, its page, and the package."""
+"""The modules' total memory on each device is the same in the plan, its page, and the package."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_model_that_can_not_be_exported(tmp_path: Path) -> None:
 
 
 def with_exporter(monkeypatch: pytest.MonkeyPatch, export: Any) -> None:
-    """Put something in place of optimum."""
+    """Replace optimum by a fake."""
     for name in ("optimum", "optimum.exporters", "optimum.exporters.onnx"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     if export is not None:

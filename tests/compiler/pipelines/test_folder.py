@@ -1,4 +1,4 @@
-"""Folders of models: which modules they have, what travels with them, and what stays."""
+"""Folders of models: their modules, the files that are copied, and the files that are left out."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_folders_above_tell_models_of_one_name_apart(tmp_path: Path) -> None:
 
 
 def test_packages_that_lie_in_it_are_no_models(tmp_path: Path) -> None:
-    """Nor do their files travel with the models: a package is made in the models' own folder, and once more."""
+    """Nor are their files copied: a package is compiled into the models' own folder, twice."""
     write(tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", "2xcpu"), tmp_path / "package")
     write(tmp_path / "several" / "unet" / "rank0" / "stage0.onnx")
@@ -160,7 +160,7 @@ def test_links_that_lead_outside_do_not_travel(tmp_path: Path) -> None:
 
 
 def test_caches_of_links_are_folders_too(tmp_path: Path) -> None:
-    """As the Hugging Face Hub keeps them: all files are links to one folder, where their names are hashes."""
+    """As in the Hugging Face Hub's cache: all files are links into one folder of files named by hash."""
     write(tmp_path / "blobs" / "1")
     (tmp_path / "blobs" / "2").touch()
     (tmp_path / "snapshot").mkdir()
@@ -197,7 +197,7 @@ def test_speech_config_gives_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "vision-encoder-decoder"}])
 def test_vision_config_gives_sizes(config: dict[str, Any], tmp_path: Path) -> None:
-    """Its own, or that of the encoder in it. Caches are no images."""
+    """Its own config, or that of the encoder in it. Caches are not images."""
     vision = {"image_size": 48, "num_channels": 3}
     write_json(tmp_path / "config.json", {**config, "encoder": vision} if config else vision)
     inputs: dict[str, tuple[Dimension, ...]] = {
@@ -226,7 +226,7 @@ def test_genai_config_gives_sizes_of_caches(tmp_path: Path) -> None:
 
 
 def test_text_model_of_a_single_folder_keeps_its_defaults(tmp_path: Path) -> None:
-    """A decoder's positions are no length to plan for."""
+    """A decoder's number of positions is not a length to plan for."""
     save(text_encoder(1).model(), tmp_path / "model.onnx")
     write_json(tmp_path / "config.json", {"max_position_embeddings": 131072})
     folder = read_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""Where modules go: by their sizes, by what is asked for, and within budgets that they share."""
+"""Placement of modules: by size, by the user's choice, and within shared budgets."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_shares_are_those_of_the_modules_that_are_split(folder: Path) -> None:
 
 
 def test_budgets_are_shared(folder: Path) -> None:
-    """The encoder's 45 KiB of weights stay, and the activations of one module at a time are added."""
+    """The encoder's 45 KiB of weights stay loaded, and the largest activations of one module are added."""
     plan = plan_pipeline(folder, ["cpu0"], Request(memory=["1MiB"]))
     (total,) = plan.devices
     ranks = [each.plan.ranks[0] for each in plan.modules]
@@ -97,7 +97,7 @@ def test_budgets_are_shared(folder: Path) -> None:
 
 
 def test_what_does_not_fit_one_device_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """140 KiB of weights, which are no more than an even share here."""
+    """140 KiB of weights, which is not more than an even share here."""
     monkeypatch.setattr(Planner, "count_splits", lambda *_: 0)
     for name in "ab":
         save(text_encoder(4).model(), tmp_path / name / "model.onnx")
@@ -116,7 +116,7 @@ def test_large_module_that_can_not_be_split_says_so(tmp_path: Path) -> None:
 
 
 def test_activations_of_earlier_modules_keep_their_room(tmp_path: Path) -> None:
-    """The first needs 200 KiB and more as it runs, so that the second has less room than the weights leave."""
+    """The first module needs 200 KiB more while it runs, so that the second has less room than the weights leave."""
     save(text_encoder(5).model(), tmp_path / "a" / "model.onnx")
     save(text_encoder(4).model(), tmp_path / "b" / "model.onnx")
     shapes = {"a.input_ids": (1, 256), "b.input_ids": (1, 2)}
@@ -137,7 +137,7 @@ def test_shapes_of_modules(folder: Path) -> None:
 
 
 def test_sizes_of_configs_are_for_their_symbols_only(folder: Path) -> None:
-    """A size that is asked for goes before, and a size that is stated is none for other symbols."""
+    """The user's sizes take precedence, and a config's size does not apply to other symbols."""
     request = Request(shapes={"unet.sample": (2, 4, 6, 6)})
     plans = {each.name: each.plan for each in plan_pipeline(folder, ["cpu0"], request).modules}
     assert plans["unet"].analysis.shapes == {"sample": (2, 4, 6, 6), "encoder_hidden_states": (2, 12, 32)}

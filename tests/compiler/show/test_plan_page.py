@@ -1,4 +1,4 @@
-"""What a plan's page says of its times, and what to change."""
+"""A plan's page: its times, and its advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random graphs of any operators, split by random shares: always as the unsplit model, and never a traceback."""
+"""Random graphs of any operators in random shares agree with the unsplit model, and never end in a traceback."""
 
 from __future__ import annotations
 

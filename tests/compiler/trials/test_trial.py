@@ -1,4 +1,4 @@
-"""Rules that are wrong in one way or another: each is found when its node is tried, and the model is right anyway."""
+"""Wrong rules of several kinds: the trial of the node finds each, and outputs stay right."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def forgets_the_heads(op: Operation) -> None:
 
 
 def beside_a_pair(build: Callable[[Block, ir.Value], ir.Value]) -> Block:
-    """What is tried, and after it two products of C and D, which can always be split."""
+    """The node under test, followed by two products of C and D, which can always be split."""
     b = Block()
     x = softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN]))
     x = softmax(b, build(b, x))
@@ -117,7 +117,7 @@ def test_wrong_rule_is_found_and_the_model_is_right(case: str, tmp_path: Path, m
 
 
 def test_right_rules_are_not_doubted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few are tried at once, so that few are tried again beside one that does not run."""
+    """Only a few nodes are tried together, so that few are tried again because of one that does not run."""
     numbers: list[int] = []
 
     def count(forms: Sequence[Form], *others: Any) -> TinyModel:
@@ -131,7 +131,7 @@ def test_right_rules_are_not_doubted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_rules_are_tried_in_row_mode_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product whose columns are said to be the rows of its square matrix."""
+    """A product whose rule takes the rows of its square matrix for the columns."""
 
     def rows_for_columns(op: Operation) -> None:
         if (matrix := op.node.inputs[1]) is None or matrix.name != "A":
@@ -179,7 +179,7 @@ def test_cache_that_cannot_be_written_is_done_without(tmp_path: Path, monkeypatc
 
 
 def test_sizes_of_a_weight_are_those_of_all_of_it(tmp_path: Path) -> None:
-    """A Shape of a weight that each rank has a shard of."""
+    """A Shape of a weight that is sharded."""
     b = Block()
     x = softmax(b, b.data("x", (2, 5, HIDDEN), ["n", "t", HIDDEN]))
     inner = b.op("MatMul", x, b.w("A", HIDDEN, INNER))

@@ -1,4 +1,4 @@
-"""Files of adapters: each program's names, and what is refused."""
+"""Adapter files: each program's names, and what is refused."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_metadata_of_diffusers(tmp_path: Path) -> None:
     ],
 )
 def test_tensors_that_are_no_adapter(tensors: dict[str, Any], why: str, tmp_path: Path) -> None:
-    """In a file, or given themselves."""
+    """In a file, or given as tensors."""
     path = written(tmp_path / "x.safetensors", {name: np.ascontiguousarray(array) for name, array in tensors.items()})
     with pytest.raises(MisuseError, match=why):
         read_adapter(path)

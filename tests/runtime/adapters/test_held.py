@@ -1,4 +1,4 @@
-"""Ranks hold sums of adapters: they go there once, come again after a failure, and are freed."""
+"""Ranks hold sums of adapters: each is sent once, again after a failure, and is freed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def slotted(decoder: Path, mode: str) -> Path:
 
 
 def spy_orders(session: Session, monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """The names of the arrays of slots that go to the ranks' processes with each request."""
+    """The names of the slot arrays that go to the ranks' processes with each request."""
     wire: Any = session._workers._wire  # type: ignore[union-attr]
     order, sent = wire.order, list[set[str]]()
 
@@ -93,7 +93,7 @@ def test_it_comes_again_after_a_failure(decoder: Path, style: Path, monkeypatch:
 def test_rank_that_has_not_got_a_sum_gets_it_with_the_next_request(
     decoder: Path, style: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it could not put the arrays on its device, or the request that had them failed before."""
+    """If it could not put the arrays on its device, or the request that carried them failed before."""
     feeds = decoder_feeds(2, 5, 3)
     with Session(slotted(decoder, "tensor"), ranks="threads") as session:
         session.adapters.load("style", style)
@@ -133,7 +133,7 @@ def test_threads_free_what_nobody_has(decoder: Path, style: Path) -> None:
 
 
 def test_recordings_are_of_one_sum_and_go_with_it() -> None:
-    """They have the addresses of its arrays in them."""
+    """A recorded graph contains the addresses of the sum's arrays."""
     kept, home = KeptRecordings(), Home(-1, ())
     kinds = [kind_of(InFlightRequest({}, adapters=held), home) for held in (None, HeldSum(3, {}), HeldSum(4, {}))]
     assert len(set(kinds)) == 3

@@ -1,4 +1,4 @@
-"""Adapters that requests bring: packages give what packages do with the same adapters in their weights."""
+"""Adapters of requests: packages agree with packages that have the same adapters merged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def slotted(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The decoder with slots, split in a way."""
+    """The decoder with slots, in one split mode."""
     folder = tmp_path_factory.mktemp("slotted")
 
     def make(way: str) -> Path:
@@ -69,7 +69,7 @@ def slotted(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 @pytest.fixture(scope="module")
 def expected(decoder: Path, files: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the model gives with adapters in its weights, and without."""
+    """The model's outputs with adapters merged into its weights, and without."""
     folder, given = tmp_path_factory.mktemp("merged"), {}
     for name, asked in SUMS.items():
         lora = [(str(files[adapter]), times) for adapter, times in asked.items()]
@@ -118,7 +118,7 @@ def test_requests_have_their_adapters(
 def test_a_sequence_keeps_its_adapters(
     slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], way: str, ranks: str
 ) -> None:
-    """They go to the ranks with its first request. Others have their own, side by side."""
+    """They go to the ranks with its first request. Other sequences have their own at the same time."""
     whole = decoder_feeds(2, 8, 0)
     with Session(slotted(way), ranks=ranks) as session:
         for name, file in files.items():
@@ -140,7 +140,7 @@ def test_a_sequence_keeps_its_adapters(
 
 @pytest.mark.parametrize("kernel", [(), (1, 1), (3, 3)])
 def test_sums_lie_side_by_side(kernel: tuple[int, ...], tmp_path: Path) -> None:
-    """Along the ranks of A and B, which zeros fill: their product is the sum of the adapters' own."""
+    """Adapters are concatenated along the ranks of A and B and padded with zeros: the product is the adapters' sum."""
     ones = [1 for _ in kernel]
     shapes: list[Any] = [["r", 5, *kernel], [7, "r", *ones]] if kernel else [[5, "r"], ["r", 7]]
     slots = []
@@ -164,7 +164,7 @@ def test_sums_lie_side_by_side(kernel: tuple[int, ...], tmp_path: Path) -> None:
 
 
 def test_slots_cost_no_collective(decoder: Path, slotted: Callable[[str], Path]) -> None:
-    """And what has no adapter runs as it would without them."""
+    """And requests without an adapter run as they would without slots."""
     for way in ("tensor", "uneven"):
         devices, request = WAYS[way]
         plan = plan_model(decoder, devices, Request(split_mode="tensor", tensor_split=request.tensor_split))
@@ -206,7 +206,7 @@ def test_what_is_refused(
 
 @pytest.mark.parametrize("kind", ["style", "pose"])
 def test_arrays_take_the_place_of_a_file(slotted: Callable[[str], Path], files: Mapping[str, Path], kind: str) -> None:
-    """By the names that they have in it. What scales them stands in arrays too, or is given."""
+    """By the names that they have in a file. Scales are among the arrays, or given."""
     file = files[kind] / "adapter_model.safetensors" if files[kind].is_dir() else files[kind]
     scale = 2.0 if kind == "style" else 1.0
     with Session(slotted("tensor")) as session:
@@ -226,7 +226,7 @@ def test_arrays_take_the_place_of_a_file(slotted: Callable[[str], Path], files: 
 def test_random_damage_is_refused_or_harmless(
     slotted: Callable[[str], Path], files: Mapping[str, Path], seed: int, tmp_path: Path
 ) -> None:
-    """In a header or anywhere else: there is a message, and requests go on as before."""
+    """In a header or elsewhere: there is an error message, and requests go on as before."""
     random, feeds = np.random.default_rng(seed), decoder_feeds(2, 5, 3)
     with Session(slotted("tensor")) as session:
         session.adapters.load("style", files["style"])
@@ -282,7 +282,7 @@ def test_under_mpi(
 def test_modules_have_adapters_of_their_own(
     slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], tmp_path: Path
 ) -> None:
-    """Some swap, so that modules work in turn."""
+    """With some packages planned for swapping, so that modules work in turn."""
     package = write_modules(tmp_path / "modules", {"text_encoder": slotted("layer"), "unet": slotted("tensor")})
     feeds = decoder_feeds(2, 5, 3)
     asked = [(f"unet={files['style']}", 0.5), (f"unet={files['pose']}", -0.25)]

@@ -1,4 +1,4 @@
-"""Which layer an adapter's module is: names of several programs, and what is not known."""
+"""Matching an adapter's modules to layers: the names of several programs, and unknown ones."""
 
 from __future__ import annotations
 

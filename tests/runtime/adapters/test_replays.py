@@ -1,4 +1,4 @@
-"""Requests with adapters are replayed as CUDA graphs, on GPUs that are not there."""
+"""Requests with adapters are replayed as CUDA graphs, on fake GPUs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_each_sum_has_recordings_of_its_own(decoder: Path, tmp_path: Path, mode:
 
 
 def test_recordings_end_with_their_adapter(decoder: Path, tmp_path: Path) -> None:
-    """And what is loaded under the same name later has others."""
+    """An adapter loaded later under the same name gets new recordings."""
     place = package(decoder, "layer", 1, lora_slots=4)
     feeds = decoder_feeds(2, 3, 5)
     with Session(place) as on_cpu, Session(place, devices=["cuda0"]) as session:

@@ -23,7 +23,7 @@ ARRAYS: dict[str, Array] = {
 
 
 def test_arrays_that_were_unpickled_keep_their_types(tmp_path: Path) -> None:
-    """As those are which another rank sends."""
+    """As with arrays from another rank."""
     arrays = {"f": np.ones(3, np.float32), "b": np.ones(2, np.bool_)}
     save_arrays(tmp_path / "a.npz", pickle.loads(pickle.dumps(arrays)))
     back = load_arrays(tmp_path / "a.npz")

@@ -1,4 +1,4 @@
-"""What bash, zsh and fish are told when they ask what may come next, in typer's protocol."""
+"""Completion in bash, zsh and fish, by typer's protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ODD = "text [enc]:one"
 
 
 def asked() -> str:
-    """The answer to what is in the environment."""
+    """The answer to the request in the environment."""
     found = CliRunner().invoke(app, [])
     assert found.exit_code == 0
     return found.output
@@ -32,7 +32,7 @@ def asked() -> str:
 
 @pytest.fixture
 def complete(monkeypatch: pytest.MonkeyPatch) -> Complete:
-    """A function that gives the lines for bash, of a command whose last word is being typed."""
+    """A function that returns the lines for bash, for a command whose last word is being typed."""
 
     def ask(*typed: object) -> list[str]:
         monkeypatch.setenv("_SPLITC_COMPLETE", "complete_bash")
@@ -45,7 +45,7 @@ def complete(monkeypatch: pytest.MonkeyPatch) -> Complete:
 
 @pytest.fixture
 def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder, where the process is, with a package, models and other files. Names have what shells see more in."""
+    """The working folder, with a package, models and other files. Their names have characters special to shells."""
     for name in (f"folder/{ODD}", "folder/vae", "a package", "other"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("model.onnx", "my [model] a:b.onnx", f"folder/{ODD}/model.onnx", "folder/vae/model.onnx", "a.npz"):
@@ -110,7 +110,7 @@ def test_names_are_quoted_for_bash_as_it_takes_them(complete: Complete, odd: Pat
 
 
 def test_what_can_not_be_read_has_no_completions(complete: Complete, odd: Path) -> None:
-    """Then shells complete files."""
+    """Shells then complete files."""
     (odd / "other" / "manifest.json").write_text("{")
     assert complete("inspect", "other", "--rank", "") == []
     assert complete("inspect", "none", "--module", "") == []
@@ -164,7 +164,7 @@ def test_completion_loads_nothing_that_takes_long(typed: list[str], package: Pat
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_itself_completes(odd: Path) -> None:
-    """With the script that is installed: what bash would put in, of one word that is typed."""
+    """With the installed script: the word that bash would insert for a typed one."""
     program = (
         f"source <({SCRIPT} --show-completion bash)\n"
         f"COMP_WORDS=(splitc inspect a); COMP_CWORD=2; _splitc_completion {SCRIPT}; printf '%s|' \"${{COMPREPLY[@]}}\""

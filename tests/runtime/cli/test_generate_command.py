@@ -1,4 +1,4 @@
-"""What the command generate prints, and what is left of it when something goes wrong."""
+"""The output of the command generate, also when something fails."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_tokens_before_a_failure_are_kept(
 
 
 def test_the_end_is_said(narrow: Path) -> None:
-    """A limit that the user left open ends with the room; one that there is no room for is refused."""
+    """Without a limit, generation ends when the room is full; a limit beyond the room is refused."""
     found = generate(narrow)
     assert len(found.stdout.split()) == 6
     assert "the model has room for no more than 8 tokens" in found.stderr

@@ -1,4 +1,4 @@
-"""Each error names a page that helps, and no page or section that is not there."""
+"""Each error names a page that helps, and only pages and sections that exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.test_docs import PAGES, ROOT, anchors, known_options
 
 
 def kinds(of: type[SplitcError] = SplitcError) -> Iterator[type[SplitcError]]:
-    """A kind of error, and those that derive from it."""
+    """A class of errors and its subclasses."""
     yield of
     for each in of.__subclasses__():
         yield from kinds(each)
@@ -41,7 +41,7 @@ def test_pages_of_all_errors_are_there() -> None:
 
 
 def test_sections_are_those_that_links_lead_to() -> None:
-    """And names of pages are given once."""
+    """Page names are listed once."""
     pages = [page for page in PAGES if page.is_relative_to(DOCS)]
     assert len({page.stem for page in pages}) == len(pages) > 10
     for page in pages:

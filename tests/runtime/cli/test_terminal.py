@@ -1,4 +1,4 @@
-"""Nothing that is shown has power over a terminal."""
+"""Names from models can't control a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def assert_harmless(text: str) -> None:
 
 
 def test_names_are_shown_and_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In tables, lines and texts put together, to files as well, which end in terminals too."""
+    """In tables, lines and composed texts; also to files, which may be shown on terminals."""
     shown = io.StringIO()
     monkeypatch.setattr(terminal.out, "_file", shown)
     rows = terminal.table("name", f"header {EVIL}")
@@ -72,7 +72,7 @@ def test_generated_text_is_sent_as_it_is_but_to_terminals(
 
 
 def test_stderr_is_back_after_an_interrupt(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """As it is muted: the message of the interrupt would be lost."""
+    """An interrupt while it is muted: otherwise the message would be lost."""
     mute = os.dup2
 
     def interrupted(source: int, target: int) -> None:

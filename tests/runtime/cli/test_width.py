@@ -1,4 +1,4 @@
-"""What commands show fits a terminal of 80 columns, with long names, brackets in them, and many devices."""
+"""Output fits a terminal of 80 columns, with long names, brackets in them, and many devices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def long_names(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lines(*arguments: object) -> list[str]:
-    """What a command shows, without warnings, which a terminal breaks itself."""
+    """A command's output without warnings, which a terminal wraps itself."""
     return splitc(*arguments).stdout.splitlines()
 
 
@@ -68,7 +68,7 @@ def test_commands_fit_a_terminal(long_names: Path, tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("width", [60, WIDTH])
 def test_words_of_tables_are_whole(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has several words gives way to what is one."""
+    """Columns of several words are wrapped before columns of one word."""
     monkeypatch.setattr(terminal.out, "_width", width)
     rows = terminal.table("", "node", "weights", "of budget", "why", right=("weights",))
     name, why = "x" * (width // 2 - 2), "as a reason has several words it may take several lines"
@@ -128,7 +128,7 @@ def test_program_says_what_it_has_in_few_lines(arguments: list[str], monkeypatch
 
 
 def test_lines_of_the_program_are_in_the_words_of_commands() -> None:
-    """Of what is listed, each is there; and a word that is not is told what may be meant."""
+    """Each listed command exists; for an unknown one, a similar one is suggested."""
     assert set(COMMANDS) == {command_of(name).name for name in COMMANDS}
     assert "'compile'" in splitc("comple", code=2).stderr
 

@@ -1,4 +1,4 @@
-"""What ranks in different processes tell each other."""
+"""Messages between ranks in different processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import until
 
 
 def test_processes_come_after_all_others_are_gone() -> None:
-    """As the caller is killed, the process of one neighbour may be gone before the other one is connected."""
+    """If the caller is killed, one neighbour's process may be gone before the other is connected."""
     mail = ProcessMail()
     ours, theirs = socket.socketpair()
     theirs.close()

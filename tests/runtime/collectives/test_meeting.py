@@ -1,4 +1,4 @@
-"""Where engines of CPU devices meet: the C library, without engines and inside ONNX Runtime's."""
+"""Collectives between engines on CPU devices: the C library, without engines and inside ONNX Runtime's."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ print(measure())
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes can't be bound to cores")
 def test_ranks_that_share_a_core_leave_it_to_each_other() -> None:
-    """A rank that looks for the other's array keeps that one from coming."""
+    """A rank that polls for the other's array would keep it from arriving."""
     done = subprocess.run([sys.executable, "-c", ON_ONE_CORE], capture_output=True, check=True)
     ours, too_long = map(float, done.stdout.split())
     assert ours < too_long / 1.5
@@ -140,7 +140,7 @@ def test_rank_that_fails_ends_its_request_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_request_that_fails_after_the_next_has_begun_fails_alone(kind: str) -> None:
-    """As on a GPU, which ends the one when the other was given to it already: the next one's sums failed instead."""
+    """As on a GPU, which may have the next request already when the first fails. The next one's sums must not fail."""
     ends = meet(2, kind=kind)
     array = np.ones(100, np.float32)
 
@@ -156,7 +156,7 @@ def test_request_that_fails_after_the_next_has_begun_fails_alone(kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_in_different_requests_do_not_meet(kind: str) -> None:
-    """As where one was not given a request: it would sum up values of the next one with those."""
+    """If one rank was not given a request, it must not sum values of the next one with the others' values."""
     behind, ahead = meet(2, kind=kind)
     array = np.ones(4, np.float32)
     behind.begin(1)
@@ -211,7 +211,7 @@ def test_nobody_waits_after_an_abort() -> None:
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Path:
-    """A model of sums of which each takes the result and the token of the one before."""
+    """A model of sums, each of which takes the result and the token of the one before."""
     x = ir.val("x", ir.DataType.FLOAT, ["n", 32])
     value, token, nodes = x, None, []
     for number in range(CHAIN):
@@ -226,7 +226,7 @@ def chain(tmp_path: Path) -> Path:
 
 
 def test_engines_have_the_operator_inside(chain: Path) -> None:
-    """The test that every supported version of ONNX Runtime must pass: see `tests.onnxruntime_versions`."""
+    """Every supported version of ONNX Runtime must pass this test: see `tests.onnxruntime_versions`."""
     ends = meet(2)
     sessions = [open_session(chain, 1, end) for end in ends]
     for request, size in enumerate((1, 3, 200)):
@@ -281,7 +281,7 @@ print((psutil.Process().memory_full_info().uss - before) >> 10, kept["y"].numpy(
 
 
 def test_ends_go_with_their_engines(chain: Path) -> None:
-    """No memory is left, and none is used that was freed: the C library of Linux overwrites that."""
+    """No memory leaks, and none is used after it is freed: Linux's C library overwrites freed memory here."""
     command = [sys.executable, "-c", MANY_SESSIONS, str(chain)]
     done = subprocess.run(command, env={**os.environ, "MALLOC_PERTURB_": "165"}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""What NCCL connects, and so takes of GPUs, for ranks that sum and for ranks that only send."""
+"""NCCL's connections, and thus its memory, for ranks that sum and for ranks that only send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks that are processes do together, by one of them and what it tells the others."""
+"""Steps that ranks in processes do together: one rank does them, and tells the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.fake_gpus import FakeBackend
 
 
 class NotedMail:
-    """Notes what is told. The other rank can go on."""
+    """Records messages. The other rank can go on."""
 
     def __init__(self) -> None:
         self.told: deque[Any] = deque()

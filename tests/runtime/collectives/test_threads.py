@@ -1,4 +1,4 @@
-"""Ranks bring their parts together: the same bits on all, each time, and a failure reaches everyone."""
+"""Reductions between threads: the same bits on all ranks each time, and failures reach every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS = 4
 
 
 def together(work: Callable[[int, ThreadCollectives], Any], ranks: int = RANKS) -> list[Any]:
-    """What `work` gives on each rank, in a thread of its own."""
+    """The results of `work` on each rank, in a thread each."""
     results: list[Any] = [None] * ranks
 
     def run(rank: int, ends: ThreadCollectives) -> None:

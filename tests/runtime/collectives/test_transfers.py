@@ -1,4 +1,4 @@
-"""What engines of ranks send to each other while they run: splitc.Send, Receive and After, inside ONNX Runtime's."""
+"""Transfers between running engines: splitc.Send, Receive and After, inside ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Chain:
 
 @pytest.fixture
 def engines(tmp_path: Path) -> tuple[Path, Path]:
-    """A main rank that sends a value and its sign, multiplies, and takes a helper's numbers, again and again."""
+    """A main rank that sends a value and its sign, multiplies, and receives a helper's numbers, repeatedly."""
     chain, x = Chain(), ir.val("x", ir.DataType.FLOAT, ["n", 32])
     value = x
     for _ in range(ROUNDS):
@@ -110,7 +110,7 @@ def expected(x: Any) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_send_and_receive(engines: tuple[Path, Path], kind: str) -> None:
-    """A test that every supported version of ONNX Runtime must pass: see `tests.onnxruntime_versions`."""
+    """Every supported version of ONNX Runtime must pass this test: see `tests.onnxruntime_versions`."""
     ends = meet(2, kind=kind)
     main, helper = (open_session(path, 1, end) for path, end in zip(engines, ends, strict=True))
     for request, size in enumerate(SIZES):
@@ -126,7 +126,7 @@ _requests = itertools.count()
 
 
 def begin(ends: list[MeetingEnd]) -> int:
-    """Begin the next request. Returns the number of its run, which is the same on all."""
+    """Begin the next request. Returns the number of its run, which is the same on all ranks."""
     request = next(_requests)
     (run,) = {end.begin(request) for end in ends}
     return run
@@ -147,7 +147,7 @@ def run_both(sessions: Any, x: Any) -> Any:
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("count", [0, 1, 3, 8])
 def test_rank_that_fails_ends_its_request_alone(sessions: Any, failing: int, count: int, tmp_path: Path) -> None:
-    """After it has sent a few values, which nobody takes any more. The other rank waits for what does not come."""
+    """It fails after it sent a few values, which are discarded. The other rank must not wait for the rest."""
     ends, loaded = sessions
     chain, byte = Chain(), ir.val("byte", ir.DataType.UINT8, [1])
     for _ in range(count):
@@ -263,7 +263,7 @@ def test_engine_without_its_ranks_says_so(engines: tuple[Path, Path], with_end: 
 def test_gpus_that_only_send_are_told_of_a_failed_rank(
     engines: tuple[Path, Path], tmp_path: Path, sums: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that sum by NCCL may wait for ever for a rank that has failed: the session must end them."""
+    """Ranks that sum by NCCL may wait forever for a failed rank: the session must end them."""
     anything = load_library().splitc_begin
     functions = SimpleNamespace(ncclAllReduce=anything, ncclSend=anything, ncclRecv=anything)
     monkeypatch.setattr("splitc.runtime.collectives.nccl._load_nccl", lambda: functions)

@@ -38,7 +38,7 @@ def test_request_beyond_the_budget_fails_alone(decoder: Path, tmp_path: Path, mo
 
 
 def test_sums_of_adapters_beyond_the_budget_are_refused(decoder: Path, tmp_path: Path) -> None:
-    """Those that are only kept make room first. Engines with slots have the limit too."""
+    """Unused ones are dropped first. Engines with slots have the limit too."""
     shapes = {name: value.shape for name, value in SMALL.items()}
     request = Request(split_mode="tensor", memory=["16MiB"], shapes=shapes, lora_slots=16)
     most = compile_model(plan_model(decoder, ["2xcpu"], request), tmp_path / "package").most_rank
@@ -63,7 +63,7 @@ def test_sums_of_adapters_beyond_the_budget_are_refused(decoder: Path, tmp_path:
 
 
 def test_engines_of_a_rank_have_the_limit_together(tmp_path: Path) -> None:
-    """Two products, each with weights and results of 1 MiB, in the bytes that each alone needs."""
+    """Two products, each with weights and results of 1 MiB, within the bytes that one alone needs."""
     w = Writer()
     y = w.op("MatMul", w.input("x", ir.DataType.FLOAT, ["n", 512]), w.weight("w", ir.tensor(np.eye(512, dtype="f4"))))
     w.output(w.op("Relu", y), "y", ir.DataType.FLOAT, ["n", 512])

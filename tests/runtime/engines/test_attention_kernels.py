@@ -1,4 +1,4 @@
-"""Which kernels attention uses."""
+"""The choice of attention kernels."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from splitc.runtime.engines.attention_kernels import CUDNN, XQA, attention_for
 
 @pytest.fixture(autouse=True)
 def user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user who has chosen nothing."""
+    """An environment without the user's choice of kernels."""
     for name in (CUDNN, XQA):
         monkeypatch.delenv(name, raising=False)
 
 
 def chosen() -> str | None:
-    """What a library reads."""
+    """The setting that a library reads."""
     getenv = ctypes.CDLL(None).getenv
     getenv.restype = ctypes.c_char_p
     value: bytes | None = getenv(XQA.encode())
@@ -35,7 +35,7 @@ def test_what_has_to_plan_is_for_known_shapes(known_shapes: bool) -> None:
 
 
 def test_others_do_not_take_it_for_the_users_choice() -> None:
-    """Another thread's sessions have cuDNN's kernels too, and so do processes that are started meanwhile."""
+    """Sessions of other threads have cuDNN's kernels too, and so do processes started meanwhile."""
 
     def choose() -> bool:
         with attention_for(True) as options:

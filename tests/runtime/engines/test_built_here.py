@@ -1,4 +1,4 @@
-"""Whether a package's engines may run here."""
+"""Whether a package's engines can run on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSED = "its engines contain code that runs in this program.*--host-code, or h
 
 @pytest.fixture
 def compatible(decoder: Path, tmp_path: Path) -> Path:
-    """A package of TensorRT's engines that bring code, on GPUs; they are not built."""
+    """A package of TensorRT engines that contain code, on GPUs; they are not built."""
     package: Path = shutil.copytree(compile_mode(decoder, "one device"), tmp_path / "package")
     path = package / "manifest.json"
     fields = json.loads(path.read_bytes())
@@ -62,7 +62,7 @@ def test_others_need_not_allow_it(decoder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_an_older_onnxruntime_is_named(decoder: Path, tmp_path: Path, ranks: str) -> None:
-    """Where it lacks an operator: an error with both versions, and what to do."""
+    """If it lacks an operator, the error has both versions and what to do."""
     package: Path = shutil.copytree(compile_mode(decoder, "one device"), tmp_path / "package")
     path = package / "manifest.json"
     fields = json.loads(path.read_bytes())

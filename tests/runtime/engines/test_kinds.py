@@ -31,7 +31,7 @@ def test_backends_of_a_kind_are_there(kind: EngineKind) -> None:
 
 
 def test_kind_that_is_in_the_table_is_loaded_and_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other module has to know of it."""
+    """No other module lists the kinds."""
     new = EngineKind(
         name="imaginary",
         title="Imaginary",

@@ -29,7 +29,7 @@ def test_what_a_run_gave_is_not_written_over(write_model: Callable[[str], Path])
 
 
 def test_a_state_does_not_keep_the_one_before(write_model: Callable[[str], Path]) -> None:
-    """Two of them are there while an engine makes one of the other, and never three."""
+    """While an engine computes one state from another, there are two of them, and never three."""
     backend = OnnxRuntimeBackend(1)
     engine = backend.load(write_model(MODEL))
     value = engine.run({"x": backend.upload(np.ones(1 << 20, np.float32))})["y"]
@@ -42,12 +42,12 @@ def test_a_state_does_not_keep_the_one_before(write_model: Callable[[str], Path]
 
 
 def test_options_of_a_run_have_an_entry() -> None:
-    """Without one, each run goes through an exception of ONNX Runtime's."""
+    """Without one, each run raises and catches an exception in ONNX Runtime."""
     assert OnnxRuntimeBackend(1)._options.get_run_config_entry("gpu_graph_id") == "-1"
 
 
 def test_onnxruntime_that_is_too_old_is_refused(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error about arenas would be a traceback."""
+    """Otherwise its error about arenas would be a traceback."""
     package = compile_mode(decoder, "layer")
     monkeypatch.setattr(ort, "__version__", "1.22.1")
     with pytest.raises(PackageError, match=r"ONNX Runtime 1.22.1 is too old: pip install 'onnxruntime-gpu>=1.23'"):

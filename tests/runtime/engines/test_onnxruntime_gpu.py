@@ -1,4 +1,4 @@
-"""ONNX Runtime's engines on GPUs, as far as no GPU is needed."""
+"""ONNX Runtime's engines on GPUs, as far as it can be tested without one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.needs import needs_dlpack
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """What takes its time to load; the times at which that began."""
+    """Fake libraries that take time to load; the times at which loading began."""
     begun: list[float] = []
 
     def preload() -> None:
@@ -44,7 +44,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 
 def test_libraries_are_loaded_once_for_all_threads(libraries: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    """Each rank's thread asks for it: two at once would leave standard output where one of them had put it."""
+    """Each rank's thread asks for it: two at once would leave standard output redirected."""
     before = sys.stdout
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: onnxruntime_gpu._load_libraries(), range(8)))
@@ -84,7 +84,7 @@ def test_what_can_not_be_loaded_at_all_says_why() -> None:
 
 @pytest.mark.parametrize(("shares", "expected"), [(True, [(False, False), (True, True)]), (False, [(True, False)])])
 def test_shapes_that_come_again_have_a_session_of_their_own(shares: bool, expected: list[tuple[bool, bool]]) -> None:
-    """The last one, which is captured; where weights can't be shared, one session is for all."""
+    """The last session, which is captured. If weights can't be shared, one session serves all shapes."""
     backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
     backend._cuda_graphs = True
     sessions, why = backend._open_sessions("stage0.onnx", lambda *asked: asked, shares)  # type: ignore[arg-type,return-value]
@@ -134,7 +134,7 @@ def test_an_engine_with_slots_has_the_weights_of_the_one_without(swaps: bool, tm
 
 
 def test_onnxruntime_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python 3.10 gets ONNX Runtime 1.23, whose engines on CPUs are fine."""
+    """Python 3.10 gets ONNX Runtime 1.23, which is sufficient for CPUs."""
     monkeypatch.delattr(ort.OrtValue, "from_dlpack", raising=False)
     options = BackendOptions(find_kind("onnxruntime"), Device("cuda", 0), 1, BuildOptions(), True)
     with pytest.raises(PackageError, match=r"too old for GPUs: pip install 'onnxruntime-gpu>=1.26'"):
@@ -142,7 +142,7 @@ def test_onnxruntime_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rows_that_are_counted_and_picked_stay_as_they_are(tmp_path: Path) -> None:
-    """ONNX Runtime would make a Slice of them, whose Unsqueeze nodes keep a graph on a GPU from being captured."""
+    """ONNX Runtime would make a Slice of them, whose Unsqueeze nodes prevent capture on a GPU."""
 
     def kept(disabled: tuple[str, ...]) -> set[str]:
         options = ort.SessionOptions()

@@ -1,4 +1,4 @@
-"""The C library of operators, and one of other sources."""
+"""The C library of operators, and one built from other sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not operator_library.is_built(), reason="splitc 
 
 
 def test_library_of_other_sources_is_refused(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by ONNX Runtime, which would say that some operator is not registered, and not what to do."""
+    """splitc refuses it: ONNX Runtime would only say that an operator is not registered, and not what to do."""
     plan = plan_model(decoder, ["2xcpu"], Request(split_mode="tensor"))
     compile_model(plan, tmp_path / "package", verify=False)
     monkeypatch.setattr(operator_library, "INTERFACE", operator_library.INTERFACE + 1)
@@ -72,7 +72,7 @@ class FakeRuntime:
 
 @pytest.fixture
 def register(tmp_path: Path) -> Callable[[FakeRuntime], object]:
-    """Give the library to a session: one that this process has given to none."""
+    """Give the library to a session: a copy that this process has not registered yet."""
     library = ctypes.CDLL(str(shutil.copy(operator_library.library_path(), tmp_path)))
     library.RegisterCustomOps.restype = ctypes.c_void_p
     return lambda runtime: library.RegisterCustomOps(None, runtime.base)

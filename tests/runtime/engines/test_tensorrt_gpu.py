@@ -1,4 +1,4 @@
-"""TensorRT's engines on a GPU, by a library that is not there."""
+"""TensorRT's engines on a GPU, with a fake library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from splitc.runtime.engines.tensorrt_gpu import TensorrtEngine
 
 
 class FakeStream:
-    """Counts what is captured."""
+    """Counts captures."""
 
     ptr = 0
 
@@ -27,7 +27,7 @@ class FakeStream:
 
 @pytest.mark.parametrize("replays", [True, False])
 def test_engine_with_control_flow_is_never_captured(replays: bool) -> None:
-    """A graph has the branch that one request took."""
+    """A CUDA graph has only the branch that one request took."""
     context = SimpleNamespace(execute_async_v3=lambda stream: True)
     engine: Any = SimpleNamespace(
         num_io_tensors=0, device_memory_size=0, create_execution_context_without_device_memory=lambda: context

@@ -1,4 +1,4 @@
-"""Feeds that contradict the names that a model gives to sizes: refused where they can't be right, and only there."""
+"""Feeds that contradict a model's symbols are refused if they can't be right, and only then."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_misused_command_ends_with_2(package: Path, tmp_path: Path) -> None:
     ("mode", "model", "same"), [("layer", FAR_SIZE, True), ("tensor", FAR_SIZE, False), ("layer", OWN_SIZE, False)]
 )
 def test_one_name_for_two_sizes(mode: str, model: str, same: bool, write_model: WriteModel, tmp_path: Path) -> None:
-    """ONNX Runtime takes any sizes; a package refuses what it would get wrong, and nothing else."""
+    """ONNX Runtime takes any sizes; a package refuses those for which it would be wrong, and no others."""
     path = write_model(model)
     request = Request(split_mode=mode, spread=True, shapes={"a": (3, 4), "b": (3, 4)})
     assert compile_model(plan_model(path, ["4xcpu"], request), tmp_path / "p").shared_sizes == (["n"] if same else [])

@@ -1,4 +1,4 @@
-"""Arrays made up for inputs, and how a user says what they are to be."""
+"""Made-up arrays for inputs, and the user's options for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rows each of several takes, and their part of the arrays."""
+"""The number of rows for each of several groups, and their part of the arrays."""
 
 from __future__ import annotations
 

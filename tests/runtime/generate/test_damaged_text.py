@@ -1,4 +1,4 @@
-"""Whatever is wrong with a tokenizer, the files beside it, or a prompt, there is a message or there are tokens."""
+"""Damaged tokenizers, files beside them and prompts end in an error message or give tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def session(package: Path) -> Iterator[Session]:
 
 
 def whole_tokenizer() -> Any:
-    """The JSON of a tokenizer that has something of each kind."""
+    """The JSON of a tokenizer with every kind of component."""
     words = {f"w{number}": number for number in range(DECODER.vocabulary - 1)}
     made = Tokenizer(models.WordLevel({**words, "</s>": DECODER.vocabulary - 1}, unk_token="w0"))
     made.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace("é", "e")])

@@ -1,4 +1,4 @@
-"""Encoders and decoders of one package: the tokens of the unsplit models, from texts and from sounds."""
+"""Encoders and decoders in one package: the tokens of the unsplit models, from texts and sounds."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_decoder_without_caches_reads_all_again(text: Path, tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("gpus")
 def test_gpus_hold_caches_too(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs that are not there, for which caches are not in place; a second text has states of the same sizes."""
+    """Fake GPUs, whose caches are not in place; a second text has states of the same sizes."""
     monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
     names = ("encoder_model", "decoder_model", "decoder_with_past_model")
     modes = Request(split_mode=",".join(f"{name}=tensor" for name in names), no_fuse=True)
@@ -266,7 +266,7 @@ def test_what_speech_can_not_be_made_of(
 
 @needs_empty_weights
 def test_decoder_in_two_uses_without_an_encoder(decoder: Path, tmp_path: Path) -> None:
-    """As exporters write decoders that have no caches yet, and those that have."""
+    """As exporters write decoders: one model without caches, and one with them."""
     folder = tmp_path / "folder"
     folder.mkdir()
     whole = ir.load(decoder)
@@ -339,7 +339,7 @@ def test_held_feeds_are_given_once(tensor_text: Path) -> None:
 
 
 def test_encoder_that_does_not_say_its_width_is_one(tensor_text: Path) -> None:
-    """Exporters name a width by a symbol where their own inference fails."""
+    """Exporters give a width a symbol if their own inference fails."""
     manifests = {name: read_manifest(tensor_text / name) for name in ("encoder_model", "decoder_model")}
     (states,) = manifests["encoder_model"].outputs
     unnamed = replace(states, name="hidden", shape=["batch", "positions", "width"])

@@ -1,4 +1,4 @@
-"""Positions of several numbers a token, as a decoder is fed with them. transformers' own: `make test-diffusers`."""
+"""Positions of several numbers a token, fed to a decoder. With transformers' own model: `make test-diffusers`."""
 
 from __future__ import annotations
 

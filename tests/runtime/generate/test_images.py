@@ -1,4 +1,4 @@
-"""A vision-language model: the tokens of its unsplit models. `integrations/test_images.py` has transformers'."""
+"""A vision-language model: the unsplit models' tokens. `integrations/test_images.py` tests transformers'."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def asked(*seeds: int) -> ImagePrompt:
 
 
 def no_positions(prompt: ImagePrompt) -> Positions:
-    """One number a token is enough."""
+    """One number a token."""
     raise AssertionError("the decoder wants no positions in images")
 
 
@@ -135,7 +135,7 @@ def test_images_become_the_tokens_of_the_unsplit_models(folder: Path, tmp_path: 
 
 
 def test_embeddings_may_take_the_features_themselves(folder: Path, tmp_path: Path) -> None:
-    """As those of onnxruntime-genai, which scatters them into the rows of the image's tokens."""
+    """As in onnxruntime-genai, which writes them into the rows of the image's tokens."""
     merging = tmp_path / "merging"
     shutil.copytree(folder, merging)
     embed = Block()

@@ -1,4 +1,4 @@
-"""Text from a package's modules by a call from Python: what configs leave open, and why it ended."""
+"""Text from a package's modules by a call from Python: defaults of configs, and the reason for the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ended(stream: Generator[int, None, str]) -> tuple[list[int], str]:
-    """The tokens of a stream, and why there are no more."""
+    """The tokens of a stream, and why it ended."""
     tokens = []
     while True:
         try:
@@ -37,7 +37,7 @@ def ended(stream: Generator[int, None, str]) -> tuple[list[int], str]:
 
 
 def test_prompts(packages: Path) -> None:
-    """The decoder's first token and the token that ends a text are the config's, unless the caller gives the latter."""
+    """The decoder's first token and the end token are the config's. The caller may give another end token."""
     feeds = {"input_ids": [TEXT], "attention_mask": [[1] * len(TEXT)]}
     expected = made.plain_tokens(packages / "text-models", feeds, [0], 12)  # type: ignore[arg-type]
     with Pipeline(packages / "text", threads=1) as pipeline:
@@ -68,7 +68,7 @@ def test_tokens_that_end_a_text_if_no_config_names_one(packages: Path, tmp_path:
 
 
 def test_sounds(packages: Path, tmp_path: Path) -> None:
-    """A sound of two windows is two texts, and the caller is told."""
+    """A sound of two windows gives two texts, and a warning."""
     sound = made.write_sound(tmp_path / "sound.wav", 1, seconds=0.3)
     with Pipeline(packages / "speech", threads=1) as pipeline:
         with pytest.warns(UserWarning, match="at a time"):

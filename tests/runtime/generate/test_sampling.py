@@ -1,4 +1,4 @@
-"""Which token comes next."""
+"""The choice of the next token."""
 
 from __future__ import annotations
 

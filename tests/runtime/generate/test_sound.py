@@ -1,4 +1,4 @@
-"""Sounds from files, and the features that are made of them."""
+"""Sounds from files, and their features."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_damaged_files_are_said(tmp_path: Path) -> None:
 
 
 def test_sound_that_is_cut_short_is_not_taken_for_whole(tmp_path: Path) -> None:
-    """A program that writes to a pipe states the most that it could write."""
+    """A program that writes to a pipe states the largest possible size."""
     whole = write(tmp_path / "sound.wav", tone(16000)[:, None], 2, 16000).read_bytes()
     (tmp_path / "cut.wav").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(MisuseError, match=r"cut\.wav is cut short: it has [0-9,]+ of 16,000 bytes of sound: write"):

@@ -1,4 +1,4 @@
-"""Stop texts: what is given on, and when it ends."""
+"""Stop texts: which text is passed on, and when it ends."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_json_may_have_any_of_its_encodings(tokenizer: Path) -> None:
 def test_damaged_files_beside_a_tokenizer_are_said(
     package: Path, tokenizer: Path, content: bytes, message: str
 ) -> None:
-    """Or the text would not end where it should. Who says where it ends needs none of them."""
+    """Otherwise the text would not end where it should. With the caller's stop tokens none of them is needed."""
     (tokenizer / "config.json").write_bytes(content)
     found = generate(package, tokenizer)
     assert isinstance(found.exception, MisuseError)
@@ -129,7 +129,7 @@ def damaged(tokenizer: Path, **fields: Any) -> Path:
 def test_what_the_tokenizers_library_makes_of_a_damaged_file_is_said(
     tokenizer: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It panics, which is no Exception, and prints a trace, which the command line drops."""
+    """The library panics, which is no Exception, and prints a trace, which the command line drops."""
     panics = damaged(tokenizer, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
     with pytest.raises(MisuseError, match=r"is no tokenizer\.json: Precompiled"), muted_stderr():
         Text.load(panics)
@@ -159,7 +159,7 @@ def test_odd_numbers_in_prompts_are_said(wrong: str) -> None:
 
 
 def test_caller_has_its_stderr(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the whole process's: of two threads that mute it, the second would have kept it muted for ever."""
+    """It belongs to the whole process: if two threads muted it, the second would keep it muted forever."""
     with monkeypatch.context() as patch:  # pytest itself replaces it at the end of a test
         patch.setattr(os, "dup2", lambda *_: pytest.fail("stderr was replaced"))
         text = Text.load(tokenizer)

@@ -59,7 +59,7 @@ def test_tokens_that_the_model_lacks() -> None:
 
 
 def likely(tokens: list[int]) -> Any:
-    """German is likelier; a token that is no language is likeliest."""
+    """Logits in which German is likelier, and a token that is no language likeliest."""
     assert tokens == [10]
     return np.array([9.0] + [0.0] * 10 + [1.0, 2.0] + [0.0] * 9)
 

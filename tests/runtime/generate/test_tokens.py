@@ -46,7 +46,7 @@ def package_of(request: pytest.FixtureRequest, decoder: Path) -> Path:
 
 
 def test_tokens_are_those_of_a_plain_loop(package_of: Path, decoder: Path) -> None:
-    """Also after a prompt that is read in pieces, which shows in the first ones."""
+    """Also after a prompt that is read in chunks, whose errors would show in the first tokens."""
     expected = plain_loop(decoder, PROMPT, 24)
     with Session(package_of, threads=1) as session:
         assert len(session.manifest.resident_states) == 2 * DECODER.layers
@@ -59,7 +59,7 @@ def test_tokens_are_those_of_a_plain_loop(package_of: Path, decoder: Path) -> No
 
 
 def test_prompts_may_be_arrays(package: Path) -> None:
-    """As tokenizers give them, though not with a batch."""
+    """As tokenizers return them, but without a batch axis."""
     with Session(package, threads=1) as session:
         expected = list(session.generate(PROMPT, max_new_tokens=4))
         for dtype in ("i4", "i8"):
@@ -73,7 +73,7 @@ def test_prompts_may_be_arrays(package: Path) -> None:
 
 
 def test_numbers_that_the_models_type_lacks_are_refused() -> None:
-    """Where the model does not say how many tokens it knows: they would be other tokens."""
+    """If the model does not say its vocabulary's size: they would wrap to other tokens."""
     ids = Tensor("input_ids", "int32", [1, "n"])
     manifest: Any = SimpleNamespace(
         inputs=[ids], outputs=[Tensor("logits", "float32", [1, "n", 9])], states=[], lengths=[]
@@ -83,7 +83,7 @@ def test_numbers_that_the_models_type_lacks_are_refused() -> None:
 
 
 def test_prompt_through_a_package_of_its_own(package: Path, decoder: Path, tmp_path: Path) -> None:
-    """The same model without caches to go on from: what exporters write as the model for the prompt."""
+    """The same model without caches as inputs: what exporters write as the model for the prompt."""
     model = ir.load(decoder)
     for value in [value for value in model.graph.inputs if (value.name or "").startswith("past")]:
         (join,) = [use.node for use in value.uses()]
@@ -110,7 +110,7 @@ def test_prompt_through_a_package_of_its_own(package: Path, decoder: Path, tmp_p
 
 
 def test_model_that_gives_no_logits_is_refused(tmp_path: Path) -> None:
-    """As one that turns text into sound: what it gives has as many axes as logits have."""
+    """As a text-to-speech model, whose output has as many axes as logits."""
     save(text_encoder(1).model(), tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"]), tmp_path / "package")
     with Session(tmp_path / "package") as session, pytest.raises(MisuseError, match="none of its outputs"):
@@ -175,7 +175,7 @@ def tokens_of(model: ir.Model, folder: Path, count: int, **options: Any) -> list
 
 
 def test_caches_with_room_give_the_tokens_of_caches_that_grow(tmp_path: Path) -> None:
-    """Whether the room is the graph's, or ours: masks are as long as the caches from the beginning then."""
+    """With room in the graph or in the runtime: masks are as long as the caches from the start."""
     growing = tokens_of(build(SMALL), tmp_path / "growing", 20)
     assert tokens_of(build(replace(SMALL, capacity=32)), tmp_path / "fixed", 20) == growing
     assert len(set(growing)) > 3
@@ -185,7 +185,7 @@ def test_caches_with_room_give_the_tokens_of_caches_that_grow(tmp_path: Path) ->
 
 
 def test_more_than_the_room_is_refused_before_the_first_token(tmp_path: Path) -> None:
-    """And what the caller leaves open ends with the room."""
+    """Without a limit by the caller, generation ends when the room is full."""
     save(build(replace(SMALL, capacity=8)), tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], LAYER), tmp_path / "package")
     with Session(tmp_path / "package") as session:
@@ -200,7 +200,7 @@ def test_more_than_the_room_is_refused_before_the_first_token(tmp_path: Path) ->
 
 
 def test_rooms_that_the_manifest_knows() -> None:
-    """A table of positions, a mask of one length, what engines are built for: caches are read without the newest."""
+    """From a table of positions, a fixed mask, or the engines' sizes: caches are read without the newest token."""
     ids = Tensor("input_ids", "int64", [1, "n"], max_shape=[1, 4])
     mask = Tensor("mask", "int64", [1, "total"], role=Role("mask"), max_shape=[1, 50])
     positions = Tensor("positions", "int64", [1, "n"], role=Role("positions", 40))
@@ -243,7 +243,7 @@ def in_place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     ("in_place", "ranks"), [*((mode, "threads") for mode in GROWING), ("tensor", "processes")], indirect=["in_place"]
 )
 def test_rooms_grow(in_place: Path, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens are those of a conversation that had the room from the beginning."""
+    """The tokens equal those of a conversation with all the room from the start."""
     with Session(in_place, ranks=ranks) as session:
         expected = list(session.generate([3, 1, 4, 1, 5], max_new_tokens=30))
         for ahead in (1, 7):
@@ -262,7 +262,7 @@ def test_rooms_grow(in_place: Path, ranks: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_room_that_is_too_large_for_a_model_does_not_end_the_text(
     in_place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The least room is tried then, and all tokens are read again."""
+    """The smallest sufficient room is tried then, and all tokens are read again."""
     tried = []
 
     def limited(manifest: Manifest, feeds: Any, room: Mapping[str, int]) -> Any:

@@ -1,4 +1,4 @@
-"""What a captured graph copies from the host, with a driver that is not there."""
+"""Copies from the host in a captured graph, with a fake driver."""
 
 from __future__ import annotations
 

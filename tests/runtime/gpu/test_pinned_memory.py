@@ -1,4 +1,4 @@
-"""Memory of the host that GPUs copy from and to directly: CUDA is told before it goes."""
+"""Host memory that GPUs copy from and to directly: it is unregistered with CUDA before it is freed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_rank_that_ends_frees_it_in_a_process_that_goes_on(gpu: FakeBackend) -
 
 
 def test_a_gpu_that_hangs_keeps_it(gpu: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may still copy, and would be waited for."""
+    """It may still copy, and freeing would wait for it."""
     stuck: list[GpuDevice] = []
     monkeypatch.setattr(gpu_device, "_STUCK", stuck)
     lender = Lender(gpu.pin)
@@ -95,7 +95,7 @@ def test_the_pool_gives_back_what_is_many_times_too_large(gpu: FakeBackend) -> N
 
 
 def test_large_outputs_are_not_copied_again(gpu: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the pinned memory that the GPU wrote; small ones are copies, so that this is free for the next ones."""
+    """They are the pinned memory that the GPU wrote; small outputs are copies, so that the pinned memory is reused."""
     monkeypatch.setattr(gpu_device, "NOT_COPIED", 4004)
     numbers = {"small": np.arange(1000, dtype=np.float32), "large": np.arange(1001, dtype=np.float32)}
     found = gpu.download({name: gpu.upload(array) for name, array in numbers.items()})

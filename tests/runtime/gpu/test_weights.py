@@ -1,4 +1,4 @@
-"""Weights that sessions share, on a GPU that is not there."""
+"""Weights that sessions share, on a fake GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_weights_are_copied_as_they_are(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces, several at once; from any place of any file, of any type that is passed on."""
+    """In pieces, several at once; from any offset of any file, of every number type."""
     monkeypatch.setattr(gpu_weights, "PIECE", 100)
     monkeypatch.setattr(gpu_weights, "COPYING", threads)
     arrays = {
@@ -54,7 +54,7 @@ def test_weights_are_copied_as_they_are(threads: int, tmp_path: Path, monkeypatc
 
 
 def test_weights_with_a_key_are_there_once(tmp_path: Path) -> None:
-    """As long as somebody has them, on each GPU, whatever their names and files."""
+    """On each GPU, while anyone holds them, whatever their names and files."""
     arrays = [np.arange(8, dtype=np.float32) + number for number in range(3)]
     (tmp_path / "one.weights").write_bytes(b"".join(array.tobytes() for array in arrays))
     (tmp_path / "other.weights").write_bytes(b"odd" + arrays[1].tobytes())

@@ -23,7 +23,7 @@ STATISTICS = "anon 3000\nactive_file 1000\ninactive_file 2000"
 
 
 def write_groups(root: Path, groups: str, files: dict[str, str]) -> None:
-    """What the system says of this process's groups, below a folder."""
+    """The system's files about this process's control groups, in a folder."""
     for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{each}": files[each] for each in files}}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
@@ -91,7 +91,7 @@ def test_limit_of_control_groups_is_read(groups: str, files: dict[str, str], lim
 def test_memory_of_control_groups_is_read(
     groups: str, files: dict[str, str], limit: tuple[float, float], tmp_path: Path
 ) -> None:
-    """What files have of it is free: weights are mapped."""
+    """The page cache counts as free: weights are mapped."""
     write_groups(tmp_path, groups, files)
     assert memory_limit(tmp_path) == limit
 

@@ -1,4 +1,4 @@
-"""CuPy, where there is no GPU, and perhaps no home."""
+"""CuPy on a machine without a GPU, and perhaps without a home folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of freed memory."""
+"""How much freed memory the heap keeps."""
 
 from __future__ import annotations
 

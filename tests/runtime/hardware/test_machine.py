@@ -1,4 +1,4 @@
-"""What is known of a machine, measured or not."""
+"""The profile of a machine, measured or typical."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_measurements_that_can_t_be_kept_are_shown(place: str, tmp_path: Path, m
 
 
 def test_a_user_without_a_home_has_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than a folder named ~ in the one that the user happens to be in, or a traceback."""
+    """There is neither a folder named ~ in the working folder, nor a traceback."""
 
     def none(*_: Any, **__: Any) -> Path:
         raise RuntimeError("could not determine the home directory")

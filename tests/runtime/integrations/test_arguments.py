@@ -32,7 +32,7 @@ def decode(z: Any, generator: Any = None, return_dict: bool = True) -> None:
 
 
 def hidden(*args: Any, **kwargs: Any) -> None:
-    """What a decorator leaves of a signature."""
+    """A function whose signature a decorator hides."""
 
 
 def method(call: Any, *names: str, optional: tuple[str, ...] = (), fixed: tuple[FixedInput, ...] = ()) -> ModelMethod:
@@ -41,7 +41,7 @@ def method(call: Any, *names: str, optional: tuple[str, ...] = (), fixed: tuple[
 
 
 def test_arguments_go_into_the_inputs_of_their_names() -> None:
-    """By place and by name, numbers, and what dicts hold; what is not given has its default."""
+    """By position and by name, numbers, and entries of dicts; missing ones have their defaults."""
     unet = method(forward, "sample", "timestep", "encoder_hidden_states", "text_embeds")
     added = {"text_embeds": STATES, "nothing": None}
     feeds, arguments = unet.bind((SAMPLE, 3), {"encoder_hidden_states": STATES, "added_cond_kwargs": added})
@@ -59,7 +59,7 @@ def test_only_input_is_the_first_tensor(signature: Any) -> None:
 
 
 def test_tensor_without_an_input_is_refused() -> None:
-    """It would change what the model makes: nothing drops it in silence."""
+    """It would change the model's output, so it must not be dropped silently."""
     unet = method(forward, "sample", "timestep", "encoder_hidden_states")
     call = (SAMPLE, 1, STATES)
     with pytest.raises(FeedError, match="'class_labels', and the compiled model has no such input"):
@@ -92,14 +92,14 @@ def test_bound_input_takes_what_it_was_bound_to() -> None:
 
 
 def test_numbered_outputs_are_one_tuple() -> None:
-    """A place that the model does not give is empty: `states[-2]` is never another layer's."""
+    """Outputs that the model lacks are empty places: `states[-2]` is never another layer's."""
     outputs = {"last": 9, "states.0": 0, "states.10": 10, "states.1": 1, "attentions.0": 5}
     found = numbered_together({**outputs, **{f"states.{n}": n for n in range(2, 10)}}, {"states": 12})
     assert found == {"last": 9, "states": (*range(11), None), "attentions": (5,)}
 
 
 def test_lists_go_into_numbered_inputs_and_come_of_numbered_outputs() -> None:
-    """As what a ControlNet makes for a denoiser."""
+    """As a ControlNet's outputs for a denoiser."""
     unet = method(forward, "sample", "timestep", "encoder_hidden_states", "residuals_0", "residuals_1")
     feeds, _ = unet.bind((SAMPLE, 1, STATES), {"residuals": (SAMPLE, STATES)})
     assert feeds["residuals_0"] is SAMPLE and feeds["residuals_1"] is STATES

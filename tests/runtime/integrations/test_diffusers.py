@@ -1,4 +1,4 @@
-"""diffusers' pipelines on packages: the images of the unsplit ONNX pipeline. For most, `make test-diffusers`."""
+"""diffusers' pipelines on packages: the images of the unsplit ONNX pipeline. Most tests need `make test-diffusers`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def components(package: Path, **index: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package of a pipeline's shape, whose models are not those of diffusers."""
+    """A package with the files of a pipeline, whose models are not diffusers'."""
     folder = tmp_path_factory.mktemp("drawn")
     compile_pipeline(plan_pipeline(diffusers_folder(folder / "models"), ["cpu0"]), folder / "package")
     return folder / "package"
@@ -65,7 +65,7 @@ def test_what_to_install_is_said(drawn: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture(scope="session")
 def libraries() -> None:
-    """What exports and runs the pipelines."""
+    """The libraries that export and run the pipelines."""
     for name in ("torch", "diffusers", "optimum.onnxruntime"):
         pytest.importorskip(name)
 
@@ -91,7 +91,7 @@ def exported(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 def compiled(folder: Path, package: Path, devices: int, mode: str) -> Path:
-    """A package whose modules are all split over so many CPU devices."""
+    """A package whose modules are all split over this number of CPU devices."""
     names = "&".join(f"cpu{device}" for device in range(devices))
     request = Request(split_mode=mode)
     request = replace(request, row_min=16) if "row" in mode else request
@@ -114,7 +114,7 @@ def draw(pipeline: Any, **options: Any) -> Image:
 def test_images_are_those_of_the_unsplit_pipeline(
     kind: str, split: str, exported: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """One image of the planned size, and two of another."""
+    """One image of the planned size, and two of another size."""
     from optimum.onnxruntime import ORTDiffusionPipeline
 
     folder = exported(kind)
@@ -126,7 +126,7 @@ def test_images_are_those_of_the_unsplit_pipeline(
 
 
 def test_skip_connections_cross_the_cuts_of_a_unet(exported: Callable[[str], Path], tmp_path: Path) -> None:
-    """The stage with the way up needs what the way down made: as many bytes as the model's own tensors."""
+    """The upsampling stage needs the downsampling path's values: as many bytes as the model's own tensors."""
     package = compiled(exported("sd"), tmp_path / "package", 2, "layer")
     with Pipeline(package) as pipeline:
         (cut,) = pipeline["unet"].manifest.cuts
@@ -142,7 +142,7 @@ def sd(exported: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def test_image_from_an_image(sd: Path, exported: Callable[[str], Path]) -> None:
-    """diffusers makes another pipeline of the same parts, which also encodes."""
+    """diffusers makes another pipeline of the same components, which also encodes."""
     from diffusers import AutoPipelineForImage2Image
     from optimum.onnxruntime import ORTPipelineForImage2Image
 
@@ -219,7 +219,7 @@ def test_pipeline_that_optimum_does_not_know(libraries: None, tmp_path: Path) ->
 def test_model_that_a_pipeline_may_do_without(
     libraries: None, write_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Its outputs have their names, and the first is the sample; its own weights are not there until they are set."""
+    """Its outputs keep their names, and the first is the sample; its weights can't be read until they are set."""
     import diffusers
     import torch
 
@@ -286,7 +286,7 @@ def styles(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 def test_adapters_are_those_of_diffusers(
     exported: Callable[[str], Path], styles: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    """Loaded by the same calls, a file and tensors, one and the sum of two, and gone when they are unloaded."""
+    """Loaded by the same calls, from a file and from tensors; one, the sum of two, and none after they are unloaded."""
     from safetensors.torch import load_file
 
     from models.diffusion import make

@@ -1,4 +1,4 @@
-"""Packages behind ONNX Runtime's calls: what it gives for the model, a package gives too."""
+"""Packages with ONNX Runtime's interface agree with ONNX Runtime on the model."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_ort_values(own: InferenceSession) -> None:
 
 
 def test_types_that_numpy_lacks(tmp_path: Path) -> None:
-    """And outputs go where they fit: ONNX Runtime keeps a bound value, which its caller may drop."""
+    """And outputs in memory of the caller: ONNX Runtime keeps a bound value that its caller may drop."""
     w = Writer()
     x = w.input("x", ir.DataType.BFLOAT16, ["n"])
     wide = w.op("Cast", x, to=ir.DataType.FLOAT)

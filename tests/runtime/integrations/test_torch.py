@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def brain(tmp_path: Path) -> Path:
-    """A model whose input and outputs are of bfloat16, and of a type that numpy has."""
+    """A model with an input and an output of bfloat16, and of a type that numpy has."""
     text = """<ir_version: 10, opset_import: ["" : 21]>
     main (bfloat16[n, 4] x) => (bfloat16[n, 4] y, float[n, 4] z, bool[n, 4] b, bfloat16 last) {
         one = Constant <value = float[4, 4] {1, 2, 0, 0, 0, 1, 0, 0, 0, 0, 1, 3, 0, 0, 0, 1}> ()

@@ -51,7 +51,7 @@ def test_what_does_not_fit_comes_later_and_whole(channels: tuple[Channel, Channe
 
 
 def test_long_and_short_arrays_arrive_as_they_were_sent(channels: tuple[Channel, Channel]) -> None:
-    """In all orders, of sizes around those where the way of an array changes; each is the receiver's own."""
+    """In all orders, with sizes around the limit for shared memory; the receiver owns each array."""
     one, other = channels
     draw = np.random.default_rng(0)
     sizes = [0, 3, USUAL // 8 - 40, USUAL // 8 - 1, USUAL // 8, USUAL // 8 + 1, USUAL, 5 * USUAL]

@@ -1,4 +1,4 @@
-"""Python processes of our own."""
+"""splitc's child Python processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of NCCL's a process has in its memory."""
+"""NCCL's files that a process has mapped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from splitc.runtime.ipc.mapped_files import NCCL, find_mapped
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
 def test_other_files_in_memory_have_names_of_any_bytes(tmp_path: Path) -> None:
-    """As weights do, in a folder with such a name: a rank must not fail over them when it has loaded."""
+    """Weights may lie in a folder with such a name: a rank must not fail because of it after loading."""
     other = tmp_path / os.fsdecode(b"\xff")
     ours = Path(f"/dev/shm/nccl-test-{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""Arrays that go from one process to another in shared memory."""
+"""Arrays that pass from one process to another in shared memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_buffer_comes_back_when_nobody_has_its_arrays(size: int) -> None:
 
 
 def test_a_buffer_is_not_given_back_while_its_arrays_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may hand over a request meanwhile, with what is unused: the rank would write to it."""
+    """Another thread may send a request meanwhile, with the unused buffers: the rank would write to them."""
     pair, view = Pair(), shared_memory.view
 
     class Watched(np.ndarray):
@@ -97,7 +97,7 @@ def test_arrays_that_can_not_be_written_take_no_buffer(monkeypatch: pytest.Monke
 
 
 def test_what_is_fed_is_looked_at_where_it_is() -> None:
-    """And its buffer is used again only when the request has ended."""
+    """Feeds are not copied. Their buffer is used again only after the request has ended."""
     lender, sent_descriptors = Lender(), list[int]()
     borrower = Borrower(lambda: sent_descriptors.pop(0))
     views = []
@@ -110,7 +110,7 @@ def test_what_is_fed_is_looked_at_where_it_is() -> None:
 
 
 def test_memory_that_is_many_times_too_large_is_given_back() -> None:
-    """At both ends, when nobody has its arrays, and not as long as such requests come now and then."""
+    """At both ends, when no one holds its arrays, but not if such requests come now and then."""
     pair, before = Pair(), mapped()
     small: dict[str, Array] = {"a": np.ones(4, np.float32)}
     large: dict[str, Array] = {"a": np.ones(WASTE << 16, np.float32)}
@@ -144,7 +144,7 @@ def test_maps_need_no_descriptors() -> None:
 
 
 def test_arrays_may_be_allocated_while_another_thread_sends() -> None:
-    """No buffer is given to two requests: one would have the outputs of the other."""
+    """No buffer goes to two requests: one would have the other's outputs."""
     lender, allocated, ended, twice = Lender(), SimpleQueue[dict[str, Array] | None](), SimpleQueue[int](), list[int]()
 
     def send() -> None:

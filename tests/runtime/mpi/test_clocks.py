@@ -1,4 +1,4 @@
-"""When ranks on other machines worked, by the caller's clock."""
+"""Times of ranks on other machines, by the caller's clock."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def check(package: Path, written: Path) -> None:
-    """What a package gave is what threads give, bit for bit."""
+    """Check that a package's outputs equal those of threads, bit for bit."""
     with Session(package, threads=1, ranks="threads") as session:
         expected = session.run(decoder_feeds(**SIZE))
         tokens = list(session.generate(PROMPT, max_new_tokens=8))
@@ -77,7 +77,7 @@ def check(package: Path, written: Path) -> None:
 
 
 def test_sessions_on_gpus_release_what_connects_them(decoder: Path, tmp_path: Path) -> None:
-    """Their processes go on: NCCL, and memory that others have opened, would stay, or be freed at any time."""
+    """Their processes go on: NCCL's connections and memory opened by others would leak, or be freed at any time."""
     packages = [fake_gpu_sessions.package(decoder, mode, 2) for mode in ("layer", "tensor")]
     program = (sys.executable, "-m", "tests.helpers.mpi_fake_gpus")
     code, shown = ended(MPIS[0].start(2, *program, tmp_path, *packages))
@@ -104,7 +104,7 @@ def test_outputs_are_those_of_threads_bit_for_bit(decoder: Path, folder: Path) -
 
 @two_hosts
 def test_two_hosts_that_have_their_own_ranks_alone(decoder: Path, folder: Path) -> None:
-    """By the other MPI, where there is one."""
+    """With the other MPI, if there is one."""
     packages = [compile_mode(decoder, mode) for mode in ("layer", "row", "tensor")]
     theirs = folder / "theirs"
     for package in packages:
@@ -182,7 +182,7 @@ def test_link_between_hosts_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.skipif(len(MPIS) < 2, reason="needs two MPIs: make test installs them")
 def test_mpirun_of_another_mpi_is_refused(tmp_path: Path) -> None:
-    """Each process is alone to Open MPI then, which leaves files as these are ended: not in /dev/shm, that is."""
+    """Each process is alone to Open MPI then, which leaves files when it is killed: not in /dev/shm here."""
     own = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
     library = replace(MPIS[0], environment={**MPIS[1].environment, **own})
     code, shown = ended(library.start(2, Path(sys.executable).with_name("splitc"), "devices"))
@@ -265,7 +265,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("mpi", "program"), [(MPIS[0], IDLE), (MPIS[-1], ENDLESS)], ids=["idle", "at work"])
 def test_job_that_is_terminated_ends_without_a_word(decoder: Path, mpi: Mpi, program: str) -> None:
-    """mpirun passes the signal on to all: process 0 ends its program, and the ranks with it."""
+    """mpirun passes the signal on to all processes: process 0 ends its program, and the ranks."""
     process = mpi.start(2, sys.executable, "-c", TERMINABLE + program, compile_mode(decoder, "tensor"), "")
     assert process.stdout is not None and process.stdout.readline() == "runs\n"
     process.send_signal(signal.SIGTERM)
@@ -293,7 +293,7 @@ main()
 
 @pytest.mark.parametrize(("mpi", "number"), [(MPIS[0], signal.SIGTERM), (MPIS[-1], signal.SIGINT)])
 def test_signal_waits_until_all_processes_have_met(mpi: Mpi, number: int, decoder: Path) -> None:
-    """One that ended before was waited for, or what MPI had opened stayed."""
+    """If a process ended before, the others would wait for it, or MPI's files would stay."""
     command = ("bench", compile_mode(decoder, "tensor"), "--runs", 1_000_000)
     process = mpi.start(2, sys.executable, "-c", LATE, mpi.rank_variable, *command)
     assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == ["begins\n"] * 2

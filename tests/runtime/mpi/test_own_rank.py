@@ -1,4 +1,4 @@
-"""The rank of the session's own process, and what it is for, without MPI."""
+"""The rank in the session's own process, without MPI."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_rank_that_leaves_before_it_has_loaded_ends_the_wait(ranks: MpiRanks) ->
 
 
 def test_own_rank_that_fails_says_why(ranks: MpiRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread has nobody to raise it to, and the session waited for it for ever."""
+    """Its thread can't raise the error to anyone, and the session must not wait for it forever."""
 
     def fail(*_: Any) -> None:
         raise PackageError("this host has no memory to meet in")
@@ -57,7 +57,7 @@ def test_own_rank_that_fails_says_why(ranks: MpiRanks, monkeypatch: pytest.Monke
 
 
 def test_host_without_the_library_is_named(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before ranks wait for each other to meet."""
+    """Before ranks wait for each other to connect."""
 
     def missing() -> None:
         raise PackageError("this machine has no library")

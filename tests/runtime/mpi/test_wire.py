@@ -15,7 +15,7 @@ from splitc.runtime.processes.wire import LOST
 
 
 class Silent:
-    """A post by which nothing comes."""
+    """A post that receives nothing."""
 
     def receive(self, seconds: float) -> None:
         pass
@@ -30,7 +30,7 @@ def test_what_has_arrived_is_taken_without_time_to_wait() -> None:
 
 
 class Noted(Silent):
-    """A post that notes what is sent. One to the rank `full` can't be."""
+    """A post that records what is sent. Sending to the rank `full` fails."""
 
     def __init__(self, full: int | None = None) -> None:
         self.full = full
@@ -43,7 +43,7 @@ class Noted(Silent):
 
 
 def test_request_that_only_some_ranks_get_is_no_request_that_fails_alone() -> None:
-    """The next one had its number, and ranks would have computed different requests as one."""
+    """Otherwise the next request would have its number, and ranks would compute different requests as one."""
     post = Noted(full=2)
     wire = MpiWire(cast("Messenger", post), [0, 0, 0], OwnControl(), spin=0.0)
     with pytest.raises(HandOverError, match="rank 2 could not be given a request: MemoryError"):
@@ -61,7 +61,7 @@ def test_ranks_are_told_when_that_of_the_session_has_left() -> None:
 
 
 def test_others_are_told_that_the_session_ends_where_one_can_not_be() -> None:
-    """Requests in flight were never ended: it was what broke the session that raised the error."""
+    """Requests in flight must end even if sending raises the error that broke the session."""
     post, own = Noted(full=1), OwnControl()
     MpiWire(cast("Messenger", post), [0, 0, 0], own, spin=0.0).send(Stop())
     assert post.sent == [(2, Stop())]

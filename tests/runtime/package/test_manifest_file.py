@@ -1,4 +1,4 @@
-"""Manifests that were changed, and manifests that contradict themselves, are refused before anything is loaded."""
+"""Changed manifests, and manifests that contradict themselves, are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def stages(decoder: Path, tmp_path: Path) -> Path:
 
 
 def change(package: Path, how: Change) -> None:
-    """Change the manifest, as somebody would who means it: with the right hash."""
+    """Change the manifest deliberately: with the right hash."""
     path = package / "manifest.json"
     fields = json.loads(path.read_bytes())
     how(fields)
@@ -157,7 +157,7 @@ def shard(fields: Fields, rank: int, name: str) -> Fields:
 
 
 def in_runs(*places: tuple[int, int]) -> Fields:
-    """A shard of an axis by places, as of several sections."""
+    """A shard of an axis by indices, as of several sections."""
     return {"sizes": [VOCABULARY], "ranges": [None], "places": [list(run) for run in places]}
 
 
@@ -186,7 +186,7 @@ def test_shards_that_are_not_all(stages: Path, how: Change, message: str) -> Non
 
 
 def test_outputs_of_shards_that_do_not_fit_together_are_said(stages: Path) -> None:
-    """As where an engine gives another size than it was built for."""
+    """As if an engine returned another size than it was built for."""
     parts = [part for rank in read_manifest(stages).ranks for part in rank.parts if part.name == "logits"]
     arrays = [np.zeros((1, rows, 48), np.float32) for rows in (1, 2)]
     with pytest.raises(PackageError, match="shards of 'logits' do not fit together: 1 x 1 x 48, 1 x 2 x 48"):
@@ -212,7 +212,7 @@ def test_groups_that_do_not_fit(stages: Path) -> None:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", seeds(1))
 def test_random_changes_end_in_a_message_or_change_nothing(copy: Path, decoder: Path, seed: int) -> None:
-    """No traceback, no hang, and no wrong result."""
+    """There is no traceback, no hang, and no wrong result."""
     feeds = decoder_feeds()
     expected = run_whole(decoder, feeds)
     original = (copy / "manifest.json").read_bytes()

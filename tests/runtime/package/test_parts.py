@@ -1,4 +1,4 @@
-"""Parts of inputs are cut out of the whole, and parts of outputs joined to it."""
+"""Shards are cut out of inputs, and outputs are joined from shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_part_of_an_inner_factor() -> None:
 
 
 def test_factor_before_that_is_of_any_size() -> None:
-    """Batch and heads in one axis: the batch is whatever is left."""
+    """Batch and heads in one axis: the batch is inferred."""
     axis = AxisPart(1, [-1, 4], [None, (0, 1)])
     assert cut_part(WHOLE, part(axis)).tolist() == WHOLE.reshape(2, 3, 4, 5)[:, :, :1].reshape(2, 3, 5).tolist()
     assert cut_part(WHOLE[:, :8], part(axis)).shape == (2, 2, 5)

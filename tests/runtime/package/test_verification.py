@@ -43,7 +43,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_files_are_read_once(tmp_path: Path, files: list[File], read: list[str]) -> None:
-    """And again when they have changed, which their times tell, even if somebody set one of them back."""
+    """And again after they changed, which their times show, even if one of the times was set back."""
     for verify, reads in ((ONCE, 2), (ONCE, 0), (ALWAYS, 2), (NEVER, 0), (ONCE, 0)):
         read.clear()
         verify_files(tmp_path, files, verify)
@@ -58,7 +58,7 @@ def test_files_are_read_once(tmp_path: Path, files: list[File], read: list[str])
 
 
 def another_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """That of a new container."""
+    """The home of a new container."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -69,7 +69,7 @@ def test_a_new_container_reads_nothing(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """The folder is mounted somewhere else. A copy has times of its own, even if it has taken over all that it can."""
+    """The folder is mounted elsewhere. A copy has its own times, even if it preserves all that it can."""
     places = tmp_path_factory.mktemp("places")
     package = tmp_path.rename(places / "package")
     verify_files(package, files, ONCE)
@@ -88,7 +88,7 @@ def test_package_that_can_not_be_written_to(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """What was compared is known to this user. A stamp of before does not hide it."""
+    """The comparison is recorded for this user. An older stamp does not hide it."""
     verify_files(tmp_path, files, ONCE)
     (tmp_path / "some.weights").touch()
     monkeypatch.setattr(verification, "written_whole", fail)
@@ -122,7 +122,7 @@ def test_a_link_in_place_of_a_stamp_is_not_written_through(tmp_path: Path, files
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": 2}', b"\xff", b"[" * 100_000, None])
 def test_stamps_that_are_none(tmp_path: Path, files: list[File], read: list[str], content: bytes | None) -> None:
-    """And a pipe, which would be waited for."""
+    """Including a pipe, on which reading would block."""
     if content is None:
         os.mkfifo(tmp_path / STAMP)
     else:
@@ -132,7 +132,7 @@ def test_stamps_that_are_none(tmp_path: Path, files: list[File], read: list[str]
 
 
 def test_a_stamp_is_part_of_its_package(decoder: Path, tmp_path: Path) -> None:
-    """It is not in the way of the package that replaces it."""
+    """It does not prevent replacing the package."""
     plan = plan_model(decoder, ["2xcpu"], LAYER)
     compile_model(plan, tmp_path / "package")
     Session(tmp_path / "package").close()

@@ -1,4 +1,4 @@
-"""What the tests of processes share."""
+"""Fixtures of the tests of processes."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def as_users_start_them(plain_ranks: None) -> None:
-    """Here the start is what is tested."""
+    """Start processes as for users: starting is tested here."""

@@ -1,4 +1,4 @@
-"""As in a container: the first process, a home and a package that can't be written to, no /dev/shm, few descriptors."""
+"""As in a container: PID 1, a read-only home and package, no /dev/shm, few descriptors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def may_unshare() -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux has namespaces")
 def test_first_process_of_a_container(decoder: Path, tmp_path: Path) -> None:
-    """And no process that has ended is left: the first one has to wait for all."""
+    """No ended process is left as a zombie: PID 1 has to wait for all."""
     if not may_unshare():
         pytest.skip("this user may not make namespaces")
     package, home = compile_mode(decoder, "tensor"), tmp_path / "home"

@@ -1,4 +1,4 @@
-"""Sessions of processes where files are many, or too many: what can't be had fails in words, and nothing waits."""
+"""Sessions of processes with too many open files: they fail with a message, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.helpers.stopping import stop
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Meanwhile this process can open nothing."""
+    """While the block runs, this process can open nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     try:
@@ -67,7 +67,7 @@ def test_message_is_read_whose_descriptor_this_process_can_not_have() -> None:
 
 
 def test_answer_whose_memory_the_caller_can_not_open_breaks_the_session(decoder: Path) -> None:
-    """The thread that reads answers died of it, and futures never ended."""
+    """The thread that reads answers must survive it, so that futures end."""
     with Session(compile_mode(decoder, "one device"), threads=1, ranks="processes", in_flight=2) as session:
         for _ in range(2):
             session.run(decoder_feeds())  # each slot is as large as these feeds
@@ -87,7 +87,7 @@ def test_answer_whose_memory_the_caller_can_not_open_breaks_the_session(decoder:
 
 
 def test_request_without_memory_leaves_those_in_flight_alone(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one got the slot of one in flight, and wrote over its feeds."""
+    """The next request must not get the slot of one in flight, and overwrite its feeds."""
 
     def full(size: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -114,7 +114,7 @@ def test_request_without_memory_leaves_those_in_flight_alone(decoder: Path, monk
 def test_rank_that_dies_before_the_session_is_there_ends_its_requests(
     decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody was told, and its first request was awaited for ever."""
+    """The session must be told, or its first request would wait forever."""
     wait = RankProcesses.wait_loaded
 
     def wait_and_lose(self: RankProcesses) -> None:
@@ -132,7 +132,7 @@ def test_rank_that_dies_before_the_session_is_there_ends_its_requests(
 def test_buffers_of_ranks_go_back_with_the_next_request_if_one_can_not_be_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Their ranks never got them back, and made others."""
+    """Otherwise their ranks would never get them back, and allocate others."""
 
     def full(size: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")

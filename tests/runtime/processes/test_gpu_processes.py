@@ -1,4 +1,4 @@
-"""Ranks that are processes, on GPUs that are not there (`fake_cupy`, `fake_nccl`)."""
+"""Ranks in processes, on fake GPUs (`fake_cupy`, `fake_nccl`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_known_shapes_are_replayed_by_each_rank(decoder: Path) -> None:
 
 
 def test_rank_that_can_not_replay_ends_the_session(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one waited for its values for ever: who replays sends nothing step by step."""
+    """The other rank would wait for its values forever, since replays send nothing step by step."""
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.failing_replay_rank")
     with Session(package(decoder, "layer", 2), devices=["2xcuda"]) as session:
         with pytest.raises(SplitcError, match="a replay failed on purpose"):

@@ -1,4 +1,4 @@
-"""Which ranks are connected, and how many descriptors that takes."""
+"""The connections between ranks, and the descriptors that they take."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_gpus_are_all_connected(four: Path) -> None:
 
 
 def test_ends_are_there_as_long_as_they_have_to_wait() -> None:
-    """Those of all pairs of 40 ranks are more than many systems give to a process."""
+    """The ends for all pairs of 40 ranks are more than many systems allow a process."""
     most, ranks, process = 0, 40, psutil.Process()
     before = process.num_fds()
     with ExitStack() as stack:

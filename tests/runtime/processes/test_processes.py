@@ -1,4 +1,4 @@
-"""Ranks that are processes: what they give, and what happens when they, or their caller, come to an end."""
+"""Ranks in processes: their results, and what happens when they or their caller end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BOUND = 10.0
 
 @pytest.fixture(scope="module")
 def opened(decoder: Path) -> Iterator[Session]:
-    """A session of two processes for all tests that leave it as it was."""
+    """A session of two processes, for all tests that do not change it."""
     with open_processes(compile_mode(decoder, "tensor"), 2) as session:
         yield session
 
@@ -74,7 +74,7 @@ def test_outputs_are_the_models(mode: str, decoder: Path) -> None:
 def test_memory_of_a_large_request_is_given_back(
     opened: Session, decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its feeds, by the caller and by the ranks, when many small ones came after it."""
+    """The caller and the ranks free its feeds when many small requests follow."""
     monkeypatch.setattr("splitc.runtime.ipc.demand.RECENT", 20)
 
     def shared() -> list[int]:
@@ -91,7 +91,7 @@ def test_memory_of_a_large_request_is_given_back(
 
 
 def test_ranks_load_nothing_that_only_others_need(opened: Session) -> None:
-    """psutil takes 20 ms, of each process that begins."""
+    """psutil takes 20 ms in each process that starts."""
     opened.run(decoder_feeds())
     assert not [rank.pid for rank in processes(opened) if "psutil" in Path(f"/proc/{rank.pid}/maps").read_text()]
 
@@ -116,7 +116,7 @@ def test_request_that_fails_on_all_ranks_fails_alone(opened: Session) -> None:
 
 
 def test_interrupt_of_all_processes_is_the_callers(opened: Session) -> None:
-    """A terminal sends it to all. The caller may go on, as in a notebook."""
+    """A terminal sends it to all processes. The caller may go on, as in a notebook."""
     for process in processes(opened):
         process.send_signal(signal.SIGINT)
     opened.run(decoder_feeds())
@@ -158,7 +158,7 @@ def test_rank_that_can_not_load_is_named(decoder: Path, tmp_path: Path, copy_pac
 
 
 def test_rank_that_can_not_be_told_to_start_is_named(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More descriptors come with what the second one is told than the system lets through."""
+    """The message to the second rank has more descriptors than the system lets through."""
     package, host = compile_mode(decoder, "layer"), DeviceProcess.host
     before = psutil.Process().children()
 
@@ -240,7 +240,7 @@ with Session(sys.argv[1], threads=1, ranks="processes") as session:
 
 
 def test_stop_of_all_processes_does_not_break_the_session(decoder: Path) -> None:
-    """As by Ctrl-Z, or with a container that is frozen: who was stopped itself has heard nobody."""
+    """As by Ctrl-Z, or in a frozen container: a process that was stopped itself heard no other."""
     caller = subprocess.Popen(
         [sys.executable, "-c", STOPPED, str(compile_mode(decoder, "layer"))],
         stdin=subprocess.PIPE,
@@ -292,7 +292,7 @@ def test_threads_that_ask_at_once_each_get_reports(opened: Session, monkeypatch:
 
 
 def test_messages_that_come_late_are_dropped(decoder: Path) -> None:
-    """A report for one who gave up, and a rank that has loaded when another one has failed."""
+    """A report for a request that was given up, and from a rank that loaded after another failed."""
     with open_processes(compile_mode(decoder, "one device")) as session:
         assert session.notes == []
         ranks = session._workers
@@ -317,7 +317,7 @@ def test_copy_of_the_caller_is_told_that_it_has_no_session(opened: Session) -> N
 
 
 def test_copy_of_the_caller_asks_the_ranks_nothing(opened: Session) -> None:
-    """It would start a thread that reads the answers that the session waits for."""
+    """It would start a thread that reads the answers for which the session waits."""
     time.sleep(IDLE + 0.5)  # until the session's own such thread has ended
     child = os.fork()
     if not child:
@@ -403,7 +403,7 @@ def test_caller_that_ends_while_ranks_load_gets_no_traceback() -> None:
 
 
 def test_caller_that_ends_while_ranks_start() -> None:
-    """Their process ends without a word, also while it waits for the next rank."""
+    """The ranks' process ends silently, also while it waits for the next rank."""
     ours, theirs = socket.socketpair()
     program = f"from splitc.runtime.processes.rank import main; main({theirs.fileno()})"
     with ours, theirs:

@@ -1,4 +1,4 @@
-"""Who takes what ranks' processes send."""
+"""The thread that receives messages of ranks' processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import until
 
 
 def test_who_watches_is_started_again_where_there_were_too_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that died were not noticed any more, in all sessions of the program."""
+    """Otherwise ranks that died would go unnoticed in all sessions of the program."""
 
     def full(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -1,4 +1,4 @@
-"""Ranks' processes as the session sees them: what they say at odd times, and those that say nothing any more."""
+"""Ranks' processes as the session sees them: late messages, and processes that fall silent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rank_that_does_not_answer_a_question_has_no_notes(decoder: Path, monkey
 
 
 def test_rank_that_answers_another_request_than_is_due_has_missed_one(decoder: Path) -> None:
-    """Others may have summed up the values of two requests, which have no numbers on GPUs."""
+    """Other ranks may have summed values of two requests, since values have no request numbers on GPUs."""
     with Session(compile_mode(decoder, "one device"), threads=1, ranks="processes") as session:
         session.run(decoder_feeds())
         ranks = ranks_of(session)

@@ -1,4 +1,4 @@
-"""The modules of a pipeline in one process for each device: on CPU devices, and on GPUs that are not there."""
+"""The modules of a pipeline in one process for each device: on CPU devices, and on fake GPUs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_each_device_has_one_process(pipeline: Path, decoder: Path) -> None:
 
 
 def test_memory_of_a_model_that_is_closed_is_freed(twice: Path) -> None:
-    """At once: the process, which goes on with the ranks of others, may have no work in which garbage is collected."""
+    """At once: the process goes on with other modules' ranks, and may not collect garbage for long."""
     with Pipeline(twice, threads=1, ranks="processes") as opened:
         (pid,) = pids(opened["first"])
         before, feeds = mapped(pid), decoder_feeds(batch=100)
@@ -80,7 +80,7 @@ def test_memory_of_a_model_that_is_closed_is_freed(twice: Path) -> None:
 
 
 def test_many_modules_take_few_descriptors_and_threads(decoder: Path, tmp_path: Path) -> None:
-    """A descriptor for each rank, in the caller and in its process; a thread for each rank, in its process alone."""
+    """A descriptor for each rank, in the caller and in its process, and a thread for each rank, in its process only."""
     count, ranks, few, caller = 8, 2, 8, psutil.Process()
     modes = ["layer", "tensor"]
     folder = write_modules(
@@ -128,7 +128,7 @@ def test_pipeline_that_can_not_load_leaves_nothing(twice: Path) -> None:
 
 
 def test_gpus_have_one_process_each(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for a module that is on one of them alone."""
+    """Also for a module on only one of them."""
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
     packages = {"both": fake_gpu_sessions.package(decoder, "tensor", 2), "alone": compile_mode(decoder, "one device")}
     folder = write_modules(tmp_path / "pipeline", packages)
@@ -156,7 +156,7 @@ def test_what_ranks_of_several_models_are_by_default() -> None:
 
 
 def test_rank_that_can_have_no_thread_ends_its_process(twice: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its session waited for ever, since the process went on with the ranks of others."""
+    """Otherwise its session would wait forever, since the process goes on with other modules' ranks."""
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.threadless_rank")
     before = own_children()
     with pytest.raises(SplitcError, match=r"the process of rank 0 \(cpu0\) ended with exit code 1"):

@@ -1,4 +1,4 @@
-"""Which requests are worth recording."""
+"""Which requests are worth recording as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_oldest_recording_makes_room_only_when_it_is_idle() -> None:
 
 
 def test_convolutions_are_recorded_for_feeds_of_the_same_shapes() -> None:
-    """Before a capture they run on its shapes, which unloads what earlier recordings launch."""
+    """The run before a capture unloads the kernels that earlier recordings launch."""
     kept = KeptRecordings(same_feeds=True)
     recorded(kept, of(1))
     recorded(kept, of(1, states=7), Home(1, ()))

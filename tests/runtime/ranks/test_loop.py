@@ -1,4 +1,4 @@
-"""The loop that runs a rank's steps, with engines of the tests' own."""
+"""The loop that runs a rank's steps, with fake engines."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_failure_before_the_first_step_is_one_of_the_request_too() -> None:
 
 
 def test_failure_keeps_nothing_of_where_it_came_from() -> None:
-    """The error's frames must not keep a device's memory alive, since the error may be kept anywhere."""
+    """The error may be kept anywhere, so its frames must not keep a device's memory alive."""
     held = []
 
     def engine() -> None:

@@ -1,4 +1,4 @@
-"""Decoders whose masks are left out where they say nothing, on GPUs that are not there."""
+"""Decoders whose masks are omitted if they hide nothing but later tokens, on fake GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [needs_caches, pytest.mark.usefixtures("gpus")]
 
 @pytest.mark.parametrize("devices", [["cuda0"], ["cuda0", "cuda1"]])
 def test_tokens_are_replayed_without_masks_and_with_them(tmp_path: Path, devices: list[str]) -> None:
-    """A sequence with padding in its prompt has it in each token's mask. Each form is recorded by itself."""
+    """A sequence with padding in its prompt has it in each token's mask. Each form is recorded separately."""
     style = replace(OPTIMUM, dtype=HALF)
     path = compiled(style, tmp_path, "layer", devices)
     spare = [f"cpu{number}" for number, _ in enumerate(devices)]

@@ -1,4 +1,4 @@
-"""Placed weights beside GPUs that are not there: values go to the other device and come back within a request."""
+"""Placed weights beside fake GPUs: values go to the other device and come back within a request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICES = [["cuda0", "cuda1"], ["cuda0", "cuda1", "cpu0"]]
 
 
 def make_package(model: Path, package: Path, devices: list[str]) -> Manifest:
-    """The feed-forward parts' weights are on the last device."""
+    """A package with the feed-forward weights on the last device."""
     memory = [f"{device}=1GiB" for device in devices]
     request = Request(split_mode="layer", place=[Place("mlp", devices[-1])], memory=memory, spread=True)
     plan = plan_model(model, devices, request)
@@ -35,7 +35,7 @@ def make_package(model: Path, package: Path, devices: list[str]) -> Manifest:
 def test_feed_forward_parts_on_another_device(
     decoder: Path, tmp_path: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transfers are between engines, which fake GPUs can do."""
+    """Transfers are between engines, which fake GPUs support."""
     monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
     placed = make_package(decoder, tmp_path / "package", devices).ranks[-1]
     assert [type(step) for step in placed.program] == [Receive, Run, Send] * LAYERS
@@ -63,7 +63,7 @@ GROUPS = [
 def test_beside_shards_and_in_groups(
     decoder: Path, tmp_path: Path, mode: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums are between GPUs alone, and each group of batch mode has a device for what is placed."""
+    """Only GPUs sum, and each group of batch mode has a device for placed weights."""
     monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
     memory = [f"{device}=4GiB" for device in devices]
     place = devices[1] if mode == "batch" else devices[-1]

@@ -1,4 +1,4 @@
-"""Ranks with placed weights, as a session runs them: threads and processes, streams, requests that fail."""
+"""Ranks with placed weights in a session: threads and processes, streams, failing requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_package(model: Path, table: str | None, experts: str) -> Path:
 
 @pytest.mark.parametrize(("form", "ranks"), [("fused", "threads"), ("loop", "processes")])
 def test_requests_of_a_stream(tmp_path: Path, form: str, ranks: str) -> None:
-    """Of all lengths: two rows of 2200 tokens are more than what a channel has room for."""
+    """Of all lengths: two rows of 2200 tokens exceed a channel's buffer."""
     model = save_mixture(tmp_path, form)
     with Session(make_package(model, "cpu2", "cpu1"), threads=1, in_flight=3, ranks=ranks) as session:
         given = [mixture_feeds(length, 2) for length in (1, 5, 2200, 1, 2, 900, 4)]

@@ -1,4 +1,4 @@
-"""Requests that are replayed as CUDA graphs, on GPUs that are not there."""
+"""Requests that are replayed as CUDA graphs, on fake GPUs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def shifted(feeds: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def make_known(session: Session) -> None:
-    """Run the feeds so often that they are recorded the next time."""
+    """Run the feeds until the next request with their sizes is recorded."""
     for _ in range(NEW + 1):
         session.run(decoder_feeds())
 
@@ -102,7 +102,7 @@ def test_nothing_is_replayed_where_nobody_wants_it(decoder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_replays_and_eager_runs_take_turns(decoder: Path, ranks: int) -> None:
-    """Sizes that are new run eagerly in between."""
+    """Requests of new sizes run eagerly in between."""
     with Session(package(decoder, "layer", ranks), devices=[f"{ranks}xcuda"], in_flight=4) as session:
         many = [shifted(decoder_feeds(1, 1, 3 + number % 5), number) for number in range(30)]
         for feeds, outputs in zip(many, session.map(many)):
@@ -140,7 +140,7 @@ SMALL = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabula
 def test_states_are_where_the_graph_left_them(
     tmp_path: Path, mode: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sequences in turns, each with room for its cache, so that no size changes from token to token."""
+    """Two sequences alternate, each with room in its cache, so that sizes do not change between tokens."""
     model = tmp_path / "model" / "model.onnx"
     save(build_fused(SMALL) if in_place else build(replace(SMALL, capacity=ROOM)), model)
     place = package(model, mode, 2)
@@ -203,7 +203,7 @@ def test_sequences_with_other_room_have_states_of_their_own(tmp_path: Path) -> N
 def test_sequences_that_grow_go_on_eagerly_and_are_replayed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the tokens so far in larger states, also where an ended sequence left some of that size."""
+    """Earlier tokens are in the larger states, also if an ended sequence left states of that size."""
     model = tmp_path / "model" / "model.onnx"
     save(build_fused(SMALL), model)
     place = package(model, "tensor", 2)
@@ -237,7 +237,7 @@ def test_states_that_grow_are_not_replayed(decoder: Path) -> None:
 
 
 def test_recordings_in_use_stay(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More kinds of requests than recordings in turns: some are replayed, and none recorded again and again."""
+    """With more kinds of requests than recordings, some are replayed, and none is recorded repeatedly."""
     monkeypatch.setattr("splitc.runtime.ranks.kept_recordings.MOST", 2)
     monkeypatch.setattr("splitc.runtime.ranks.kept_recordings.IDLE", 8)
     made = []
@@ -279,7 +279,7 @@ def test_engine_that_can_not_be_captured_runs_eagerly_and_is_named(
 def test_convolutions_are_captured_in_a_session_of_their_own_only(
     tmp_path: Path, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the one of all requests, another shape unloads kernels that a recording launches."""
+    """In a session for all requests, another shape would unload kernels that a recording launches."""
     block = Block()
     made = block.op("Conv", block.data("x", (1, 16, 66), [1, 16, 66]), block.w("kernel", 16, 16, 3))
     block.give(made, shape=[1, 16, 64])
@@ -296,7 +296,7 @@ def test_convolutions_are_captured_in_a_session_of_their_own_only(
 
 
 def test_control_flow_is_never_captured(write_model: Callable[[str], Path]) -> None:
-    """TensorRT captures it, with the branch that one request took."""
+    """TensorRT would capture it, with the branch that one request took."""
     model = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[n, 4] x, bool flag) => (float[n, 4] y)
@@ -314,7 +314,7 @@ def test_control_flow_is_never_captured(write_model: Callable[[str], Path]) -> N
 
 
 def test_sizes_that_depend_on_data_are_never_captured(tmp_path: Path) -> None:
-    """A graph has the sizes of one request: for other data it would read memory that is not its own."""
+    """A graph has one request's sizes: with other data it would read memory beyond its own."""
     block = Block()
     x = block.op("MatMul", block.data("x", (6, 8), ["n", 8]), block.w("A", 8, 8))
     above = block.op("Greater", x, block.constant(0.0, np.float32))
@@ -360,7 +360,7 @@ def test_rank_that_fails_while_it_is_recorded(
 
 
 def test_first_replay_that_gives_something_else_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks run the request eagerly, which goes on from the states as they were, and no such one is recorded."""
+    """All ranks run the request eagerly, from the unchanged states, and do not record requests like it."""
     model = tmp_path / "model" / "model.onnx"
     save(build(replace(SMALL, capacity=ROOM)), model)
     place = package(model, "tensor", 2)
@@ -381,7 +381,7 @@ def test_first_replay_that_gives_something_else_is_no_answer(tmp_path: Path, mon
 def test_what_copies_from_memory_of_the_host_is_not_replayed(
     ranks: int, decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be copied again in each replay, when it is gone."""
+    """Each replay would copy from memory that is freed by then."""
     monkeypatch.setenv(FROM_HOST, f"stage{ranks - 1}.onnx")
     with Session(package(decoder, "layer", ranks), devices=[f"{ranks}xcuda"]) as session:
         make_known(session)
@@ -427,7 +427,7 @@ def test_generated_tokens_are_replayed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_ranks_that_differ_in_their_states_go_the_same_way(tmp_path: Path) -> None:
-    """One rank has a state that grows, and the other one has one that does not, which alone could be replayed."""
+    """One rank has a state that grows, the other one that does not and could be replayed alone."""
     block = Block()
     x = block.data("x", (1, 8))
     past = block.op("Concat", block.data("past", (0, 8), ["p", 8]), x, axis=0)

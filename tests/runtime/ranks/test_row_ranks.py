@@ -1,4 +1,4 @@
-"""Row mode with one engine a rank, as a session runs it: threads and processes, requests that fail, many at once."""
+"""Row mode with one engine a rank in a session: threads and processes, failing requests, many at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDE, LAYERS, TABLE = 24, 3, 10
 
 
 def save_model(folder: Path) -> Path:
-    """Layers of which the last looks up what the caller says, after the ranks have met a few times."""
+    """Layers, the last of which indexes by a feed, after the ranks have communicated a few times."""
     b = Block()
     x = b.data("x", (2, 5, WIDE), ["n", "t", "k"])
     for layer in range(LAYERS):
@@ -86,7 +86,7 @@ def test_request_that_fails_in_the_midst_fails_alone(tmp_path: Path, ranks: str)
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_request_that_fails_on_a_helper_fails_alone(tmp_path: Path, ranks: str) -> None:
-    """The main rank multiplies nothing: others find out that the shapes do not fit, while it waits for them."""
+    """The main rank multiplies nothing: its helpers detect that shapes do not fit, while it waits for them."""
     model = save_model(tmp_path)
     with Session(make_package(model, (1e-6, 1, 1)), threads=1, in_flight=4, ranks=ranks) as session:
         futures = [session.submit(feeds(length, WIDE + (length == 2))) for length in range(1, 5)]

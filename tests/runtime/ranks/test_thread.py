@@ -28,7 +28,7 @@ from tests.helpers.meetings import meet
 
 @pytest.mark.usefixtures("gpus")
 def test_a_rank_that_fails_to_load_leaves_its_gpu(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has begun there ends before its engines are freed, which nobody waits for who has the error."""
+    """Work that it began there ends before its engines are freed, for which the error's receiver does not wait."""
     engines: list[weakref.ref[HostEngine]] = []
     left: list[tuple[str, bool]] = []
     load, detach = FakeBackend.load, FakeBackend.detach
@@ -56,7 +56,7 @@ def test_a_rank_that_fails_to_load_leaves_its_gpu(decoder: Path, monkeypatch: py
 
 @pytest.mark.usefixtures("gpus")
 def test_what_is_reserved_is_what_was_planned(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache counts both of its arrays, unless it is always overwritten in place."""
+    """A cache counts as two arrays, unless it is always written in place."""
     reserved: list[int] = []
     monkeypatch.setattr(FakeBackend, "reserve", lambda _, size: reserved.append(size))
     with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
@@ -65,7 +65,7 @@ def test_what_is_reserved_is_what_was_planned(decoder: Path, monkeypatch: pytest
 
 
 def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank waited as long as outputs of earlier ones were awaited, or summed up values of the next one."""
+    """Otherwise the other rank would wait for outputs of earlier requests, or sum values of the next one."""
     mine, other = meet(2, patience=5)
     came = threading.Event()
     errors: list[BaseException] = []
@@ -99,7 +99,7 @@ def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pyt
 
 
 def test_answer_that_can_not_be_given_breaks_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an asynchronous device another thread gives it: what went wrong there was lost, and the caller waited."""
+    """On an asynchronous device another thread answers: its error must reach the caller."""
     computation = SimpleNamespace(sequences={}, adapters={}, run=lambda _: (dict, [], False))
     monkeypatch.setattr(thread, "load_rank", lambda *_: LoadedRank(Program([], []), [], None, None, None))
     monkeypatch.setattr(thread, "Computation", lambda *_: computation)
@@ -119,7 +119,7 @@ def test_answer_that_can_not_be_given_breaks_the_session(monkeypatch: pytest.Mon
 
 
 def test_requests_are_answered_in_order_though_a_replay_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session takes one that is answered too early for one of a rank that has missed others."""
+    """The session takes an early answer for one of a rank that missed requests."""
     came, answered = threading.Event(), SimpleQueue[int]()
 
     def play(request: InFlightRequest, _: Any) -> None:

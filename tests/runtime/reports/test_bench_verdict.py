@@ -1,4 +1,4 @@
-"""What a bench says to change; and an earlier bench beside it."""
+"""A bench's advice, and its comparison with an earlier bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages as a browser without a network shows them: in light, in dark, on a phone and in print."""
+"""Pages in a browser without a network: in light and dark style, on a phone and in print."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pages(browser: Any, decoder: Path, package: Path, tmp_path_factory: pytest.T
 
 
 def colours(browser: Any) -> tuple[int, int]:
-    """How bright the page's background and its text are."""
+    """The brightness of the page's background and of its text."""
     script = "const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"
     back, ink = (sum(map(int, re.findall(r"\d+", each)[:3])) for each in browser.execute_script(script))
     return back, ink
@@ -47,7 +47,7 @@ def count(browser: Any, selector: str) -> int:
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_pages_are_drawn_and_fit(browser: Any, pages: dict[str, Path], look: str) -> None:
-    """Every chart has marks, no wider than the page; dark pages are dark, and print is as light is."""
+    """Every chart has marks and fits the page; dark pages are dark, and print looks like light."""
     for name, page in pages.items():
         show(browser, page, LOOKS[look])
         picture(browser, KEPT / f"{name}-{look}.png")
@@ -72,7 +72,7 @@ def test_strip_has_a_colour_a_device(browser: Any, pages: dict[str, Path]) -> No
 
 
 def test_a_part_of_a_timeline_is_enlarged(browser: Any, pages: dict[str, Path]) -> None:
-    """By drawing across the small chart; and a click shows all again."""
+    """By dragging across the small chart; a click shows all again."""
     chains = pytest.importorskip("selenium.webdriver.common.action_chains").ActionChains
     show(browser, pages["bench"])
     script = "return [...document.querySelectorAll('.chart[data-overview]')[0].querySelectorAll('.mark-text text')]"
@@ -101,7 +101,7 @@ def test_node_is_found_by_parts_of_its_name(browser: Any, pages: dict[str, Path]
 
 
 def test_tables_fit_a_phone(browser: Any, pages: dict[str, Path]) -> None:
-    """That of the slowest blocks; and no option of the verdict is broken at the end of a line."""
+    """The table of the slowest blocks does, and no option in the verdict is broken at a line's end."""
     show(browser, pages["plan"], LOOKS["phone"])
     wide, room = browser.execute_script(
         "const blocks = [...document.querySelectorAll('.wide')].find(each => each.innerText.startsWith('block'));"

@@ -1,4 +1,4 @@
-"""Pages of pictures: what they have is what the terminal shows, and names in them have no power."""
+"""Report pages have the terminal's contents, and names in them can't inject code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MOST_BYTES = 1 << 20
 
 
 def content(page: Path) -> str:
-    """A page without the scripts that draw, as text."""
+    """A page as text, without the scripts that draw."""
     text = page.read_text(encoding="utf-8")
     assert len(text.encode()) < MOST_BYTES
     return text[: text.index("<style>")]
@@ -64,7 +64,7 @@ def rows(chart: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def words(page: Path) -> str:
-    """What stands on a page."""
+    """The words on a page."""
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", content(page).partition('<script type="application')[0])).split())
 
 
@@ -152,7 +152,7 @@ def test_page_of_a_bench_has_both_timelines(package: Path, tmp_path: Path) -> No
 def test_page_of_gpus_says_what_was_measured(
     decoder: Path, tmp_path: Path, options: list[str], kinds: set[str], said: str
 ) -> None:
-    """A step that is launched is not the GPU's time, and a replay does not tell steps apart."""
+    """The time of a launched step is not the GPU's time, and a replay does not separate steps."""
     page, trace = tmp_path / "bench.html", tmp_path / "trace.json"
     package = fake_gpu_sessions.package(decoder, "tensor", 2)
     ran = ("-d", "2xcuda", "--runs", 8, "--report", page, "--trace", trace)
@@ -182,7 +182,7 @@ def test_page_of_a_check_has_every_output(package: Path, decoder: Path, tmp_path
 
 
 def test_errors_are_drawn_the_worst_first() -> None:
-    """What can't be compared is said; and what agrees entirely is at 0, though the axis is of powers of ten."""
+    """Outputs that can't be compared are listed; exact agreement is drawn at 0, though the axis is logarithmic."""
     a, wrong = np.ones(4, np.float32), np.array([1, 1, 2, 1], np.float32)
     whole = a.astype(int)
     found = compare({"same": a, "off": a, "int": whole, "none": a}, {"same": a, "off": wrong, "int": whole})
@@ -245,7 +245,7 @@ def test_a_page_is_refused_before_any_work(
 
 
 def test_scripts_are_made_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each time where the cache can't be written."""
+    """And each time if the cache can't be written."""
     made: list[str] = []
 
     def javascript_bundle(vl_version: str) -> str:

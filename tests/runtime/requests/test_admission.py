@@ -1,4 +1,4 @@
-"""Requests in flight: in order, bounded, each with its own answer; and every way in which it may go wrong ends soon."""
+"""Requests in flight: in order, bounded, each with its own answer; every failure ends soon."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_answers_come_in_order_and_are_each_ones_own(streamed: Session, decoder:
 
 
 def test_outputs_go_with_the_last_who_holds_them(streamed: Session) -> None:
-    """Not when the garbage collector comes by, which counts objects and knows nothing of their bytes."""
+    """They are freed with their last reference, not by the garbage collector, which ignores their bytes."""
     gc.collect()
     gc.disable()
     try:
@@ -84,7 +84,7 @@ def test_outputs_go_with_the_last_who_holds_them(streamed: Session) -> None:
 def test_request_has_what_it_was_given_when_it_was_given(
     streamed: Session, decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever submits, or hands `map` an iterator, may use his arrays for the next request."""
+    """A caller of submit, or of `map` with an iterator, may reuse its arrays for the next request."""
     gate = threading.Event()
     run = OnnxRuntimeEngine.run
     monkeypatch.setattr(OnnxRuntimeEngine, "run", lambda self, *given: (gate.wait(20), run(self, *given))[1])
@@ -264,7 +264,7 @@ def test_refused_feeds_take_no_place(package: Path) -> None:
 def test_interrupt_comes_after_all_ranks_have_the_request(
     package: Path, decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank had the request and another one did not: later requests got other requests' answers."""
+    """If only one rank had the request, later requests would get other requests' answers."""
     with Session(package, threads=1, ranks="threads") as session:
         worker = session._workers[1]  # type: ignore[index]
         queue = worker.requests
@@ -319,7 +319,7 @@ def test_request_that_some_processes_can_not_be_given_breaks_the_session(
 def test_rank_that_misses_a_request_breaks_the_session(
     decoder: Path, mode: str, ranks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rather than give the next request values of this one."""
+    """Otherwise the next request would get values of this one."""
     with Session(compile_mode(decoder, mode), threads=1, ranks=ranks) as session:
         assert_close(session.run(sized(1)), run_whole(decoder, sized(1)), 2e-5)
         workers: Any = session._workers
@@ -336,7 +336,7 @@ def test_rank_that_misses_a_request_breaks_the_session(
 
 
 def test_callbacks_submit_to_processes_whose_sockets_are_full(decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that reads answers waited for room for a request, and a rank for room for its answer."""
+    """The thread that reads answers must not wait for room for a request while a rank waits for room for its answer."""
     make = socket.socketpair
 
     def make_small() -> tuple[socket.socket, socket.socket]:
@@ -381,7 +381,7 @@ def test_interrupt_ends_the_wait_for_a_place(package: Path, monkeypatch: pytest.
 
 
 def test_interrupt_in_mid_run_ends_the_program(package: Path, tmp_path: Path) -> None:
-    """Ctrl-C while requests stream through: the program is gone within seconds, threads and all."""
+    """Ctrl-C in a stream of requests: the program ends within seconds, with all threads."""
     save_arrays(tmp_path / "in.npz", decoder_feeds())
     program = textwrap.dedent(
         f"""
@@ -415,7 +415,7 @@ def test_interrupt_in_mid_run_ends_the_program(package: Path, tmp_path: Path) ->
 
 
 def test_values_of_many_requests_are_let_go(package: Path) -> None:
-    """What a request leaves behind would show as objects that only grow."""
+    """Leaks of requests would show as growing numbers of objects."""
     import gc
 
     import onnxruntime as ort

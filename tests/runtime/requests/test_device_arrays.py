@@ -1,4 +1,4 @@
-"""Feeds and outputs on GPUs, where the ranks have them, on GPUs that are not there."""
+"""Feeds and outputs on the ranks' GPUs, which are fake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RUNS = NEW + 2
 
 
 def late(array: Any, device: int = 0) -> GpuNdarray:
-    """The array on a GPU, where the caller's current stream writes its numbers, and takes its time."""
+    """The array on a GPU, written slowly on the caller's current stream."""
     with fake_cupy.Device(device):
         made = GpuNdarray(array.shape, array.dtype)
 
@@ -59,13 +59,13 @@ def changed(feeds: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def feeds_of(request: InFlightRequest) -> set[str]:
-    """The feeds that have stayed on GPUs."""
+    """The request's feeds that are still on GPUs."""
     return {name for name, feed in request.feeds.items() if isinstance(feed, GpuFeed)}
 
 
 @pytest.mark.parametrize("device", ["cuda0", "cuda2"])
 def test_outputs_are_those_of_feeds_on_the_host(decoder: Path, device: str) -> None:
-    """Feeds come from the first GPU, and are not ready when the request begins. Later requests are replayed."""
+    """Feeds come from the first GPU, and are not ready when the request starts. Later requests are replayed."""
     with Session(package(decoder, "layer", 1), devices=[device]) as session, own_stream():
         for number in range(RUNS):
             feeds = changed(decoder_feeds(), number)
@@ -99,7 +99,7 @@ def test_feeds_stay_where_the_rank_is_a_thread(decoder: Path, monkeypatch: pytes
 
 
 def test_outputs_are_the_callers_to_keep(decoder: Path) -> None:
-    """Later requests and replays write elsewhere, also when the caller has dropped some outputs."""
+    """Later requests and replays do not overwrite them, also after the caller has dropped some outputs."""
     with Session(package(decoder, "layer", 1), devices=["cuda0"]) as session:
         kept = []
         for number in range(2 * RUNS):
@@ -132,7 +132,7 @@ def test_elements_out_of_order_are_put_in_order(decoder: Path) -> None:
 
 
 def test_numbers_without_axes_get_none() -> None:
-    """CuPy's `ascontiguousarray` gives them one, as NumPy's does."""
+    """CuPy's `ascontiguousarray` gives scalars an axis, as NumPy's does."""
     feed = read_gpu_feed(late(np.array(3, np.int64)))
     assert feed.shape == () and feed.on_host() == 3
 

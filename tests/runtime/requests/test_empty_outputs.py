@@ -1,4 +1,4 @@
-"""Requests without rows or tokens, which end the process: kernels on GPUs and recurrent ones divide by their number."""
+"""Requests without rows or tokens, on which GPU and recurrent kernels divide by zero and crash."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_gpus_get_rows_and_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("operator", "gates", "sizes"), [("LSTM", 4, ["n"]), ("GRU", 3, ["n", "t"])])
 def test_recurrent_layers_get_rows(operator: str, gates: int, sizes: list[str], tmp_path: Path) -> None:
-    """ONNX Runtime's LSTM and GRU end the process without: the request is refused, and the next one runs."""
+    """ONNX Runtime's LSTM and GRU crash without rows: the request is refused, and the next one runs."""
     block = Block()
     x = block.data("x", (3, 2, 6), ["t", "n", 6])
     recurrent, hidden = (block.w(name, 1, gates * 5, size) for name, size in (("W", 6), ("R", 5)))
@@ -64,7 +64,7 @@ def test_recurrent_layers_get_rows(operator: str, gates: int, sizes: list[str], 
 
 
 def test_grouped_attention_gets_rows(tmp_path: Path) -> None:
-    """ONNX Runtime divides by their number: SIGFPE ended the caller's process."""
+    """ONNX Runtime divides by the number of rows: SIGFPE would end the caller's process."""
     save(llama_fused.build(DECODER), tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", "2xcpu", LAYER), tmp_path / "package")
     whole = decoder_feeds(batch=1)

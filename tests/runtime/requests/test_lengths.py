@@ -1,4 +1,4 @@
-"""What ranks are told of caches that are written in place."""
+"""The ranks' inputs for caches that are written in place."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def test_pasts_of_unlike_lengths_are_refused() -> None:
 
 @pytest.mark.parametrize(("batch", "new"), [(0, 1), (2, 0)])
 def test_requests_of_nothing_are_refused(batch: int, new: int) -> None:
-    """ONNX Runtime's operator divides by zero where there is no row, which ends the process."""
+    """ONNX Runtime's operator divides by zero without rows, which ends the process."""
     with pytest.raises(FeedError, match=rf"{new} tokens in {batch} rows.* --no-fuse"):
         with_lengths([LENGTH], feeds(batch, new, 5))

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps(rows: int, tokens: list[int]) -> list[dict[str, Any]]:
-    """Feeds for so many tokens each, after those before, with masks of the tokens so far."""
+    """Feeds of this number of tokens each, with masks of all tokens so far."""
     ids = np.arange(rows * sum(tokens)).reshape(rows, -1) % DECODER.vocabulary
     ends = np.cumsum(tokens)
     return [

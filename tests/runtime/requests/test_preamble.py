@@ -1,4 +1,4 @@
-"""What is computed of a request on the host, before its engines."""
+"""The part of a request that is computed on the host, before its engines."""
 
 from __future__ import annotations
 

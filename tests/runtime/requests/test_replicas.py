@@ -1,4 +1,4 @@
-"""Groups of ranks that divide the rows of requests: results, sequences, errors and what is left of them."""
+"""Groups of ranks that divide a request's rows: results, sequences, and errors."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_package_runs_on_other_numbers_of_devices(grouped: Path, decoder: Path) 
 
 
 def test_one_row_may_stand_for_all(write_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Where all outputs follow from an input that has them. What the model makes of others is right, and its errors."""
+    """If all outputs depend on an input with all rows. Otherwise the model's own result or error is right."""
     model = write_model(
         """<ir_version: 8, opset_import: ["": 17]>
         add (float[A,3] a, float[B,3] b) => (float[C,3] y, float[B,3] z) { y = Add(a, b) z = Neg(b) }"""
@@ -223,7 +223,7 @@ def test_one_row_may_stand_for_all(write_model: Callable[[str], Path], tmp_path:
 def test_more_rows_than_are_picked_are_no_rows_of_the_request(
     write_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """As of a mask, of which each row's own is picked by numbers that are counted by another input."""
+    """As with a mask, from which each row takes its own by a number counted from another input."""
     model = write_model(
         """<ir_version: 8, opset_import: ["": 17]>
         pick (float[A,3] x, float[B,3] mask) => (float[C,3] y) <int64[1] at = {0}, int64 zero = {0}, int64 one = {1}> {

@@ -92,7 +92,7 @@ def test_loaded_states_may_change_later(package_of: Path, decoder: Path) -> None
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_loaded_states_outlive_other_requests(ranks: str, tmp_path: Path) -> None:
-    """Those that are written in place, in memory that brings the feeds of later requests to a process."""
+    """Including states written in place, in memory that brings later requests' feeds to a process."""
     save(llama_fused.build(DECODER), tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER), tmp_path / "package")
     names = [value.name for value in whole_session(tmp_path / "model.onnx").get_inputs()]
@@ -142,7 +142,7 @@ def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
 
 
 def test_recurrent_states_are_states_too(tmp_path: Path) -> None:
-    """They stay, and begin as zeros."""
+    """They stay on the ranks, and start as zeros."""
     model = tmp_path / "model.onnx"
     write_lstm(model)
     compile_model(plan_model(model, ["cpu0"], LAYER), tmp_path / "package")
@@ -178,7 +178,7 @@ SCATTERS = {
 def test_states_of_a_size_are_written_where_they_are(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a sequence. What a caller feeds is not written to."""
+    """In a sequence only. A caller's feeds are not written to."""
     at = "int64[1]" if name == "TensorScatter" else "int64[1, 1, 1]"
     text = f"""<ir_version: 11, opset_import: ["" : 24]> g (float[1, 1, 4] x, {at} at, float[1, m, 4] past)
         => (float[1, 4] y, float[1, m, 4] present) {{
@@ -223,7 +223,7 @@ def test_model_without_states_has_no_sequences(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_a_sequence_is_for_one_thread_at_a_time(decoder: Path, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others want meanwhile is refused and changes nothing; a close waits for the request."""
+    """Other threads are refused meanwhile and change nothing; `close` waits for the request."""
     feeds = {name: array for name, array in decoder_feeds(1, 4, 0).items() if not name.startswith("past")}
     package = compile_mode(decoder, "tensor")
     with Session(package, threads=1, ranks=ranks) as session, ThreadPoolExecutor(1) as another:
@@ -257,7 +257,7 @@ def test_a_sequence_is_for_one_thread_at_a_time(decoder: Path, ranks: str, monke
 
 
 def test_an_engine_that_lacks_room_in_a_cache_is_explained(tmp_path: Path) -> None:
-    """How far its caches are filled is in a mask, so that only the engine knows when they are full."""
+    """The filled length is in a mask, so that only the engine knows when the cache is full."""
     size = Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=64, vocabulary=50)
     save(llama_fused.build(size), tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", ["2xcpu"], LAYER), tmp_path / "package")

@@ -1,4 +1,4 @@
-"""What others see of a session's requests: counters, the log, and traces."""
+"""Telemetry of a session's requests: counters, the log, and traces."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bad() -> Arrays:
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    """The spans of this process, whose provider can't be changed again once it is set."""
+    """The spans of this process. The provider can't be changed once it is set."""
     exported, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exported))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
@@ -110,7 +110,7 @@ def test_log_has_the_shapes_that_are_captured(decoder: Path, gpus: None, caplog:
 
 
 def test_log_is_silent_where_nobody_listens(package: Path) -> None:
-    """Python prints warnings of a logger that has no handler."""
+    """Python prints warnings of loggers without a handler."""
     program = f"""
 from splitc.runtime import Session, SplitcError
 from tests.helpers.feeds import decoder_feeds

@@ -71,7 +71,7 @@ def test_who_waits_is_told_of_the_end() -> None:
 
 
 def test_nobody_waits_for_the_lock_while_a_model_comes_in() -> None:
-    """It may come in by ranks that are in a callback: one which submits was waited for, and waited for the lock."""
+    """It may be loaded by ranks that are in a callback, which may submit a request and wait for the lock."""
     turns = Turns()
     comes, may_come = threading.Event(), threading.Event()
 
@@ -136,7 +136,7 @@ def two(decoder: Path, folder: Path, first: Path, second: Path) -> Path:
 @pytest.mark.usefixtures("gpus")
 @needs_dlpack
 def test_modules_swap_on_a_gpu_of_threads(decoder: Path, tmp_path: Path) -> None:
-    """Requests that are replayed find their weights too. On cuda0 is the whole model, or its second half."""
+    """Replayed requests find their weights too. cuda0 has the whole model, or its second half."""
     folder = two(decoder, tmp_path, compile_mode(decoder, "one device"), fake_gpu_sessions.package(decoder, "layer", 2))
     feeds, own = decoder_feeds(), {"first": {"devices": ["cuda0"]}, "second": {"devices": ["cuda1", "cuda0"]}}
     with Pipeline(folder, swap=True, own=own) as opened:
@@ -186,7 +186,7 @@ def test_weights_on_cpu_devices_stay_mapped(decoder: Path, tmp_path: Path, ranks
 
 @pytest.mark.parametrize("mode", ["one device", "layer"])
 def test_callback_submits_to_its_own_model_which_has_lost_its_turn(decoder: Path, tmp_path: Path, mode: str) -> None:
-    """The rank's own thread brings the model in: it waited for itself."""
+    """The rank's own thread loads the model, so it must not wait for itself."""
     folder = two(decoder, tmp_path, compile_mode(decoder, mode), compile_mode(decoder, "tensor"))
     feeds = decoder_feeds()
     with Pipeline(folder, swap=True, ranks="threads", threads=1) as opened, ThreadPoolExecutor(1) as pool:

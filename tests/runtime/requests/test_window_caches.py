@@ -1,4 +1,4 @@
-"""Caches that hold a window, as onnxruntime-genai's builder has them: their rows are fixed, whatever others have."""
+"""Caches that hold a window, as onnxruntime-genai's builder writes them: their rows are fixed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def package_of(folder: Path, holds_window: bool, mode: str) -> Path:
 
 
 def logits_of(package: Path, capacity: int | None) -> list[dict[str, npt.NDArray[np.float32]]]:
-    """Those after a prompt, and after each of more tokens than a window has rows."""
+    """The logits after a prompt, and after each of more tokens than a window has rows."""
     ids = np.random.default_rng(0).integers(0, SMALL.vocabulary, (1, 24))
     with Session(package, threads=1) as session, session.start(capacity) as sequence:
         return [

@@ -1,4 +1,4 @@
-"""What several tests of servers take."""
+"""Fixtures of several tests of servers."""
 
 from __future__ import annotations
 

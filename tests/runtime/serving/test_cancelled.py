@@ -1,4 +1,4 @@
-"""Requests that clients cancel while they wait: others are answered."""
+"""Clients cancel requests that wait: others are still answered."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_others_of_a_batch_are_answered(package: Path, decoder: Path, tmp_path: 
 def test_requests_that_no_thread_can_run_take_no_place(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After as many as may be in flight, the server waited for ever."""
+    """Otherwise the server would wait forever after as many of them as may be in flight."""
     write_serving(tmp_path, Serving(str(package), threads=1, in_flight=2))
     served = ServedPackage(tmp_path / FILE_NAME)
 

@@ -1,4 +1,4 @@
-"""Folders for onnxruntime-genai, as they are written."""
+"""The contents of folders for onnxruntime-genai."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_stages_are_a_pipeline(package: Path, tmp_path: Path) -> None:
 
 
 def test_own_config_stays(package: Path, tmp_path: Path) -> None:
-    """But for the model; and the tokenizer goes with it."""
+    """Only the model is changed in it; the tokenizer goes with it."""
     own = {"model": {"type": "llama", "decoder": {"filename": "model.onnx", "head_size": 8}}, "search": {"top_k": 3}}
     write_json(tmp_path / "model" / "genai_config.json", own)
     write_json(tmp_path / "model" / "tokenizer.json", {})
@@ -86,7 +86,7 @@ def test_config_of_another_model_is_said(package: Path, tmp_path: Path, content:
 
 @needs_caches
 def test_caches_in_place_are_not_the_servers(decoder: Path, tmp_path: Path) -> None:
-    """Engines take their length, which only this runtime gives."""
+    """Such engines take the cache's length, which only this runtime feeds."""
     compile_model(plan_model(decoder, ["2xcpu"], Request(split_mode="layer")), tmp_path / "package")
     found = splitc("export", "genai", tmp_path / "package", "-o", tmp_path / "genai", "--stop", 2, code=2)
     assert "its engines take 'splitc.past' too: compile with --no-fuse" in found.stderr

@@ -1,4 +1,4 @@
-"""Folders of models for MLServer, as they are written."""
+"""The contents of model folders for MLServer."""
 
 from __future__ import annotations
 

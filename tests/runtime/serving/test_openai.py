@@ -190,7 +190,7 @@ def test_more_answers_than_the_limit_are_refused(client: Any) -> None:
 
 
 def count_until_still(server: Server) -> float:
-    """The requests that were done, once no more are made."""
+    """The number of finished requests, once it no longer rises."""
     before = -1.0
     while (now := counted(server)[DONE]) != before:
         before = now

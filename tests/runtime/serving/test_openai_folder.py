@@ -1,4 +1,4 @@
-"""Folders of models that answer OpenAI's requests, as they are written, and such requests as they are read."""
+"""The contents of model folders that answer OpenAI's requests, and how such requests are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that Triton has on a GPU, for ranks in its process, with stand-ins for Triton's library and for GPUs."""
+"""Tensors that Triton has on a GPU, for ranks in its process, with fakes for Triton's library and GPUs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ask(model: Any, feeds: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_outputs_are_where_inputs_are(
     load: Callable[..., tuple[Any, str]], decoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests with inputs on a GPU are joined among themselves, and get their outputs there."""
+    """Requests with inputs on a GPU are batched separately, and get their outputs there."""
     model, config = load(["cuda1"])
     assert ON_GPUS in config
     session, runs = model._served._session, []
@@ -81,7 +81,7 @@ def test_outputs_are_where_inputs_are(
 
 
 def test_ranks_without_gpus_take_the_host_s(load: Callable[..., tuple[Any, str]], decoder: Path) -> None:
-    """And an input that is on a GPU all the same, since the config was edited, is copied."""
+    """If an edited config gives them an input on a GPU, it is copied."""
     model, config = load(["cpu0", "cpu1"])
     assert ON_GPUS not in config
     feeds = decoder_feeds()

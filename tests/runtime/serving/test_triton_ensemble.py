@@ -1,4 +1,4 @@
-"""Ensembles of stages for Triton: as they are written, and in Triton itself where it is installed."""
+"""Ensembles of stages for Triton: their files, and a run in Triton itself if it is installed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_ensembles_can_not_have_is_refused(package: Path, decoder: Path, tm
 
 @pytest.mark.skipif(not has_triton(), reason="needs nvidia-pytriton and tritonclient")
 def test_triton_runs_the_stages_as_one(package: Path, decoder: Path, tmp_path: Path) -> None:
-    """With a stand-in for the backend that runs a stage, which pip's server lacks."""
+    """With a fake backend that runs a stage, which pip's server lacks."""
     folders = export_ensemble(package, tmp_path / "repository", module=None, name="decoder")
     for folder in folders[1:]:
         replace_backend(folder)

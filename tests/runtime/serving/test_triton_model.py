@@ -1,4 +1,4 @@
-"""The model that Triton's Python backend loads, with a stand-in for the backend's own library."""
+"""The model that Triton's Python backend loads, with a fake of the backend's library."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def without_states(feeds: Arrays) -> Arrays:
 
 
 def step(ids: list[int], total: int, key: int, marks: int = 0) -> InferenceRequest:
-    """A request of a sequence that reads these tokens, the last ones of `total`."""
+    """A request of a sequence that reads these tokens, the last of `total`."""
     feeds: Arrays = {
         "input_ids": np.array([ids]),
         "attention_mask": np.ones((1, total), np.int64),
@@ -109,7 +109,7 @@ def test_sequences_of_a_model_without_them_are_refused(load: Callable[..., Any])
 
 
 def test_bad_requests_fail_alone(load: Callable[..., Any], decoder: Path) -> None:
-    """Those that are refused at once, and those that an engine can't run, in a batch with good ones."""
+    """Requests that are refused at once, and requests on which an engine fails, in a batch with good ones."""
     good = decoder_feeds(1, 2, 3)
     missing = {name: array for name, array in good.items() if name != "attention_mask"}
     unknown = {**good, "input_ids": good["input_ids"] + 5000}
@@ -222,7 +222,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_requests_name_their_adapters(load: Callable[..., Any], slotted: Path, adapters: dict[str, str]) -> None:
-    """Those of one sum are one batch. The files are the export's own."""
+    """Requests with the same sum are one batch. The files are those of the export."""
     model = load(False, slotted, adapters=adapters)
     asked = ["", "style", "style:0.5, pose", "style", "style:0.5, pose", ""]
     feeds = [decoder_feeds(1 + n % 2, 2, 3) for n in range(len(asked))]

@@ -86,7 +86,7 @@ def test_ranks_are_the_plans_of_one_model(built: Callable[[str], Path], tmp_path
 
 
 def test_triton_reads_the_config(model: Path) -> None:
-    """That of ONNX Runtime's engines: it is not said in it what the ranks run."""
+    """ONNX Runtime's engines are used here: the config does not say what the ranks run."""
     manifest = compile_model(plan_model(model, ["2xcpu"], Request(split_mode="tensor")), model.with_name("cpu"))
     moved = [replace(rank, device=device) for rank, device in zip(manifest.ranks, ("cuda3", "cuda1"))]
     config = parsed(plans_config("mlp", replace(manifest, ranks=moved)))

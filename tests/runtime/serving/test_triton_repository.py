@@ -1,4 +1,4 @@
-"""Model repositories for Triton, as they are written."""
+"""The contents of model repositories for Triton."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SCALARS = """<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] "a/x", floa
 
 @pytest.fixture(scope="module")
 def scalars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with scalars, with rows that meet, and with a slash in a name."""
+    """A model with scalars, dependent rows, and a slash in a name."""
     path = tmp_path_factory.mktemp("scalars") / "scalars.onnx"
     ir.save(ir.from_onnx_text(SCALARS), path)
     return path

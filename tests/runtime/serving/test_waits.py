@@ -20,7 +20,7 @@ LOADING = 100.0
 
 
 class Clock:
-    """The time in these tests."""
+    """A fake clock."""
 
     now = 1000.0
 
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def opened(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The sessions that were opened, each of which breaks in its first request while `breaks` is true."""
+    """The sessions that were opened. Each breaks in its first request while `breaks` is true."""
     found: list[Any] = []
 
     class Breaking(Session):
@@ -63,14 +63,14 @@ def serve(package: Path, folder: Path) -> ServedPackage:
 
 
 def ask(served: ServedPackage) -> str:
-    """What a client is told: an error, or nothing."""
+    """The error that a client gets; empty if there is none."""
     (answer,) = served.submit([ServedRequest(decoder_feeds())])
     error = answer.exception(20)
     return "" if error is None else str(error)
 
 
 def wait_out(served: ServedPackage, clock: Clock, seconds: float, times: int) -> None:
-    """Requests fail without a load for so long."""
+    """Check that requests fail without loading for this time."""
     told = f"broke {times} times in a row, so it is loaded again by the first request after {seconds:.0f} s. The last "
     assert told in ask(served) and told in ask(served)
     clock.now += seconds - 0.5
@@ -79,7 +79,7 @@ def wait_out(served: ServedPackage, clock: Clock, seconds: float, times: int) ->
 
 
 def test_model_that_breaks_on_each_request(package: Path, tmp_path: Path, clock: Clock, opened: list[Any]) -> None:
-    """It is loaded again at once, and then after waits that double. When it has lived for long, that begins anew."""
+    """It is loaded again at once, then after waits that double. After a long life, counting starts anew."""
     served = serve(package, tmp_path)
     assert "ended by SIGSEGV" in ask(served)
     for times, wait in enumerate((LOADING, 2 * LOADING, 4 * LOADING, waits.LONGEST, waits.LONGEST), start=2):

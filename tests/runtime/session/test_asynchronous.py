@@ -1,4 +1,4 @@
-"""Requests of asyncio."""
+"""Requests in asyncio."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.engines import hold_engines
 
 
 def test_requests_are_awaited(package: Path) -> None:
-    """Many at once, more than may be in flight; each has its own answer, and their order is kept."""
+    """Many at once, more than may be in flight: each has its own answer, in order."""
     questions = [decoder_feeds(1, 1 + number % 5) for number in range(20)]
 
     async def ask(session: Session) -> tuple[list[Any], list[Any]]:
@@ -44,7 +44,7 @@ def test_errors_and_what_comes_after(package: Path) -> None:
 
 
 def test_a_cancelled_task_cancels_its_request(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it waits for a thread or a place, and while the request waits for its turn. The session goes on."""
+    """While it waits for a thread or a slot, and while the request waits for its turn. The session goes on."""
 
     async def ask(session: Session) -> int:
         tasks = [asyncio.create_task(session.run_async(decoder_feeds())) for _ in range(50)]

@@ -1,4 +1,4 @@
-"""Sessions and sequences that are dropped, copied, left open, or closed at odd moments."""
+"""Sessions and sequences that are dropped, forked, left open, or closed at odd moments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = ["threads", "processes"]
 
 @pytest.fixture
 def package(decoder: Path) -> Path:
-    """Here of two stages."""
+    """A package of two stages."""
     return compile_mode(decoder, "layer")
 
 
@@ -82,7 +82,7 @@ def test_dropped_sequences_free_their_states(package: Path) -> None:
 
 @pytest.mark.parametrize("ranks", KINDS)
 def test_python_ends_with_an_open_session(package: Path, ranks: str) -> None:
-    """And with requests under way."""
+    """And with requests in flight."""
     program = (
         "import sys, numpy as np\n"
         "from splitc.runtime import Session\n"
@@ -118,7 +118,7 @@ def test_copies_of_the_process_have_no_session(open_session: Callable[[], Sessio
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_copies_of_the_process_have_sessions_of_their_own(package: Path) -> None:
-    """And take no answers of the first one's."""
+    """They take no answers of the first process."""
     with Session(package, verify="never", threads=1, ranks="processes") as session:
         session.run(decoder_feeds())
         child = os.fork()
@@ -136,7 +136,7 @@ def test_copies_of_the_process_have_sessions_of_their_own(package: Path) -> None
 
 
 def test_callbacks(open_session: Callable[[], Session]) -> None:
-    """They may submit requests and close the session, and are told that they can't wait for it."""
+    """Callbacks may submit requests and close the session, and get an error if they wait for it."""
     results: list[Any] = []
 
     def call(what: Callable[[], Any]) -> Any:
@@ -173,7 +173,7 @@ def have_ended(ranks: Any) -> bool:
 def test_signal_while_ranks_start_leaves_no_thread(
     package: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, raised: type[BaseException]
 ) -> None:
-    """It comes when all have started: of one that was starting, nobody would know that it has to be ended."""
+    """It is held back until all have started: a thread in mid-start could not be ended."""
     started: list[Worker] = []
     start = Worker.start
 
@@ -201,7 +201,7 @@ def handler_that_raises(raised: type[BaseException]) -> Callable[..., None]:
 
 
 def test_interrupt_while_ranks_load_leaves_no_thread(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python ends the process hard if it finds a thread inside an engine as it ends."""
+    """Python ends the process hard if a thread is inside an engine at exit."""
 
     def interrupted(futures: object, what: str) -> None:
         raise KeyboardInterrupt
@@ -214,7 +214,7 @@ def test_interrupt_while_ranks_load_leaves_no_thread(package: Path, monkeypatch:
 
 
 def test_dropped_sequence_may_be_taken_by_another_thread(package: Path) -> None:
-    """Both had seen that there is one, and the second found none: its request failed with an IndexError."""
+    """If two threads see the same one, the second must not fail with an IndexError."""
 
     class Taken(deque[int]):
         def popleft(self) -> int:

@@ -56,7 +56,7 @@ def test_package_stays_dynamic(decoder: Path, package: Path, batch: int, new: in
 
 
 def test_runs_do_not_disturb_each_other(package: Path, request: pytest.FixtureRequest) -> None:
-    """Callers on several threads each get the answer to their own question, however they get in each other's way."""
+    """Callers on several threads each get their own answer."""
     questions = [decoder_feeds(1, new) for new in range(1, 9)]
     # Threads change over at almost any instruction, also between handing a request to one rank and to the next.
     interval = sys.getswitchinterval()

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_all_pools_are_ours() -> None:
-    """Python's own may lose a thread to a signal, and its exit then waits for ever."""
+    """Python's own may lose a thread to a signal, and then wait forever at exit."""
     users = [
         path.relative_to(ROOT).as_posix()
         for place in ("compiler", "runtime")

@@ -1,4 +1,4 @@
-"""Signals that are held back for a while."""
+"""Signals that are delayed for a while."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOTH = (signal.SIGINT, signal.SIGTERM)
 
 @pytest.fixture
 def came() -> Iterator[list[int]]:
-    """The signals whose handlers have run. Each of these raises."""
+    """The signals whose handlers have run. Each handler raises."""
     numbers: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Work that says how far it is."""
+"""Progress reports of long work."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_export_and_check_count_what_takes_long(package: Path, decoder: Path, tm
 def test_bars_are_on_terminals_only(
     command: list[str], named: set[str], package: Path, decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what is no terminal gets the results alone."""
+    """Other outputs get the results only."""
     save_arrays(tmp_path / "inputs.npz", decoder_feeds())
     places = {"MODEL": decoder, "PACKAGE": package, "INPUTS": tmp_path / "inputs.npz", "OUTPUTS": tmp_path / "o.npz"}
     places["OUTPUT"] = tmp_path / "compiled"

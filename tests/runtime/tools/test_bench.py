@@ -1,4 +1,4 @@
-"""Bench: rates and times that add up, and a trace that a viewer opens."""
+"""Bench: consistent rates and times, and a trace that a viewer opens."""
 
 from __future__ import annotations
 

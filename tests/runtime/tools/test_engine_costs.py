@@ -1,4 +1,4 @@
-"""What an engine costs on a GPU: its replay, where it has one."""
+"""An engine's time on a GPU: its replay's, if it has one."""
 
 from __future__ import annotations
 

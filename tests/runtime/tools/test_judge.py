@@ -1,4 +1,4 @@
-"""What of a difference is the unsplit model's own doing."""
+"""Which part of a difference the unsplit model causes itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def never(feeds: Arrays) -> dict[str, npt.NDArray[Any]]:
 
 
 def judged(actual: Arrays, run: RunModel = never, plain: RunModel = never, excused: bool = True) -> Judged:
-    """The judgement of these outputs, where y and z of the unsplit model are 1."""
+    """The judgement of these outputs, if y and z of the unsplit model are 1."""
     whole = Reference(CPU, "", run, plain, lambda feeds: map(run, nudged(feeds)))
     return judge(compare, whole, FEEDS, outputs(y=1, z=1), actual, excused=excused)
 
@@ -57,7 +57,7 @@ def test_output_that_optimizations_change_is_compared_without_them() -> None:
 
 
 def moving(by: float) -> RunModel:
-    """A model whose y moves if its input moves in the last digit, as with activations that are quantized to 8 bits."""
+    """A model whose y changes if its input changes in the last digit, as with activations quantized to 8 bits."""
     return lambda feeds: outputs(y=1 if feeds["x"][0] == 1 else 1 + by, z=1)
 
 
@@ -76,7 +76,7 @@ def test_any_other_difference_stays_one(run: RunModel, plain: RunModel) -> None:
 
 
 def test_output_that_rounding_moves_far_is_said_to_be_unsteady() -> None:
-    """As the sound of a quantized voice: a sum in another order may change it all."""
+    """As the sound of a quantized voice model: another order of summation may change all of it."""
     found = judged(outputs(y=3, z=1), moving(0.3), same)
     assert ([each.passed for each in found.differences], found.notes) == ([False, True], [])
     assert found.unsteady == "rounding alone changes y of the unsplit model by 3.0e-01"

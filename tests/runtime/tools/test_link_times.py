@@ -1,4 +1,4 @@
-"""How fast values get from device to device, as measured on this machine."""
+"""Measured speed of copies between devices of this machine."""
 
 from __future__ import annotations
 

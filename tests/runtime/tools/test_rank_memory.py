@@ -1,4 +1,4 @@
-"""Memory as measured, against what was predicted."""
+"""Measured memory, compared with the prediction."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_is_fed_is_part_of_the_peak(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["tensor", "row"])
 def test_requests_with_adapters_hold_what_was_predicted(mode: str, tmp_path: Path) -> None:
-    """A second engine with weights and values of its own, and A and B. Without an adapter, none of it."""
+    """A second engine with its own weights and values, and A and B. Without an adapter, none of these."""
     size = Size(layers=2, hidden=512, heads=8, kv_heads=8, feed_forward=4096, vocabulary=1000)
     save(build(size), tmp_path / "model.onnx")
     request = Request(split_mode=mode, lora_slots=128, shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
@@ -123,7 +123,7 @@ def test_weights_that_are_made_of_others_while_loading(steps: int, mode: str, tm
 
 
 def test_what_is_unaccounted_for_is_shown_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tiny model's peak it may be several times as much."""
+    """In a tiny model it may be several times the peak."""
     shown = io.StringIO()
     monkeypatch.setattr(terminal.out, "_file", shown)
     print_memory([RankMemory("cpu0", 1 << 20, 2 << 20, 1 << 10, 13 << 20, 14 << 20)])
@@ -139,7 +139,7 @@ def test_rank_that_fails_is_named(package: Path) -> None:
 
 
 def test_ranks_may_be_sent_what_only_others_read(tmp_path: Path) -> None:
-    """What a placed weight makes goes to all ranks with shards, and the first one does what follows alone."""
+    """A placed weight's output goes to all ranks with shards, and only the first one uses it."""
     b = Block()
     hidden = b.op("Relu", b.op("MatMul", b.data("x", (4, 64), ["n", 64]), b.w("up", 64, 128)))
     part = b.op("MatMul", b.data("z", (4, 512), ["n", 512]), b.w("placed", 512, 1))
