@@ -146,7 +146,7 @@ def find_attention(softmax: Softmax, rank_of: RankOf) -> Attention | None:
             return None
         raise
     if below.cut != (above.sinks is not None):
-        raise NotFusedError("its attention sinks are joined before its Softmax and not cut off after it, or reversely")
+        raise NotFusedError("its attention sinks are not both joined before its Softmax and cut off after it")
     layouts = (above.unjoined or softmax.scores, below.weights, *(bias.at for bias in above.biases))
     passed = (*above.passed, softmax.output, *below.passed)
     query, keys, values = _factors(above.product, below.values)
