@@ -70,13 +70,17 @@ class HostEngine:
             self._gpu.keep(host)
         # Not the memory itself: the stream comes to it before it can come to what frees it.
         places = {name: replace(value, owner=None) for name, value in values.items()}
-        targets = {name: value.pointer for name, value in made.items()}
+        targets = {name: (value.pointer, value.nbytes) for name, value in made.items()}
 
         errs = self._errs and self._gpu.tape is not None
 
         def work() -> None:
             for name, array in self._compute(places, errs).items():
-                ctypes.memmove(targets[name], array.ctypes.data, array.nbytes)
+                pointer, size = targets[name]
+                if array.nbytes != size:  # or else it would be written beyond its memory
+                    os.write(2, f"'{name}' has a size that depends on data: a fake GPU has no memory for it\n".encode())
+                    os._exit(70)
+                ctypes.memmove(pointer, array.ctypes.data, array.nbytes)
 
         fake_cupy.STREAMS[self._gpu.stream.ptr].put(work)
         return made
