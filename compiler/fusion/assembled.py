@@ -90,10 +90,11 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
     """
     owners, axis, output = assembled.owners(), assembled.slices[0].axis, assembled.output
     turns, base = assembled.alternating(), assembled.base()
+    has_steps = any(one.step > 1 for one in assembled.slices)
     is_state = base.is_value or base.value.is_graph_input() or sizes.axes(base.value) is None
-    if -1 in owners and (is_state or any(one.step > 1 for one in assembled.slices)):
+    if -1 in owners and (is_state or has_steps):
         raise NotFusedError("its slices do not cover the whole tensor, so that the rest has to be copied anyway")
-    if not turns and any(one.step > 1 for one in assembled.slices):
+    if has_steps and not turns:
         raise NotFusedError("its slices have steps, and do not take turns")
     turned = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
     order = turned[-1].axes

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.narrowed import halves_of
+from splitc.compiler.fusion.narrowed import cast_to_halves, halves_of
 from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
@@ -47,14 +47,14 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
         return None
     data, normal = norm.inputs[0], norm.outputs[0]
     halves = None if data is None else halves_of(data)
-    if halves is not None and (narrow := _narrow(normal)) is not None:
+    if halves is not None and (narrow := cast_to_halves(normal)) is not None:
         data, normal = halves, narrow
     product = only_user(normal, "Mul")
     total = None if product is None else only_user(product.outputs[0], "Add")
     if data is None or product is None or total is None:
         return None
     output = total.outputs[0]
-    if halves is not None and data is not halves and (narrow := _narrow(output)) is not None:
+    if halves is not None and data is not halves and (narrow := cast_to_halves(output)) is not None:
         data, output = halves, narrow
     scale, shift = other_input(product, normal), other_input(total, product.outputs[0])
     if scale is None or shift is None or scale.const_value is not None or shift.const_value is not None:
@@ -65,12 +65,6 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
         None if bias is None or _is_all(bias, 0.0) else bias,
     )
     return Modulation(norm, data, scale, shift, output, own)
-
-
-def _narrow(value: ir.Value) -> ir.Value | None:
-    """The value cast to half precision, if that is all that it is read for."""
-    cast = only_user(value, "Cast")
-    return None if cast is None or cast.outputs[0].dtype != ir.DataType.FLOAT16 else cast.outputs[0]
 
 
 def _is_all(value: ir.Value, number: float) -> bool:

@@ -33,13 +33,13 @@ def find_narrowed(norm: ir.Node) -> Narrowed | None:
     """A norm between casts; None for any other node, and if its weights have more digits than halves."""
     if norm.op_type not in OPERATORS or norm.domain or any(value.uses() for value in norm.outputs[1:]):
         return None
-    data, cast = None if norm.inputs[0] is None else halves_of(norm.inputs[0]), only_user(norm.outputs[0], "Cast")
-    if data is None or cast is None or cast.outputs[0].dtype != ir.DataType.FLOAT16:
+    data, output = None if norm.inputs[0] is None else halves_of(norm.inputs[0]), cast_to_halves(norm.outputs[0])
+    if data is None or output is None:
         return None
     given: Sequence[ir.Value | None] = norm.inputs[1:]
     if any(value is not None and halves_of(value) is None and not _is_exact(value) for value in given):
         return None
-    return Narrowed(norm, data, tuple(given), cast.outputs[0])
+    return Narrowed(norm, data, tuple(given), output)
 
 
 def halves_of(value: ir.Value) -> ir.Value | None:
@@ -47,6 +47,12 @@ def halves_of(value: ir.Value) -> ir.Value | None:
     node = value.producer()
     source = None if node is None or node.op_type != "Cast" or node.domain else node.inputs[0]
     return source if source is not None and source.dtype == ir.DataType.FLOAT16 else None
+
+
+def cast_to_halves(value: ir.Value) -> ir.Value | None:
+    """The value in half precision that a value is cast to, if that is its only use; None if it is not."""
+    cast = only_user(value, "Cast")
+    return None if cast is None or cast.outputs[0].dtype != ir.DataType.FLOAT16 else cast.outputs[0]
 
 
 def _is_exact(value: ir.Value) -> bool:

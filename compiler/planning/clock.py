@@ -139,13 +139,18 @@ class Clock:
         return arrays + sum(map(bool, crossing)) * self._hop + size * self._host_link(rank).per_byte
 
     @property
+    def _is_thread(self) -> bool:
+        """Whether a GPU's rank is a thread of the caller's process, as the only rank is. Several are processes."""
+        return len(self.ranks) * self.replicas == 1
+
+    @property
     def _hop(self) -> float:
-        """The time of a request's way to a GPU's rank, or back: one GPU's rank is a thread, several are processes."""
-        return HOST.thread_hop if len(self.ranks) * self.replicas == 1 else HOST.process_hop
+        """The time of a request's way to a GPU's rank, or back."""
+        return HOST.thread_hop if self._is_thread else HOST.process_hop
 
     def _host_link(self, rank: RankPlan) -> Link:
         """The time of a copy between the host and a rank: a thread copies by itself, a process from shared memory."""
-        if len(self.ranks) * self.replicas == 1:
+        if self._is_thread:
             return find_profile(rank.device.kind).copy
         return self.machine.copy(Device("cpu", 0, host=rank.device.host), rank.device)
 
