@@ -23,8 +23,8 @@ def fuse_bias_gelus(graph: ir.Graph) -> None:
     """
     editor = Editor(graph)
     for node in list(graph):
-        gelu = _find_operator(node) or find_written(node)
-        biased = None if gelu is None else _find_bias(gelu[0])
+        gelu = find_gelu(node)
+        biased = None if gelu is None else find_bias(gelu[0])
         if gelu is None or biased is None:
             continue
         data, bias = biased
@@ -33,15 +33,15 @@ def fuse_bias_gelus(graph: ir.Graph) -> None:
         take_place(made, gelu[1])
 
 
-def _find_operator(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """The input and the output of a node that is an exact Gelu; None for any other node."""
+def find_gelu(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """The input and the output of an exact Gelu, by its operator or by its Erf; None for any other node."""
     exact = node.attributes.get_string("approximate", "none") == "none"
     if node.op_type != "Gelu" or node.domain not in ("", DOMAIN) or not exact or node.inputs[0] is None:
-        return None
+        return find_written(node)
     return node.inputs[0], node.outputs[0]
 
 
-def _find_bias(total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+def find_bias(total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     """The data and the bias of a sum in half precision, [..., n] and [n]; None for other sums."""
     node = total.producer()
     if node is None or node.op_type != "Add" or node.domain or described(total).dtype != ir.DataType.FLOAT16:

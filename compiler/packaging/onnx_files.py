@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from splitc.compiler.frontend.external_data import SMALL
+from splitc.compiler.lowering.gpu_functions import functions_of
 from splitc.compiler.packaging.build_messages import BLOCK
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
@@ -133,6 +134,7 @@ def _model(graph: ir.Graph, source: ir.Model) -> ir.Model:
     configurations = (device.configuration for node in graph for device in node.device_configurations)
     return ir.Model(
         graph,
+        functions=functions_of(graph),
         device_configurations=tuple(
             dict.fromkeys(configuration for configuration in configurations if configuration is not None)
         ),

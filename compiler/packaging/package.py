@@ -17,11 +17,10 @@ from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.slots import need_slots, without_slots
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
 from splitc.compiler.lowering.communication import communicates
+from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.compiler.lowering.joined_products import join_products
-from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.lowering.transposed_weights import multiply_as_stored
 from splitc.compiler.packaging.builder import find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
@@ -194,11 +193,11 @@ def _files(ranks: Sequence[_Written]) -> list[WeightFile]:
 
 def _suit_gpu(graphs: Sequence[ir.Graph], analysis: Analysis) -> None:
     """Let engines of ONNX Runtime be captured, have fewer operators, and share their weights, in place."""
+    shapes = analysis.costs.bound.shapes
     for graph in graphs:
-        keep_on_gpu(graph, analysis.graph.model.opset_imports.get("", 1), analysis.costs.bound.shapes)
+        keep_on_gpu(graph, analysis.graph.model.opset_imports.get("", 1), shapes)
         if analysis.fuses:
-            fuse_skips(graph)
-            fuse_bias_gelus(graph)
+            fuse_for_gpus(graph, shapes)
         multiply_as_stored(graph)
         remove_unused(graph)
         if analysis.fuses:

@@ -10,14 +10,20 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.engines.gpu_operators import FUNCTIONS
 
 
 def is_left_alone(weight: ir.Value) -> bool:
-    """Whether ONNX Runtime's optimizers never change a weight: only products, lookups and norms read it."""
+    """Whether ONNX Runtime's optimizers never change a weight.
+
+    Only products, lookups, norms and operators for GPUs read it.
+    """
     return all(_keeps_inputs(use.node) for use in weight.uses())
 
 
 def _keeps_inputs(node: ir.Node) -> bool:
+    if node.domain == FUNCTIONS:
+        return True
     operator = operator_of(node)
     if operator.dequantizes:
         return all(map(is_left_alone, node.outputs))

@@ -10,11 +10,14 @@ from typing import Any
 
 import onnxruntime as ort
 
+from splitc.runtime.engines.gpu_operators import call_operators
 from splitc.runtime.errors import MisuseError, PackageError
 from splitc.runtime.units import format_bytes
 
 # The most bytes that protobuf reads or writes.
 LARGEST = (1 << 31) - 1
+# The option that names the folder of external data, for a model that is no file.
+DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def open_onnx(
@@ -23,10 +26,12 @@ def open_onnx(
     providers: Sequence[Any],
     trusts_data: bool = False,
     disabled_optimizers: Sequence[str] = (),
+    on_gpu: bool = False,
 ) -> ort.InferenceSession:
     """A session of an ONNX file, without the disabled optimizers of ONNX Runtime.
 
-    With `trusts_data`, the model's external data may lie outside its folder.
+    With `trusts_data`, the model's external data may lie outside its folder. A session `on_gpu` calls the operators of
+    ONNX Runtime that are functions in the file (`gpu_operators`).
 
     Raises what ONNX Runtime raises, such as RuntimeError for a file that is too large; MisuseError if `onnx` is needed
     and missing.
@@ -34,10 +39,15 @@ def open_onnx(
     if (reason := too_large(path)) is not None:
         raise RuntimeError(reason)
     source: str | bytes = _openable(path)
-    if trusts_data and (content := _from_the_root(path)) is not None:
+    folder, content = path.resolve().parent, _from_the_root(path) if trusts_data else None
+    if content is not None:
         # ONNX Runtime reads data below one folder only. For a model in memory, that may be the root of the file system.
+        folder = Path(folder.anchor)
+    if on_gpu:
+        content = call_operators(content or path.read_bytes()) or content
+    if content is not None:
         source = content
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", path.resolve().anchor)
+        options.add_session_config_entry(DATA_FOLDER, str(folder))
     return ort.InferenceSession(
         source, options, providers=providers, enable_fallback=0, disabled_optimizers=disabled_optimizers
     )
@@ -47,7 +57,7 @@ def open_content(content: bytes, folder: Path) -> ort.InferenceSession:
     """A CPU session of an ONNX file's content, with external data in this folder."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+    options.add_session_config_entry(DATA_FOLDER, str(folder.resolve()))
     return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 

@@ -289,7 +289,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         with attention_for(known_shapes) as attention:
             try:
                 providers = [(PROVIDER, {**provider, **attention}), "CPUExecutionProvider"]
-                return open_onnx(path, options, providers, self._trusts_data, NOT_ON_GPUS)
+                return open_onnx(path, options, providers, self._trusts_data, NOT_ON_GPUS, on_gpu=True)
             except ERRORS as error:
                 raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error
 

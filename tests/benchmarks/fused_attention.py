@@ -1,11 +1,11 @@
-"""Attention, norms, rotary embeddings and gated layers as exporters write them, and fused: times on one device.
+"""Attention, norms, rotary embeddings, gated layers and convolutions, as exported and fused: times on one device.
 
     python -m tests.benchmarks.fused_attention --device cpu
     python -m tests.benchmarks.fused_attention --device cuda
 
 Two attentions with their projections, or eight of the others, with ONNX Runtime alone. Prints a line a shape, and the
-largest difference. The table of `splitc.compiler.fusion.kernels` follows from this, and what engines for GPUs do with
-additions before norms.
+largest difference. The table of `splitc.compiler.fusion.kernels` follows from this, and what is fused in engines for
+GPUs (`splitc.compiler.lowering.gpu_fusions`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ import onnxruntime as ort
 from onnx import TensorProto
 
 from splitc.compiler.analysis.facts import analyze
+from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.fusion.fuse import fuse
 from splitc.compiler.fusion.kernels import Gains
-from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
-from splitc.compiler.lowering.skip_norms import fuse_skips
+from splitc.compiler.lowering.gpu_functions import functions_of
+from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.cli.terminal import out, table
+from splitc.runtime.engines.onnx_session import open_onnx
 from tests.helpers.written_attention import Form, Size, feeds, write
 
 HALF = TensorProto.FLOAT16
@@ -97,6 +99,15 @@ WRITTEN_GATED = """
     twice{n} = Mul (gate{n}, more{n})  gelu{n} = Mul (twice{n}, half)  open{n} = Mul (value{n}, gelu{n})
     x{next} = MatMul (open{n}, down)
 """
+# Group norms of 32 groups, each with SiLU, a convolution of 3 x 3 and the sum with what it takes, in halves: pictures,
+# their channels and their sides.
+IMAGES = [(2, 320, 128), (2, 640, 64), (2, 1280, 32), (1, 128, 1024)]
+WRITTEN_IMAGE = """
+    grouped{n} = Reshape (x{n}, groups)  normal{n} = InstanceNormalization (grouped{n}, ones, zeros)
+    back{n} = Reshape (normal{n}, shape)  scaled{n} = Mul (back{n}, scale)  shifted{n} = Add (scaled{n}, shift)
+    gate{n} = Sigmoid (shifted{n})  open{n} = Mul (shifted{n}, gate{n})
+    y{n} = Conv <pads = [1, 1, 1, 1]> (open{n}, weight{n}, bias)  x{next} = Add (x{n}, y{n})
+"""
 # Norms of a sum, with the sum read again, in halves: the operator, the rows, and the numbers of each.
 ADDED = [
     (operator, rows, width)
@@ -139,9 +150,11 @@ def main() -> None:
             analysis = analyze(path, AskedShapes({name: array.shape for name, array in inputs.items()}), 1)
             made = fuse(analysis.graph, analysis.shapes, analysis.costs.bound, ALL)
             assert all(fate.operator for fate in made.fates), made.fates
-            fuse_skips(made.graph.graph)
-            fuse_bias_gelus(made.graph.graph)
-            ir.save(made.graph.model, fused)
+            if options.device == "cuda":
+                fuse_for_gpus(made.graph.graph, analysis.costs.bound.shapes)
+                remove_unused(made.graph.graph)
+            functions = functions_of(made.graph.graph)
+            ir.save(ir.Model(made.graph.graph, functions=functions, ir_version=made.graph.model.ir_version), fused)
             try:
                 took, outputs = measure([opened(each, inputs, options.device) for each in (path, fused)], options.runs)
             except Exception as error:
@@ -162,7 +175,10 @@ def cases(device: str) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndar
     for rows, width in MODULATED if device == "cuda" else []:
         yield f"modulated norm, {rows} x {width}", write_modulated(width), modulated_feeds(rows, width)
     for rows, width, inner in GATED if device == "cuda" else []:
-        yield f"gated layer, {rows} x {width} to {inner}", write_gated(width, inner), half_feeds(x0=(rows, width))
+        yield f"gated layer, {rows} x {width} to {inner}", write_gated(width, inner), half_feeds(x0=(1, rows, width))
+    for count, channels, side in IMAGES if device == "cuda" else []:
+        name = f"group norm and convolution, {count} x {channels} x {side} x {side}"
+        yield name, write_images(channels), half_feeds(x0=(count, channels, side, side))
     for operator, rows, width in ADDED if device == "cuda" else []:
         name = f"{operator} of a sum, {rows} x {width}"
         yield name, write_added(operator, width), half_feeds(x0=(rows, width), z=(rows, width))
@@ -185,7 +201,7 @@ def write_modulated(width: int, count: int = 8) -> onnx.ModelProto:
 def write_gated(width: int, inner: int, count: int = 8) -> onnx.ModelProto:
     """Gated layers one after the other, in halves."""
     body = "".join(WRITTEN_GATED.format(n=number, next=number + 1) for number in range(count))
-    head = f"g (float16[rows, {width}] x0) => (float16[rows, {width}] y)"
+    head = f"g (float16[1, rows, {width}] x0) => (float16[1, rows, {width}] y)"
     model = onnx.parser.parse_model(
         f'<ir_version: 8, opset_import: ["" : 18]> {head} {{ {body} y = Identity (x{count}) }}'
     )
@@ -197,6 +213,28 @@ def write_gated(width: int, inner: int, count: int = 8) -> onnx.ModelProto:
         "root": np.array(2**0.5),
         "one": np.array(1.0),
         "half": np.array(0.5),
+    }
+    for name, array in weights.items():
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float16), name))
+    return model
+
+
+def write_images(channels: int, count: int = 8) -> onnx.ModelProto:
+    """Group norms with convolutions, one after the other, in halves."""
+    body = "".join(WRITTEN_IMAGE.format(n=number, next=number + 1) for number in range(count))
+    images = f"float16[count, {channels}, side, side]"
+    constants = "groups = Constant <value_ints = [0, 32, -1]> ()  shape = Shape (x0)"
+    text = f'<ir_version: 8, opset_import: ["" : 18]> g ({images} x0) => ({images} y)'
+    model = onnx.parser.parse_model(f"{text} {{ {constants} {body} y = Identity (x{count}) }}")
+    random = np.random.default_rng(0)
+    spread = 3 * channels**0.5
+    weights: dict[str, np.ndarray] = {
+        **{f"weight{number}": random.standard_normal((channels, channels, 3, 3)) / spread for number in range(count)},
+        "bias": random.standard_normal(channels) / 8,
+        "scale": 1 + random.standard_normal((channels, 1, 1)) / 8,
+        "shift": random.standard_normal((channels, 1, 1)) / 8,
+        "ones": np.ones(32),
+        "zeros": np.zeros(32),
     }
     for name, array in weights.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float16), name))
@@ -276,7 +314,7 @@ def opened(path: Path, inputs: dict[str, np.ndarray], device: str) -> Callable[[
     settings.intra_op_num_threads = 1
     settings.log_severity_level = 3
     provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}[device]
-    session = ort.InferenceSession(path, settings, providers=[provider])
+    session = open_onnx(path, settings, [provider], on_gpu=device == "cuda")
     assert session.get_providers()[0] == provider
     binding = session.io_binding()
     kept = [ort.OrtValue.ortvalue_from_numpy(array, device, 0) for array in inputs.values()]

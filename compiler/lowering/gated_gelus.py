@@ -1,0 +1,147 @@
+"""Fuses a gate by Gelu with the biases before it, on GPUs in half precision.
+
+On an H200 in half precision, the gated layers of SDXL's U-Net take 0.6 to 0.7 of the time that they take as two
+products, two biases, a Gelu and a product (tests/benchmarks/fused_attention.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.joined_tensor import JoinedTensor
+from splitc.compiler.frontend.origins import described, take_place
+from splitc.compiler.fusion.divided import is_own
+from splitc.compiler.fusion.norm import only_user, other_input
+from splitc.compiler.lowering.bias_gelu import find_bias, find_gelu
+from splitc.compiler.lowering.gpu_functions import OPSET
+from splitc.compiler.nodes import unused_name
+from splitc.compiler.request.shapes import Shape
+from splitc.runtime.engines.gpu_operators import FUNCTIONS
+
+OPERATOR = "BiasSplitGelu"
+# The numbers of columns of both halves that the operator's kernel supports (bias_split_gelu.cc of ONNX Runtime).
+WIDTHS = (2560, 5120, 10240)
+# The number of axes before the columns.
+ROWS = 2
+
+
+@dataclass(frozen=True)
+class _Half:
+    """One half of a gated layer: the product of `data` and `weight`, and the `bias` that is added to it."""
+
+    data: ir.Value
+    weight: ir.Value
+    bias: ir.Value
+
+
+def fuse_gated_gelus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
+    """Replace `left Gelu(right)` of halves with biases by one operator, in place; see `WIDTHS`.
+
+    `shapes` are those of the model's values. Nodes that have no reader afterwards stay.
+    """
+    if graph.opset_imports.get("", 1) < OPSET:
+        return
+    editor = Editor(graph)
+    for node in list(graph):
+        gelu = find_gelu(node)
+        gated = None if gelu is None else only_user(gelu[1], "Mul")
+        left = None if gelu is None or gated is None else other_input(gated, gelu[1])
+        if gelu is None or gated is None or left is None or not _are_halves(left, gelu[0], shapes):
+            continue
+        halves = _find_split(left, gelu[0]) or _join(left, gelu[0], _reads(node), gated, editor)
+        if halves is not None:
+            made = editor.before(gated, OPERATOR, *halves, domain=FUNCTIONS)
+            graph.opset_imports.setdefault(FUNCTIONS, 1)
+            take_place(made, gated.outputs[0])
+
+
+def _find_split(left: ir.Value, right: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """The data and the bias of a sum, of which these are both halves of the columns; None for other values."""
+    one, other = left.producer(), right.producer()
+    if one is None or other is None or not (_splits(one, left, right) or _slices(one, other)):
+        return None
+    total = one.inputs[0]
+    others = [] if total is None else [node for node, _ in total.uses() if node not in (one, other)]
+    if total is None or total.is_graph_output() or any(node.op_type != "Shape" for node in others):
+        return None
+    biased = find_bias(total)
+    return biased if biased is not None and _width(biased[1]) in WIDTHS else None
+
+
+def _splits(node: ir.Node, left: ir.Value, right: ir.Value) -> bool:
+    """Whether a node splits columns into these two values."""
+    by_columns = node.op_type == "Split" and node.attributes.get_int("axis", 0) in (-1, ROWS)
+    return by_columns and not node.domain and list(node.outputs) == [left, right]
+
+
+def _slices(one: ir.Node, other: ir.Node) -> bool:
+    """Whether two nodes are Slices of columns of one value, the first from 0, and the second from the first one's end.
+
+    torch's older exporter writes halves so.
+    """
+    if any(node.op_type != "Slice" or node.domain or len(node.inputs) != 4 for node in (one, other)):
+        return False
+    (data, start, end, axis), (same, middle, _, also) = one.inputs, other.inputs
+    from_start = _numbers(start) == [0] and end is not None and end is middle
+    return data is same and from_start and all(_numbers(value) in ([-1], [ROWS]) for value in (axis, also))
+
+
+def _numbers(value: ir.Value | None) -> list[int] | None:
+    tensor = None if value is None else value.const_value
+    return None if tensor is None else tensor.numpy().tolist()
+
+
+def _reads(gelu: ir.Node) -> int:
+    """How often a Gelu reads its input: once as an operator, and twice around an Erf."""
+    return 2 if gelu.op_type == "Erf" else 1
+
+
+def _join(
+    left: ir.Value, right: ir.Value, reads: int, before: ir.Node, editor: Editor
+) -> tuple[ir.Value, ir.Value] | None:
+    """The product with both halves' weights, and both biases; None if they can't become one product.
+
+    The Gelu `reads` its half so often.
+    """
+    one, other = _find_half(left, 1), _find_half(right, reads)
+    if one is None or other is None or one.data is not other.data:
+        return None
+    if _width(one.bias) != _width(other.bias) or 2 * _width(one.bias) not in WIDTHS:
+        return None
+    name = unused_name(f"{one.weight.name}+{other.weight.name}", editor.graph.initializers)
+    weight = editor.add((name, b""), JoinedTensor([_tensor(one.weight), _tensor(other.weight)], 1, name))
+    bias = np.concatenate([_tensor(one.bias).numpy(), _tensor(other.bias).numpy()])
+    return editor.before(before, "MatMul", one.data, weight), editor.constant(bias)
+
+
+def _find_half(total: ir.Value, reads: int) -> _Half | None:
+    """The half whose sum with its bias is read so often, and nowhere else; None for other values."""
+    biased = find_bias(total)
+    product = None if biased is None else biased[0].producer()
+    if biased is None or product is None or product.op_type != "MatMul" or product.domain:
+        return None
+    data, weight = product.inputs
+    if data is None or weight is None or not is_own(weight, 2) or len(total.uses()) != reads or total.is_graph_output():
+        return None
+    return _Half(data, weight, biased[1])
+
+
+def _tensor(weight: ir.Value) -> ir.TensorProtocol:
+    assert weight.const_value is not None
+    return weight.const_value
+
+
+def _width(bias: ir.Value) -> int:
+    """The number of columns on this rank, which is less than the model's where columns are sharded."""
+    return _tensor(bias).size
+
+
+def _are_halves(left: ir.Value, right: ir.Value, shapes: Mapping[str, Shape]) -> bool:
+    """Whether two values have three axes, and are equally wide."""
+    one, other = (shapes.get(described(value).name or "", ()) for value in (left, right))
+    return len(one) == ROWS + 1 and one == other
