@@ -6,10 +6,14 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.origins import described
+from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
 from splitc.compiler.lowering.channels_last import use_channels_last
 from splitc.compiler.lowering.gated_gelus import fuse_gated_gelus
 from splitc.compiler.lowering.skip_norms import fuse_skips
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 
 
@@ -22,3 +26,20 @@ def fuse_for_gpus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
     fuse_gated_gelus(graph, shapes)
     fuse_bias_gelus(graph)
     use_channels_last(graph, shapes)
+
+
+def fused_away(model: Graph, shapes: Mapping[str, Shape]) -> frozenset[ir.Node]:
+    """The model's nodes that leave no result in engines for GPUs, where other operators do their work.
+
+    A product always counts, since two that are joined take as long as before, and so does a norm.
+    """
+    engine = model.graph.clone()
+    fuse_for_gpus(engine, shapes)
+    remove_unused(engine)
+    left = {described(value) for node in engine for value in node.outputs}
+    gone = (node for node in model.nodes if left.isdisjoint(node.outputs))
+    return frozenset(node for node in gone if operator_of(node).flops is None and not _is_norm(node))
+
+
+def _is_norm(node: ir.Node) -> bool:
+    return node.op_type == "InstanceNormalization" or operator_of(node).is_norm

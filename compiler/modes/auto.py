@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import onnx_ir as ir
+
 from splitc.compiler.analysis.divisibility import check_divisible
 from splitc.compiler.analysis.facts import Analysis, with_blocks
 from splitc.compiler.errors import ModelError
 from splitc.compiler.lowering.engine_segments import has_operators
+from splitc.compiler.lowering.gpu_fusions import fused_away
 from splitc.compiler.modes.asked import analyze_for
 from splitc.compiler.modes.mode import Mode, Way
 from splitc.compiler.modes.replicas import plan_in_groups, predict_in_groups
@@ -19,7 +22,9 @@ from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, est
 from splitc.compiler.planning.host_groups import count_hosts, describe_hosts, group_devices, host_sizes, numbers_to_try
 from splitc.compiler.planning.plan import Alternative, Plan
 from splitc.compiler.planning.resources import Resources
+from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
+from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.hardware.machine import Machine
@@ -195,12 +200,20 @@ def predict(plan: Plan, machine: Machine, threads: int | None, measured: float =
     operators = has_operators(plan.engine, devices)
     threads_each = threads_for(devices, threads)
     clock = Clock(plan.analysis, plan.ranks, machine, threads_each, measured, plan.profiled, operators)
+    if plan.engine == ONNXRUNTIME and any(device.kind == "cuda" for device in devices):
+        clock = replace(clock, fused=_fused_on_gpus(plan.analysis))
     prediction = (
         plan.split.predict(plan.ranks, plan.cuts, clock)
         if plan.replicas is None
         else predict_in_groups(plan, plan.replicas, clock)
     )
     return replace(prediction, interval=prediction.interval * (1 + clock.held_up))
+
+
+@remembered
+def _fused_on_gpus(analysis: Analysis) -> frozenset[ir.Node]:
+    """The nodes without work of their own in engines of ONNX Runtime for GPUs."""
+    return fused_away(analysis.graph, analysis.costs.bound.shapes) if analysis.fuses else frozenset()
 
 
 def _measured(analysis: Analysis, resources: Resources, request: Request) -> float:

@@ -71,6 +71,7 @@ class Clock:
     - `profiled`: the ranks' measured times are used instead, if ranks hold whole blocks.
     - `operators`: engines contain splitc's operators for communication.
     - `replicas`: how many work at once, each like these ranks.
+    - `fused`: nodes without work of their own in engines for GPUs.
     """
 
     analysis: Analysis
@@ -81,12 +82,15 @@ class Clock:
     profiled: bool = False
     operators: bool = False
     replicas: int = 1
+    fused: frozenset[ir.Node] = frozenset()
 
     def seconds(
         self, rank: RankPlan, nodes: Iterable[ir.Node], at_once: int, share: Callable[[ir.Node], float] = whole_node
     ) -> float:
         """The time of a rank for its share of the nodes, while `at_once` ranks are working."""
         pace = find_pace(rank.device, self.threads, at_once * self.replicas, self.machine, self._is_cached)
+        if rank.device.kind == "cuda":
+            nodes = [node for node in nodes if node not in self.fused]
         return self.measured * pace.seconds(self.analysis.costs, nodes, share)
 
     @cached_property
