@@ -134,7 +134,7 @@ def test_signal_right_after_a_thread_is_started(number: int, decoder: Path, pack
 
 
 @pytest.mark.parametrize("seed", seeds(1, 2))
-def test_compile(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
+def test_ended_compile_leaves_nothing_half_written(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     mode, force = choice(seed, MODES, (False, True))
     if mode == "engines" and not is_installed("tensorrt-rtx"):
         pytest.skip("TensorRT-RTX is not installed")
@@ -160,7 +160,7 @@ def test_compile(seed: int, decoder: Path, package: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", seeds(1, 2))
-def test_use(seed: int, decoder: Path, tmp_path: Path) -> None:
+def test_ended_command_leaves_no_process_or_file(seed: int, decoder: Path, tmp_path: Path) -> None:
     use, ranks = choice(seed, USES, ("processes", "threads"))
     outputs = tmp_path / "outputs"
     save_arrays(tmp_path / "inputs.npz", decoder_feeds())
@@ -238,7 +238,7 @@ def test_signal_at_a_call_or_return_of_a_program_that_goes_on(
 
 @pytest.mark.skipif(not MPIS, reason="there is no MPI")
 @pytest.mark.parametrize("seed", seeds(1, 2))
-def test_use_by_mpi(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
+def test_ended_command_under_mpi_leaves_no_process(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     use, mpi = choice(seed, USES, MPIS)
     save_arrays(tmp_path / "inputs.npz", decoder_feeds())
     places = {"PACKAGE": package, "MODEL": decoder, "INPUTS": tmp_path / "inputs.npz", "OUTPUTS": tmp_path / "outputs"}

@@ -31,7 +31,7 @@ def test_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("link", [Link(1e-5, 1e-10), Link(3e-6, 0.0), Link(2e-4, 5e-9)])
-def test_line_is_found(link: Link) -> None:
+def test_latency_and_bandwidth_are_fitted(link: Link) -> None:
     found = fit([(size, link.seconds(size)) for size in (1024, 65536, 1 << 20, 1 << 24)])
     assert found.latency == pytest.approx(link.latency, rel=1e-6)
     assert found.per_byte == pytest.approx(link.per_byte, rel=1e-6, abs=1e-18)
