@@ -75,9 +75,9 @@ def compile_model(
     - `build`: how engines are built that are not ONNX files. `fills`: how arrays for inputs are made up.
     - `warn`, `say`: called with deviations from the request, and with results of these checks.
 
-    Raises MisuseError if `package` can't be written to, ModelError for sizes on which the model does not run and for
-    files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that can't be built,
-    OutputsDifferError if the package's outputs differ from the model's.
+    Raises MisuseError if `package` is taken or can't be written to, ModelError for sizes on which the model does not
+    run and for files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that can't
+    be built, OutputsDifferError if the package's outputs differ from the model's.
     """
     target = Path(package)
     _check_request(plan, weights, build, fills, warn)

@@ -33,7 +33,7 @@ class EncoderDecoder:
 
     `sessions` may be a Pipeline. What the decoder reads of the encoder is computed once for a text, and stays on the
     ranks. The caller gives the decoder's prompt and the tokens to stop at: `Pipeline.generate` takes them from configs.
-    Raises MisuseError for other modules than an encoder and its decoder.
+    Raises MisuseError for modules that do not generate together.
     """
 
     def __init__(self, sessions: Mapping[str, ModelRunner]) -> None:

@@ -80,8 +80,8 @@ class Session(Requests, Listed):
     - `adapters`: files, each with a factor. Their weighted sum applies to all requests that do not name others.
     - `shared`: the resources that the modules of a Pipeline share.
 
-    Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine can't
-    load, MisuseError for arguments and devices that do not fit it.
+    Any number of threads may use one session. Raises PackageError for a package that is missing or damaged, or can't be
+    loaded here (a library or a GPU is missing), MisuseError for arguments and devices that do not fit it.
     """
 
     def __init__(
