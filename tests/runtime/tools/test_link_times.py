@@ -57,7 +57,7 @@ def test_gpus_are_measured_as_they_replay(monkeypatch: pytest.MonkeyPatch) -> No
     found = machine.measured
     assert set(machine.speeds) == {"cuda0", "cuda1", "cpu"}
     assert all(each.flops and each.bytes for each in machine.speeds.values())
-    # By the clock of GPUs that are not there, each thing that a stream does takes a microsecond. A product is two, and
+    # By the clock of simulated GPUs, each thing that a stream does takes a microsecond. A product is two, and
     # one of them is its launch.
     speed = machine.speeds["cuda0"].bytes
     assert speed is not None and 2 * 64 * 64 / 2e-6 < speed <= 2 * 64 * 64 / 1e-6
