@@ -1,4 +1,4 @@
-"""Small models, and what the tests share."""
+"""Fixtures and helpers of all tests: small models, packages of them, and comparisons."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tests.helpers.feeds import Array as Array
 from tests.helpers.feeds import Arrays as Arrays
 from tests.helpers.feeds import decoder_feeds as decoder_feeds
 
-# Graphs are many objects that live long: to look for garbage as often as by default takes a tenth of the time.
+# Graphs are many objects with long lives: collecting garbage as often as by default takes a tenth of the time.
 gc.set_threshold(GARBAGE_AFTER, 50, 50)
 
-# A shell lets what it starts in the background ignore SIGINT: a test that waits for one would wait for ever.
+# Shells let background jobs ignore SIGINT, and a test that waits for one would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What tests ask for that are not about the choice of a mode.
+# The request of tests that are not about split modes.
 LAYER = Request(split_mode="layer")
 
 DECODER = Size(LAYERS, hidden=HEADS * HEAD, heads=HEADS, kv_heads=KV_HEADS, feed_forward=160, vocabulary=VOCABULARY)
@@ -51,7 +51,7 @@ DECODER = Size(LAYERS, hidden=HEADS * HEAD, heads=HEADS, kv_heads=KV_HEADS, feed
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What splitc keeps of a machine: tests leave the user's alone. Those that run at the same time share one."""
+    """A cache folder for tests, in place of the user's. Test processes that run at the same time share it."""
     here = tmp_path_factory.getbasetemp()
     shared = here.parent if "PYTEST_XDIST_WORKER" in os.environ else here
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +61,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def options_as_typed() -> Iterator[None]:
-    """Errors name options in one way in all tests: as on the command line. `test_errors.py` has Python's names."""
+    """Errors name options as on the command line in all tests. `test_errors.py` tests Python's names."""
     with typed_options():
         yield
 
@@ -71,7 +71,7 @@ KEPT = KeptAnalyses()
 
 @pytest.fixture(scope="session", autouse=True)
 def kept_analyses() -> Iterator[None]:
-    """The decoders are analyzed once for all plans that ask the same of them, which is most of what a plan takes."""
+    """The decoders' analyses, most of the time of a plan, are cached and shared by all plans that ask the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("splitc.compiler.modes.asked.analyze", KEPT.analyze)
         yield
@@ -79,7 +79,7 @@ def kept_analyses() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_analyses(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that patches something has analyses of its own. No analysis reads what these two fixtures patch."""
+    """A test that patches something makes its own analyses, except for two fixtures whose patches no analysis reads."""
     by_itself = "monkeypatch" in signature(request.function).parameters
     by_others = "monkeypatch" in request.fixturenames and {"bare_engines", "gpus"}.isdisjoint(request.fixturenames)
     KEPT.pauses = by_itself or by_others
@@ -89,7 +89,7 @@ def own_analyses(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_ranks() -> Iterator[None]:
-    """Processes of ranks have imported all that they import, which takes most of their time."""
+    """Ranks' processes are forked from one that has made their imports, which take most of their time."""
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform == "linux":
             patch.setattr("splitc.runtime.processes.device_processes.subprocess", forked.SUBPROCESS)
@@ -99,7 +99,7 @@ def forked_ranks() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plain_ranks() -> Iterator[None]:
-    """Processes of ranks start as users' do: for tests of how they start and end."""
+    """Ranks' processes start as for users: for tests of how they start and end."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("splitc.runtime.processes.device_processes.subprocess", subprocess)
         forked.FORKING.end()  # so that all children are such ranks
@@ -107,7 +107,7 @@ def plain_ranks() -> Iterator[None]:
 
 
 def saved(size: Size, folders: pytest.TempPathFactory) -> Path:
-    """A decoder with its weights beside it, in a folder of its own."""
+    """Write a decoder, with its weights beside it, into a folder of its own."""
     path = folders.mktemp("decoder") / "decoder.onnx"
     save(build(size), path)
     KEPT.models.add(path)
@@ -115,7 +115,7 @@ def saved(size: Size, folders: pytest.TempPathFactory) -> Path:
 
 
 def in_three_stages(model: Path, folders: pytest.TempPathFactory) -> Path:
-    """A package of the model in layer mode, in a folder of its own."""
+    """Compile the model in layer mode, into a folder of its own."""
     path = folders.mktemp("package") / "decoder"
     compile_model(plan_model(model, ["3xcpu"], LAYER), path)
     return path
@@ -129,7 +129,7 @@ def deep_decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A decoder of two layers with its weights beside it: what holds of them holds of more."""
+    """A decoder of two layers with its weights beside it, which are enough for most tests."""
     return saved(DECODER, tmp_path_factory)
 
 
@@ -146,25 +146,25 @@ def package(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def listen_to_interrupts() -> None:
-    """For a child process: a shell lets what it starts in the background ignore SIGINT, this test run perhaps."""
+    """For a child process: shells let background jobs, perhaps this test run, ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @lru_cache(maxsize=4)
 def _open_whole(model: Path, *state: int) -> ort.InferenceSession:
-    """The unsplit model in a session, which is kept while the file is as it was."""
+    """A session of the unsplit model, which is kept while the file does not change."""
     return whole_session(model)
 
 
 def whole_session(model: Path | bytes) -> ort.InferenceSession:
-    """A model or its content, unsplit, on one thread: several would spin on cores of which other tests have need."""
+    """A session of an unsplit model, by path or content, on one thread: more would take cores from other tests."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def run_whole(model: Path, feeds: Mapping[str, Array]) -> Arrays:
-    """What ONNX Runtime gives for the unsplit model."""
+    """The unsplit model's outputs in ONNX Runtime."""
     state = model.stat()
     session = _open_whole(model, state.st_mtime_ns, state.st_size)
     used = {value.name: feeds[value.name] for value in session.get_inputs()}
@@ -173,7 +173,7 @@ def run_whole(model: Path, feeds: Mapping[str, Array]) -> Arrays:
 
 
 def run_split(model: Path, folder: Path, devices: str, feeds: Mapping[str, Array], **request: Any) -> Arrays:
-    """What a package made of the model gives."""
+    """The outputs of a package of the model."""
     shapes = {name: array.shape for name, array in feeds.items()}
     plan = plan_model(model, parse_devices([devices]), Request(**{"split_mode": "layer", "shapes": shapes, **request}))
     compile_model(plan, folder, force=True)
@@ -182,7 +182,7 @@ def run_split(model: Path, folder: Path, devices: str, feeds: Mapping[str, Array
 
 
 def assert_close(actual: Mapping[str, Array], expected: Mapping[str, Array], tolerance: float = 1e-5) -> None:
-    """Same names, types, shapes, and values within `tolerance` of each output's largest."""
+    """Names, types and shapes are equal, and values differ by at most `tolerance` of each output's largest value."""
     assert list(actual) == list(expected)
     for name, array in expected.items():
         assert actual[name].dtype == array.dtype
@@ -204,7 +204,7 @@ def write_model(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for what other threads do."""
+    """Wait for a condition that other threads bring about."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -213,5 +213,5 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 @pytest.fixture
 def bare_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines take nothing beside weights and values, so that budgets of tiny models are those of the models alone."""
+    """Engines need no memory beside weights and values, so that budgets of tiny models are exact."""
     monkeypatch.setattr("splitc.compiler.planning.assembly.CPU_ENGINE", CpuEngine(*[0] * len(fields(CpuEngine))))

@@ -1,8 +1,8 @@
-"""Whether splitc's operators work in other versions of ONNX Runtime than the one that is installed.
+"""Tests whether splitc's operators work in other versions of ONNX Runtime than the installed one.
 
     python -m tests.onnxruntime_versions 1.19.2 1.22.1
 
-Each version is installed into a folder of its own, and put before the one that is there.
+Each version is installed into a folder of its own, which comes first in the search path.
 """
 
 from __future__ import annotations

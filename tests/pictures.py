@@ -1,8 +1,8 @@
-"""The pictures in the README: pages of a plan and of a bench, as Chromium shows them.
+"""Makes the README's pictures: reports of a plan and of a bench, as Chromium shows them.
 
     make pictures
 
-makes a decoder of 8 layers, plans and times it on CPU devices, and writes docs/pictures/.
+It makes a decoder of 8 layers, plans and times it on CPU devices, and writes docs/pictures/.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.helpers.command import ROOT, splitc
 PICTURES = ROOT / "docs" / "pictures"
 MODEL = Size(layers=8, hidden=512, heads=8, kv_heads=4, feed_forward=1408, vocabulary=4000)
 ON_CPUS = ("-d", "3xcpu", "--memory", "100MiB", "--shapes", "input_ids:1x64")
-# Parts of pages, of which so many pixels are taken at this width.
+# Parts of the pages, and how many pixels of them are taken, at this width.
 PLANNED, STREAMED, MOST, WIDTH = "html", "section:nth-of-type(5)", 1100, 860
 
 

@@ -161,7 +161,7 @@ def test_mistakes_end_in_one_message(
 
 
 def test_mistakes_end_the_process(package: Path, tmp_path: Path) -> None:
-    """As they end the command in this process, with any of its codes. Those that compile take longest to start."""
+    """With the same codes as in this process. Commands that compile are left out, as they take longest to start."""
     module = (sys.executable, "-m", "splitc.runtime")
     assert "see: splitc help check\n" in splitc_process("check", package, start=module, code=2).stderr
     (tmp_path / "manifest.json").write_text("{")
@@ -169,7 +169,7 @@ def test_mistakes_end_the_process(package: Path, tmp_path: Path) -> None:
 
 
 def test_killed_compile_leaves_no_package(tmp_path: Path) -> None:
-    """A model large enough that the signal comes while its weights are written."""
+    """The model is large, so that the signal comes while its weights are written."""
     w, size = Writer(), 4096
     x = w.input("x", ir.DataType.FLOAT, ["n", size])
     for name in "AB":
@@ -192,7 +192,7 @@ def test_killed_compile_leaves_no_package(tmp_path: Path) -> None:
         assert process.returncode != 0
         assert "Traceback" not in error
         assert not (tmp_path / "package").exists()
-        # Nothing can be done about SIGKILL: the next compile clears up.
+        # A process can't handle SIGKILL: the next compile removes what is left.
         assert number == signal.SIGKILL or not list(tmp_path.glob(".package*"))
     splitc(*command[1:])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data", "package"]
@@ -209,7 +209,7 @@ def test_damaged_package_is_refused(package: Path, tmp_path: Path) -> None:
 
 
 def test_names_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
-    """Brackets are the markup of the library that prints."""
+    """The library that prints uses brackets for markup."""
     w = Writer()
     x = w.input("[red]x[/red]", ir.DataType.FLOAT, ["[n]", 8])
     y = w.op("MatMul", x, w.weight("[bold]w", ir.tensor(np.ones((8, 8), np.float32))))

@@ -1,4 +1,4 @@
-"""The Dockerfile, which no test can build: its stages, what it copies, its commands and extras are there."""
+"""The Dockerfile, which tests can't build: its stages, the files that it copies, its commands and extras exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KNOWN = {"FROM", "RUN", "COPY", "ENV", "WORKDIR", "ENTRYPOINT", "CMD", "USER"}
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The file's instructions, each with what it is given."""
+    """The file's instructions, each with its arguments."""
     text = re.sub(r"^#.*\n", "", FILE.read_text(encoding="utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
     return [(name, rest) for name, _, rest in (line.partition(" ") for line in text.splitlines() if line)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -24,6 +25,14 @@ OF_OTHERS = (
     *("--extra-index-url", "--help", "--install-completion", "--bind-to", "--hostfile", "--mpi", "--distribution"),
     *("--nodes", "--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--cpus-per-task", "--no-deps"),
     *("--cpus", "--shm-size", "--init", "--target", "--gpus", "--volume", "--user"),
+)
+
+# What the recipes of the page on extending add.
+MADE_UP = {"most_stages", "mirrored", "imaginary"}
+# The modules with the schemas of the package's and the plan's files.
+FORMATS = (
+    *("runtime/package/manifest.py", "runtime/package/states.py", "runtime/package/pipeline_file.py"),
+    *("runtime/package/steps.py", "compiler/planning/plan_file.py", "compiler/pipelines/plan_file.py"),
 )
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -123,13 +132,37 @@ def test_files_that_are_named_exist(page: Path) -> None:
             assert (ROOT / path).exists(), f"there is no {path}"
 
 
-def test_names_of_the_architecture_exist() -> None:
-    """Functions, classes and methods in backquotes that stand beside a file: somewhere in the two packages."""
-    files = (path for room in ("compiler", "runtime") for path in (ROOT / room).rglob("*.py"))
-    words = {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
-    for span in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", prose(ROOT / "docs" / "architecture.md")):
+@pytest.mark.parametrize("page", ["architecture", "extending"])
+def test_names_in_the_code_exist(page: str) -> None:
+    """Functions, classes, methods and fields in backquotes: somewhere in the two packages, or in what tests share."""
+    files = (path for room in ("compiler", "runtime", "tests/helpers") for path in (ROOT / room).rglob("*.py"))
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))} | MADE_UP
+    for span in re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", prose(ROOT / "docs" / f"{page}.md")):
         for name in span.split("."):
             assert name in words, f"nothing is named {name}"
+
+
+@pytest.mark.parametrize("half", ["compiler", "runtime"])
+def test_architecture_has_every_room(half: str) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = {path.parent.name for path in (ROOT / half).glob("*/__init__.py")}
+    assert {room for room in rooms if f"| `{half}/{room}/` |" not in text} == set()
+
+
+@pytest.mark.parametrize("file", FORMATS)
+def test_package_format_has_every_field(file: str) -> None:
+    """Of the files that splitc writes: the fields of the classes that are their schema."""
+    named = {word for span in spans(ROOT / "docs" / "package-format.md") for word in re.findall(r"\w+", span)}
+    classes = (
+        node for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)
+    )
+    fields = {
+        line.target.id
+        for node in classes
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+    assert fields - named == set()
 
 
 def test_each_term_is_defined_once() -> None:

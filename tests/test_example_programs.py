@@ -21,7 +21,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_programs(
+def test_example_programs_run(
     name: str,
     decoder: Path,
     package: Path,

@@ -22,9 +22,9 @@ from tests.helpers.example_commands import run_console, run_script
 from tests.helpers.example_files import IDS, MAKERS, Files
 from tests.test_docs import PAGES, ROOT
 
-# The part of all blocks that may be skipped.
+# The largest share of blocks that may be skipped.
 MOST_SKIPPED = 0.3
-# Where blocks of pages stand that show parts of modules.
+# Modules whose parts a page's blocks show: the blocks run with the modules' names.
 MODULES = {
     "docs/extending.md": (
         *("splitc.compiler.operators.shaping", "splitc.compiler.operators.elementwise", "splitc.runtime.engines.kinds"),
@@ -75,7 +75,7 @@ def example_files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 def names() -> dict[str, Any]:
-    """What blocks of Python use and do not define: what a reader has."""
+    """Names that Python blocks use without defining them, as a reader's program has them."""
     mask = np.ones_like(IDS)
     feeds = {"input_ids": IDS, "attention_mask": mask}
     return {
@@ -106,7 +106,7 @@ def test_examples_run(page: Path, example_files: Files, tmp_path: Path, monkeypa
 
 
 def blocks() -> Iterator[tuple[Path, str, str | None]]:
-    """The page and language of every block, and why it is skipped."""
+    """Each block's page and language, and why it is skipped."""
     fence = re.compile(
         r'(?:^ *<!--- skip: next (?P<why>"[^"]+") -->\n)?^ *```(?P<language>\w*)\n.*?^ *```$', re.M | re.S
     )
@@ -121,7 +121,7 @@ def test_every_block_has_a_language_that_is_run() -> None:
 
 
 def test_few_blocks_are_skipped() -> None:
-    """And each of them with a reason."""
+    """Each skipped block has a reason."""
     run = [why for _, language, why in blocks() if language != "text"]
     assert len(run) > 90
     assert sum(why is not None for why in run) <= MOST_SKIPPED * len(run)

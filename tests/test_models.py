@@ -1,4 +1,4 @@
-"""The makers of models make models that run, and that are what they say."""
+"""The makers of models make models that run, and that are what they claim to be."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_decoder_runs_and_splits(tmp_path: Path, dtype: str, experts: int) -> No
 
 
 def test_cache_continues_where_it_was(tmp_path: Path) -> None:
-    """Three tokens at once give what one after the other gives, with presents fed back as pasts."""
+    """Three tokens at once give the same as one after the other, with presents fed back as pasts."""
     save(build(Size(hidden=64, feed_forward=96, vocabulary=80, heads=4, kv_heads=2)), tmp_path / "model.onnx")
     names = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
     empty = {name: np.zeros((1, 2, 0, 16), np.float32) for name in names}
@@ -77,7 +77,7 @@ def test_sparse_model_has_its_size_but_takes_no_disk(tmp_path: Path, monkeypatch
 
 
 def test_weights_are_the_same_each_time(tmp_path: Path) -> None:
-    """In another process too."""
+    """Also from another process."""
     command = [sys.executable, LLAMA, "-o", str(tmp_path / "a.onnx"), *SMALL.split()]
     subprocess.run(command, check=True, cwd=Path(LLAMA).parents[1])
     save(build(Size(layers=2, hidden=64, heads=4, kv_heads=2, feed_forward=96, vocabulary=80)), tmp_path / "b.onnx")
@@ -85,7 +85,7 @@ def test_weights_are_the_same_each_time(tmp_path: Path) -> None:
 
 
 def test_model_without_weights_says_where_they_go(tmp_path: Path) -> None:
-    """Weights are stored as they are used, each on a page of its own; random ones are made in their places."""
+    """Weights have the layout of their use and begin on page boundaries. Random weights are made in their places."""
     w = Writer()
     x = w.input("x", ir.DataType.FLOAT, [2, 48])
     for name, size in ("first.weight", 64), ("second.weight", 32):

@@ -1,4 +1,4 @@
-"""Any calls on a session and its sequences, in any order, end in a message or in the right outputs."""
+"""Random calls on a session and its sequences, in any order, end in a message or in the right outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.conftest import DECODER, Arrays, assert_close, decoder_feeds, run_who
 from tests.helpers.fuzz import seeds
 
 CALLS = 40
-# Seconds in which each test has to end.
+# Seconds in which each test must end.
 PATIENCE = 300
 ODD: list[Any] = [
     *(None, "x", b"x", 5, -1, 2.5, True, [], [[1], [1, 2]], {}, {1: 2}, object(), float("nan"), 1 << 70, [1 << 70]),
@@ -35,7 +35,7 @@ def _ends() -> Iterator[None]:
 
 
 def new_feeds(random: np.random.Generator, past: int) -> Arrays:
-    """Right feeds for a sequence with so many tokens."""
+    """Valid feeds for a sequence that has read this many tokens."""
     new = int(random.integers(1, 4))
     return {
         "input_ids": random.integers(0, DECODER.vocabulary, (1, new)),
@@ -45,7 +45,7 @@ def new_feeds(random: np.random.Generator, past: int) -> Arrays:
 
 
 def made_odd(feeds: Arrays, random: np.random.Generator) -> Any:
-    """Something wrong, or odd, instead of feeds, or about one of them."""
+    """Something wrong or odd in place of the feeds, or in one of them."""
     name = list(feeds)[random.integers(len(feeds))]
     odd = ODD[random.integers(len(ODD))]
     how = random.integers(6)
@@ -63,7 +63,7 @@ def made_odd(feeds: Arrays, random: np.random.Generator) -> Any:
 
 
 class Caller:
-    """Makes random calls on a session, and knows what the model would give."""
+    """Makes random calls on a session, and knows the unsplit model's outputs."""
 
     def __init__(self, model: Path, session: Session, random: np.random.Generator) -> None:
         self.model, self.session, self.random = model, session, random
@@ -106,7 +106,7 @@ class Caller:
         feeds = new_feeds(self.random, len(tokens))
         if self.random.random() < 0.3:
             sequence.run(made_odd(feeds, self.random))
-            # They were taken, so it is not known what this sequence has read.
+            # The odd feeds were accepted, so it is not known what this sequence has read.
             self.sequences = [each for each in self.sequences if each[0] is not sequence]
             return
         found = sequence.run(feeds)

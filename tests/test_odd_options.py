@@ -1,4 +1,4 @@
-"""Options with values that nobody should give: a message, or what they say, and never a traceback or a hang."""
+"""Options with odd values end in a message, or do what they say, and never end in a traceback or hang."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ VALUES = [
     *("100000xcpu", "cpu99999999999", "cpu0", "../../x", "x:1x-1", "input_ids:0x0", "input_ids:99999999999x9"),
     *("input_ids:1x1e3", "input_ids=nan", "input_ids=[[[", "input_ids=randint:5:1", "input_ids=randint:-1:nan"),
 ]
-# Options that write to a file or read one, of which other tests know more.
+# Options that read or write a file, which other tests cover.
 FILES = {
     *("--output", "--report", "--trace", "--timing-cache", "--model", "--baseline", "--inputs", "--plan", "--prefill")
 }
-# Seconds that no command takes.
+# More seconds than any command takes.
 BOUND = 30.0
 
 
@@ -80,6 +80,6 @@ def test_numbers_that_are_too_large(decoder: Path, arguments: list[str], message
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e400"])
 @pytest.mark.parametrize("option", ["--rtol", "--atol"])
 def test_tolerances_that_are_none(decoder: Path, package: Path, option: str, value: str) -> None:
-    """With these every package would pass, or none."""
+    """With these tolerances every package would pass, or none."""
     found = splitc("check", package, "--model", decoder, option, value, code=2)
     assert "a tolerance of" in found.stderr and "it is a number from 0 on" in found.stderr

@@ -1,4 +1,4 @@
-"""Options that would have no effect, or that contradict a plan: a message that names both, and nothing written."""
+"""Options without an effect, or that contradict a plan, end in a message that names both; nothing is written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def commands() -> dict[str, Any]:
 
 
 def said(*arguments: object) -> str:
-    """What a command that is misused says, in one line."""
+    """The error of a command that is misused, in one line."""
     return " ".join(splitc(*arguments, code=2).stderr.split())
 
 
@@ -33,7 +33,7 @@ def plan(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_a_plan_leaves_open() -> None:
-    """Each new option of a request is settled by plans or not: somebody has to decide."""
+    """For each new option somebody must decide whether a plan settles it."""
     open_ones = {name for name, option in options_of_requests().items() if option.planned is None}
     assert open_ones == {"threads", "trust_external_data"}
 

@@ -1,4 +1,4 @@
-"""What is installed from a wheel is all of the two packages."""
+"""A wheel installs all of the two packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_every_package_is_listed() -> None:
-    """An editable installation finds folders that a wheel would lack."""
+    """An editable installation also finds folders that a wheel would lack."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     block = re.search(r"^packages = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
     assert block is not None
@@ -23,7 +23,7 @@ def test_every_package_is_listed() -> None:
 
 
 def test_extra_for_gpus_has_one_version_of_cuda() -> None:
-    """ONNX Runtime, CuPy and NCCL must be for the same one."""
+    """ONNX Runtime, CuPy and NCCL must be for the same version of CUDA."""
     if sys.version_info < (3, 11):
         pytest.skip("the extra wants a later ONNX Runtime than there is for Python 3.10")
     try:

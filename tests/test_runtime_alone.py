@@ -1,4 +1,4 @@
-"""A machine that only runs packages has none of the libraries that compile them."""
+"""A machine that only runs packages does not need the libraries that compile them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODULE = [sys.executable, "-m", "splitc.runtime"]
 
 @pytest.fixture
 def alone(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process, and of those that it starts, to which the compiler's libraries are not there."""
+    """The environment of a process and its children in which the compiler's libraries can't be imported."""
     blocked = f"import sys\nsys.modules.update(dict.fromkeys({LIBRARIES!r}))\n"
     (tmp_path / "sitecustomize.py").write_text(blocked)
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -80,7 +80,7 @@ def test_what_compiling_needs_ends_the_process(start: list[str], alone: dict[str
 
 
 def test_help_loads_nothing_that_compiles() -> None:
-    """It would take the better part of a second."""
+    """Loading them would take most of a second."""
     program = (
         "import sys\nfrom splitc.runtime.__main__ import main\nsys.argv = ['splitc', 'compile', '--help']\n"
         f"try: main()\nfinally: print('loaded', [name for name in {LIBRARIES!r} if name in sys.modules])"

@@ -1,4 +1,4 @@
-"""Signals at random moments: nothing is left, what was there is whole, and the next command just works."""
+"""Signals at random moments: nothing is left behind, existing files stay whole, and the next command works."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ USES = {
 }
 
 
-# A command, which gets a signal while it frees an object, or in an import.
+# A command that gets a signal while it frees an object, or during an import.
 PROGRAM = """
 import os, sys, time
 from splitc.runtime.__main__ import main
@@ -76,12 +76,12 @@ except BaseException as error:  # as the C++ of a module does, where it does not
     raise ImportError("initialization failed") from error
 print("imported")
 """
-# Seconds that commands take to which nothing happens, by their kind.
+# The seconds of undisturbed commands, by kind.
 _known: dict[str, float] = {}
 
 
 def moment(kind: str, seed: int, command: Sequence[object], place: Path, mpi: Mpi | None = None) -> tuple[int, float]:
-    """A signal, and the seconds after which it comes: before the command would end, or a little after."""
+    """A signal, and the seconds until it comes: before the command would end, or a little after."""
     if kind not in _known:
         found = kill_after(None, 0, command, place, mpi)
         assert found.code == 0, found.errors
@@ -91,7 +91,7 @@ def moment(kind: str, seed: int, command: Sequence[object], place: Path, mpi: Mp
 
 
 def choice(seed: int, *sets: Iterable[Any]) -> tuple[Any, ...]:
-    """One of all combinations; seeds that follow each other give different ones."""
+    """One of all combinations. Successive seeds give different ones."""
     every = list(product(*sets))
     return every[7 * seed % len(every)]
 
@@ -126,7 +126,7 @@ main()
 
 @pytest.mark.parametrize("number", range(4))
 def test_signal_right_after_a_thread_is_started(number: int, decoder: Path, package: Path) -> None:
-    """The first is a rank's, the other one a pool's, which knows of it only later: Python waited for it at its end."""
+    """The first thread is a rank's, another one a pool's: Python once waited for it at its end."""
     program = STARTING.format(number=number, signal=int(signal.SIGINT))
     command = [sys.executable, "-c", program, "check", str(package), "--model", str(decoder), "--no-memory"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -134,7 +134,7 @@ def test_signal_right_after_a_thread_is_started(number: int, decoder: Path, pack
 
 
 @pytest.mark.parametrize("seed", seeds(1, 2))
-def test_compile(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
+def test_ended_compile_leaves_nothing_half_written(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     mode, force = choice(seed, MODES, (False, True))
     if mode == "engines" and not is_installed("tensorrt-rtx"):
         pytest.skip("TensorRT-RTX is not installed")
@@ -160,7 +160,7 @@ def test_compile(seed: int, decoder: Path, package: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", seeds(1, 2))
-def test_use(seed: int, decoder: Path, tmp_path: Path) -> None:
+def test_ended_command_leaves_no_process_or_file(seed: int, decoder: Path, tmp_path: Path) -> None:
     use, ranks = choice(seed, USES, ("processes", "threads"))
     outputs = tmp_path / "outputs"
     save_arrays(tmp_path / "inputs.npz", decoder_feeds())
@@ -183,13 +183,13 @@ def test_use(seed: int, decoder: Path, tmp_path: Path) -> None:
         assert found.temporary == []
 
 
-# One of how many calls and returns gets a signal, instead of a few: 1 is all of them, which takes hours.
+# With 0 a few calls and returns get a signal, with N one of N. With 1 all of them do, which takes hours.
 SWEEP = int(os.environ.get("SPLITC_SWEEP", "0"))
 
 
 @pytest.mark.parametrize("seed", seeds(1, 2))
 def test_signal_at_a_call_or_return_of_a_command(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
-    """Random moments miss what takes a microsecond."""
+    """Random moments miss intervals of a microsecond."""
     use, ranks, number = choice(seed, USES, ("threads", "processes"), (signal.SIGINT, signal.SIGTERM))
     save_arrays(tmp_path / "inputs.npz", decoder_feeds())
     places = {"PACKAGE": package, "MODEL": decoder, "INPUTS": tmp_path / "inputs.npz", "OUTPUTS": tmp_path / "outputs"}
@@ -238,7 +238,7 @@ def test_signal_at_a_call_or_return_of_a_program_that_goes_on(
 
 @pytest.mark.skipif(not MPIS, reason="there is no MPI")
 @pytest.mark.parametrize("seed", seeds(1, 2))
-def test_use_by_mpi(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
+def test_ended_command_under_mpi_leaves_no_process(seed: int, decoder: Path, package: Path, tmp_path: Path) -> None:
     use, mpi = choice(seed, USES, MPIS)
     save_arrays(tmp_path / "inputs.npz", decoder_feeds())
     places = {"PACKAGE": package, "MODEL": decoder, "INPUTS": tmp_path / "inputs.npz", "OUTPUTS": tmp_path / "outputs"}
@@ -262,7 +262,7 @@ def run_program(what: str, number: int, place: Path) -> subprocess.CompletedProc
 
 @ENDS
 def test_signal_while_an_object_is_freed(number: int, code: int, tmp_path: Path) -> None:
-    """Python drops an exception there, and would go on."""
+    """Python drops an exception there, and would continue."""
     found = run_program("freed", number, tmp_path)
     assert found.returncode == code
     assert found.stderr in ("", "error: interrupted\n")
@@ -270,7 +270,7 @@ def test_signal_while_an_object_is_freed(number: int, code: int, tmp_path: Path)
 
 @ENDS
 def test_signal_in_an_import(number: int, code: int, tmp_path: Path) -> None:
-    """The C++ of some modules (onnx, onnxruntime) crashes if something is raised in it."""
+    """The C++ code of some modules (onnx, onnxruntime) crashes if an exception is raised in it."""
     (tmp_path / "getting_a_signal.py").write_text(MODULE.format(number=int(number)))
     found = run_program("imported", number, tmp_path)
     assert found.returncode == code
@@ -280,7 +280,7 @@ def test_signal_in_an_import(number: int, code: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", seeds(1, 2))
 def test_two_compiles_to_one_place(seed: int, decoder: Path, tmp_path: Path) -> None:
-    """One of them is whole, and the other one is refused, or comes after it."""
+    """One of them is complete; the other one is refused, or follows it."""
     random, target = np.random.default_rng(seed), tmp_path / "p"
     command: Sequence[object] = ["compile", decoder, *MODES["layer"], "-o", target, "--force"]
     results = []

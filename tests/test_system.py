@@ -1,4 +1,4 @@
-"""What the system does to a command: streams that are closed or full, interrupts, files that can't be read."""
+"""What the system does to a command: closed or full streams, interrupts, unreadable files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.small_disk import is_possible, on_small_disk
 
 
 def shell(command: str, code: int, encoding: str = "utf-8", **more: str) -> str:
-    """What the command printed; it must end with `code`."""
+    """The output of a command, which must end with `code`."""
     environment = {**os.environ, **more}
     found = subprocess.run(
         command, shell=True, capture_output=True, timeout=120, env=environment, executable="/bin/bash"
@@ -49,7 +49,7 @@ def test_output_that_can_not_be_written(package: Path) -> None:
 
 @pytest.mark.fuzz
 def test_compile_to_a_disk_that_gets_full(decoder: Path, tmp_path: Path) -> None:
-    """At any moment: nothing is left, and one message."""
+    """Wherever the disk gets full: nothing is left behind, and there is one message."""
     if not is_possible():
         pytest.skip("no file systems of one's own here")
     sizes = map(int, np.random.default_rng(5).integers(8, 1300, 2 * (MORE - 1)))
@@ -131,7 +131,7 @@ def test_folders_without_rights(decoder: Path, package: Path, tmp_path: Path) ->
 
 @pytest.mark.skipif(sys.platform == "win32" or os.geteuid() == 0, reason="root may read and write everything")
 def test_data_without_rights(decoder: Path, package: Path, tmp_path: Path) -> None:
-    """ONNX Runtime makes errors of any kind of the system's: 13 is one that the model wants to be compiled."""
+    """ONNX Runtime's error for a system error depends on its number: 13 becomes one about models to be compiled."""
     shutil.copytree(package, tmp_path / "p")
     for path in (decoder, decoder.with_name(f"{decoder.name}.data")):
         shutil.copy(path, tmp_path)

@@ -267,7 +267,7 @@ def _least(size: int | ir.SymbolicDim, cut: int | ir.SymbolicDim) -> int | ir.Sy
 
 
 def _own_registry() -> OpShapeInferenceRegistry:
-    """The library's rules, all wrapped by `_forgiving`, with shape functions for operators that it lacks."""
+    """The library's rules, and in their place the shape functions of our operators. All are wrapped by `_forgiving`."""
     rules = OpShapeInferenceRegistry()
     registry.collect()
     own = {operator.name for operator in REGISTRY.values() if operator.shapes is not None}

@@ -62,23 +62,21 @@ def compile_model(
     warn: Callable[[str], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
 ) -> m.Manifest:
-    """Write the package of `plan` to the folder `package`. With `force`, a package that is there is replaced.
+    """Write the package of `plan` to the folder `package`, whole or not at all. Returns its manifest.
 
-    `weights` is `copy`, or `link` for hard links to the model's own data files; a linked package changes if these files
-    are written in place. `threads` is recorded as the number for each CPU device. `build` says how engines are built
-    that are not ONNX files, and `fills` how arrays for inputs are made up.
+    - `weights`: `copy`, or `link` for hard links to the model's own data files. A linked package changes if these files
+      are written in place.
+    - `threads`: recorded as the number for each CPU device.
+    - `force`: replace a package that is there.
+    - `verify`: whether the model must run on the planned sizes, and whether a package whose ranks compute otherwise
+      than the model (`Plan.rewrites`) is compared with it. Each package is loaded once in any case.
+    - `jobs`: files written at once, and engines built if memory allows; None for as many as there are cores.
+    - `build`: how engines are built that are not ONNX files. `fills`: how arrays for inputs are made up.
+    - `warn`, `say`: called with deviations from the request, and with results of these checks.
 
-    `jobs` files are written at once, and as many engines built if memory allows; None for as many as there are cores.
-
-    The model must run on the sizes that are planned for, and every package is loaded once. In row and tensor mode it is
-    also compared with the unsplit model, and its engines with slots with a random adapter. `verify` False leaves out
-    the first and the last of these. Either the whole package is written or nothing.
-
-    Callbacks: `warn` gets deviations from the request, `say` the result of the comparison.
-
-    Raises MisuseError if `package` can't be written to, ModelError for sizes on which the model does not run and for
-    files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that can't be built,
-    OutputsDifferError if the package's outputs differ from the model's.
+    Raises MisuseError if `package` is taken or can't be written to, ModelError for sizes on which the model does not
+    run and for files that ONNX Runtime can't load, SplitcError if the disk is full, BuildError for engines that can't
+    be built, OutputsDifferError if the package's outputs differ from the model's.
     """
     target = Path(package)
     _check_request(plan, weights, build, fills, warn)

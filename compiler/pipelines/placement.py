@@ -48,10 +48,12 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """Decide which part of which module of a folder each device holds.
 
+        plan_pipeline("folder", ["te=cpu1", "unet=cpu0&cpu1", "cpu0"], Request(split_mode="unet=layer"))
+
     `devices` and the request's mode, shapes and settings may name modules, as on the command line. `wanted` are the
     modules to take; by default all, and one of a model in two forms. Modules with devices of their own come first, then
-    the largest. `tensor_split` has the shares of each module that is split. With `swap`, modules work in turn, and hand
-    over the memory of their weights.
+    the largest. `tensor_split` has the shares of each module that is split. With `swap`, modules work in turn, and only
+    the one at work has its weights in memory.
 
     Raises as `plan_model` does, with the module's name; ModelError for a folder without models, MisuseError if a module
     does not exist.

@@ -34,8 +34,8 @@ class ModulePlan:
 class PipelinePlan(Listed):
     """The plans of all modules of a folder, in the folder's order, and the budgets of the devices by name.
 
-    `common` are the weights that modules have in common. With `swap`, modules work in turn, and hand over the memory of
-    their weights.
+    `common` are the weights that modules have in common. With `swap`, modules work in turn, and only the one at work
+    has its weights in memory.
     """
 
     folder: ModelFolder

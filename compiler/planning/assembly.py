@@ -143,8 +143,8 @@ def engine_bytes(
 ) -> int:
     """The bytes of a rank's sessions, beside weights and computed values, and of NCCL.
 
-    On a GPU the headroom covers the first session. Several engines of a rank have one session each, a single one has
-    two.
+    Several engines of a rank have one session each. A single engine on a GPU has two, which count as one. The headroom
+    covers TensorRT's own memory.
 
     - `met`: the devices with which it exchanges values, including its own. If values are `crossing` inside engines,
       whose bytes these are, all GPUs of a host are connected to each other; else only neighbours.

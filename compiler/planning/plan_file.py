@@ -30,7 +30,7 @@ LISTED = 64 << 10
 
 
 class RankEntry(Struct, frozen=True):
-    """A rank. Its device, budget and share may be edited; the rest is informative.
+    """A rank. Its device, budget and share may be edited, in tensor mode also its stage; the rest is informative.
 
     - `limited`: engines are held to the budget while they run.
     - `stage`: in tensor mode, consecutive ranks share a stage, in proportion to `share`. In layer mode each rank has

@@ -50,19 +50,20 @@ def _used_up(file: Any) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """A user's request for a plan. The options' help describes each field.
+    """A user's request for a plan. `splitc plan --help` describes each field as an option.
 
-    - `engine`: None leaves it to the devices.
-    - `shapes`: the input shapes to plan for. `min_shapes`, `opt_shapes` and `max_shapes`: a range, and the shapes to
-      tune for.
-    - `tensor_split`: shares on any scale.
+    - `engine`: None chooses by the devices and by what is installed.
+    - `shapes`: the input shapes to plan for, by name. `min_shapes`, `opt_shapes` and `max_shapes`: a range, and the
+      shapes to tune for.
+    - `tensor_split`: shares on any scale, one for each device.
     - `memory`: budgets as on the command line (`4GiB`, `cpu0=4GiB`). The default is a device's free memory less
       `headroom` bytes.
-    - `weights_at`: with DISK, weights of CPU devices stay in mapped files, and count for no budget.
+    - `weights_at`: "disk" leaves weights of CPU devices in mapped files, where they count for no budget.
     - `interconnect`: as on the command line (`25GB/s,5us`).
     - `states`: outputs by the inputs that they replace in the next run. Others are detected unless `no_state`.
-    - `lora`: adapters to merge, each with its scale. `lora_slots`: the rank of adapters that requests may bring.
-    - `place`, `experts`: the weights that lie apart from the blocks, and their devices.
+    - `lora`: files of adapters to merge, each with its scale. `lora_slots`: the rank of adapters that requests may
+      bring.
+    - `place`, `experts`: the weights on other devices than the blocks, and these devices.
     - `settings`: binds inputs to constants: one number or boolean for all elements, or nested lists of them.
     """
 

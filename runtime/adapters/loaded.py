@@ -30,8 +30,8 @@ LEAST_RANK = 8
 class LoadedAdapter:
     """An adapter in memory: A and B of each slot that it has an update for, by the slot's number. B has the scale.
 
-    Both are matrices with a row for each of the rank, whatever the slot's layout.
-    `unmatched` are its updates that have no slot, with the reason.
+    Both are matrices with a row for each unit of the rank, whatever the slot's layout. `unmatched` are the updates
+    without a slot, with the reason.
     """
 
     scale: float
@@ -54,13 +54,11 @@ def padded_rank(rank: int) -> int:
 
 
 class Adapters(Mapping[str, LoadedAdapter]):
-    """The adapters that a session has loaded, by name.
-
-    `kept` are the sums that requests have.
+    """The adapters that a session has loaded, by name. `kept` are the sums that the ranks hold.
 
     session.adapters.load("style", "style.safetensors", scale=0.8)
     session.run(feeds, adapters={"style": 1.0, "pose": 0.3})
-    session.adapters.use({"style": 1.0})  # in all requests that do not say
+    session.adapters.use({"style": 1.0})  # the default of all requests
     """
 
     def __init__(self, slots: Sequence[Slot], kept: KeptSums) -> None:
@@ -78,7 +76,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return len(self._loaded)
 
     def load(self, name: str, file: str | Path | Mapping[str, Any], scale: float = 1.0) -> LoadedAdapter:
-        """Load an adapter under a name: a file, a folder, or arrays by their names in files. See `add`."""
+        """Load an adapter under a name: a file, a folder, or arrays or tensors by the names that files give them.
+
+        `scale` multiplies the adapter's own scale. For what is returned and raised see `add`.
+        """
         self._need_slots()
         adapter = adapter_of(file) if isinstance(file, Mapping) else open_adapter(str(file))
         return self.add(name, adapter, scale)
@@ -93,8 +94,8 @@ class Adapters(Mapping[str, LoadedAdapter]):
     def add(self, name: str, adapter: Adapter, scale: float = 1.0) -> LoadedAdapter:
         """Load an adapter that was read, under a name. One of this name is replaced.
 
-        Raises MisuseError for a package without slots, a file that is no adapter, and one of another model. Then
-        nothing changes.
+        The result lists its updates that have no layer here (`unmatched`). Raises MisuseError for a package without
+        slots, a file that is no adapter, and an adapter of another model. Then nothing changes.
         """
         self._need_slots()
         if not math.isfinite(scale):
@@ -106,13 +107,13 @@ class Adapters(Mapping[str, LoadedAdapter]):
         return self.put(name, LoadedAdapter(scale, arrays, matches.unmatched))
 
     def put(self, name: str, adapter: LoadedAdapter) -> LoadedAdapter:
-        """Load an adapter whose slots are known, under a name. One of this name is replaced."""
+        """Keep an adapter whose slots are known, under a name. One of this name is replaced."""
         self._loaded[name] = adapter
         self._kept.clear()
         return adapter
 
     def unload(self, name: str) -> None:
-        """Forget an adapter. Sequences that began with it keep it."""
+        """Forget an adapter. Open sequences with it keep it. Raises MisuseError if none of this name is loaded."""
         self._need([name])
         del self._loaded[name]
         self._used = {other: times for other, times in self._used.items() if other != name}
@@ -141,10 +142,10 @@ class Adapters(Mapping[str, LoadedAdapter]):
         self._used = self._read(asked)
 
     def sum(self, asked: Mapping[str, float] | str | None) -> HeldSum | None:
-        """A sum of adapters, each times a number; a name alone is that one, times 1. None if all are times 0.
+        """The weighted sum of adapters; None if all factors are 0. A name alone is one adapter, with factor 1.
 
-        None is what is used in all requests, and an empty mapping no adapter. Raises MisuseError for one that is not
-        loaded.
+        If `asked` is None, it is the default sum; if it is empty, there is none. Raises MisuseError for an adapter that
+        is not loaded.
         """
         read = self._used if asked is None else self._read(asked)
         parts = tuple(sorted((name, times) for name, times in read.items() if times))
@@ -177,9 +178,9 @@ class Adapters(Mapping[str, LoadedAdapter]):
             raise MisuseError(f"no adapter '{missing[0]}' is loaded: there are {known}")
 
     def _add(self, adapters: Sequence[tuple[LoadedAdapter, float]], rank: int) -> dict[str, Array]:
-        """The arrays of a sum: ranks lie side by side, and each B is times its adapter's number.
+        """The arrays of a sum: the adapters' ranks side by side, each B times its adapter's factor.
 
-        Zeros make the ranks of all slots one, of few that there are: shapes stay the same from sum to sum.
+        All slots are padded with zeros to one rank, so that shapes stay the same from sum to sum.
         """
         feeds: dict[str, Array] = {}
         for number, slot in enumerate(self._slots):
@@ -196,18 +197,18 @@ class Adapters(Mapping[str, LoadedAdapter]):
 
 
 def _arrays(update: LowRank, slot: Slot) -> tuple[Array, Array]:
-    """A and B, a row for each of the rank, with the update's scale, in single precision."""
+    """A and B of an update in single precision, with a row for each unit of the rank. B has the scale."""
     a, b = update.read_a().astype(np.float32), update.read_b().astype(np.float32)
     scale = np.float32(update.scale if update.for_slots else update.scale / slot.factor)
     return a.reshape(len(a), -1), np.ascontiguousarray(b.reshape(len(b), -1).T * scale)
 
 
 def _zeros(tensor: Tensor, rank: int) -> Array:
-    """A slot's A or B of this rank: it is the only size that is not fixed."""
+    """A slot's A or B of this rank, which is its only size that is not fixed."""
     sizes = [size if isinstance(size, int) else rank for size in tensor.shape or ()]
     return np.zeros(sizes, number_type(tensor.dtype))
 
 
 def _rows(slot: Slot, a: Array, b: Array) -> tuple[Array, Array]:
-    """Views of a slot's A and B with a row for each of the rank."""
+    """Views of a slot's A and B with a row for each unit of the rank."""
     return (a.reshape(len(a), -1), b.reshape(len(b), -1).T) if slot.kernel else (a.T, b)

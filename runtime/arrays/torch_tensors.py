@@ -28,10 +28,11 @@ def read_tensor(tensor: Any) -> Array:
 
 
 def to_torch(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Outputs as tensors of PyTorch, in the same memory: the host's, or a GPU's if they were asked for there.
+    """Outputs as tensors of PyTorch, in the same memory: the host's, or a GPU's if they are there (`on_device`).
 
-    with Session("package") as session:
         tensors = to_torch(session.run({"pixels": torch.zeros(1, 3, 224, 224, dtype=torch.bfloat16)}))
+
+    An array that can't be written to is copied.
     """
     import torch
 

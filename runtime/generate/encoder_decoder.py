@@ -31,9 +31,9 @@ class EncoderDecoder:
         encoded = model.encode_tokens([13, 7, 1])
         tokens = list(model.generate(encoded, [0], max_new_tokens=20, stop_tokens=[1]))
 
-    What the decoder reads of the encoder is computed once, and stays on the ranks. The decoder's prompt and the tokens
-    to stop at are the caller's: `Pipeline.generate` takes them from configs. Raises MisuseError for modules that are no
-    encoder and decoder.
+    `sessions` may be a Pipeline. What the decoder reads of the encoder is computed once for a text, and stays on the
+    ranks. The caller gives the decoder's prompt and the tokens to stop at: `Pipeline.generate` takes them from configs.
+    Raises MisuseError for modules that do not generate together.
     """
 
     def __init__(self, sessions: Mapping[str, ModelRunner]) -> None:
@@ -51,7 +51,10 @@ class EncoderDecoder:
         return None if self.wiring.encoder is None else self._sessions[self.wiring.encoder].manifest
 
     def encode(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Run the encoder on its feeds. The result includes its mask: the decoder reads the same positions."""
+        """Run the encoder on its feeds. The result has its outputs, and its mask, as the decoder reads these positions.
+
+        Without an encoder it is empty. Raises as `Session.run` does.
+        """
         if self.encoder is None:
             return {}
         masks = {
@@ -62,7 +65,7 @@ class EncoderDecoder:
         return {**masks, **self._sessions[str(self.wiring.encoder)].run(feeds)}
 
     def encode_tokens(self, tokens: Sequence[int]) -> Mapping[str, Array]:
-        """Run the encoder on a text. Raises MisuseError if it takes something else."""
+        """Run the encoder on a text's token ids. Raises MisuseError if it takes something else."""
         if self.encoder is None:
             return {}
         return self.encode(_feeds_of_tokens(self.encoder, tokens))
@@ -75,7 +78,7 @@ class EncoderDecoder:
     def generate(
         self, encoded: Mapping[str, Array], prompt: Sequence[int], **options: Any
     ) -> Generator[int, None, str]:
-        """Yield the tokens that follow the decoder's prompt. `encoded` are the encoder's outputs.
+        """Yield the ids of the tokens that follow the decoder's prompt. `encoded` is what an `encode` method returned.
 
         For the options, what is returned, and errors, see `generate.tokens.generate`.
         """

@@ -79,12 +79,14 @@ def generate_from_encoder(
 ) -> Generator[int, None, str]:
     """Yield the tokens that modules make of a prompt's tokens, or of the WAV file `sound`. Returns STOP or LIMIT.
 
-    The modules are an encoder and its decoder, or a decoder in two uses. What the arguments leave open is taken from
-    the configs in the folder `package`: the decoder's first tokens, those that end a text (without any in the configs:
-    `other_stop_tokens`), the most tokens of a text, and those that are permitted. A sound that is longer than the
-    encoder takes at once is cut into windows, each a text of its own. `timings` is filled meanwhile, and `warn` is
-    called with what a user should know. Raises MisuseError for modules that can't do that, for an input that the
-    encoder does not take, and for a damaged config.
+    The modules are an encoder and its decoder, or a decoder with caches and one without. What the arguments leave open
+    is taken from the configs in the folder `package`: the decoder's first tokens, those that end a text (if the configs
+    have none: `other_stop_tokens`), the most tokens of a text, and those that are permitted. `language` and `task` are
+    for speech, as in the generation config: "en", "transcribe". A sound that is longer than the encoder takes at once
+    is cut into windows, each a text of its own. `timings` is filled meanwhile, and `warn` gets what a user should know.
+
+    With the first token it raises MisuseError for other modules, for an input that the encoder does not take, and for a
+    damaged config.
     """
     model = EncoderDecoder(modules)
     decoder = model.wiring.decoder

@@ -19,8 +19,8 @@ COLDEST = 1e-6
 class Sampling:
     """How to choose a token. `temperature` 0 takes the likeliest one.
 
-    Otherwise a token is drawn from the `top_k` likeliest ones (0: all), cut to the fewest whose probabilities sum to
-    `top_p`.
+    Otherwise a token is drawn, with random numbers from `seed`, from the `top_k` likeliest ones (0: all), cut to the
+    fewest whose probabilities sum to `top_p`. Raises MisuseError for numbers that mean nothing.
     """
 
     temperature: float = 0.0

@@ -59,15 +59,17 @@ def generate(
     timings: Timings | None = None,
     rules: Rule | None = None,
 ) -> Generator[int, None, str]:
-    """Yield the tokens that follow a prompt, without the stop token that ends them. Returns STOP, LIMIT or ROOM.
+    """Yield the ids of the tokens that follow a prompt's, without the stop token that ends them.
 
-    Without `stop_tokens` the `other_stop_tokens` end them, which may be a tokenizer's that has more than the model.
-    Without `max_new_tokens` they are 100, or fewer if the model has no room for more. The caches stay on the ranks. A
-    long prompt is run in chunks of `prompt_chunk` tokens, or at once by the package `prefill`: a model that makes
-    caches but takes none, as exporters write it beside the decoder. A model without states reads all tokens again for
-    each new one. `timings` is filled meanwhile. `rules` change the logits before a token is chosen. Raises MisuseError
-    for an empty prompt, for more tokens than the model has room for, for a stop token that it never gives, and for a
-    model that is no language model.
+    - `max_new_tokens`: by default 100, or fewer if the model has no room for more.
+    - `stop_tokens`: end the text. Without them `other_stop_tokens` do, which may include ids that the model lacks.
+    - `prompt_chunk`: the tokens of a long prompt in one run.
+    - `prefill`: runs the whole prompt instead: a session of a model that makes caches but takes none.
+    - `timings`: is filled meanwhile. `rules`: change the logits before a token is chosen.
+
+    Returns STOP, LIMIT or ROOM. Caches stay on the ranks; a model without states reads all tokens again for each new
+    one. With the first token it raises MisuseError for an empty prompt, for more tokens than the model has room for,
+    for a stop token that it never gives, and for a model that is no language model.
     """
     signature = find_signature(session.manifest, None if prefill is None else prefill.manifest)
     if prefill is not None and not session.manifest.states:

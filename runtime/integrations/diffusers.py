@@ -28,10 +28,10 @@ def load(package: str | Path, *, own: Mapping[str, Mapping[str, Any]] = MappingP
         pipeline("an astronaut on a horse", num_inference_steps=20).images[0].save("image.png")
 
     The pipeline has the class that model_index.json names. Its models are the package's sessions. Tokenizers, the
-    scheduler and other components are loaded from files in the package. Those of the `options` that `Session` has go to
-    the sessions, and `own` to those of single modules, as for `Pipeline`. The rest go to
+    scheduler and other components are loaded from files in the package. `options` that are arguments of `Session` go to
+    all sessions, and `own` has those of single modules, as in `Pipeline`. All others go to
     `DiffusionPipeline.from_pretrained`: a component given there replaces the package's. The sessions are closed when
-    the pipeline is dropped.
+    the pipeline is garbage-collected.
 
     Raises as Session does, and MisuseError if diffusers is not installed, for a package that is no pipeline of
     diffusers, and for one that lacks a model that the pipeline needs.

@@ -41,7 +41,7 @@ class NodeArg:
 
 @dataclass(frozen=True)
 class ModelMeta:
-    """ONNX Runtime's description of a model file."""
+    """The description of a model's file, with ONNX Runtime's attributes."""
 
     graph_name: str
     producer_name: str = "splitc"
@@ -58,13 +58,16 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         session = InferenceSession("package")
         (logits,) = session.run(["logits"], {"input_ids": ids})
 
-    - `session`: the Session behind it, for sequences and streams. An open Session may be given in place of the path.
+    - `path_or_bytes`: the package's folder, or an open Session.
     - `sess_options`: only the number of threads is used.
-    - `providers`: if given, they must include that of the package's devices. Further options are Session's; `devices`
-      changes the devices.
+    - `providers`: if given, they must include that of the package's devices.
+    - `options`: arguments of Session; `devices` changes the devices.
 
-    Errors are ONNX Runtime's: ValueError for missing inputs, InvalidArgument for names, types and ranks that do not
-    fit, Fail for an engine that fails. MisuseError is raised for anything that a package does not support.
+    The attribute `session` is the Session behind it, for sequences and streams.
+
+    `run` raises ONNX Runtime's errors: ValueError for missing inputs, InvalidArgument for names, types and shapes that
+    do not fit, Fail for an engine that fails. Anything that a package does not support raises MisuseError. A package
+    that can't be opened raises as Session does.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class InferenceSession(onnxruntime.InferenceSession):  # type: ignore[misc]
         return [CUDA, CPU] if any(device.kind == "cuda" for device in self.session.devices) else [CPU]
 
     def get_provider_options(self) -> dict[str, dict[str, str]]:
-        """The options of these providers: empty, except for the number of the first GPU."""
+        """The options of these providers: none but the number of the first GPU."""
         options: dict[str, dict[str, str]] = {name: {} for name in self.get_providers()}
         gpus = [device.index for device in self.session.devices if device.kind == "cuda"]
         return options if not gpus else {**options, CUDA: {"device_id": str(gpus[0])}}

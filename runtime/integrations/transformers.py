@@ -20,18 +20,18 @@ PAIRS = ("Seq2SeqLM", "SpeechSeq2Seq", "Vision2Seq")
 
 
 def load(package: str | Path, *, config: str | Path | None = None, **options: Any) -> Any:
-    """optimum's model of a package. config.json determines its class; `generate` is transformers' own.
+    """optimum's model, such as ORTModelForCausalLM, running on a package. `generate` is transformers' own.
 
         model = load("package")
         tokens = model.generate(**tokenizer("Once upon a time", return_tensors="pt"), num_beams=4)
 
-    A package of several models is an encoder and its decoder, such as T5 or Whisper. `config` is a folder with the
-    model's config.json, and generation_config.json if it has one; by default the package, which has them if the model's
-    folder was compiled. `options` are Session's. The session, `model.session.session` or that of each of `model.parts`,
-    is closed with the model.
+    A package of several models must be an encoder and its decoder, such as T5 or Whisper. `config` is a folder with the
+    model's config.json, which determines the class, and generation_config.json if there is one. Default: the package,
+    which has them if the model's folder was compiled. `options` are arguments of Session. The session
+    (`model.session.session`, or that of each of `model.parts`) is closed with the model.
 
-    Caches are copied to and from the ranks for every token, as beam search needs it: `Session.generate` leaves them
-    there.
+    Caches are copied to and from the ranks for every token, as beam search needs them. `Session.generate` leaves them
+    on the ranks.
 
     Raises as Session does, and MisuseError if optimum is not installed, if there is no config, and for a model that
     optimum has no class for.

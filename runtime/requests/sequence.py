@@ -33,7 +33,7 @@ class StateSequence:
             outputs = sequence.run({"input_ids": prompt, ...})
             outputs = sequence.run({"input_ids": next_token, ...})
 
-    States are neither fed nor given: they begin as zeros (caches with length 0), and stay on the ranks. A state that
+    States are neither fed nor returned: they begin as zeros (caches with length 0), and stay on the ranks. A state that
     one rank makes and another one takes is carried by this object. Several sequences may be open at once.
 
     A sequence is for one thread at a time: while a request runs, `run`, `load` and `grow` of another thread raise
@@ -75,8 +75,9 @@ class StateSequence:
     def run(self, feeds: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Run the model on the feeds, which have no states. Returns the outputs that are not states.
 
-        Raises FeedError for feeds that do not fit the model, MisuseError while another thread uses the sequence,
-        SplitcError after a failed run or after `close`.
+        A mask is of the tokens so far, those in the caches included. Raises FeedError for feeds that do not fit the
+        model, MisuseError for more tokens than the capacity and while another thread uses the sequence, EngineError if
+        an engine fails, SplitcError after a failed run or after `close`.
         """
         with self._alone():
             if self._failed:

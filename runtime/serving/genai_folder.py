@@ -31,9 +31,9 @@ def export_genai(
 ) -> list[Path]:
     """Write the package into a new folder, for genai. Returns the folder.
 
-    The model's own `genai_config.json`, from beside the tokenizer or from the package's files, is kept but for its
-    model. Without one, a new one has `context`, and the end tokens `stop` or else the tokenizer's. Raises MisuseError
-    for a package that is no decoder in stages, where no end token is known, and for a folder that is there.
+    The model's own `genai_config.json`, beside the tokenizer or in the package, is copied, with other stages. If there
+    is none, one is written, with `context` and the end tokens `stop`, or else the tokenizer's. Raises MisuseError for a
+    package that is no decoder in stages, if no end token is known, and for a folder that exists.
     """
     own = find_module(package, module)
     manifest = read_manifest(own)

@@ -83,7 +83,7 @@ class KeptSequences:
         return answer
 
     def _start_work(self, step: SequenceStep, kept: _Kept) -> None:
-        """Have the pool run a sequence's requests. If it can't start a thread, this request was never there."""
+        """Have the pool run a sequence's requests. If it can't start a thread, this request is removed again."""
         kept.working = True
         try:
             self._pool.submit(self._work, step.id, kept)

@@ -30,7 +30,7 @@ def export_mlserver(
     """Write a model for the package, or each of its modules, into the folder. Returns the models' folders.
 
     The server's `settings.json` is written if there is none. `sequences` is as in `export_triton`. Raises MisuseError
-    for what clients can't send or get, and for a model that is there.
+    for tensors that clients can't send or get, and for a model that exists.
     """
     packages = find_packages(package, module, name)
     servings = serving.of([manifest for _, manifest in packages.values()], sequences)

@@ -1,6 +1,6 @@
 """The model that MLServer loads. Its `model-settings.json` names the class.
 
-MLServer runs this module again for each model that it loads: what all of them share is kept elsewhere.
+MLServer executes this module again for each model that it loads, so objects that models share are in other modules.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class SplitcModel(MLModel):  # type: ignore[misc]  # MLServer is not there when 
         self._page.show(self._served.metrics, self._served.devices)
 
     def _metric(self, family: Family, labels: Mapping[str, str]) -> Put:
-        """What adds to the server's metric, or sets it."""
+        """A function that adds to the server's metric, or sets it."""
         metric = find_metric(family).labels(model=self.name, **labels)
         put: Put = metric.inc if family.counts else metric.set
         return put
 
     async def unload(self) -> bool:
-        """End the session when the requests in flight have been answered. MLServer also unloads what did not load."""
+        """End the session after the requests in flight. MLServer also unloads models that could not be loaded."""
         if not hasattr(self, "_served"):
             return True
         await asyncio.get_running_loop().run_in_executor(None, self._served.close)

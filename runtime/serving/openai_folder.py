@@ -38,8 +38,8 @@ def export_openai(
 ) -> list[Path]:
     """Write a model for the package into the folder. Returns the model's folder.
 
-    Without a `tokenizer`, the one that travels with the package is taken. Raises MisuseError as `export_mlserver`, for
-    a package of several models, for one that is no language model, and where there is no tokenizer.
+    Without a `tokenizer`, the one in the package is used. Raises MisuseError as `export_mlserver` does, for a package
+    of several models, for one that is no language model, and if there is no tokenizer.
     """
     packages = find_packages(package, module, name)
     if len(packages) > 1:

@@ -1,6 +1,6 @@
 """The model that MLServer loads to answer OpenAI's requests. Its `model-settings.json` names the class.
 
-MLServer runs this module again for each model that it loads: what all of them share is kept elsewhere.
+MLServer executes this module again for each model that it loads, so objects that models share are in other modules.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from splitc.runtime.threads.executor import Executor
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """A client's request: arrays by name, which do not change meanwhile, and the sequence that it belongs to.
+    """A client's request: arrays by name, which must not change until it is answered, and its sequence.
 
-    Arrays are numpy's, or CuPy's if they are on a GPU. `adapter` names adapters of the export, as in `style` or
-    `style:0.8,pose:0.3`: their sum. A sequence has those of its first request.
+    Arrays are numpy's, or CuPy's if they are on a GPU. `adapter` names adapters of the export, as in `style`, or
+    `style:0.8,pose:0.3` for a weighted sum. A sequence has those of its first request.
     """
 
     feeds: Mapping[str, Array]
@@ -39,10 +39,10 @@ class ServedRequest:
 class ServedPackage:
     """A package, loaded as its `serving.json` says, which answers requests of any number of threads.
 
-    A scalar is an array of one element to clients, since Triton has no scalars. A session that breaks, since a rank
-    died, is opened again with the next request: those in flight fail, and sequences are lost. If that happens again
-    and again, requests fail for a while before it is: see Waits. `counts_sequences` says that the server itself bounds
-    the number of sequences. Raises as `Session` does, and MisuseError for a wrong file.
+    Clients see scalars as arrays of one element, since Triton has no scalars. If the session breaks because a rank
+    died, requests in flight fail, sequences are lost, and the next request opens another session. If that happens again
+    and again, requests fail for a while before the next attempt: see Waits. `counts_sequences`: the server itself
+    limits the number of sequences. Raises as `Session` does, and MisuseError for a wrong file.
     """
 
     def __init__(self, file: Path, *, counts_sequences: bool = False) -> None:
@@ -98,8 +98,8 @@ class ServedPackage:
     def submit(self, requests: Sequence[ServedRequest]) -> list[Answer]:
         """Start requests, and return a future of each one's outputs. A request that fails, fails alone.
 
-        Those whose rows can be one batch run together. Waits while as many requests are in flight as the session
-        takes, so that a server's queue grows meanwhile, and with it the next batch; not for requests of sequences.
+        Requests whose rows can be batched run together. Except for requests of sequences, it waits while as many
+        requests are in flight as the session takes: meanwhile the server's queue grows, and with it the next batch.
         """
         answers: list[Answer] = [Future() for _ in requests]
         try:
@@ -124,7 +124,7 @@ class ServedPackage:
         return answers
 
     def need_session(self) -> Session:
-        """The session, opened again if it is broken. Raises EngineError while it is too early, and at the end."""
+        """The session, opened again if it is broken. Raises EngineError while it is too early, and after `close`."""
         with self._opening:
             if self._closed:
                 raise EngineError("this model was unloaded")
@@ -191,7 +191,7 @@ class ServedPackage:
                 answer.set_result(outputs)
 
     def _run(self, feeds: Mapping[str, Array], adapter: str) -> dict[str, Array]:
-        """The outputs: on the ranks' GPUs if a feed is on a GPU, and if that is possible."""
+        """Run a batch. Outputs are on the ranks' GPUs if a feed is on a GPU and that is possible."""
         on_device = self._session.device_arrays.possible and any(map(is_on_gpu, feeds.values()))
         return self._session.run(feeds, on_device=on_device, adapters=read_names(adapter))
 

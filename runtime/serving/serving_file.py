@@ -19,11 +19,15 @@ FILE_NAME = "serving.json"
 class Serving(Struct, frozen=True, forbid_unknown_fields=True):
     """How a server opens a package, and keeps its sequences.
 
-    `package` is the folder, relative to the file. With `sequences` states stay on the ranks: they are neither fed nor
-    given. A sequence ends when it was idle for `idle_seconds`; where the server does not count them, at most
-    `most_sequences` are open. `capacity` is that of `Session.start`. `adapters` are files that requests may ask for, by
-    name, relative to the file too. A server of texts has a `tokenizer`, a folder relative to the file, and takes at
-    most `context` tokens of a prompt with its answer. The others are those of `Session`.
+    Paths are relative to this file.
+
+    - `package`: the package's folder. `tokenizer`: its folder, for a server of texts.
+    - `sequences`: states stay on the ranks, and clients neither send nor receive them. A sequence ends when it was idle
+      for `idle_seconds`. At most `most_sequences` are open, unless the server itself limits their number.
+    - `capacity`: that of `Session.start`. `context`: the most tokens of a prompt with its answer.
+    - `adapters`: files that requests may ask for, by name.
+
+    The other fields are arguments of `Session`.
     """
 
     package: str
@@ -45,8 +49,8 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True):
     def of(self, manifests: Sequence[Manifest], sequences: bool | None) -> list[Serving]:
         """The same for each package. Its requests are sequences as asked, or by default (None) if it has caches.
 
-        Other states may just be an input and an output of one shape. Raises MisuseError for a capacity without any
-        sequences.
+        Other states count only if asked for, as they may just be an input and an output of one shape. Raises
+        MisuseError for a capacity without sequences.
         """
         servings = []
         for manifest in manifests:

@@ -30,18 +30,20 @@ class Pipeline(Listed, Mapping[str, Session]):
         with Pipeline("package") as pipeline:
             latents = pipeline["transformer"].run({"hidden_states": noise})
 
-    `options` are those of all sessions, and `own` those of single modules, by name. `adapters` are files as
-    `unet=style.safetensors`, each with a number: their sum is in all requests of this module. Files that travel with
-    the models are in the folder `package`, where they were in the models' folder. Raises as Session does, and
-    MisuseError for the package of one model, or a module that is not there.
+    - `options`: arguments of all sessions, such as `devices` and `ranks`. `own`: those of single modules, by name.
+    - `adapters`: among the options, files as `unet=style.safetensors`, each with a factor. Their sum applies to all
+      requests of this module.
+    - `swap`: modules work in turn. Only the one at work has its weights in memory, and its requests wait until those of
+      others have ended. Default: as the package was planned.
 
-    With `swap`, modules work in turn: those that are not at work give the memory of their weights to the one that is,
-    and its requests wait until those of others have ended. Default: as the package was planned.
+    Files that travel with the models are in the folder `package`, at the paths that they had in the models' folder.
+    Modules that are split over the same GPUs work in turn too, as their all-reduces could deadlock.
 
-    Modules that are split over the same GPUs work in turn too: their all-reduces could deadlock.
-
-    Where ranks are processes, a device has one process, with the ranks of all modules. If it dies, the sessions of all
+    If ranks are processes, a device has one process, with the ranks of all modules. If it dies, the sessions of all
     modules in it break, with an error that says why.
+
+    Raises as Session does, and MisuseError for the package of one model, for a module that does not exist, and under
+    MPI for several modules.
     """
 
     def __init__(
@@ -93,7 +95,11 @@ class Pipeline(Listed, Mapping[str, Session]):
         return len(self._sessions)
 
     def generate(self, prompt: Sequence[int] | None = None, **options: Any) -> Generator[int, None, str]:
-        """Yield the tokens that an encoder and its decoder make of a prompt, or of a sound: `sound="speech.wav"`.
+        """Yield the ids of the tokens that the modules make of a prompt's tokens, of a sound, or of images.
+
+            pipeline.generate([13, 7, 1], max_new_tokens=20)
+            pipeline.generate(sound="speech.wav", language="en")
+            pipeline.generate(images=["cat.png"], question="What is this?")
 
         What the options leave open is taken from the configs in the package: see `generate.recipe.generate_text`.
         """

@@ -53,7 +53,7 @@ from splitc.runtime.threads.futures import in_order, then
 from splitc.runtime.threads.interrupts import later_interrupts
 from splitc.runtime.units import first_few, format_shape, whole_number
 
-# Adapters by name, each with what it is taken times; or one's name; or none.
+# Adapters by name, each with its factor; or one adapter's name; or None for the session's default.
 Asked = Mapping[str, float] | str | None
 # The most requests in flight. Each has its feeds, activations and outputs in memory. A choice: far more than any
 # machine holds, so that a number with too many digits is refused in words.
@@ -64,24 +64,24 @@ class Session(Requests, Listed):
     """A package, loaded on its devices and ready to run.
 
         with Session("package") as session:
-            outputs = session.run({"input_ids": ids})
+            outputs = session.run({"input_ids": ids})  # arrays by name, in the shapes of `session.outputs`
 
     - `module`: the model of a package that has several.
-    - `threads`: the number for each CPU device (default: the package's, or else the cores divided among the devices).
+    - `threads`: those of each CPU device (default: the package's, or else the cores divided among the devices).
     - `verify`: how often the files' hashes are compared with the manifest, which reads every byte: `always`, `once`
       (again when a file has changed), or `never`. Weights are compared while they are loaded.
-    - `devices`: replaces the package's devices, one for each rank. A package that divides the rows of a batch runs on
+    - `devices`: names such as `cpu0`, in place of the package's, one for each rank. A package that divides rows runs on
       any number of groups of them. An ONNX Runtime package for GPUs also runs on CPU devices, and the other way round.
     - `cuda_graphs`: whether GPUs replay requests of previously seen shapes as CUDA graphs.
     - `in_flight`: the most requests in flight (default: two for each rank). It bounds the memory of their arrays.
-    - `ranks`: `threads` of this process or `processes` (default: threads on CPU devices and on a single GPU, processes
-      otherwise: several ranks on GPUs are never threads). If a process crashes, only sessions with ranks in it break.
+    - `ranks`: `threads`, `processes` or `mpi`. Default: mpi under mpirun, else threads on CPU devices and a single GPU,
+      else processes, as ranks on several GPUs always are. If a process crashes, only sessions with ranks in it break.
     - `host_code`: allows engines with their own code for the host, such as TensorRT's version-compatible ones.
-    - `adapters`: files, each with a number: their weighted sum applies to all requests that do not name others.
+    - `adapters`: files, each with a factor. Their weighted sum applies to all requests that do not name others.
     - `shared`: the resources that the modules of a Pipeline share.
 
-    Any number of threads may use one session. Raises PackageError for a package that is damaged or that an engine can't
-    load, MisuseError for devices that do not fit the package.
+    Any number of threads may use one session. Raises PackageError for a package that is missing or damaged, or can't be
+    loaded here (a library or a GPU is missing), MisuseError for arguments and devices that do not fit it.
     """
 
     def __init__(
@@ -218,12 +218,12 @@ class Session(Requests, Listed):
 
         States (caches, recurrent states) begin empty if none of them is fed.
 
-        A feed may be on a GPU: any object with `__dlpack__` or `__cuda_array_interface__`. Where the rank is a thread
-        with a GPU, it is copied from there to that one, and else over the host. With `on_device`, outputs are arrays of
-        CuPy on the rank's GPU. `micro_batch` cuts the batch into micro-batches of this many rows, which
-        are in the stages at the same time. `adapters` are names of loaded adapters, each with a number that it is taken
-        times: their sum. Raises FeedError for feeds that do not fit the model, MisuseError if its
-        batch can't be cut, or outputs can't be on GPUs, EngineError if an engine fails.
+        A feed may be a tensor of PyTorch, or on a GPU: an object with `__dlpack__` or `__cuda_array_interface__`. It is
+        copied from GPU to GPU if the only rank is a thread with a GPU, else over the host. With `on_device`, outputs
+        are CuPy arrays on the rank's GPU. `micro_batch` cuts the batch into micro-batches of this many rows, which are
+        in flight together. `adapters` are loaded adapters by name, with factors: {"style": 0.8}. Raises FeedError for
+        feeds that do not fit the model, MisuseError if the batch can't be cut, outputs can't be on GPUs or an adapter
+        is not loaded, EngineError if an engine fails, SplitcError if the session is closed or broken.
         """
         alone = self.manifest.batch is not None and any(length.one_row for length in self.manifest.lengths)
         if micro_batch is None and alone:
@@ -281,9 +281,10 @@ class Session(Requests, Listed):
     def map(
         self, feeds: Iterable[Mapping[str, npt.ArrayLike]], *, in_flight: int | None = None, adapters: Asked = None
     ) -> Iterator[dict[str, Array]]:
-        """Run each of the feeds, with `in_flight` of them at a time, and yield the outputs in the same order.
+        """Run each of the feeds, and yield the outputs in the same order.
 
-        Feeds are taken lazily. The first failed request ends the iteration with its error.
+        `in_flight` of them run at a time, at most the session's. Feeds are taken lazily. The first failed request ends
+        the iteration with its error.
         """
         submit = partial(self.submit, adapters=adapters)
         return in_order(map(submit, feeds), self._at_once(in_flight))
@@ -293,9 +294,9 @@ class Session(Requests, Listed):
         return self.in_flight if asked is None else min(whole_number("--in-flight", asked, 1), self.in_flight)
 
     async def run_async(self, feeds: Mapping[str, npt.ArrayLike], *, adapters: Asked = None) -> dict[str, Array]:
-        """As `run`, for asyncio: `asyncio.wait_for` gives it a time, and a task that is cancelled cancels the request.
+        """As `run`, for asyncio: `asyncio.wait_for` limits its time, and a cancelled task cancels the request.
 
-        It is not cancelled any more once a rank has begun it.
+        That has no effect once a rank has begun the request.
         """
         request = InFlightRequest({})
         return await asynchronous.run(partial(self._begin, request, feeds, adapters), request.withdraw)
@@ -311,9 +312,8 @@ class Session(Requests, Listed):
         """Open a sequence: its states (caches, recurrent states) stay on the ranks from request to request.
 
         With `capacity`, caches that an engine can write in place are allocated for this many tokens. Without it, and
-        for other caches, each request allocates new, longer ones. All requests of the sequence have the `adapters`, as
-        in `run`. Raises MisuseError if the model has no states, and for a capacity that is
-        no number of tokens.
+        for other caches, each request allocates new, longer ones. All requests of the sequence have the `adapters`: see
+        `run`. Raises MisuseError if the model has no states, and for a capacity that is no number of tokens.
         """
         if not self.manifest.states:
             raise MisuseError(
@@ -322,7 +322,7 @@ class Session(Requests, Listed):
         return StateSequence(self, capacity, self.adapters.sum(adapters))
 
     def generate(self, prompt: npt.ArrayLike, **options: Any) -> Generator[int, None, str]:
-        """Yield the tokens that follow a prompt. For the options see `generate.tokens.generate`."""
+        """Yield the ids of the tokens that follow a prompt's: see `generate.tokens.generate` for the options."""
         return generate(self, prompt, **options)
 
     @property
@@ -335,7 +335,7 @@ class Session(Requests, Listed):
         self._admission.check_usable()
 
     def close(self) -> None:
-        """End the ranks' threads and free their engines, in bounded time.
+        """End the ranks and free their engines, in bounded time.
 
         Requests that have begun are completed, or stopped after 10 seconds. Others are cancelled. A session that is
         dropped, or still open when Python ends, is closed by itself.

@@ -1,9 +1,10 @@
-"""What adapters cost: requests of a package without slots, with slots and no adapter, with one, and with one merged.
+"""What adapters cost: requests without slots, with slots and no adapter, with an adapter, and with it merged.
 
     python -m tests.benchmarks.adapters MODEL.onnx [MODEL.onnx ...] --devices cpu0 cpu1 --mode tensor --rank 16
 
-All packages take turns in one process. Prints a line a case: a request of the planned sizes; and, for a model with
-caches, a token of a sequence. Then the seconds to load an adapter, to run first with one, and first with another sum.
+All packages take turns in one process. Prints a line for each case: a request of the planned sizes, and, for a model
+with caches, a token of a sequence. Then it prints the seconds to load an adapter, of the first request with one, and of
+the first with another sum.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.helpers.adapters import random_pairs, write_peft
 
 Run = Callable[[], object]
 KINDS = ("without slots", "unused", "used", "merged")
-# Tokens before the first one that is timed.
+# Tokens before the timed ones.
 BEFORE = 64
 
 
@@ -72,7 +73,7 @@ def main() -> None:
 
 
 def open_all(model: Path, place: Path, options: argparse.Namespace, stack: ExitStack) -> list[Session]:
-    """Sessions without slots, with them, and with a random adapter for all of them merged."""
+    """Sessions without slots, with slots, and with a random adapter for all of them merged."""
     common = {"split_mode": options.mode, "shapes": parse_shapes(options.shapes) if options.shapes else None}
     slotted = plan_model(model, options.devices, Request(**common, lora_slots=options.rank))
     sizes = {name_of(slot): (slot.inputs, slot.outputs) for slot in slotted.analysis.slots}
@@ -92,7 +93,7 @@ def name_of(slot: Slot) -> str:
 
 
 def cases(sessions: list[Session], count: int, stack: ExitStack) -> Iterator[tuple[str, list[Run]]]:
-    """What is measured: its name, and a run of each kind."""
+    """Cases: their names, and a run of each session."""
     plain, slotted, merged = sessions
     feeds = make_inputs(plain.inputs)
     alone: list[Run] = [partial(session.run, feeds) for session in sessions]
@@ -109,7 +110,7 @@ def cases(sessions: list[Session], count: int, stack: ExitStack) -> Iterator[tup
 
 
 def step(sequence: StateSequence, feeder: Feeder, totals: Iterator[int]) -> object:
-    """The next token of a sequence."""
+    """Run the next token of a sequence."""
     return sequence.run(feeder.feeds([5], next(totals)))
 
 
@@ -120,7 +121,7 @@ def timed(run: Run) -> float:
 
 
 def measure(runs: list[Run], count: int) -> list[float]:
-    """The median seconds of each, which run in turns."""
+    """The median seconds of each function, run in turns."""
     seconds: list[list[float]] = [[] for _ in runs]
     for number in range(count + 2):
         for times, run in zip(seconds, runs, strict=True):

@@ -1,10 +1,10 @@
-"""Where the allocations of a rank's engine differ from those that the plan replays.
+"""Compares the allocations of a rank's engine with those that the plan replays.
 
     python -m tests.benchmarks.allocations MODEL.onnx --mode tensor --devices cpu0,cpu1 --shapes input_ids:1x512
 
 ONNX Runtime's profile (1.31 and later) says how much memory each node adds. The plan replays the same nodes. This
-prints where the two lists differ, with the nodes: how many bytes, and what they are for. A rule that the replay lacks
-shows as a node of one list without its like in the other one.
+prints where the two lists differ: the nodes, and their bytes. A rule that the replay lacks shows as a node that is in
+one list only.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.units import format_bytes, parse_bytes
 
-# Allocations before and after a difference that are shown with it.
+# Allocations that are shown before and after a difference.
 AROUND = 1
 KERNEL = "_kernel_time"
-# What is replayed: an engine's graph, its scratch, and whether its arena is on the host.
+# A replay: an engine's graph, its scratch, and whether its arena is on the host.
 Replayed = tuple[EngineGraph, Scratch, bool]
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Bytes of the arena's chunks that a node takes, and what it is called."""
+    """The bytes of arena chunks that a node allocates, and its name."""
 
     size: int
     name: str
@@ -87,7 +87,7 @@ def _replayed(options: argparse.Namespace, package: Path) -> list[Allocation]:
 
 
 def _own(graphs: Sequence[Replayed], plan: Plan, rank: RankPlan) -> Replayed:
-    """What was replayed for a rank: the search over cuts replays other stages too, and some twice."""
+    """The replay for a rank: the search over cuts also replays other stages, and some twice."""
     if rounds := [one for one in graphs if one[0].rounds]:
         return next(one for one in reversed(rounds) if one[0].rounds[0].number == rank.part)
     nodes = set(rank.stage.nodes) - plan.analysis.graph.folded
@@ -97,7 +97,7 @@ def _own(graphs: Sequence[Replayed], plan: Plan, rank: RankPlan) -> Replayed:
 
 
 def _measured(folder: Path, rank: int, threads: int) -> list[Allocation]:
-    """The allocations in a request of the planned shapes, by the profile of the rank's engine."""
+    """The allocations in a request of the planned shapes, from the profile of the rank's engine."""
     profiled = dict[str, ort.InferenceSession]()
     begin = ort.InferenceSession.__init__
 
@@ -125,7 +125,7 @@ def _profile(file: Path) -> Iterator[Allocation]:
 
 
 def _show(measured: Sequence[Allocation], replayed: Sequence[Allocation]) -> None:
-    """Print both lists where they differ."""
+    """Print where the two lists differ."""
     matcher = SequenceMatcher(None, [one.size for one in measured], [one.size for one in replayed], autojunk=False)
     rows = table("", "bytes", "node", right=("bytes",))
     for kind, start, end, first, last in matcher.get_opcodes():

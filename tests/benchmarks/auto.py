@@ -1,11 +1,11 @@
-"""Auto mode's predictions beside what each candidate really takes, and how far its choice is from the best.
+"""Auto mode's predictions compared with each candidate's measured times, and its choice with the best candidate.
 
     python -m tests.benchmarks.auto [--devices 2xcpu] [--profile] [--runs 10] [--only NAME ...]
 
-Decoders, small and large, with batches of 1, 2 and 8, for one token behind 128 others and for a prompt of 128. Every
+Small and large decoders, with batches of 1, 2 and 8, for one token after 128 others and for a prompt of 128. Every
 candidate is compiled and timed in turns with the others: one request at a time, and as a stream of requests of several
-sequences, whose caches stay on the devices. The least of all rounds counts, since other programs only make it longer.
-Predictions use what `splitc devices --measure` found, as plans do.
+sequences, whose caches stay on the devices. The least time of all rounds counts, since other programs only add to it.
+Predictions use what `splitc devices --measure` measured, as plans do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SIZES = {
     "small": Size(layers=4, hidden=256, heads=8, kv_heads=4, feed_forward=688, vocabulary=2000),
     "large": Size(layers=12, hidden=768, heads=12, kv_heads=4, feed_forward=2048, vocabulary=8000),
 }
-# New tokens and past ones.
+# New and past tokens.
 WORK = {"token": (1, 128), "prompt": (128, 0)}
 ROUNDS = 6
 
@@ -78,7 +78,7 @@ def _shapes(size: Size, batch: int, new: int, past: int) -> dict[str, tuple[int,
 def _compare(
     title: str, model: Path, size: Size, work: tuple[int, int, int], options: argparse.Namespace, summary: Any
 ) -> None:
-    """Predict and measure every alternative for one kind of work."""
+    """Predict and measure every candidate for one kind of work."""
     devices = parse_devices([options.devices])
     timer = measure_blocks if options.profile else None
     budgets = tuple(find_budgets(devices, [], 1 << 30))
@@ -108,7 +108,7 @@ def _compare(
 
 
 def _steps(session: Session, size: Size, batch: int, new: int, past: int) -> list[Feeds]:
-    """What a sequence begins with, what it runs so that its caches are where they stay, and what is timed."""
+    """The states of a sequence, the requests that put its caches in place, and the request that is timed."""
     lengths = [(new, past)] if past == 0 else [(new, past - new), (new, past)]
     states = {state.input for state in session.manifest.states}
     found: list[Feeds] = []
@@ -122,7 +122,7 @@ def _steps(session: Session, size: Size, batch: int, new: int, past: int) -> lis
 
 @contextmanager
 def _sequences(session: Session, steps: Sequence[Feeds], count: int) -> Iterator[list[StateSequence]]:
-    """A number of sequences that have only their last step left."""
+    """Sequences that have only their last step left."""
     with ExitStack() as stack:
         made = [stack.enter_context(session.start()) for _ in range(count)]
         for sequence in made:
@@ -133,7 +133,7 @@ def _sequences(session: Session, steps: Sequence[Feeds], count: int) -> Iterator
 
 
 def _measure(sessions: dict[str, Session], steps: Sequence[Feeds], runs: int) -> dict[str, tuple[float, float]]:
-    """The least seconds of each session, in turns: of one request, and between those of a stream."""
+    """The least seconds of a request, and between those of a stream, for each session. The sessions take turns."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in sessions}
     for number in range(ROUNDS + 1):
         for name, session in sessions.items():

@@ -1,8 +1,8 @@
-"""A batch divided over two devices, and a stream of single requests over two copies, beside the unsplit model.
+"""Batches divided over two devices, and streams of single requests over two copies, compared with the unsplit model.
 
     python -m tests.benchmarks.batch [--rows 8] [--runs 10] [--model encoder=PATH ...]
 
-A decoder's prompt, and whatever models with rows are named. First a batch at a time: the package on two devices of a
+A decoder's prompt, and any further models with rows. First one batch at a time: the package on two devices with one
 thread each, ONNX Runtime with two threads, and with one. Then requests of one row, four in flight: two copies, layer
 mode on the same devices, and ONNX Runtime with two threads, one request at a time. All take turns, so that they see the
 same load of the machine; ratios are medians of neighbouring runs.
@@ -36,7 +36,7 @@ Feeds = dict[str, np.ndarray]
 DECODER = Size(layers=8, hidden=512, heads=8, kv_heads=4, feed_forward=1376, vocabulary=4000)
 DEVICES = ["2xcpu"]
 IN_FLIGHT = 4
-# Requests of a round of a stream.
+# Requests in a round of a stream.
 ROUND = 16
 
 
@@ -68,7 +68,7 @@ def _unsplit(model: Path, threads: int) -> Callable[[Feeds], Any]:
 
 
 def _feeds(session: Session, rows: int, length: int) -> Feeds:
-    """Inputs of so many rows; texts have this length, and no caches yet."""
+    """Inputs of this many rows. Texts have this length, and caches are empty."""
     axes = session.manifest.batch or {}
     states = {state.input: state.grows for state in session.manifest.states}
     inputs = []
@@ -138,7 +138,7 @@ def _streams(title: str, model: Path, folder: Path, options: argparse.Namespace,
 
 
 def _stream(session: Session, feeds: Feeds) -> tuple[float, list[float]]:
-    """The seconds of a round of requests, and of each from its submission to its outputs."""
+    """The seconds of a round of requests, and of each request from its submission to its outputs."""
     ends: dict[int, float] = {}
     begins: dict[int, float] = {}
     futures: list[Future[Any]] = []

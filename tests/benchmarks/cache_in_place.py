@@ -1,10 +1,10 @@
-"""Tokens of an exported decoder whose caches are written in place, against the same one with concatenated caches.
+"""Tokens of an exported decoder with caches in place, compared with concatenated caches.
 
     python -m tests.benchmarks.cache_in_place MODEL.onnx [MODEL.onnx ...] --devices cpu0 --threads 1
 
-Both packages take turns in one process. Prints a line a case: a token after so many in a sequence, the same where a
-caller feeds the caches, and a prompt; and the largest difference of all outputs, relative. `ON_CPUS` in
-`splitc.compiler.fusion.kernels` follows from this.
+Both packages take turns in one process. Prints a line for each case: a token after some others in a sequence, the same
+with caches that the caller feeds, and a prompt; and the largest relative difference of all outputs. `ON_CPUS` in
+`splitc.compiler.fusion.kernels` is based on this.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def shapes_of(model: Path) -> dict[str, tuple[int, ...]]:
-    """One row, one token and some before it, for inputs with symbols."""
+    """The planned shapes: one row, one token after some others."""
     plan = plan_model(model, ["cpu0"], Request(split_mode="layer", no_fuse=True))
     pasts = {state.input: state.grows for state in plan.analysis.states}
     shapes = {}
@@ -72,7 +72,7 @@ def shapes_of(model: Path) -> dict[str, tuple[int, ...]]:
 
 
 def cases(sessions: list[Session], after: list[int], prompt: int, stack: ExitStack) -> Iterator[tuple[str, list[Run]]]:
-    """What is measured: its name, and a run of each session."""
+    """Cases: their names, and a run of each session."""
     manifest = sessions[0].manifest
     feeder = Feeder(manifest, find_signature(manifest))
     ids = next(tensor for tensor in manifest.inputs if tensor.name == feeder.signature.ids)
@@ -100,18 +100,18 @@ def cases(sessions: list[Session], after: list[int], prompt: int, stack: ExitSta
 
 
 def step(sequence: StateSequence, feeder: Feeder, totals: Iterator[int]) -> Arrays:
-    """The next token of a sequence."""
+    """Run the next token of a sequence."""
     return sequence.run(feeder.feeds([5], next(totals)))
 
 
 def read(session: Session, feeder: Feeder, tokens: list[int]) -> Arrays:
-    """A prompt in a sequence of its own."""
+    """Run a prompt in a new sequence."""
     with session.start(len(tokens) + 64 if session.manifest.lengths else None) as sequence:
         return sequence.run(feeder.feeds(tokens, len(tokens)))
 
 
 def measure(runs: list[Run], count: int) -> tuple[list[float], str]:
-    """The median seconds of each, which run in turns, and the largest difference of their outputs."""
+    """The median seconds of each function, run in turns, and the largest difference of their outputs."""
     worst = 0.0
     seconds: list[list[float]] = [[] for _ in runs]
     for number in range(count + 2):

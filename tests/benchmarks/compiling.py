@@ -1,9 +1,9 @@
-"""How long a compile takes beside a plain copy of the model, and a load beside reading the package once.
+"""The time of a compile compared with copying the model, and of a load compared with reading the package once.
 
     python -m tests.benchmarks.compiling [--size 4GB] [--devices 4xcpu] [--modes layer tensor] [--folder .] [--repeat 3]
 
-Each is done with the files in the system's cache (warm), and after they were dropped from it (cold). All of them take
-turns `--repeat` times, and the least seconds count: by the clock, and by all cores. The folder's disk needs room for
+Each is done with the files in the system's cache (warm), and after they were dropped from it (cold). All take turns
+`--repeat` times, and the least seconds count: wall time, and the time of all cores. The folder's disk needs space for
 three times the size.
 """
 
@@ -31,7 +31,7 @@ from splitc.runtime.units import format_bytes, format_seconds, parse_bytes
 # The bytes of a block of the decoder, and the weights before and after the blocks.
 SIZE = Size(hidden=4096, heads=32, kv_heads=8, feed_forward=14336, vocabulary=32000)
 BLOCK, REST = 872_448_000, 1_048_592_384
-# The bytes that are made at a time: few, since the system counts this process's peak as that of those it starts, too.
+# The bytes that are made at a time: few, since this process's peak also counts for the processes that it starts.
 PIECE = 4 << 20
 LOAD = """
 import sys, time
@@ -44,7 +44,7 @@ with Session(sys.argv[1], verify=sys.argv[2]):
 
 @dataclass(frozen=True)
 class Took:
-    """What a task took: seconds by the clock and by all cores, and the most bytes of memory."""
+    """A task's wall seconds, its seconds on all cores, and its peak memory in bytes."""
 
     wall: float
     cores: float
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def _make_model(path: Path, size: int) -> Path:
-    """A decoder of about this size, of bytes that are no zeros."""
+    """A decoder of about this size, with bytes that are not zero."""
     save_sparse(build(Size(**{**vars(SIZE), "layers": max(1, round((size - REST) / BLOCK))})), path)
     noise = np.random.default_rng(0).integers(0, 60, PIECE, np.uint8).tobytes()
     data = path.with_name(f"{path.name}.data")
@@ -99,7 +99,7 @@ def _compile(mode: str, devices: str, model: Path, package: Path) -> Took:
 
 
 def _loads(mode: str, package: Path, cache: Path) -> dict[str, Task]:
-    """Read a package, and load it the first time, again, and without comparing its files."""
+    """Read a package, and load it for the first time, again, and without comparing its files."""
     _load(package, "once", cache)
     loads = {"first": "always", "second": "once", "unverified": "never"}
     return {
@@ -109,7 +109,7 @@ def _loads(mode: str, package: Path, cache: Path) -> dict[str, Task]:
 
 
 def _load(package: Path, verify: str, cache: Path) -> Took:
-    """Load a package in a process of its own, whose start does not count."""
+    """Load a package in a new process, whose start is not counted."""
     said = package.with_name("said")
     took = _run([sys.executable, "-c", LOAD, str(package), verify], {"XDG_CACHE_HOME": str(cache)}, said)
     wall, cores = map(float, said.read_text().split())
@@ -117,7 +117,7 @@ def _load(package: Path, verify: str, cache: Path) -> Took:
 
 
 def _in_turns(tasks: Mapping[str, Task], reads: Path, makes: Sequence[Path], repeat: int, rows: Any) -> None:
-    """Add a row for each task: the least of its seconds with the files that it reads in the cache, and without."""
+    """Add a row for each task: the least of its seconds with its files in the cache, and without."""
     found: dict[tuple[str, bool], list[Took]] = {}
     for _ in range(repeat):
         for cold in (False, True):
@@ -133,7 +133,7 @@ def _in_turns(tasks: Mapping[str, Task], reads: Path, makes: Sequence[Path], rep
 
 
 def _prepare(folder: Path, cold: bool) -> None:
-    """Wait for what is being written, and drop the folder's files from the system's cache, or read them into it."""
+    """Wait for pending writes, and drop the folder's files from the system's cache, or read them into it."""
     os.sync()
     if not cold:
         _read(folder)
@@ -152,7 +152,7 @@ def _read(folder: Path) -> None:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] = os.environ, output: Path = Path(os.devnull)) -> Took:
-    """Run a command. What it prints goes to a file."""
+    """Run a command. Its output goes to a file."""
     start = time.perf_counter()
     with (
         output.open("wb") as file,

@@ -1,10 +1,9 @@
-"""A pipeline's denoiser over several CPU devices, beside one device and the unsplit pipeline: seconds for its steps.
+"""A pipeline's steps with its denoiser on several CPU devices, compared with one device and the unsplit pipeline.
 
     .venv/diffusers/bin/python -m tests.benchmarks.denoiser [--kind sd] [--devices 2] [--modes tensor] [--steps 20]
 
-The environment is that of `make test-diffusers`. The pipelines draw latents in turns with each other, with weights made
-up. Each is as diffusers' users have it: `splitc.runtime.integrations.diffusers.load` for packages, optimum's for the
-unsplit models.
+The environment is that of `make test-diffusers`. The pipelines have made-up weights, and compute latents in turns. They
+are opened as users do: packages by `splitc.runtime.integrations.diffusers.load`, the unsplit models by optimum.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from splitc.runtime.units import format_seconds
 
 @dataclass(frozen=True)
 class Timed:
-    """A pipeline, and how long it took each time."""
+    """A pipeline, and its seconds of each run."""
 
     name: str
     threads: str
@@ -80,7 +79,7 @@ def _compare(folder: Path, options: argparse.Namespace) -> None:
 
 
 def _pipelines(folder: Path, options: argparse.Namespace) -> list[Timed]:
-    """The unsplit pipeline, then packages: on one device with one device's threads, with all, and split."""
+    """The unsplit pipeline, then packages: on one device with its own threads or with all threads, and split."""
     all_cores, count = cores(), options.devices
     share = max(1, all_cores // count)
 
@@ -105,7 +104,7 @@ def _compile(folder: Path, name: str, devices: list[str], request: Request) -> N
 
 
 def _draw(pipeline: Any, options: argparse.Namespace) -> Any:
-    """Latents: the image's decoder is left out."""
+    """Latents: the image is not decoded."""
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
         "a cat on a mat",

@@ -1,11 +1,11 @@
-"""Attention, norms, rotary embeddings, gated layers and convolutions, as exported and fused: times on one device.
+"""Times of attention, norms, rotary embeddings, gated layers and convolutions as exported and fused, on one device.
 
     python -m tests.benchmarks.fused_attention --device cpu
     python -m tests.benchmarks.fused_attention --device cuda
 
-Two attentions with their projections, or eight of the others, with ONNX Runtime alone. Prints a line a shape, and the
-largest difference. The table of `splitc.compiler.fusion.kernels` follows from this, and what is fused in engines for
-GPUs (`splitc.compiler.lowering.gpu_fusions`).
+Two attentions with their projections, or eight of the other operators, in ONNX Runtime alone. Prints a line for each
+shape, and the largest difference. The table in `splitc.compiler.fusion.kernels` is based on this, and so is what is
+fused in engines for GPUs (`splitc.compiler.lowering.gpu_fusions`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.helpers.written_attention import Form, Size, feeds, write
 HALF = TensorProto.FLOAT16
 TYPES = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16})
 ALL = Gains(TYPES, parts=TYPES, modulations=TYPES, divided=TYPES)
-# What is measured: its name, how it is written, and its sizes.
+# Cases: their names, how attention is written, and the sizes.
 CPU = [
     ("BERT, 128", Form(bias="mask"), Size(1, 128, 128, 12, 64)),
     ("BERT, 512", Form(bias="mask"), Size(1, 512, 512, 12, 64)),
@@ -76,7 +76,7 @@ CUDA = [
     ("one head of keys for 32", Form(keys="shared", bias="mask", dtype=HALF), Size(1, 1024, 1024, 32, 64)),
     ("widened products, 1024", Form("before", widened=True, dtype=HALF), Size(2, 1024, 1024, 20, 64)),
 ]
-# RMSNorms of hidden states: the rows, and the numbers of each.
+# RMSNorms of hidden states: the number of rows, and the size of each.
 NORMS = [(1, 4096), (512, 4096), (4608, 3072)]
 WRITTEN_NORM = """
     wide{n} = Cast <to = 1> (x{n})  squares{n} = Mul (wide{n}, wide{n})  mean{n} = ReduceMean (squares{n}, last)
@@ -84,13 +84,13 @@ WRITTEN_NORM = """
     normal{n} = Mul (wide{n}, turned{n})  half{n} = Cast <to = 10> (normal{n})  y{n} = Mul (w, half{n})
     x{next} = Add (y{n}, x{n})
 """
-# LayerNorms with a scale and a shift for each picture: the rows, and the numbers of each.
+# LayerNorms with a scale and a shift for each image: the number of rows, and the size of each.
 MODULATED = [(4608, 3072), (4096, 1152)]
 WRITTEN_MODULATED = """
     normal{n} = LayerNormalization (x{n}, ones)  times{n} = Mul (normal{n}, scale)  y{n} = Add (times{n}, shift)
     x{next} = Add (y{n}, x{n})
 """
-# Gated layers in halves, as U-Nets have them: the rows, the numbers of each, and of each gate.
+# Gated layers in half precision, as in U-Nets: the number of rows, the size of each, and of each gate.
 GATED = [(8192, 640, 2560), (2048, 1280, 5120)]
 WRITTEN_GATED = """
     both{n} = MatMul (x{n}, up{n})  biased{n} = Add (both{n}, bias{n})
@@ -99,8 +99,7 @@ WRITTEN_GATED = """
     twice{n} = Mul (gate{n}, more{n})  gelu{n} = Mul (twice{n}, half)  open{n} = Mul (value{n}, gelu{n})
     x{next} = MatMul (open{n}, down)
 """
-# Group norms of 32 groups, each with SiLU, a convolution of 3 x 3 and the sum with what it takes, in halves: pictures,
-# their channels and their sides.
+# Group norms of 32 groups, SiLU, convolutions of 3 x 3 and residuals, in half precision: pictures, channels, sides.
 IMAGES = [(2, 320, 128), (2, 640, 64), (2, 1280, 32), (1, 128, 1024)]
 WRITTEN_IMAGE = """
     grouped{n} = Reshape (x{n}, groups)  normal{n} = InstanceNormalization (grouped{n}, ones, zeros)
@@ -108,7 +107,7 @@ WRITTEN_IMAGE = """
     gate{n} = Sigmoid (shifted{n})  open{n} = Mul (shifted{n}, gate{n})
     y{n} = Conv <pads = [1, 1, 1, 1]> (open{n}, weight{n}, bias)  x{next} = Add (x{n}, y{n})
 """
-# Norms of a sum, with the sum read again, in halves: the operator, the rows, and the numbers of each.
+# Norms of a sum that is read again, in half precision: the operator, the number of rows, and the size of each.
 ADDED = [
     (operator, rows, width)
     for operator in ("LayerNormalization", "SimplifiedLayerNormalization")
@@ -117,8 +116,8 @@ ADDED = [
 WRITTEN_ADDED = """
     s{n} = Add (x{n}, z)  y{n} = {operator} <axis = -1, epsilon = 1e-5> (s{n}, w)  x{next} = Add (s{n}, y{n})
 """
-# Rotations of [batch, length, heads, size] in single precision between casts, as Flux has them, and of [batch, heads,
-# length, size] in halves, as decoders do: heads, length, size.
+# Rotations of [batch, length, heads, size] in single precision between casts, as in Flux, and of [batch, heads,
+# length, size] in half precision, as in decoders: heads, length, size.
 ROTATIONS = [("neighbours", 24, 4608, 128), ("halves", 32, 2048, 128), ("halves", 32, 1, 128)]
 NEIGHBOURS = """
     pairs{n} = Reshape (x{n}, by_pairs)
@@ -167,7 +166,7 @@ def main() -> None:
 
 
 def cases(device: str) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndarray]]]:
-    """What is measured on a device: its name, the model as it is exported, and inputs."""
+    """The cases of a device: their names, the models as exported, and inputs."""
     for name, form, size in CPU if device == "cpu" else CUDA:
         yield name, write(form, size, blocks=2), feeds(form, size)
     for rows, width in NORMS if device == "cuda" else []:
@@ -188,7 +187,7 @@ def cases(device: str) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndar
 
 
 def write_modulated(width: int, count: int = 8) -> onnx.ModelProto:
-    """Modulated norms one after the other, each added to what it takes, in halves."""
+    """Modulated norms one after the other, each added to its input, in half precision."""
     body = "".join(WRITTEN_MODULATED.format(n=number, next=number + 1) for number in range(count))
     row = f"float16[2, 1, {width}]"
     head = f"g (float16[2, rows, {width}] x0, {row} scale, {row} shift) => (float16[2, rows, {width}] y)"
@@ -199,7 +198,7 @@ def write_modulated(width: int, count: int = 8) -> onnx.ModelProto:
 
 
 def write_gated(width: int, inner: int, count: int = 8) -> onnx.ModelProto:
-    """Gated layers one after the other, in halves."""
+    """Gated layers one after the other, in half precision."""
     body = "".join(WRITTEN_GATED.format(n=number, next=number + 1) for number in range(count))
     head = f"g (float16[1, rows, {width}] x0) => (float16[1, rows, {width}] y)"
     model = onnx.parser.parse_model(
@@ -220,7 +219,7 @@ def write_gated(width: int, inner: int, count: int = 8) -> onnx.ModelProto:
 
 
 def write_images(channels: int, count: int = 8) -> onnx.ModelProto:
-    """Group norms with convolutions, one after the other, in halves."""
+    """Group norms with convolutions, one after the other, in half precision."""
     body = "".join(WRITTEN_IMAGE.format(n=number, next=number + 1) for number in range(count))
     images = f"float16[count, {channels}, side, side]"
     constants = "groups = Constant <value_ints = [0, 32, -1]> ()  shape = Shape (x0)"
@@ -242,7 +241,7 @@ def write_images(channels: int, count: int = 8) -> onnx.ModelProto:
 
 
 def write_added(operator: str, width: int, count: int = 8) -> onnx.ModelProto:
-    """Norms of sums one after the other, in halves."""
+    """Norms of sums one after the other, in half precision."""
     body = "".join(WRITTEN_ADDED.format(n=number, next=number + 1, operator=operator) for number in range(count))
     head = f"g (float16[rows, {width}] x0, float16[rows, {width}] z) => (float16[rows, {width}] y)"
     model = onnx.parser.parse_model(
@@ -264,7 +263,7 @@ def modulated_feeds(rows: int, width: int) -> dict[str, np.ndarray]:
 
 
 def write_rotations(form: str, heads: int, size: int, count: int = 8) -> onnx.ModelProto:
-    """Rotations one after the other, in halves."""
+    """Rotations one after the other, in half precision."""
     neighbours = form == "neighbours"
     body = "".join((NEIGHBOURS if neighbours else HALVES).format(n=number, next=number + 1) for number in range(count))
     axes, axis = (f"1, length, {heads}", 2) if neighbours else (f"1, {heads}, length", 1)
@@ -292,7 +291,7 @@ def rotation_feeds(form: str, heads: int, length: int, size: int) -> dict[str, n
 
 
 def write_norms(width: int, count: int = 8) -> onnx.ModelProto:
-    """Norms one after the other, each added to what it takes, in halves."""
+    """Norms one after the other, each added to its input, in half precision."""
     body = "".join(WRITTEN_NORM.format(n=number, next=number + 1) for number in range(count))
     head = f"norms (float16[rows, {width}] x0, float16[{width}] w) => (float16[rows, {width}] y)"
     constants = "last = Constant <value_ints = [-1]> ()  small = Constant <value_float = 1e-5> ()"
@@ -309,7 +308,7 @@ def norm_feeds(rows: int, width: int) -> dict[str, np.ndarray]:
 
 
 def opened(path: Path, inputs: dict[str, np.ndarray], device: str) -> Callable[[], ort.OrtValue]:
-    """A model in a session of its own, as what runs it and leaves its output on the device."""
+    """A function that runs a model in a session of its own, and leaves its output on the device."""
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = 1
     settings.log_severity_level = 3
@@ -331,7 +330,7 @@ def opened(path: Path, inputs: dict[str, np.ndarray], device: str) -> Callable[[
 
 
 def measure(runs: list[Callable[[], ort.OrtValue]], count: int) -> tuple[list[float], list[np.ndarray]]:
-    """The median seconds of each, which run in turns, and their outputs."""
+    """The median seconds of each function, run in turns, and their outputs."""
     outputs = [run().numpy() for run in runs]
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(count):

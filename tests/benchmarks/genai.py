@@ -1,4 +1,4 @@
-"""Tokens a second of a package's stages in onnxruntime-genai, beside the unsplit model in genai.
+"""Tokens per second of a package's stages in onnxruntime-genai, compared with the unsplit model in genai.
 
     make .venv/serving/done
     .venv/serving/bin/python -m tests.benchmarks.genai --tokens 128
@@ -24,7 +24,7 @@ from tests.helpers.genai_loop import generate, open_model
 
 
 def write_unsplit(model: Path, stages: Path, folder: Path) -> None:
-    """The model as genai wants one that is whole, with the settings of its stages."""
+    """A folder of the unsplit model for genai, with the settings of its stages."""
     config = json.loads((stages / FILE_NAME).read_text())
     config["model"]["type"] = "llama"
     config["model"]["decoder"].pop("pipeline")

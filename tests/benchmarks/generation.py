@@ -1,8 +1,8 @@
-"""Tokens a second of packages in each split mode, beside a plain loop of the unsplit model with IO binding.
+"""Tokens per second of packages in each split mode, compared with a plain loop of the unsplit model with IO binding.
 
     python -m tests.benchmarks.generation MODEL.onnx --tokens 200 --threads 2
 
-Package and loop have the same number of threads together and take turns; the times of the first and the last tokens
+Package and loop have the same total number of threads, and take turns. The times of the first and the last tokens
 show what the growing cache costs. All must give the same tokens.
 """
 
@@ -26,12 +26,12 @@ from splitc.runtime.generate.feeder import Feeder
 from splitc.runtime.generate.signature import find_signature
 from splitc.runtime.package.manifest import Manifest
 
-# Tokens at either end whose median is taken.
+# Tokens at both ends whose median is taken.
 ENDS = 20
 
 
 def plain_loop(model: ort.InferenceSession, manifest: Manifest, prompt: list[int], count: int) -> tuple[list[int], Any]:
-    """Greedy tokens and the seconds of each: presents are bound as pasts, and only the logits are read."""
+    """Greedy tokens and the seconds of each. Presents are bound as pasts, and only the logits are read."""
     signature = find_signature(manifest)
     feeder = Feeder(manifest, signature)
     inputs = {tensor.name: tensor for tensor in manifest.inputs}
@@ -62,7 +62,7 @@ def plain_loop(model: ort.InferenceSession, manifest: Manifest, prompt: list[int
 
 
 def package_loop(session: Session, prompt: list[int], count: int) -> tuple[list[int], Any]:
-    """The same by a package."""
+    """The same with a package."""
     tokens, seconds = [], []
     start = time.perf_counter()
     for token in session.generate(prompt, max_new_tokens=count):

@@ -1,10 +1,10 @@
-"""Interrupts and kills at random moments: no wrong answer, no hang, no crash, nothing left.
+"""Interrupts and kills at random moments: there must be no wrong answer, no hang, no crash, and nothing left behind.
 
     python -m tests.benchmarks.interrupts --count 5000 --log interrupts.jsonl
 
 A fifth of them are signals to the commands run, check, bench and generate, with ranks as threads, as processes, and
-under MPI. The others interrupt a Python program that catches KeyboardInterrupt and goes on with its session, and which
-is ended by a signal at last. What was done is in the log, so that a run goes on where it was ended. Prints a table.
+under MPI. The others interrupt a Python program that catches KeyboardInterrupt, goes on with its session, and at last
+is ended by a signal. Results are in the log, so that another run continues where this one ended. Prints a table.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tests.helpers.killed import Killed, codes, end_marked, kill_after, left_in,
 from tests.helpers.mpi import MPICH, Mpi
 from tests.helpers.sweep import REQUESTS, sized
 
-# Interrupts of a program that goes on, and how many of all are those of commands.
+# Interrupts of a program that goes on, and the share of trials that are commands.
 BATCH, COMMANDS = 100, 5
-# Seconds after which what was ended hangs, or is left.
+# Seconds after which an ended process counts as hanging, or as left behind.
 PATIENCE, LEAVING = 20.0, 15.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 RANKS = ("threads", "processes", "mpi")
@@ -52,16 +52,16 @@ WORDS = {
     "generate": ["generate", "PACKAGE", "--prompt-ids", ",".join(map(str, PROMPT)), "-n", str(TOKENS)],
 }
 PROBLEMS = ("wrong", "hang", "crash", "traceback", "left")
-# What no program can help: MPICH creates a file that its processes open by its name. It stays if the job is killed
-# before all have done so.
+# Not preventable: MPICH creates a file that its processes open by name. It stays if the job is killed before all of
+# them have opened it.
 HELPLESS = "name"
-# What an MPI says of a process that crashed.
+# Messages of MPIs about a crashed process.
 CRASHED = ("signal 11", "signal 6 ", "Segmentation", "Aborted", "core dumped")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One command that is ended, or one program that is interrupted BATCH times and then ended."""
+    """A command that is ended, or a program that is interrupted BATCH times and then ended."""
 
     number: int
     what: str
@@ -75,7 +75,7 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """What came of a trial: how many interrupts there were, the seconds from the last one, and what was wrong."""
+    """A trial's number of interrupts, the seconds after the last one, and what was wrong."""
 
     number: int
     kind: str
@@ -86,14 +86,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Material:
-    """A package, its model, and what it gives."""
+    """A package, its model, and its outputs."""
 
     folder: Path
     logits: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]
     tokens: list[int]
 
     def words(self, trial: Trial, place: Path) -> list[object]:
-        """The command of a trial."""
+        """A trial's command line."""
         places = {
             "PACKAGE": self.folder / "package",
             "MODEL": self.folder / "model.onnx",
@@ -118,7 +118,7 @@ def make_material(folder: Path) -> Material:
 
 
 def plan(count: int, seed: int) -> list[Trial]:
-    """So many interrupts, as trials."""
+    """Trials with this many interrupts together."""
     trials, planned = list[Trial](), 0
     while planned < count:
         number = len(trials)
@@ -131,7 +131,7 @@ def plan(count: int, seed: int) -> list[Trial]:
 
 
 class Trials:
-    """Runs trials. The seconds that commands take to which nothing happens are measured once."""
+    """Runs trials. The seconds of undisturbed commands are measured once."""
 
     def __init__(self, material: Material) -> None:
         self._material = material
@@ -139,7 +139,7 @@ class Trials:
         self._measuring, self._one_mpi = threading.Lock(), threading.Lock()
 
     def run(self, trial: Trial) -> Outcome:
-        """A trial, with what was wrong."""
+        """Run a trial, and add what was wrong."""
         random = np.random.default_rng([trial.seed, trial.number, 1])
         end = SIGNALS[random.integers(len(SIGNALS))]
         outcome = Outcome(trial.number, f"{trial.what} {trial.ranks} {end.name}")
@@ -155,7 +155,7 @@ class Trials:
         return outcome
 
     def _end(self, trial: Trial, end: signal.Signals, when: float, place: Path, outcome: Outcome) -> None:
-        """A command that gets a signal."""
+        """Run a command that gets a signal."""
         words = self._material.words(trial, place)
         after = 1.1 * self._seconds(trial) * when
         try:
@@ -181,7 +181,7 @@ class Trials:
             given = load_arrays(outputs)["logits"]
             if not np.allclose(given, self._material.logits["inputs"], rtol=1e-4, atol=1e-5):
                 yield "wrong: outputs"
-        # mpiexec says on stdout too that it was interrupted.
+        # mpiexec reports the interrupt on stdout too.
         shown = " ".join(line for line in found.shown.splitlines() if not line.startswith("[mpiexec@")).split()
         if trial.what == "generate" and found.code == 0 and shown != [str(t) for t in self._material.tokens]:
             yield f"wrong: tokens {found.shown}"
@@ -195,7 +195,7 @@ class Trials:
             return self._known[key]
 
     def _interrupt(self, trial: Trial, end: signal.Signals, place: Path, outcome: Outcome) -> None:
-        """A program that goes on after each interrupt."""
+        """Run a program that goes on after each interrupt."""
         folder, seed = self._material.folder, str(1000 * trial.seed + trial.number)
         asked = [str(folder / "package"), str(folder / "expected.npz"), trial.ranks, "--interrupts", str(BATCH)]
         program = ["-m", "tests.helpers.interrupted", *asked, "--seed", seed, "--endless"]
@@ -238,7 +238,7 @@ def _expect_end(process: subprocess.Popen[str], mark: str, errors: Sequence[str]
 
 
 def _read(process: subprocess.Popen[str]) -> tuple[SimpleQueue[str], list[str]]:
-    """The lines that a program prints, as they come, with an empty one at the end; and those of its errors."""
+    """The lines that a program prints, as they come, with an empty one at the end; and its error lines."""
     lines, errors = SimpleQueue[str](), list[str]()
     assert process.stdout is not None and process.stderr is not None
     shown, said = process.stdout, process.stderr
@@ -254,7 +254,7 @@ def _read(process: subprocess.Popen[str]) -> tuple[SimpleQueue[str], list[str]]:
 
 
 def _stacks(mark: str, errors: Sequence[str]) -> str:
-    """Where the program's processes are."""
+    """The stacks of the program's processes."""
     for each in marked(mark):
         os.kill(each.pid, signal.SIGABRT)
     time.sleep(2)
@@ -267,7 +267,7 @@ def _shared_memory() -> set[Path]:
 
 
 def _left_in_memory(before: Set[Path], end: signal.Signals) -> Iterator[str]:
-    """What a job has left in shared memory. It is removed."""
+    """A job's remaining files in shared memory. They are removed."""
     deadline = time.monotonic() + LEAVING
     while _shared_memory() - before and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -277,7 +277,7 @@ def _left_in_memory(before: Set[Path], end: signal.Signals) -> Iterator[str]:
 
 
 def report(outcomes: Sequence[Outcome]) -> bool:
-    """Print what came of all trials. Returns whether nothing was wrong."""
+    """Print the results of all trials. Returns whether nothing was wrong."""
     rows = table("what", "interrupts", *PROBLEMS, "seconds", right=("interrupts", *PROBLEMS, "seconds"))
     for kind in sorted({each.kind for each in outcomes}):
         mine = [each for each in outcomes if each.kind == kind]

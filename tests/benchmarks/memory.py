@@ -1,10 +1,10 @@
-"""Predicted and measured memory, by term, of models in all ways to split them.
+"""Predicted and measured memory of models, by term, in all split modes.
 
     python -m tests.benchmarks.memory MODEL.onnx [MODEL.onnx ...] --devices cpu0,cpu1 --shapes input_ids:1x512
 
-Each rank of a CPU device is measured in a process of its own, GPUs in one for each package, after requests of the
-planned shapes. A line a rank: what is predicted and what was measured, when engines are loaded and at the peak; the
-part of the peak that is not accounted for; and predicted / measured of both.
+Each rank on a CPU device is measured in a process of its own, GPUs in one for each package, after requests of the
+planned shapes. A line for each rank: the predicted and the measured memory after loading and at the peak, the part of
+the peak that is not accounted for, and predicted / measured of both.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _measured(model: Path, mode: str, options: argparse.Namespace) -> list[RankM
 
 
 def measure(package: Path, threads: int) -> list[RankMemory]:
-    """The memory of a package's ranks, after requests of made-up inputs."""
+    """The memory of a package's ranks after requests with made-up inputs."""
     with Session(package, threads=threads) as session:
         feeds = make_inputs(session.inputs, 0, {})
         for _ in range(REQUESTS if session.devices[0].kind == "cuda" else 0):

@@ -1,11 +1,11 @@
-"""Random plans with budgets near what is predicted: each is to run within its budgets, or to be refused.
+"""Random plans with budgets near the prediction: each must run within its budgets, or be refused.
 
     python -m tests.benchmarks.memory_plans CORPUS --plans 300 --seed 0
 
-CORPUS has a folder a model, with model.onnx and inputs.npz. Drawn are a model, a mode, two or three CPU devices, a
-factor for one symbol of the inputs' shapes, or for none, and a budget from 0.8 to 1.3 times the fullest rank's
-prediction. Each rank runs in a process of its own, with its limit. A line for each that needs more than its budget, or
-fails; last the counts.
+CORPUS has a folder for each model, with model.onnx and inputs.npz. Each plan has a random model, mode, two or three CPU
+devices, a factor for one symbol of the inputs' shapes, or for none, and a budget from 0.8 to 1.3 times the fullest
+rank's prediction. Each rank runs in a process of its own, with its limit. Prints a line for each plan that needs more
+than its budget, or fails, and at the end the counts.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def draw_shapes(model: Path, draw: random.Random) -> dict[str, tuple[int, ...]]:
-    """The shapes of the inputs beside the model, the size of one symbol of them, or of none, times a factor."""
+    """The shapes of the inputs beside the model, with the size of one symbol, or of none, times a factor."""
     inputs = {value.name or "": value.shape for value in ir.load(model / "model.onnx").graph.inputs}
     symbols = sorted(
         {axis.value for axes in inputs.values() for axis in axes or () if isinstance(axis, ir.SymbolicDim)}, key=str
@@ -85,7 +85,7 @@ def draw_shapes(model: Path, draw: random.Random) -> dict[str, tuple[int, ...]]:
 def run_plan(
     model: Path, mode: str, count: int, threads: int, share: float, shapes: dict[str, tuple[int, ...]]
 ) -> tuple[str, list[float]]:
-    """What became of the plan with a budget of a share of what it needs, and predicted / measured of its ranks."""
+    """The result of the plan with a budget of this share of its prediction, and predicted / measured of its ranks."""
     devices = [f"cpu{number}" for number in range(count)]
     try:
         free = plan_model(model, devices, Request(split_mode=mode, shapes=shapes))

@@ -1,7 +1,9 @@
-"""Models on two hosts, by mpirun, against threads: tokens, or the outputs of a run, have to be the same bit for bit.
+"""Models on two hosts, under mpirun, compared with threads: tokens or outputs must be equal to the bit.
 
-python -m tests.benchmarks.mpi_tokens FOLDER WORK: FOLDER has a folder a model, with model.onnx and inputs.npz. Packages
-for two CPU devices, in all split modes, are kept in WORK. The hosts are network namespaces: see tests.helpers.mpi.
+    python -m tests.benchmarks.mpi_tokens FOLDER WORK
+
+FOLDER has a folder for each model, with model.onnx and inputs.npz. Packages for two CPU devices, in all split modes,
+are kept in WORK. The hosts are network namespaces: see tests.helpers.mpi.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ PROMPT, TOKENS = [3, 1, 4, 1, 5], 8
 
 
 def answers(package: str, inputs: str) -> dict[str, Any]:
-    """The tokens after a prompt, where the model is a decoder, or else the outputs."""
+    """The tokens after a prompt if the model is a decoder, else its outputs."""
     with Session(package, threads=1) as session:
         try:
             return {"tokens": list(session.generate(PROMPT, max_new_tokens=TOKENS))}
@@ -31,7 +33,7 @@ def answers(package: str, inputs: str) -> dict[str, Any]:
 
 
 def main(folder: Path, work: Path) -> int:
-    """Returns the number of packages whose answers differ."""
+    """Returns the number of packages whose outputs differ."""
     differ = 0
     for model in sorted(folder.glob("*/model.onnx")):
         for mode in ("layer", "tensor", "row"):

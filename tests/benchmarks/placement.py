@@ -1,12 +1,12 @@
-"""Placed experts and tables on two devices, beside all on one device and layer mode.
+"""Experts and tables placed on a second device, compared with one device and with layer mode.
 
     python -m tests.benchmarks.placement [--runs 20] [--form loop ...]
     python -m tests.benchmarks.placement --devices cuda0,cpu0
 
-A mixture of 8 experts, of which a token takes 2, behind a table of 32,000 rows, in the forms that are named. For one
-token and for 64: the time of a request in each way, and that between those of a stream of four in flight. The ways take
-turns, so that they see the same load of the machine. On CPU devices each way has two threads in all.
-Last what each device holds, predicted, and the bytes that cross in a run.
+A mixture of 8 experts, of which a token uses 2, after a table of 32,000 rows, in the forms of --form. For one token and
+for 64: the time of a request, and the time between the outputs of a stream with four in flight, for each way to place
+weights. The ways take turns, so that they see the same load of the machine. On CPU devices each way has two threads in
+all. At the end it prints what each device is predicted to hold, and the bytes that cross in a run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Way:
 
 
 def _ways(first: str, second: str) -> dict[str, tuple[list[str], Request]]:
-    """The devices, and the request, by what is where."""
+    """The devices and the request of each way."""
     return {
         "one device": ([first], Request(split_mode="layer")),
         "layer on 2": ([first, second], Request(split_mode="layer", spread=True)),
@@ -88,7 +88,7 @@ def _open(stack: ExitStack, model: Path, places: Sequence[str]) -> dict[str, Way
 
 
 def _measure(ways: Mapping[str, Way], length: int, runs: int) -> dict[str, Sequence[float]]:
-    """The median seconds of a request, and of one in a stream, in each way."""
+    """The median seconds of a request, and between those of a stream, for each way."""
     generator = np.random.default_rng(0)
     feeds: list[Arrays] = [{"ids": generator.integers(0, SIZES.rows, (1, length))} for _ in range(ROUND)]
     alone: dict[str, list[float]] = {title: [] for title in ways}

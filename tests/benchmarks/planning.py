@@ -1,9 +1,9 @@
-"""The seconds and the peak memory of `splitc plan` against the layers of a decoder, for each split mode.
+"""The seconds and the peak memory of `splitc plan` by the number of a decoder's layers, for each split mode.
 
     python -m tests.benchmarks.planning [--layers 10 20 40 80 160] [--modes layer tensor row auto] [--devices 4xcuda]
 
-The decoders are as wide as one of 70 billion parameters (80 layers: 138 GB), with weights of zeros that take no disk.
-Wall is the time of the whole command, processor that of its threads together.
+The decoders are as wide as one of 70 billion parameters (80 layers: 138 GB), with weights of zeros that take no disk
+space. `wall` is the time of the whole command, `processor` that of all its threads together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _plan(words: Sequence[str]) -> tuple[float, float, int]:
-    """Run `splitc plan`: seconds of wall and of processor time, and peak bytes."""
+    """Run `splitc plan`. Returns wall seconds, processor seconds and peak bytes."""
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "splitc.runtime", "plan", *words], stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)

@@ -1,10 +1,10 @@
-"""A package in a real server under load, beside the same model unsplit in the same server.
+"""A package in a real server under load, compared with the unsplit model in the same server.
 
     make .venv/serving/done
     .venv/serving/bin/python -m tests.benchmarks.serving --server triton --clients 50 --seconds 60
 
-Clients send requests of mixed sizes, some of them bad, and compare each answer with the unsplit model's. Then the
-server is stopped under load: each request that was sent must have been answered, or have ended with an error.
+Clients send requests of mixed sizes, some of them invalid, and compare each answer with the unsplit model's. Then the
+server is stopped under load: each request must have been answered, or have ended with an error.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from splitc.runtime.serving.triton_repository import export_triton
 from tests.helpers.clients import Client
 from tests.helpers.servers import Server, ml_server, triton_server
 
-# Requests that clients choose from. Every tenth is bad.
+# The number of different requests, of which every tenth is invalid.
 KINDS = 120
 BAD = 10
 # Seconds that a client waits for an answer.
 PATIENCE = 60.0
-# How far an answer may be from the unsplit model's, of its largest number: batches of other rows are summed otherwise.
+# The tolerance of an answer, relative to its largest number: in batches of other sizes, sums are rounded otherwise.
 TOLERANCE = 1e-4
-# What the server's memory may grow by from the second quarter of the time to the last.
+# By how much the server's memory may grow from the second quarter of the time to the last.
 GROWTH = 1.1
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and the right answer; None for a bad one."""
+    """A request, and the right answer; None for an invalid one."""
 
     feeds: dict[str, Any]
     expected: dict[str, Any] | None
 
 
 def make_cases(model: Path, size: Size) -> list[Case]:
-    """Requests of mixed sizes with different numbers, so that an answer fits one of them only."""
+    """Requests of mixed sizes with different numbers, so that no answer fits another request."""
     whole = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
     names = [each.name for each in whole.get_outputs()]
     return [_make_case(number, whole, names, size) for number in range(KINDS)]
@@ -84,7 +84,7 @@ def _make_case(number: int, whole: ort.InferenceSession, names: Sequence[str], s
 
 @dataclass
 class Found:
-    """What clients found: how requests ended, the seconds of answers, and cases whose answer was wrong."""
+    """What the clients saw: how requests ended, the seconds of answers, and the cases with wrong answers."""
 
     ends: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Found:
 
 
 class Load(threading.Thread):
-    """A client that sends one request after the other until it is told to end, or the server is gone."""
+    """A client that sends one request after the other until it is told to stop, or the server is gone."""
 
     def __init__(self, number: int, server: Server, protocol: str, model: str, cases: Sequence[Case]) -> None:
         super().__init__(daemon=True)
@@ -145,7 +145,7 @@ def _close(found: Any, expected: Any) -> bool:
 def put_load(
     server: Server, protocol: str, model: str, cases: Sequence[Case], clients: int, seconds: float, stop: bool = False
 ) -> tuple[Found, list[int]]:
-    """What so many clients found in so many seconds, and the server's bytes meanwhile. With `stop` it ends halfway."""
+    """What this many clients saw in this time, and the server's bytes meanwhile. With `stop` it ends halfway."""
     loads = [Load(number, server, protocol, model, cases) for number in range(clients)]
     for load in loads:
         load.start()
@@ -175,7 +175,7 @@ def put_load(
 
 
 def bytes_of_tree(pid: int) -> int:
-    """The memory of a process and of those that it started; what they share counts in each."""
+    """The memory of a process and its children; shared pages count in each."""
     total = 0
     for process in (root := psutil.Process(pid), *root.children(recursive=True)):
         try:
@@ -192,13 +192,13 @@ def early_and_late(memory: Sequence[int]) -> tuple[float, float]:
 
 
 def is_flat(memory: Sequence[int]) -> bool:
-    """Whether the server's memory stays as it is."""
+    """Whether the server's memory stays constant."""
     early, late = early_and_late(memory)
     return late <= GROWTH * early
 
 
 def report(name: str, found: Found, memory: Sequence[int], seconds: float) -> dict[str, Any]:
-    """Print and return what was found."""
+    """Print and return the results."""
     times = np.array(found.seconds or [np.nan])
     start, (early, late) = memory[0], early_and_late(memory)
     result = {
@@ -214,7 +214,7 @@ def report(name: str, found: Found, memory: Sequence[int], seconds: float) -> di
 
 
 def write_models(server: str, folder: Path, model: Path, devices: str) -> Path:
-    """The package and the unsplit model, as the server wants them."""
+    """The package and the unsplit model, in the server's form."""
     compile_model(plan_model(model, [devices], Request(split_mode="layer")), folder / "package")
     models = folder / "models"
     serving = Serving("package", threads=1)

@@ -1,10 +1,10 @@
-"""Requests from many threads at once, some cancelled, some that fail, some that submit others as they end.
+"""Requests from many threads at once: some are cancelled, some fail, some submit others in their callback.
 
     python -m tests.benchmarks.soak --requests 100000 --threads 50 --ranks threads processes
 
-Sessions are closed in the midst of it, and others opened. Each answer is compared with numpy's. Prints how many
-requests ended how, and after each tenth the memory, the descriptors and the threads of this process, besides those that
-give requests: they stay what they are.
+Meanwhile sessions are closed, and others opened. Each answer is compared with numpy's. Prints how many requests ended
+in which way, and after each tenth the memory, the descriptors and the threads of this process, without those that
+submit requests: they must stay constant.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from splitc.runtime.units import format_bytes
 from tests.helpers.blocks import INT, Block
 
 ROWS, WIDTH = 32, 64
-# Of how many requests one is cancelled, fails, or submits another one as it ends.
+# One of so many requests is cancelled, fails, or submits another one in its callback.
 CANCELLED, FAILING, CHAINED = 10, 50, 10
-# A session is closed after so many requests.
+# Requests after which a session is closed.
 SESSION = 5_000
 
 
 @dataclass
 class Model:
-    """y = table[ids] A B, of which the weights are known."""
+    """y = table[ids] A B, with known weights."""
 
     package: Path
     weights: dict[str, npt.NDArray[Any]]
 
     def expected(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """What the package gives."""
+        """The outputs that the package must give."""
         made: npt.NDArray[Any] = self.weights["table"][ids] @ self.weights["A"] @ self.weights["B"]
         return made
 
@@ -69,7 +69,7 @@ def compile_soaked(folder: Path, mode: str) -> Model:
 
 @dataclass
 class Soak:
-    """Threads that give requests to whichever session is open, until there were enough."""
+    """Threads that submit requests to the session that is open, until there are enough."""
 
     model: Model
     ranks: str
@@ -86,7 +86,7 @@ class Soak:
             self.ended[what] += 1
 
     def next(self) -> int | None:
-        """The number of a request; None if there were enough."""
+        """The number of the next request; None if there are enough."""
         with self.lock:
             self.given += 1
             return self.given if self.given <= self.requests else None
@@ -107,7 +107,7 @@ class Soak:
             self.count("right" if right else "WRONG")
 
     def work(self, seed: int) -> None:
-        """One thread."""
+        """The work of one thread."""
         chance = random.Random(seed)
         numbers = np.random.default_rng(seed)
         while self.next() is not None:
@@ -127,7 +127,7 @@ class Soak:
             self.check(future, ids)
 
     def chain(self, ids: npt.NDArray[Any]) -> None:
-        """Submit a request in the callback of another one, where there is a place for it."""
+        """Submit a request in the callback of another one, if there is a place for it."""
         try:
             future = self.session.submit({"ids": ids})
         except SplitcError as error:
@@ -137,7 +137,7 @@ class Soak:
             future.add_done_callback(lambda made: self.check(made, ids))
 
     def run(self, count: int) -> None:
-        """Run all, and print what came of it."""
+        """Run all threads, and print the results."""
         rows = table(
             "requests", "memory", "descriptors", "threads", right=("requests", "memory", "descriptors", "threads")
         )

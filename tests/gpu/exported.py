@@ -1,12 +1,12 @@
-"""An exported decoder's prompts and tokens, with its caches in place and as they were exported, on one set of devices.
+"""Prompts and tokens of an exported decoder, with caches in place and as exported, on one set of devices.
 
     python -m tests.gpu.exported decoder.onnx --devices cuda0
     python -m tests.gpu.exported decoder.onnx --devices cuda0 cuda1 --prompt 512 --tokens 60
     python -m tests.gpu.exported decoder.onnx --devices cpu0        # the same, without a GPU
 
-The model is one of transformers' or optimum's exporter, in half precision for GPUs; weights that are missing are made.
-It is compiled in layer mode for one device, and in tensor mode for several. A sequence reads a prompt twice, and then
-token after token. `difference` is the largest one of the last logits, relative to the largest of these.
+The model comes from transformers' or optimum's exporter, in half precision for GPUs. Missing weights are made up. It is
+compiled in layer mode for one device, and in tensor mode for several. A sequence runs a prompt twice, and then token
+after token. `difference` is the largest difference of the last logits, relative to the largest of them.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.units import format_bytes
 from tests.gpu.made_weights import make_missing_weights
 
-# Tokens before those that are timed: they are eager, or captured.
+# Tokens before the timed ones: eager or captured.
 FIRST = 6
-# Whether a package is compiled with --no-fuse. The first one also pays for the kernels that CUDA loads for both.
+# Values of --no-fuse. The first package also pays for loading the kernels of both.
 WAYS = {"exported": True, "fused": False}
 
 
@@ -72,12 +72,12 @@ def main() -> None:
 
 
 def _loaded(memory: Sequence[RankMemory]) -> tuple[list[int], list[int]]:
-    """The bytes of each GPU after loading, and those that were predicted."""
+    """Each GPU's bytes after loading, measured and predicted."""
     return [rank.loaded for rank in memory], [rank.predicted_loaded for rank in memory]
 
 
 def _measure(session: Session, prompt: int, count: int, capacity: int) -> tuple[list[float], list[float], np.ndarray]:
-    """The seconds of the prompt, each time, and of the tokens the last time, and the last token's logits."""
+    """The seconds of each prompt, of the tokens after the last one, and the last token's logits."""
     rows = [t.role.rows for t in session.manifest.inputs if t.role is not None and t.role.kind == "indices"]
     ids = np.random.default_rng(0).integers(0, min(rows), (1, prompt + count))
     prompts, tokens = list[float](), list[float]()
@@ -97,7 +97,7 @@ def _measure(session: Session, prompt: int, count: int, capacity: int) -> tuple[
 
 
 def _feeds(manifest: Manifest, ids: np.ndarray, past: int) -> dict[str, np.ndarray]:
-    """What is fed by an input's role: positions, a mask of all tokens, or the new ones."""
+    """A feed by its input's role: positions, a mask of all tokens, or the new tokens."""
     states = {state.input for state in manifest.states}
     made: dict[str, np.ndarray] = {}
     for tensor in manifest.inputs:

@@ -1,13 +1,13 @@
-"""Models with attention and norms as operators, and as the exporter wrote them: times and memory, as one table.
+"""Times and memory of models with fused operators, and as exported, as one table.
 
-    python models/denoisers.py unet -o FOLDER/unet.onnx          # and flux; weights that are missing are made
+    python models/denoisers.py unet -o FOLDER/unet.onnx          # and flux; missing weights are made up
     python -m tests.gpu.fused FOLDER --devices cuda0 2xcuda --limit 540
     python -m tests.gpu.fused FOLDER --devices cpu0 2xcpu        # the same, without a GPU, where nothing is fused
 
-NAME.json beside NAME.onnx may say the inputs' shapes: {"shapes": {"ids": [1, 16]}}. A model is compiled for one device
-in layer mode, and for several in tensor mode, or the --mode that is named. Each package runs in a process of its own,
-so that it has the devices alone. Seconds are the median of requests that are replayed where they can be; memory is each
-device's peak. `difference` is the largest one of any output between both, relative to the output's largest value.
+NAME.json beside NAME.onnx may give the inputs' shapes: {"shapes": {"ids": [1, 16]}}. A model is compiled for one device
+in layer mode, and for several in tensor mode, or in that of --mode. Each package runs in a process of its own, so that
+it has the devices alone. Seconds are the median of requests, replayed if possible; memory is each device's peak.
+`difference` is the largest difference of both packages' outputs, relative to the output's largest value.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from splitc.runtime.ranks.loop import Replay
 from splitc.runtime.units import format_bytes, format_seconds
 from tests.gpu.made_weights import make_missing_weights
 
-# Requests before those that are timed: eager ones, and those that are recorded.
+# Requests before the timed ones: eager or captured.
 FIRST, TIMED = 6, 10
-# Seconds for a package, from planning to its last request.
+# The most seconds for a package, from planning to its last request.
 PATIENCE = 240.0
 
 

@@ -1,4 +1,4 @@
-"""Errors and times of a model's packages, beside those of the unsplit model in ONNX Runtime."""
+"""Errors and times of a model's packages, compared with the unsplit model in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from splitc.runtime.tools.compare import compare
 from splitc.runtime.tools.unsplit import all_feeds
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-# Requests under way at the same time; rounds of turns, and the seconds and the most requests of a turn.
+# Requests in flight; rounds of turns; the seconds and the most requests of a turn.
 IN_FLIGHT, ROUNDS, SECONDS, REQUESTS = 4, 5, 0.3, 20
 ONE, UNSPLIT, KEPT = "one device", "unsplit", "unsplit, kept"
-# The times that are taken, in order: requests of new shapes, of one that was seen, and with several under way.
+# The times, in order: requests of new shapes, of shapes seen before, and of a stream.
 NEW, AGAIN, STREAM = "new", "again", f"{IN_FLIGHT} in flight"
 
 
 @dataclass
 class Row:
-    """What is known of a package: its largest error, seconds by the name of the time, what went wrong.
+    """A package's results: its largest error, seconds by the name of the time, and its failure.
 
     `times` are medians of what was measured, `predicted` what the plan says.
     """
@@ -49,7 +49,7 @@ class Row:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the first error in the block, which ends it."""
+        """Record the first error in the block, which ends it."""
         try:
             yield
         except Exception as error:
@@ -62,14 +62,14 @@ def first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Feeds:
-    """Arrays for a package's inputs, and for all of the unsplit model's."""
+    """Arrays for a package's inputs, and for all inputs of the unsplit model."""
 
     own: Arrays
     whole: Arrays
 
 
 def make_feeds(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> Feeds:
-    """Made-up inputs in these shapes, or in those that were planned for."""
+    """Made-up inputs of these shapes, or of the planned ones."""
     sized = [
         msgspec.structs.replace(tensor, sample_shape=list(shapes.get(tensor.name, tensor.sample_shape or ())))
         for tensor in manifest.inputs
@@ -79,7 +79,7 @@ def make_feeds(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> Feeds
 
 
 class Unsplit:
-    """The unsplit model in a session of ONNX Runtime's own, with IO binding."""
+    """The unsplit model in a session of ONNX Runtime, with IO binding."""
 
     def __init__(self, model: Path, device: Device) -> None:
         self._kind, self._index = device.kind, device.index
@@ -100,7 +100,7 @@ class Unsplit:
         return dict(zip(self._names, binding.copy_outputs_to_cpu(), strict=True))
 
     def keep(self, feeds: Feeds) -> Callable[[], None]:
-        """A function that runs the model on inputs that are on the device, and leaves its outputs there."""
+        """A function that runs the model on inputs on the device, and leaves its outputs there."""
         binding = self._bind(feeds)
 
         def run() -> None:
@@ -122,9 +122,9 @@ class Unsplit:
 
 
 class Measured:
-    """A model's packages that are loaded, by name, and what is measured of them and written to `rows`.
+    """A model's loaded packages by name, and their results in `rows`.
 
-    `feeds` are in the shapes that were planned for first, then in others. Outputs are compared with `expected`.
+    The first of the `feeds` have the planned shapes, others do not. Outputs are compared with those of `expected`.
     """
 
     def __init__(self, unsplit: Unsplit, expected: Unsplit, feeds: Sequence[Feeds], rows: Mapping[str, Row]) -> None:
@@ -134,13 +134,13 @@ class Measured:
         self._expected: tuple[Feeds, Arrays] | None = None
 
     def add(self, name: str, session: Session) -> None:
-        """Try a package: eagerly, recorded and replayed."""
+        """Run a package eagerly, captured and replayed, and compare its outputs."""
         self._sessions[name] = session
         for _ in range(3):
             self._run_compared(name, self._feeds[0])
 
     def take_times(self) -> None:
-        """Take all times, and what the sessions say of themselves."""
+        """Measure all times, and add the sessions' notes."""
         self._time_new()
         count = self._count()
         self._time_in_turns(AGAIN, {name: self._repeated(name, count) for name in (*self._sessions, UNSPLIT)})
@@ -150,7 +150,7 @@ class Measured:
             self._rows[name].notes = session.notes
 
     def _time_new(self) -> None:
-        """The first request of each of the other shapes."""
+        """Time the first request of each of the other shapes."""
         times: dict[str, list[float]] = {name: [] for name in (UNSPLIT, *self._sessions)}
         for feeds in self._feeds[1:]:
             times[UNSPLIT].append(_seconds(partial(self._unsplit.run, feeds)))
@@ -162,7 +162,7 @@ class Measured:
                 self._rows[name].times[NEW] = median(each)
 
     def _run_compared(self, name: str, feeds: Feeds) -> float:
-        """Run a request, note its largest error, and return its seconds."""
+        """Run a request, record its largest error, and return its seconds."""
         if self._expected is None or self._expected[0] is not feeds:
             self._expected = feeds, self._expected_of.run(feeds)
         session, row, expected = self._sessions[name], self._rows[name], self._expected[1]
@@ -178,7 +178,7 @@ class Measured:
         return seconds
 
     def _count(self) -> int:
-        """How many requests a turn has."""
+        """The number of requests in a turn."""
         return max(1, min(REQUESTS, int(SECONDS / _seconds(lambda: self._unsplit.run(self._feeds[0])))))
 
     def _repeated(self, name: str, count: int) -> Callable[[], float]:
@@ -198,7 +198,7 @@ class Measured:
         return lambda: _seconds(lambda: sum(1 for _ in session.map(many, in_flight=IN_FLIGHT))) / len(many)
 
     def _time_in_turns(self, what: str, work: Mapping[str, Callable[[], float]]) -> None:
-        """The median of each work's seconds, after one turn for warming up. One that fails is left out."""
+        """The median of each work's seconds, in turns, after one turn to warm up. Work that fails is left out."""
         times: dict[str, list[float]] = {name: [] for name in work}
         for _ in range(1 + ROUNDS):
             for name, run in work.items():

@@ -1,20 +1,22 @@
-"""Any models in a folder: their packages' outputs, times and memory, beside those of ONNX Runtime, as one table.
+"""Outputs, times and memory of packages of any models in a folder, compared with ONNX Runtime, as one table.
 
     python -m tests.gpu.graphs FOLDER --devices 2xcuda --modes layer,tensor --limit 540
     python -m tests.gpu.graphs FOLDER --devices 4xcuda --modes batch,2xtensor   # two groups with tensor mode inside
     python -m tests.gpu.graphs FOLDER --devices 2xcpu                           # the same, without a GPU
 
-External data that are missing are made, of random numbers, and written beside the model. NAME.json beside NAME.onnx
-may say the inputs' shapes, and others that the model takes: {"shapes": {"ids": [1, 16]}, "others": [{"ids": [1, 9]}]}.
+Missing external data is made up from random numbers, and written beside the model. NAME.json beside NAME.onnx may give
+the inputs' shapes, and other shapes to run: {"shapes": {"ids": [1, 16]}, "others": [{"ids": [1, 9]}]}.
 
-Each model is compiled for one device, and for each set of devices in each mode. `error` is the largest one of any
-output, relative to the output's largest value, against the unsplit model in ONNX Runtime on the first device, or with
---cpu on the CPU. Times are medians of seconds from arrays to arrays, taken in turns: `new`, the first request of one of
-the other shapes; `again`, a request of the shapes that were planned for; and a request where several are under way.
-Behind each: how many times faster that is than on one device, and than the unsplit model with IO binding, which takes
-one request at a time. `predicted` is what the plan says, by what `splitc devices --measure` found. The unsplit model
-where inputs and outputs stay on the device is `kept`. Memory is each device's peak, while the package is loaded and
-tried.
+Each model is compiled for one device, and for each set of devices in each mode. The columns:
+
+- `error`: the largest error of any output, relative to its largest value, compared with the unsplit model in ONNX
+  Runtime on the first device, or with --cpu on the CPU.
+- Times are median seconds from arrays to arrays, measured in turns. `new`: the first request of one of the other
+  shapes; `again`: a request of the planned shapes; then a request of a stream. After each: how many times as fast that
+  is as one device, and as the unsplit model with IO binding, which runs one request at a time.
+- `predicted`: the plan's time, after `splitc devices --measure`.
+- `kept`: the unsplit model, with inputs and outputs that stay on the device.
+- Memory is each device's peak while the package is loaded and run.
 """
 
 from __future__ import annotations
@@ -55,9 +57,9 @@ from tests.gpu.graph_times import (
 from tests.gpu.made_weights import make_missing_weights
 from tests.gpu.ways import predicted, way_request
 
-# Rows by the names of their packages, by the name of their model.
+# The rows of each model, by package.
 Rows = dict[str, dict[str, Row]]
-# A package that is compiled and its plan's times, or its error.
+# A compiled package and its plan's times, or an error.
 Made = Mapping[str, Future[tuple[Path, Prediction]]]
 START = time.monotonic()
 
@@ -97,7 +99,7 @@ def _parse() -> argparse.Namespace:
 def _compile_all(
     models: list[Path], kinds: Mapping[str, tuple[str, list[str]]], options: argparse.Namespace
 ) -> dict[Path, Made]:
-    """The packages of each model. Nothing is compiled any more when this returns, so that it disturbs no times."""
+    """The packages of each model. All are compiled when this returns, so that compiling disturbs no times."""
     made: dict[Path, Made] = {}
     with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         weights = {model: pool.submit(make_missing_weights, model) for model in models}
@@ -124,14 +126,14 @@ def _compile(model: Path, package: Path, mode: str, devices: list[str]) -> tuple
 
 
 def _shapes(model: Path) -> tuple[dict[str, list[int]], list[dict[str, list[int]]]]:
-    """The shapes to plan for, and others."""
+    """The shapes to plan for, and the other shapes."""
     path = model.with_suffix(".json")
     said: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return said.get("shapes", {}), said.get("others", [])
 
 
 def _measure(model: Path, packages: Made, device: Device, options: argparse.Namespace, rows: Mapping[str, Row]) -> None:
-    """Fill the model's rows. A package that fails is left out from then on."""
+    """Fill the model's rows. A package that fails is left out of the rest."""
     ready: dict[str, Path] = {}
     for name, future in packages.items():
         with rows[name].noted():
@@ -151,14 +153,14 @@ def _measure(model: Path, packages: Made, device: Device, options: argparse.Name
                 session = stack.enter_context(_load(package, options))
                 rows[name].weights = _sizes(rank.weights_bytes for rank in session.manifest.ranks)
                 measured.add(name, session)
-                # Now: later the other packages' memory would be in it.
+                # Measured now: later it would include the other packages' memory.
                 rows[name].memory = _sizes(each.peak for each in session.device_memory())
         measured.take_times()
 
 
 @contextmanager
 def _load(package: Path, options: argparse.Namespace) -> Iterator[Session]:
-    """The package's session; the package goes with it."""
+    """The package's session. The package is deleted."""
     start = time.monotonic()
     with Session(package, verify="never", in_flight=IN_FLIGHT, ranks=options.ranks) as session:
         _say(f"{package.parent.name}, {package.name}: loaded in {time.monotonic() - start:.1f} s")
@@ -184,7 +186,7 @@ def _print(rows: Rows) -> None:
 
 
 def _cells(what: str, row: Row, packages: Mapping[str, Row]) -> tuple[str, str, str, str]:
-    """The time, how many times faster it is than on one device and than the unsplit model, and what was predicted."""
+    """The time, the speed relative to one device and to the unsplit model, and the prediction."""
     seconds = row.times.get(what)
     if seconds is None:
         return "", "", "", ""

@@ -1,12 +1,12 @@
-"""Ranks that are killed or stopped at random moments: each time an error names the rank, and nothing is left behind.
+"""Kills and stops ranks at random moments: each time an error names the rank, and nothing is left behind.
 
     python -m tests.gpu.kills --devices 2xcuda --kills 50
     python -m tests.gpu.kills --devices 2xcpu --kills 20      # the same, without a GPU
 
 A small decoder generates in tensor mode, with ranks as processes. In some rounds the rank is killed while the session
-loads, and in some it is stopped, as if it hung. The error must come within 10 seconds, or 22 where the rank may have
-had no time for a first sign of life. Then there must be no process of the ranks, no new file in /dev/shm, and no more
-descriptors and threads than before. Needs /proc, and that no other program uses NCCL meanwhile.
+loads, in some it is stopped, as if it hung. The error must come within 10 seconds, or 22 if the rank may not have sent
+its first heartbeat. Then there must be no process of the ranks, no new file in /dev/shm, and no more descriptors and
+threads than before. Needs /proc, and that no other program uses NCCL at the same time.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.processes.reader import LOOK
 from splitc.runtime.processes.remote import FIRST_PATIENCE
 
-# Seconds within which an error has to come, also while a session loads, and after which nobody waits for it any more.
+# Seconds within which an error must come, the same while a session loads, and the longest wait for it.
 BOUND, LOADING_BOUND, PATIENCE = 10.0, FIRST_PATIENCE + 2, 30.0
 # Seconds after loading within which a rank is killed.
 RUNNING = 1.0
-# The parts of all rounds in which the session loads, and in which the rank is stopped.
+# The shares of rounds in which a rank is killed while loading, and in which it is stopped.
 LOADING_PART, STOPPED_PART = 0.25, 0.25
-# The room of a sequence's caches.
+# The capacity of a sequence.
 ROOM = 64
 
 
 @dataclass(frozen=True)
 class Round:
-    """Which rank gets which signal, and how many seconds after the session began to load, or to generate."""
+    """The rank, its signal, and the seconds after the session began to load, or to generate."""
 
     rank: int
     signal: signal.Signals
@@ -104,7 +104,7 @@ def _draw(random: np.random.Generator, ranks: int, loading: float) -> Round:
 
 
 def _try(package: Path, each: Round, before: Mapping[str, int]) -> tuple[float, list[str]]:
-    """Seconds from the signal to the error, and what was wrong."""
+    """The seconds from the signal to the error, and what was wrong."""
     others = _children()
     caller = Caller(package)
     caller.start()
@@ -133,7 +133,7 @@ def _try(package: Path, each: Round, before: Mapping[str, int]) -> tuple[float, 
 
 
 class Caller(threading.Thread):
-    """Opens a session and generates, again and again, until there is an error."""
+    """Open a session and generate, again and again, until there is an error."""
 
     def __init__(self, package: Path) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Caller(threading.Thread):
 
 
 def _generate(session: Session) -> None:
-    """A prompt and some tokens in a new sequence."""
+    """Run a prompt and some tokens in a new sequence."""
     with session.start(capacity=ROOM) as sequence:
         for place in range(4, ROOM):
             first = 0 if place == 4 else place - 1
@@ -170,7 +170,7 @@ def _generate(session: Session) -> None:
 
 
 def _run_whole(package: Path) -> float:
-    """Generate in a session to which nothing happens, and return the seconds that it took to load."""
+    """Generate in an undisturbed session, and return the seconds that it took to load."""
     start = time.monotonic()
     with Session(package, verify="never", ranks="processes") as session:
         loading = time.monotonic() - start
@@ -179,7 +179,7 @@ def _run_whole(package: Path) -> float:
 
 
 def _left_over() -> dict[str, int]:
-    """How many there are of what a session may leave behind."""
+    """The numbers of what a session may leave behind."""
     gc.collect()
     return {
         "processes": len(_children()),
@@ -190,7 +190,7 @@ def _left_over() -> dict[str, int]:
 
 
 def _children() -> list[int]:
-    """This process's children, the ended ones that nobody waited for included, in the order in which they started."""
+    """This process's children in the order of their starts, zombies included."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:

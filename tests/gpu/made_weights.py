@@ -1,4 +1,4 @@
-"""Weights for models that come without them: seeded random numbers, in the files that the models name."""
+"""Made-up weights for models whose data files are missing: seeded random numbers, written to these files."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-# How many numbers are drawn. They are repeated with this period, which no dimension divides.
+# The number of drawn numbers. They are repeated with this period, which no dimension divides.
 DRAWN = (1 << 22) + 15
-# The standard deviation of weights of which the graph says nothing, and of what is added to a norm's scales.
+# The standard deviation of weights without a known use, and of the numbers that are added to a norm's scales.
 SPREAD = 0.02
-# Operators that keep the last two axes of what they read first.
+# Operators that keep the last two axes of their first input.
 KEEPING = {"Cast", "Identity", "Gather", "Unsqueeze", "Squeeze", "Slice", "Split", "Expand"}
 
 
 def make_missing_weights(path: Path) -> int:
-    """Write the external data that a model names and that are not there, and return the number of their bytes.
+    """Write the missing external data of a model, and return the number of bytes.
 
-    Raises ValueError if some of them are not floating point numbers.
+    Raises ValueError if some of the weights are not floating point numbers.
     """
     missing: dict[Path, list[ir.Value]] = defaultdict(list)
     for graph in ir.load(path).graphs():
@@ -54,13 +54,13 @@ def _write(file: BinaryIO, value: ir.Value) -> None:
 
 @cache
 def _numbers(mean: float, spread: float, dtype: ir.DataType) -> npt.NDArray[Any]:
-    """The drawn numbers, twice, so that from any of the first half on all of them follow."""
+    """The drawn numbers, twice, so that all of them follow any place in the first half."""
     drawn = np.random.default_rng(0).standard_normal(DRAWN, dtype=np.float32)
     return np.tile((drawn * np.float32(spread) + np.float32(mean)).astype(dtype.numpy()), 2)
 
 
 def _distribution(value: ir.Value) -> tuple[float, float]:
-    """Mean and standard deviation of a weight: products keep the size of what is multiplied, scales are near 1."""
+    """The mean and standard deviation of a weight: products keep the size of their inputs, scales are near 1."""
     assert value.const_value is not None
     shape = value.const_value.shape.numpy()
     if math.prod(shape) == max(shape, default=1):  # a vector
@@ -78,7 +78,7 @@ def _is_scale(value: ir.Value) -> bool:
 
 
 def _terms(value: ir.Value, shape: Sequence[int]) -> int | None:
-    """How many terms are summed in a product with the weight; None if it is in no product."""
+    """The number of terms that a product with the weight sums; None if it is in no product."""
     for node, index in value.uses():
         terms: int | None = None
         if node.op_type == "MatMul":

@@ -1,9 +1,9 @@
-"""Modules of one package on the same GPUs: at work at the same time, with weights in common, and in turn (--swap).
+"""Modules of one package on the same GPUs: at the same time, with weights in common, and in turn (--swap).
 
     python -m tests.gpu.modules --devices 2xcuda --work /tmp/modules
     python -m tests.gpu.modules --devices 2xcpu --layers 2 --hidden 256      # the same, without a GPU
 
-Two modules are one decoder, the third is another one. Each answer is compared with the same module's alone.
+Two modules are the same decoder, the third is another one. Outputs are compared with those of each module alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from splitc.runtime.hardware.gpus import list_gpus
 from splitc.runtime.units import format_bytes, format_seconds
 from tests.gpu.made_weights import make_missing_weights
 
-# What each module's hidden size is more than the option says.
+# By how much each module's hidden size exceeds the option's.
 WIDER = {"decoder": 0, "prompts": 0, "other": 512}
 TOKENS, RUNS, ROUNDS = 32, 20, 5
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _write(size: Size, model: Path) -> None:
-    """A decoder whose weights are drawn once and repeated: to draw each takes longer than all else."""
+    """A decoder whose weights are drawn once and repeated, as drawing each would take longer than all else."""
     save_sparse(build(size), model)
     model.with_name(f"{model.name}.data").unlink()
     make_missing_weights(model)
@@ -131,7 +131,7 @@ def _feeds(size: Size, seed: int) -> dict[str, Any]:
 
 
 def _difference(made: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
-    """The largest difference of the logits, as a share of the largest one."""
+    """The largest difference of the logits, relative to the largest of them."""
     one, other = (np.asarray(each["logits"], np.float32) for each in (made, expected))
     return float(np.abs(one - other).max() / np.abs(other).max())
 

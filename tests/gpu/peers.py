@@ -1,11 +1,11 @@
-"""The same decoder as in `tests.gpu.table` as others run it: PyTorch's tensor parallelism, and accelerate's device map.
+"""The decoder of `tests.gpu.table` in PyTorch with tensor parallelism, and with accelerate's device map.
 
     python -m tests.gpu.peers --gpus 2
 
-Tensor parallelism is Megatron's, by hand, with torch.distributed, one process a GPU: projections by columns, then by
-rows, and two sums a layer. Steps of one token and prompts are captured as CUDA graphs, sums included.
-`device_map="auto"` is transformers' Llama dispatched over the GPUs by accelerate, which runs eagerly. Needs PyTorch,
-transformers and accelerate.
+Tensor parallelism is Megatron's, written by hand with torch.distributed, with a process for each GPU: projections are
+column-parallel, then row-parallel, with two all-reduces a layer. Steps of one token and prompts are captured as CUDA
+graphs, all-reduces included. `device_map="auto"` is transformers' Llama, distributed over the GPUs by accelerate; it
+runs eagerly. Needs PyTorch, transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 class Decoder(torch.nn.Module):  # type: ignore[misc]  # torch is not typed where it is missing
-    """A rank's part of a Llama, its weights zeros, with a cache of a fixed size."""
+    """A rank's shard of a Llama, with weights of zeros and a cache of a fixed size."""
 
     def __init__(self, world: int, options: argparse.Namespace) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Decoder(torch.nn.Module):  # type: ignore[misc]  # torch is not typed wher
 
     @torch.no_grad()  # type: ignore[untyped-decorator]  # likewise
     def forward(self, ids: torch.Tensor, place: torch.Tensor, filled: int) -> torch.Tensor:
-        """The logits behind the last token; `filled` is how much of the cache is read."""
+        """The logits after the last token. `filled` tokens of the cache are read."""
         hidden = F.embedding(ids, self.embed)
         cosine, sine = self.cosine[place], self.sine[place]
         count = ids.shape[1]
@@ -158,7 +158,7 @@ def _accelerate(options: argparse.Namespace) -> str:
 
 
 def _time(run: Callable[[], Any]) -> float:
-    """Median seconds, each awaited."""
+    """Median seconds of calls, each awaited."""
     seconds = []
     for number in range(RUNS + 5):
         torch.cuda.synchronize()

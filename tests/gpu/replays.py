@@ -1,15 +1,15 @@
-"""Any models on one GPU and on two ranks, each in a process of its own, with six requests, so that replays happen.
+"""Runs any models on one GPU and on two ranks, each in a process of its own, with six requests, so that replays happen.
 
     python -m tests.gpu.replays FOLDER --jobs 4 --limit 560       # FOLDER/NAME/model.onnx, and inputs.npz beside it
     python -m tests.gpu.replays FOLDER --devices cpu0,cpu1        # the same, without a GPU
 
-A model is compiled for one device (`alone`), and in tensor mode, or else in layer mode, for two (`two`): with one GPU
-both are on that. Requests have the numbers of inputs.npz: floats are scaled and integers rolled along their last axis,
-otherwise each time. An output is right if it agrees with that of the unsplit model in ONNX Runtime on the same device,
-or is no further from that on the CPU than twice what the unsplit model on the device is.
+A model is compiled for one device (`alone`), and for two (`two`) in tensor mode, or in layer mode if tensor mode can't
+split it. With one GPU both ranks are on it. Requests have the arrays of inputs.npz, changed each time: floats are
+scaled, integers rolled along their last axis. An output is right if it agrees with the unsplit model's in ONNX Runtime
+on the same device, or if it differs from that on the CPU at most twice as much as the unsplit model on the device does.
 
-A line says what came of it, how many requests were replayed, and the largest errors, in parts of what is allowed: from
-the unsplit model on the device, from that on the CPU, and of the one from the other.
+A line has the result, the number of replayed requests, and the largest errors relative to the tolerance: from the
+unsplit model on the device, from that on the CPU, and of the former from the latter.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _start(model: Path, way: str, devices: str, end: float) -> str:
 
 
 def _try(folder: Path, way: str, devices: Sequence[str]) -> str:
-    """A line: what came of it, how many requests were replayed, the largest errors, and notes."""
+    """A line of results: how it ended, the number of replayed requests, the largest errors, and notes."""
     given = dict(np.load(folder / "inputs.npz").items())
     model, device = folder / "model.onnx", parse_devices(devices[:1])[0]
     requests = [_varied(given, number) for number in range(REQUESTS)]
@@ -128,7 +128,7 @@ def _varied(given: Arrays, number: int) -> dict[str, Any]:
 
 
 def _compile(model: Path, package: Path, given: Arrays, way: str, kind: str) -> str:
-    """The mode that it was compiled in: tensor, unless that can't split it."""
+    """The mode in which it was compiled: tensor, or layer if that can't split the model."""
     shapes = {name: array.shape for name, array in given.items()}
 
     def make(mode: str) -> str:
@@ -144,7 +144,7 @@ def _compile(model: Path, package: Path, given: Arrays, way: str, kind: str) -> 
 
 
 def _error(expected: Arrays, outputs: Arrays, number_type: str) -> float:
-    """The largest error of an output, in parts of what is allowed."""
+    """The largest error of an output, relative to the tolerance."""
     found = compare(expected, outputs, number_type=number_type)
     return max((0.0 if each.passed and not each.allowed else each.relative / (each.allowed or 1e-9)) for each in found)
 

@@ -1,11 +1,11 @@
-"""Many loads and many steps of a decoder whose ranks sum in each layer: none hangs, and all give the same.
+"""Many loads and many steps of a decoder in tensor mode: none hangs, and all give the same logits.
 
     python -m tests.gpu.soak --devices 2xcuda --loads 100 --steps 1000
     python -m tests.gpu.soak --devices 2xcpu --ranks processes --loads 5 --steps 100      # the same, without a GPU
 
-Each load decodes from the same tokens, as CUDA graphs as soon as these are recorded. Ranks are what a session makes of
-them by itself, or --ranks threads or processes. A load that takes longer than --patience ends the program with the
-stacks of all threads. At the end: how the seconds of a load, and of its slowest step, are distributed.
+Each load decodes from the same tokens, with CUDA graphs once they are captured. Ranks are of the session's default
+kind, or that of --ranks. A load that takes longer than --patience ends the program with the stacks of all threads. At
+the end it prints the distribution of the seconds of a load, and of its slowest step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from splitc.runtime.units import format_seconds
 
 @dataclass(frozen=True)
 class Load:
-    """A session: its last logits, and the seconds that it took to load, that a step took, and the slowest one."""
+    """A session's last logits, and the seconds of loading, of a step, and of the slowest step."""
 
     logits: npt.NDArray[Any]
     loading: float
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def _decode(package: Path, steps: int, ranks: str | None) -> Load:
-    """A number of steps in a new session."""
+    """Run steps in a new session."""
     room, token, slowest = 64, 1, 0.0
     began = time.perf_counter()
     with Session(package, verify="never", ranks=ranks) as session, session.start(capacity=room) as sequence:

@@ -1,8 +1,8 @@
-"""Sums over GPUs, by NCCL and by our kernels: the results compared, and the time of each, by size.
+"""All-reduces over GPUs, by NCCL and by splitc's kernels: compares the results, and times them by size.
 
     python -m tests.gpu.sums --gpus 2
 
-Each GPU has a process that sees it alone, as ranks do. A time is that of one sum out of many in a CUDA graph.
+Each GPU has a process that sees only this GPU, as ranks do. A time is that of one of many sums in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from splitc.runtime.ipc.channel import Channel
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 from splitc.runtime.units import format_bytes, format_seconds
 
-# Sums in a graph, and launches of it.
+# Sums in a graph, and launches of the graph.
 SUMS, LAUNCHES = 64, 20
 
 

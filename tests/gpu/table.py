@@ -1,18 +1,18 @@
-"""Everything that wants GPUs, in one go, as tables: correctness, memory, and ratios of times taken in one run.
+"""All measurements on GPUs, as tables: correctness, memory, and times that are compared within one run.
 
     python -m tests.gpu.table --devices 2xcuda 4xcuda --engine onnxruntime --work /tmp/gpu
     python -m tests.gpu.table --devices 2xcpu --layers 2 --hidden 256 --tokens 8     # the same, without a GPU
 
-A decoder of the dimensions of an 8B model, with room for its cache, is compiled for one device, and for each set of
-devices in each mode. For each package: steps of one token with a full cache, as CUDA graphs and without; the part of a
-step in which no GPU is at work; a prompt; prompts with several requests in flight; and the memory of each device beside
-what was predicted. All times are medians; those of packages are taken in turns with those of one device.
+A decoder with the dimensions of an 8B model, with room in its cache, is compiled for one device, and for each set of
+devices in each mode. For each package: steps of one token with a full cache, as CUDA graphs and eagerly; the part of a
+step in which no GPU is busy; a prompt; prompts with several requests in flight; and the memory of each device beside
+the prediction. All times are medians; those of packages are measured in turns with those of one device.
 
-Correctness is that of a decoder of fewer layers, with random weights, against ONNX Runtime on the CPU. The large one's
-weights are zeros: to make others would take longer than all else.
+Correctness is tested with a decoder of fewer layers and random weights, compared with ONNX Runtime on the CPU. The
+large one's weights are zeros: to make others would take longer than all else.
 
-For ONNX Runtime the decoder is in its fused operators. For TensorRT it is in standard ones, and has no prompts: a
-package takes one token at a time.
+For ONNX Runtime the decoder has fused operators. For TensorRT it has standard ones, and no prompts: a package takes one
+token at a time.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from splitc.runtime.units import format_bytes, format_seconds
 from tests.gpu.ways import predicted, way_request
 
 Feeds = dict[str, npt.NDArray[Any]]
-# Requests under way at the same time, rounds of turns, and prompts in each.
+# Requests in flight, rounds of turns, and prompts in each.
 IN_FLIGHT, ROUNDS, PROMPTS = 4, 3, 32
-# What an H200 reads in a second, and computes, as far as that was measured.
+# The bytes that an H200 reads in a second, and its operations in a second, as measured.
 BYTES, FLOPS = 4.3e12, 790e12
 
 
@@ -62,7 +62,7 @@ def main() -> None:
     kinds = {"one device": ("layer", places[0][:1]), **split}
     small = _make_model(options, options.work / "small", options.check_layers, save)
     large = _make_model(options, options.work / "large", options.layers, save_sparse)
-    # What is timed has the devices alone.
+    # Compiled before, so that timed work has the devices alone.
     with ProcessPoolExecutor(1 if options.profile else None, mp_context=get_context("spawn")) as pool:
         made = {
             (model, name): pool.submit(_compile, model, name, *kind, options)
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _report(sessions: Mapping[str, Session], errors: Mapping[str, float], options: argparse.Namespace) -> None:
-    """Time all sessions in turns, and print what came of it."""
+    """Time all sessions in turns, and print the results."""
     rows = table("package", "error", "token", "x", "host", right=("error", "x"))
     steps = {name: _Steps(session, options) for name, session in sessions.items()}
     graphs = _in_turns({name: step.run for name, step in steps.items()})
@@ -124,7 +124,7 @@ def _report_prompts(sessions: Mapping[str, Session], options: argparse.Namespace
 
 
 def _try(session: Session, options: argparse.Namespace) -> None:
-    """All that is timed later, once."""
+    """Run all that is timed later once."""
     steps = _Steps(session, options)
     for _ in range(3):
         steps.run()
@@ -175,7 +175,7 @@ def _size(options: argparse.Namespace, layers: int) -> Size:
 def _make_model(
     options: argparse.Namespace, folder: Path, layers: int, write: Callable[[ir.Model, Path], None]
 ) -> Path:
-    """The decoder as a file; `options.weights` are the bytes that a token reads of it."""
+    """The decoder's file. `options.weights` are the bytes of weights that a token reads."""
     model = (llama if options.capacity_only else llama_fused).build(_size(options, layers))
     weights = [value for value in model.graph.initializers.values() if value.name != "model.embed_tokens.weight"]
     options.weights = sum(value.const_value.nbytes for value in weights if value.const_value is not None)
@@ -212,7 +212,7 @@ def _compile(model: Path, name: str, mode: str, devices: list[str], options: arg
 
 @contextmanager
 def _load(package: Path) -> Iterator[Session]:
-    """The package's session; the package goes with it."""
+    """The package's session. The package is deleted."""
     start = time.monotonic()
     with Session(package, verify="never", in_flight=IN_FLIGHT) as session:
         out.print(f"{package.parent.name}, {package.name}: loaded in {time.monotonic() - start:.1f} s")
@@ -221,7 +221,7 @@ def _load(package: Path) -> Iterator[Session]:
 
 
 def _in_turns(work: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """Median seconds of each work, after twice for warming up."""
+    """The median seconds of each work, after two runs to warm up."""
     times: dict[str, list[float]] = {name: [] for name in work}
     for number in range(ROUNDS + 2):
         for name, run in work.items():
@@ -232,7 +232,7 @@ def _in_turns(work: Mapping[str, Callable[[], float]]) -> dict[str, float]:
 
 
 def _tokens(session: Session, count: int, place: int, options: argparse.Namespace) -> Feeds:
-    """Feeds for a number of tokens after a number of others, in a cache with room for twice as many as are timed."""
+    """Feeds for some new tokens after others, in a cache with room for twice as many as are timed."""
     generator = np.random.default_rng(place)
     feeds: Feeds = {
         "input_ids": generator.integers(0, options.vocabulary, (1, count)),
@@ -251,7 +251,7 @@ class _Steps:
         self._place = options.cache
 
     def run(self) -> float:
-        """Seconds a token."""
+        """The seconds of a token."""
         feeds = [self._next() for _ in range(self._options.tokens)]
         start = time.perf_counter()
         for each in feeds:
@@ -259,7 +259,7 @@ class _Steps:
         return (time.perf_counter() - start) / len(feeds)
 
     def host_share(self) -> float:
-        """The part of a step in which no GPU is at work; not a number where steps are not replayed."""
+        """The part of a step in which no GPU is busy; NaN if steps are not replayed."""
         shares = []
         for _ in range(self._options.tokens):
             feeds = self._next()
@@ -278,7 +278,7 @@ class _Steps:
 
 
 def _error(model: Path, session: Session, options: argparse.Namespace) -> float:
-    """The largest error of an output, relative to its largest value, against ONNX Runtime on the CPU.
+    """The largest error of an output, relative to its largest value, compared with ONNX Runtime on the CPU.
 
     Three steps of a sequence, of which the last is replayed, and with prompts one of several tokens.
     """
@@ -305,7 +305,7 @@ def _error(model: Path, session: Session, options: argparse.Namespace) -> float:
 
 
 def _prompt(session: Session, options: argparse.Namespace) -> float:
-    """Seconds for a prompt, from tokens to logits; the cache that it makes stays on the devices."""
+    """The seconds of a new prompt, from tokens to logits. Its cache stays on the devices."""
     with session.start() as sequence:
         feeds = _tokens(session, options.prompt, 0, options)
         start = time.perf_counter()
@@ -314,7 +314,7 @@ def _prompt(session: Session, options: argparse.Namespace) -> float:
 
 
 def _prompt_again(session: Session, options: argparse.Namespace) -> float:
-    """Seconds for a prompt of a previously seen length, in a cache that has room."""
+    """The seconds of a prompt of a previously seen length, in a cache that has room."""
     with session.start(capacity=2 * options.cache) as sequence:
         feeds = _tokens(session, options.prompt, 0, options)
         for _ in range(3):
@@ -324,7 +324,7 @@ def _prompt_again(session: Session, options: argparse.Namespace) -> float:
 
 
 def _stream(session: Session, options: argparse.Namespace) -> float:
-    """Seconds a prompt, with several under way."""
+    """The seconds between the outputs of a stream of prompts."""
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         start = time.perf_counter()
         list(pool.map(lambda _: _prompt(session, options), range(PROMPTS)))

@@ -31,9 +31,9 @@ GPUS = min(2, len(list_gpus()))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
 
 SIZE = Size(layers=4, hidden=512, heads=8, kv_heads=4, feed_forward=1024, vocabulary=1000, dtype=ir.DataType.FLOAT16)
-# More runs than it takes until a request is replayed.
+# More runs than are needed until a request is replayed.
 RUNS = NEW + 4
-# A model that does next to nothing with much: y = x + 1 for these floats.
+# A model with large data and little work: y = x + 1 for this many numbers.
 MANY = 64 << 20
 LARGE = """<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) {
     c = Constant <value = float {1}> () y = Add (x, c)
@@ -71,7 +71,7 @@ def agree(expected: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
 
 
 def late(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The feeds on the first GPU, where the caller's stream has long work to do before it writes them."""
+    """Feeds on the first GPU, which the caller's stream writes only after long work."""
     cupy = need_cupy()
     ready = {name: cupy.asarray(array) for name, array in given.items()}
     made = {name: cupy.zeros_like(array) for name, array in ready.items()}
@@ -85,7 +85,7 @@ def late(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("own", [False, True], ids=["default", "own"])
 def test_feeds_wait_for_the_callers_stream(opened: tuple[Any, Session], own: bool) -> None:
-    """On the default stream and on one of the caller's; eagerly, and in stages replayed."""
+    """On the default stream and on one of the caller's, eagerly and in replayed stages."""
     cupy = need_cupy()
     whole, session = opened
     stream = cupy.cuda.Stream(non_blocking=True) if own else cupy.cuda.Stream.null
@@ -151,7 +151,7 @@ def _median(work: Any) -> float:
 
 
 def main() -> None:
-    """Print the milliseconds of requests of 256 MiB each way."""
+    """Print the milliseconds of requests of 256 MiB for each way of feeding."""
     cupy = need_cupy()
     with tempfile.TemporaryDirectory(prefix="splitc-feeds-") as place:
         ir.save(ir.from_onnx_text(LARGE), Path(place) / "model.onnx")

@@ -109,7 +109,7 @@ def test_states_are_where_the_graph_left_them(package: tuple[Path, Path]) -> Non
     "devices", [["cuda0", "cpu0"], ["cpu0", "cuda0"], ["cuda0", "cuda0"], ["cuda0", "cuda1", "cpu0"]]
 )
 def test_devices_that_meet_on_the_host(mode: str, devices: list[str], tmp_path: Path) -> None:
-    """A GPU with a CPU device, or with two ranks: they exchange inside their engines, and replay nothing."""
+    """A GPU with a CPU device, or two ranks on one GPU, exchange values inside their engines, and replay nothing."""
     if "cuda1" in devices and GPUS < 2:
         pytest.skip("needs two GPUs")
     save(build(replace(SIZE, dtype=ir.DataType.FLOAT)), tmp_path / "model.onnx")
@@ -126,7 +126,7 @@ def test_devices_that_meet_on_the_host(mode: str, devices: list[str], tmp_path: 
 
 
 def in_single(given: dict[str, Any]) -> dict[str, Any]:
-    """The feeds of a decoder in single precision, which takes positions too."""
+    """Feeds of a decoder in single precision, which also takes positions."""
     tokens, all_tokens = given["input_ids"].shape[1], given["attention_mask"].shape[1]
     single = {name: array.astype("f4") if array.dtype == "f2" else array for name, array in given.items()}
     return {**single, "position_ids": np.arange(all_tokens - tokens, all_tokens)[None]}
@@ -157,7 +157,7 @@ def test_rank_that_fails_fails_one_request(tmp_path: Path, graphs: bool) -> None
 @several
 @pytest.mark.parametrize("mode", MODES)
 def test_optional_inputs(mode: str, tmp_path: Path) -> None:
-    """Requests that replace weights go another way than those that are replayed, and take turns with them."""
+    """Requests that replace weights run eagerly, alternating with replayed ones."""
     save(build_fused(SIZE), tmp_path / "plain.onnx")
     model = ir.load(tmp_path / "plain.onnx")
     weights = {name: value for name, value in model.graph.initializers.items() if value.dtype == ir.DataType.FLOAT16}
@@ -179,7 +179,7 @@ def test_optional_inputs(mode: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_engines_with_slots_share_weights(graphs: bool, tmp_path: Path) -> None:
-    """What an adapter takes is values and A and B, not the model once more; and it is what was predicted."""
+    """An adapter takes memory for its values, A and B, but not for the model again, as predicted."""
     size = replace(SIZE, hidden=4096, heads=32, kv_heads=32, feed_forward=11008, layers=4)
     save(build_fused(size), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["cuda0"], Request(lora_slots=16))
@@ -205,7 +205,7 @@ def test_engines_with_slots_share_weights(graphs: bool, tmp_path: Path) -> None:
 
 
 def caches_of(size: Size) -> dict[str, Any]:
-    """Caches of one token, which are zeros."""
+    """Caches of one token, all zeros."""
     shape = (1, size.kv_heads, 1, size.head)
     parts = [(layer, part) for layer in range(size.layers) for part in ("key", "value")]
     return {f"past_key_values.{layer}.{part}": np.zeros(shape, "f2") for layer, part in parts}
@@ -223,7 +223,7 @@ def test_compile_compares_on_gpus_and_says_so(tmp_path: Path) -> None:
 
 @several
 def test_caches_that_grow(tmp_path: Path) -> None:
-    """Nodes on the CPU are said, and what they are part of runs eagerly."""
+    """Caches that grow with each token: the tokens are those of CPU devices."""
     save(build(replace(SIZE, dtype=ir.DataType.FLOAT)), tmp_path / "model.onnx")
     asked = Request(split_mode="tensor", engine="onnxruntime")
     compile_model(plan_model(tmp_path / "model.onnx", [f"{GPUS}xcuda"], asked), tmp_path / "package")
@@ -235,7 +235,7 @@ def test_caches_that_grow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [pytest.param("tensor", marks=several), "layer"])
 def test_masks_of_padding_and_windows(tmp_path: Path, mode: str) -> None:
-    """Of exported decoders, whose attention hides what they hide by itself where there is no padding."""
+    """Exported decoders, whose attention hides later tokens by itself if there is no padding."""
     style = replace(OPTIMUM, dtype=onnx.TensorProto.FLOAT16, size=32, layers=4, window=5)
     onnx.save(write(style), tmp_path / "model.onnx")
     asked = Request(split_mode=mode, engine="onnxruntime", spread=True)
@@ -254,7 +254,7 @@ def test_masks_of_padding_and_windows(tmp_path: Path, mode: str) -> None:
 
 
 def test_a_mask_of_one_column_is_taken_for_all(tmp_path: Path) -> None:
-    """Where the model names both sizes alike, too: ONNX Runtime's kernel for both operators would end the process."""
+    """Also where the model has one symbol for both sizes: ONNX Runtime's fused kernel would end the process."""
     text = """<ir_version: 8, opset_import: ["" : 17]>
         g (float16[b, h, q, k] x, float16[b, 1, 1, k] mask) => (float16[b, h, q, k] y)
         { scores = Add(x, mask)  y = Softmax(scores) }"""
@@ -267,7 +267,7 @@ def test_a_mask_of_one_column_is_taken_for_all(tmp_path: Path) -> None:
 
 
 def test_masks_and_rotations_before_attention_with_a_cache(tmp_path: Path) -> None:
-    """ONNX Runtime would rotate inside of attention instead, from position 0 on and without the mask."""
+    """Rotation inside of attention would begin at position 0, whatever the mask: it must not be fused there."""
     names = {"q": "wide", "k": "narrow", "v": "narrow"}
     sizes = {"wide": (64, 32), "narrow": (64, 16)}
     cache = "float16[1, 2, past, 8]"
@@ -315,5 +315,5 @@ def test_capture_of_nothing_leaves_streams_as_they_were() -> None:
 
 @several
 def test_sums_by_kernels_are_those_of_the_parts() -> None:
-    """Ranks are processes: see the program."""
+    """Ranks are processes; see the program `sums`."""
     subprocess.run([sys.executable, "-m", "tests.gpu.sums", "--gpus", str(GPUS)], check=True)

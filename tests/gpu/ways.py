@@ -1,4 +1,4 @@
-"""How a script's package uses its devices: a mode, or so many groups with the mode inside, as in `2xtensor`."""
+"""How a script's package uses its devices: a mode, or groups with a mode inside, such as `2xtensor`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from splitc.runtime.hardware.machine import known_machine
 
 
 def way_request(way: str, **options: Any) -> Request:
-    """The request for all devices. Raises ValueError if the number of groups is none."""
+    """The request for a way. Raises ValueError if the number of groups is not a number."""
     groups, _, mode = way.rpartition("x")
     return Request(split_mode=mode, batch_groups=int(groups or 1), spread=True, **options)
 
 
 def predicted(plan: Plan) -> Prediction:
-    """The times that plans predict on this machine, after `splitc devices --measure` by what that found."""
+    """The times that plans predict on this machine, from what `splitc devices --measure` measured."""
     return predict(plan, known_machine(), None)

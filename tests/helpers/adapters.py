@@ -1,4 +1,4 @@
-"""Files of adapters with random numbers, as several programs write them."""
+"""Adapter files with random numbers, in the formats of several programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pairs = dict[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
 
 
 def random_pairs(sizes: Mapping[str, tuple[int, ...]], rank: int = 4, seed: int = 0, size: float = 0.3) -> Pairs:
-    """A and B for each module of these inputs, outputs and kernel."""
+    """Random A and B for each module, by its numbers of inputs and outputs and its kernel."""
     random = np.random.default_rng(seed)
     pairs = {}
     for module, (inputs, outputs, *kernel) in sizes.items():
@@ -26,7 +26,7 @@ def random_pairs(sizes: Mapping[str, tuple[int, ...]], rank: int = 4, seed: int 
 
 
 def product(pair: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-    """B A, with the shape of the layer's weight: [outputs, inputs, ...]."""
+    """The product B A in the shape of the layer's weight: [outputs, inputs, ...]."""
     a, b = pair
     made: npt.NDArray[np.float32] = (b.reshape(len(b), -1) @ a.reshape(len(a), -1)).reshape(len(b), *a.shape[1:])
     return made
@@ -47,7 +47,7 @@ def write_peft(folder: Path, pairs: Pairs, **config: Any) -> Path:
 
 
 def write_kohya(path: Path, pairs: Pairs, alpha: float, prefix: str = "lora_unet") -> Path:
-    """A file of kohya's scripts, whose names have no dots."""
+    """A file in the format of kohya's scripts, whose module names have no dots."""
     tensors: dict[str, npt.NDArray[Any]] = {}
     for module, (a, b) in pairs.items():
         name = f"{prefix}_{module.replace('.', '_')}"

@@ -1,4 +1,4 @@
-"""What is found out about the models that all tests share, kept for the tests that ask the same again."""
+"""A cache of the analyses of models that all tests share."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from splitc.compiler.request.shapes import AskedShapes
 
 @dataclass
 class KeptAnalyses:
-    """Analyses by what was asked, of the `models` alone: they stay as they are, and so does an analysis.
+    """Analyses of the `models`, by the arguments of `analyze`. Neither these models nor their analyses may be changed.
 
-    While `pauses`, for tests that patch something, nothing is kept, and nothing that was.
+    While it `pauses`, for tests that patch something, nothing is cached, and the cache is not used.
     """
 
     models: set[Path] = field(default_factory=set)

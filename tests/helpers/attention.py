@@ -1,4 +1,4 @@
-"""Pieces of attention, to put together."""
+"""Parts of an attention, for graphs of tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small graphs to split: a writer with random weights, and the check that parts make the whole."""
+"""Small graphs to split: a writer with random weights, and the check that ranks together give the whole's outputs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from splitc.runtime import Session
 from splitc.runtime.hardware.devices import parse_devices
 from tests.conftest import Arrays, assert_close, run_whole
 
-# An ONNX Runtime of this version or later runs all that is tested; what an older one lacks is left out with it.
+# From this version on ONNX Runtime runs all graphs of the tests. With an older one some checks are left out.
 RUNTIME, COMPLETE = tuple(map(int, ort.__version__.split(".")[:2])), (1, 24)
 FLOAT, INT = ir.DataType.FLOAT, ir.DataType.INT64
-# Row mode: even and uneven shares. Tensor mode: even ones, and some with which the first and last rank lack units.
+# Row mode: even and uneven shares. Tensor mode: even ones, and some that leave the first and last rank without units.
 EVEN = ((1, 1), (3, 1, 1, 1))
 SHARES = ((1, 1, 1, 1), (1, 30, 1))
 
@@ -49,7 +49,7 @@ class Block(Writer):
         return np.asarray(generator.standard_normal(shape, dtype=np.float32) / np.float32(size**0.5))
 
     def data(self, name: str, shape: Sequence[int], symbols: Sequence[Any] | None = None) -> ir.Value:
-        """An input of random numbers; `symbols` is the shape that the model says, where it is not fixed."""
+        """An input of random numbers. `symbols` is its shape in the model, if sizes are dynamic."""
         self.feeds[name] = self.random(name, *shape)
         return self.input(name, FLOAT, symbols or shape)
 
@@ -75,13 +75,13 @@ class Block(Writer):
 
 
 def sharded(plan: Plan) -> ShardedModel:
-    """What a plan in tensor mode shards."""
+    """The sharded model of a plan in tensor mode."""
     assert isinstance(plan.split, TensorSplit)
     return plan.split.sharded
 
 
 def sliced(plan: Plan) -> SlicedProducts:
-    """What a plan in row mode slices."""
+    """The sliced products of a plan in row mode."""
     assert isinstance(plan.split, RowSplit)
     return plan.split.sliced
 
@@ -95,7 +95,7 @@ def check_split(
     sums: int | None = None,
     tolerance: float = 2e-5,
 ) -> list[Plan]:
-    """Split a graph by tensor with each of the shares: the same outputs, and these weights split, those whole."""
+    """Split a graph in tensor mode with each of the shares: equal outputs, `split` weights split, `whole` ones not."""
     plans = _check(block, folder, split, shares, whole, tolerance, split_mode="tensor")
     for plan in plans:
         assert sums is None or len(sharded(plan).sums.summed) == sums
@@ -112,7 +112,7 @@ def check_rows(
     tolerance: float = 2e-5,
     least: int = 2,
 ) -> list[Plan]:
-    """As `check_split`, in row mode: for matrices of at least `least` x `least`, in a number of rounds."""
+    """As `check_split`, in row mode, for matrices of at least `least` x `least`. There must be so many rounds."""
     plans = _check(block, folder, split, shares, whole, tolerance, split_mode="row", row_min=least)
     for plan in plans:
         assert rounds is None or len(sliced(plan).rounds) == rounds
@@ -150,9 +150,9 @@ def _check(
 
 
 def _planned(model: Path, shares: Sequence[Sequence[float]], request: Request) -> Iterator[Plan]:
-    """A plan for each of the shares. As where auto mode compares modes, all are of one analysis.
+    """A plan for each of the shares, all from one analysis, as auto mode makes them.
 
-    Packages of these plans are not loaded when they are compiled: sessions load them.
+    Compiling does not load the packages of these plans: the sessions of the tests do.
     """
     analysis = cache(partial(analyze_for, model, parse_devices(["2xcpu"]), request, 1))
     with pytest.MonkeyPatch.context() as patch:

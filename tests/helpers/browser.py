@@ -1,4 +1,4 @@
-"""Chromium without a window, for tests and pictures of pages. Both are left out where there is none."""
+"""Headless Chromium, for tests of pages and for pictures. Tests are skipped where it is not installed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import pytest
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
-# No page may need more: it is an address that nothing answers.
+# A proxy at which nothing answers: no page may need the network.
 OFFLINE = "--proxy-server=127.0.0.1:9"
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a page is looked at: the width in pixels, light or dark, on a screen or in print."""
+    """How a page is shown: its width in pixels, light or dark, on a screen or in print."""
 
     width: int = 1000
     scheme: str = "light"
@@ -38,7 +38,7 @@ LOOKS = {
 
 @contextmanager
 def open_browser() -> Iterator[Any]:
-    """A browser that has no network. Skips the test where there is none, or nothing that drives it."""
+    """A browser without network. Skips the test if there is none, or no driver for it."""
     webdriver = pytest.importorskip("selenium.webdriver")
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("there is no chromium here, or no chromedriver")
@@ -55,7 +55,7 @@ def open_browser() -> Iterator[Any]:
 
 
 def show(driver: Any, page: Path, look: Look = LOOKS["light"]) -> None:
-    """Open a page and wait until it has drawn all charts. Raises AssertionError for what went wrong in it."""
+    """Open a page and wait until all charts are drawn. Raises AssertionError with the page's errors."""
     wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait(driver, 30)
     size = {"width": look.width, "height": 900, "deviceScaleFactor": 1.5, "mobile": look.width < 500}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -68,7 +68,7 @@ def show(driver: Any, page: Path, look: Look = LOOKS["light"]) -> None:
 
 
 def picture(driver: Any, path: Path, selector: str = "html", most: float = math.inf) -> None:
-    """Keep a picture of the first element that a CSS selector finds, at `most` so many pixels of its height."""
+    """Take a picture of the first element that matches a CSS selector, of at most `most` pixels of its height."""
     script = "const r = document.querySelector(arguments[0]).getBoundingClientRect();"
     script += "return [r.x + scrollX, r.y + scrollY, r.width, r.height]"
     x, y, width, height = driver.execute_script(script, selector)

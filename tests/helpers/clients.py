@@ -12,7 +12,7 @@ from tests.helpers.servers import Server
 
 
 class Client:
-    """A client with a connection of its own. `protocol` is http, json (http without binary data) or grpc."""
+    """A client with its own connection. `protocol` is http, json (http without binary data) or grpc."""
 
     def __init__(self, server: Server, protocol: str = "http", seconds: float = 60.0) -> None:
         from tritonclient import grpc, http
@@ -26,7 +26,7 @@ class Client:
         self._outputs: dict[str, list[str]] = {}
 
     def infer(self, model: str, feeds: Mapping[str, Array], **options: Any) -> dict[str, Array]:
-        """The outputs of a request."""
+        """Send a request, and return its outputs."""
         from tritonclient.utils import np_to_triton_dtype
 
         plain = {"binary_data": False} if self._protocol == "json" else {}
@@ -41,7 +41,7 @@ class Client:
         return {name: result.as_numpy(name) for name in self._names(model)}
 
     def _names(self, model: str) -> list[str]:
-        """The model's outputs."""
+        """The names of the model's outputs."""
         if model not in self._outputs:
             found = self._client.get_model_metadata(model)
             outputs = found.outputs if self._protocol == "grpc" else found["outputs"]
@@ -49,14 +49,14 @@ class Client:
         return self._outputs[model]
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._client.close()
 
 
 def infer(
     server: Server, model: str, feeds: Mapping[str, Array], protocol: str = "http", **options: Any
 ) -> dict[str, Array]:
-    """The outputs of one request of a client of its own."""
+    """The outputs of one request, sent by a new client."""
     client = Client(server, protocol)
     try:
         return client.infer(model, feeds, **options)
@@ -65,7 +65,7 @@ def infer(
 
 
 def generate(server: Server, model: str, prompt: list[int], count: int, key: int | str, protocol: str) -> list[int]:
-    """Tokens that a client generates in a sequence, whose states stay on the server."""
+    """The tokens that a client generates in a sequence, whose states stay on the server."""
     tokens: list[int] = []
     new, total = prompt, len(prompt)
     for number in range(count):

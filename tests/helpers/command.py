@@ -1,4 +1,4 @@
-"""The command `splitc`: in this process, in one of its own, or several times in a process of its own.
+"""Run the command `splitc`: in this process, in a new one, or several times in one new process.
 
 python tests/helpers/command.py '[["inspect", "package"], ["devices", "--json"]]'
 """
@@ -29,36 +29,36 @@ class Result:
 
 
 def splitc(*arguments: object, code: int = 0) -> Result:
-    """Run splitc in this process; it must end with `code`, and never with a traceback."""
+    """Run splitc in this process. It must end with `code`, without a traceback."""
     return _check(_run([str(each) for each in arguments]), code)
 
 
 def splitc_any(*arguments: object) -> Result:
-    """As `splitc`, however it ends."""
+    """As `splitc`, with any exit code."""
     return _run([str(each) for each in arguments])
 
 
 def splitc_process(*arguments: object, code: int = 0, start: Sequence[str] = (SCRIPT,), **options: object) -> Result:
-    """As `splitc`, in a process of its own; the options are those of subprocess.run."""
+    """As `splitc`, in a new process. The options are those of subprocess.run."""
     command = [*start, *map(str, arguments)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload]
     return _check(Result(found.returncode, found.stdout, found.stderr), code)
 
 
 def splitc_several(commands: Sequence[Sequence[object]], env: Mapping[str, str]) -> list[Result]:
-    """Run several commands, one after the other, in one process with this environment."""
+    """Run several commands, one after the other, in one new process with this environment."""
     found = subprocess.run(several(commands), capture_output=True, text=True, timeout=120, env=dict(env), cwd=ROOT)
     assert found.returncode == 0, found.stderr
     return results(found.stdout)
 
 
 def several(commands: Sequence[Sequence[object]]) -> list[str]:
-    """The command of a process that runs these, one after the other, and prints what `results` reads."""
+    """The command line of a process that runs these commands, and prints what `results` reads."""
     return [sys.executable, __file__, json.dumps([[str(each) for each in command] for command in commands])]
 
 
 def results(printed: str) -> list[Result]:
-    """What came of several commands."""
+    """The results of several commands, read from what the process printed."""
     return [Result(*each) for each in json.loads(printed)]
 
 

@@ -1,4 +1,4 @@
-"""Folders of an encoder and a decoder in the forms that optimum writes, and the plain loop over their models."""
+"""Folders of an encoder and a decoder in the forms that optimum writes, and greedy generation with their models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Pair = tuple[ir.Value, ir.Value]
 
 
 def speech_folder(folder: Path) -> Path:
-    """Whisper's form: features of a sound, languages and tasks as tokens, and no masks."""
+    """A model like Whisper: sound features as inputs, languages and tasks as tokens, no masks."""
     encoder = Block()
     features = encoder.input("input_features", FLOAT, ["batch_size", BINS, FRAMES])
     heard = encoder.op("Conv", features, encoder.w("conv", WIDTH, BINS, 3), strides=[2], pads=[1, 1])
@@ -51,7 +51,7 @@ def speech_folder(folder: Path) -> Path:
 
 
 def text_folder(folder: Path) -> Path:
-    """T5's form: a text with its mask, which the decoder reads too."""
+    """A model like T5: a text with its mask, which the decoder reads too."""
     encoder = Block()
     ids = encoder.input("input_ids", INT, ["batch_size", EVERY])
     mask = encoder.input("attention_mask", INT, ["batch_size", EVERY])
@@ -64,7 +64,7 @@ def text_folder(folder: Path) -> Path:
 
 
 def genai_folder(folder: Path) -> Path:
-    """The text folder in the form of onnxruntime-genai: the encoder makes the caches of the cross attention."""
+    """The text folder in onnxruntime-genai's form: the encoder computes the caches of the cross attention."""
     text_folder(folder)
     (folder / "decoder_model.onnx").unlink()
     encoder = Block()
@@ -88,7 +88,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_sound(path: Path, seed: int, seconds: float = 0.15, rate: int = RATE) -> Path:
-    """A tone that rises, and noise."""
+    """A rising tone with noise."""
     time = np.arange(int(seconds * rate)) / rate
     noise = np.random.default_rng(seed).standard_normal(len(time))
     samples = 0.4 * np.sin(2 * np.pi * (300 * seed + 4000 * time) * time) + 0.1 * noise
@@ -117,7 +117,7 @@ def _encode(block: Block, value: ir.Value, mask: ir.Value | None = None) -> ir.V
 
 
 def _decoder(masked: bool, past: bool) -> ir.Model:
-    """A decoder that makes the caches, or (`past`) one that takes them, and one token."""
+    """A decoder that makes the caches, or, with `past`, one that takes them and one new token."""
     block, new = Block(), "decoder_sequence_length"
     bias = _bias(block, block.input("encoder_attention_mask", INT, ["batch_size", EVERY])) if masked else None
     ids = block.input("input_ids", INT, ["batch_size", new])
@@ -181,7 +181,7 @@ def _feed_forward(block: Block, value: ir.Value, name: str) -> ir.Value:
 
 
 def _bias(block: Block, mask: ir.Value) -> ir.Value:
-    """What is added to scores: much below 0 where the mask is 0."""
+    """An attention bias: far below 0 where the mask is 0."""
     off = block.op("Sub", block.constant(1.0, np.float32), block.op("Cast", mask, to=FLOAT))
     return block.op("Unsqueeze", block.op("Mul", off, block.constant(-1e9, np.float32)), block.ints(1, 2))
 
@@ -193,7 +193,7 @@ def _causal(block: Block, ids: ir.Value) -> ir.Value:
 
 
 def plain_tokens(folder: Path, feeds: Arrays, prompt: Sequence[int], most: int, rules: bool = False) -> list[int]:
-    """The likeliest tokens by the unsplit models in ONNX Runtime, up to END; `rules` are those of the speech folder."""
+    """The likeliest tokens by the unsplit models in ONNX Runtime, up to END. `rules` are those of the speech folder."""
     names = ("encoder_model", "decoder_model", "decoder_with_past_model")
     encoder, first, step = (whole_session(folder / f"{name}.onnx") for name in names)
     states = encoder.run(None, feeds)[0]

@@ -1,4 +1,4 @@
-"""Engines of tests' own."""
+"""Engines that are made up by tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeEngine
 
 
 class FunctionEngine:
-    """An engine that calls a function of its inputs, in order."""
+    """An engine that calls a function with its inputs, in order."""
 
     optional: frozenset[str] = frozenset()
     capture_blocker: str | None = None
@@ -25,7 +25,7 @@ class FunctionEngine:
 
 
 def hold_engines(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Have engines on CPUs wait before they run. Returns what tells that one has begun, and what lets all go on."""
+    """Make engines on CPUs wait before they run. Returns events: one engine has begun, and all may continue."""
     begun, go_on = threading.Event(), threading.Event()
     run = OnnxRuntimeEngine.run
 

@@ -1,4 +1,4 @@
-"""Commands as pages of the documentation show them, and their output beside what is really printed."""
+"""Run commands of the documentation's pages, and compare the output on the page with what is printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.helpers.command import ROOT, splitc
 
-# What makes an example short: options of commands, in place of those that a page has, and flags; the size of a model.
+# Options that make examples short, in place of those on a page: command options, flags, and the size of a model.
 SHORTER: Mapping[str, Mapping[str, str]] = {"bench": {"--runs": "4", "--warmup": "1"}}
 FLAGS = {"bench": "--no-memory", "check": "--no-memory", "compile": "--force"}
 SMALLER = {
@@ -25,14 +25,14 @@ SMALLER = {
     "--feed-forward": "96",
     "--vocabulary": "50",
 }
-# A number with its unit, and a bar or a timeline, are not compared.
+# Numbers with their units, bars and timelines are not compared.
 QUANTITY = re.compile(r"\d[\d.,]*(?: ?(?:[KMGT]?i?B|[nµum]?s|%)(?![\w]))?(?:/s)?")
 BAR = re.compile(r"[█▉▊▋▌▍▎▏▓▒░][█▉▊▋▌▍▎▏▓▒░ ]*")
 EDIT = re.compile(r"# in plan\.json.*?:   (.+?),?   ->   (.+?),?$")
 
 
 def run_script(script: str, folder: Path) -> None:
-    """Run lines of a shell script that are splitc's, and check that what others name is there."""
+    """Run the lines of a shell script that call splitc, and check that what the other lines name exists."""
     for line in script.replace("\\\n", " ").splitlines():
         if edit := EDIT.match(line):
             _edit(folder / "plan.json", edit[1], edit[2])
@@ -41,7 +41,7 @@ def run_script(script: str, folder: Path) -> None:
 
 
 def run_console(session: str, folder: Path) -> None:
-    """Run what stands behind a `$`, and compare what it prints with the lines below it. `...` is any lines."""
+    """Run the lines behind a `$`, and compare the output with the lines below. `...` matches any lines."""
     for part in re.split(r"^\$ ", session, flags=re.MULTILINE)[1:]:
         line, _, shown = part.partition("\n")
         words = shlex.split(line, comments=True)
@@ -50,7 +50,7 @@ def run_console(session: str, folder: Path) -> None:
 
 
 def matches(shown: Sequence[Sequence[str]], printed: Sequence[Sequence[str]]) -> bool:
-    """Whether what is shown was printed."""
+    """Whether the lines on the page were printed."""
     if not shown:
         return not printed
     if shown[0] == ["..."]:
@@ -59,7 +59,7 @@ def matches(shown: Sequence[Sequence[str]], printed: Sequence[Sequence[str]]) ->
 
 
 def compared(output: str) -> list[list[str]]:
-    """The lines of an output by words, without numbers and bars."""
+    """An output's lines as words, without numbers and bars."""
     lines = (QUANTITY.sub("0", BAR.sub(" = ", line)).split() for line in output.splitlines())
     return [[word for word in line if word != "="] for line in lines if line]
 
@@ -84,7 +84,7 @@ def _run_splitc(words: Sequence[str]) -> str:
 
 
 def _run_python(words: Sequence[str]) -> str:
-    """A maker of models, which makes a smaller one. Benchmarks are only looked for."""
+    """Run a maker of models, for a smaller model. Of benchmarks only the existence is checked."""
     if words[1] == "-m":
         assert find_spec(words[2]) is not None, f"there is no module {words[2]}"
         return ""
@@ -101,19 +101,19 @@ def _check_make(words: Sequence[str]) -> str:
 
 
 def extras() -> set[str]:
-    """What may stand in brackets behind splitc's name."""
+    """The extras that may be in brackets after splitc's name."""
     return set(metadata("splitc").get_all("Provides-Extra") or ())
 
 
 def _check_pip(words: Sequence[str]) -> str:
-    """Extras of splitc are there."""
+    """Check that splitc has these extras."""
     for named in re.findall(r"splitc\[([\w,]+)\]", " ".join(words)):
         assert set(named.split(",")) <= extras()
     return ""
 
 
 def _check_docker(words: Sequence[str]) -> str:
-    """The stage that is built is there. What a container runs is splitc's, and read by `test_docs`."""
+    """Check that the Dockerfile has the stage that is built. `test_docs` reads the commands that containers run."""
     if words[1] == "build":
         file, stage = (words[words.index(option) + 1] for option in ("-f", "--target"))
         stages = re.findall(r"^FROM .* AS (\w+)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
@@ -122,7 +122,7 @@ def _check_docker(words: Sequence[str]) -> str:
 
 
 def _check_mlserver(words: Sequence[str]) -> str:
-    """What it would start is there."""
+    """Check that the program that it would start exists."""
     assert words[1] == "start" and (Path(words[2]) / "settings.json").is_file()
     return ""
 

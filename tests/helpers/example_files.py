@@ -23,12 +23,12 @@ from tests.helpers.mixtures import mixture
 
 WORDS, WIDTH, LAYERS = 40, 256, 4
 DECODER = Size(layers=2, hidden=256, heads=4, kv_heads=2, feed_forward=256, vocabulary=WORDS)
-# Makes a file or folder at a path, from others of this table if it needs them.
+# Makes a file or folder at a path. It may need others of this table.
 Maker = Callable[["Files", Path], object]
 
 
 def language_model(path: Path) -> None:
-    """A model without caches: token ids and a mask go in, logits come out. Wide enough for row mode."""
+    """A model without caches, from token ids and a mask to logits. It is wide enough for row mode."""
     b = Block()
     ids, mask = (b.input(name, INT, ["batch", "sequence"]) for name in ("input_ids", "attention_mask"))
     value = b.op("Gather", b.w("table", WORDS, WIDTH), ids)
@@ -42,7 +42,7 @@ def language_model(path: Path) -> None:
 
 
 def recurrent(path: Path) -> None:
-    """Two cells written out as nodes, whose states splitc does not find by itself."""
+    """Two recurrent cells written out as nodes, whose states splitc does not detect."""
     b = Block()
     value = b.input("x", FLOAT, ["n", 32])
     for name in ("hidden", "cell"):
@@ -54,7 +54,7 @@ def recurrent(path: Path) -> None:
 
 
 def switched(path: Path, declared: str, condition: str) -> None:
-    """A model that is one If, which an input decides."""
+    """A model that is one If, whose condition is an input."""
     layers = [f"m{n} = MatMul (h{n}, W) r{n} = Relu (m{n}) h{n + 1} = Add (h{n}, r{n})" for n in range(4)]
     branches = ", ".join(
         f"{name} = {name} () => (float[n, 32] out) {{ h0 = {first} (x) {' '.join(layers)} out = Identity (h4) }}"
@@ -66,7 +66,7 @@ def switched(path: Path, declared: str, condition: str) -> None:
 
 
 def optimum_folder(folder: Path) -> None:
-    """An encoder, and a decoder in the three forms that optimum writes."""
+    """An encoder, and a decoder in optimum's three forms."""
     save(text_encoder(2).model(), folder / "encoder_model.onnx")
     write_decoders(folder, "use_cache_branch")
 
@@ -77,7 +77,7 @@ def tokenizer_folder(folder: Path) -> None:
 
 
 def write_tokenizer(path: Path) -> None:
-    """A word for each token; all others are the first one."""
+    """A tokenizer with a word for each token; all other words are the first one."""
     made = Tokenizer(models.WordLevel({f"w{number}": number for number in range(WORDS)}, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(path))
@@ -88,7 +88,7 @@ def arrays(path: Path, **arrays: object) -> None:
 
 
 def packaged(model: str) -> Maker:
-    """A package of a model, or of a folder of them, on two CPU devices."""
+    """A maker of a package of a model, or of a folder of models, on two CPU devices."""
 
     def make(files: Files, path: Path) -> None:
         source = files.make(model)
@@ -150,7 +150,7 @@ MAKERS: Mapping[str, Maker] = {
 
 
 class Files:
-    """A folder in which everything is made that pages name."""
+    """A folder with the files that pages name, made on demand."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -163,7 +163,7 @@ class Files:
         return path
 
     def put(self, name: str, place: Path) -> None:
-        """Put what has a name to another place: by hard links, which takes no time."""
+        """Put the file or folder of a name at another place, by hard links, which are fast."""
         source = self.make(name)
         if source.is_dir():
             shutil.copytree(source, place, copy_function=os.link)

@@ -1,4 +1,4 @@
-"""A rank's process on a GPU that is not there: rank 0 can't replay what it could be given."""
+"""The process of a rank on a simulated GPU, in which rank 0's replays fail."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""GPUs that are not there: what splitc uses of CuPy, with host memory, a thread for each stream, and real asynchrony.
+"""Simulated GPUs: the part of CuPy that splitc uses, with host memory, a thread for each stream, and real asynchrony.
 
-A stream does what it is given in order, in its own time; an event happens when its stream comes to it. Memory that is
-freed is overwritten by the stream that it was allocated on, as a pool that reuses it would: what was freed too early
-shows in the results.
+A stream runs its work in order, asynchronously; an event happens when its stream reaches it. Freed memory is
+overwritten by the stream on which it was allocated, as if a pool reused it: memory that was freed too early shows in
+the results.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import numpy as np
 from splitc.runtime.errors import EngineError
 
 DEVICES = 4
-# What memory holds that nobody wrote to, and what it holds again when it is freed.
+# What uninitialized memory holds, and freed memory again.
 POISON = 0xA5
-# Seconds that a stream takes for each thing that it does: hosts run ahead of GPUs.
+# Seconds that a stream takes for each piece of work: the host runs ahead of the GPU.
 SLOWNESS = 2e-5
 
 current = threading.local()
 
 
 class Stream:
-    """A queue of work and the thread that does it. While the stream is captured, its work goes to a graph instead."""
+    """A queue of work and its thread. While the stream is captured, work is added to a graph instead."""
 
     null: Stream
 
@@ -98,17 +98,17 @@ class Stream:
 
 
 class Graph:
-    """What streams were given while they were captured; each does its part in its own time."""
+    """The captured work of several streams, which each stream runs asynchronously."""
 
     def __init__(self, origin: Stream) -> None:
         self.origin = origin
         self.work: dict[int, list[Callable[[], object]]] = {origin.ptr: []}
         self.events: list[Event] = []
-        # The addresses of the host's memory that it copies from or to.
+        # The host addresses that it copies from or to.
         self.on_host: list[int] = []
 
     def unjoined(self, stream: int) -> bool:
-        """Whether the stream's last event is not one that the origin waits for."""
+        """Whether the origin does not wait for the stream's last event."""
         waited = [getattr(task, "__self__", None) for task in self.work[self.origin.ptr]]
         last = [event for event in self.events if event.stream == stream][-1:]
         return stream != self.origin.ptr and not any(event.happened in waited for event in last)
@@ -136,7 +136,7 @@ class Graph:
 
 
 def own_what_is_copied(graph: Graph, known: Sequence[np.ndarray], pinned: Callable[[int], Any]) -> list[Any]:
-    """In the place of the function of this name, for memory that is not pinned."""
+    """Replaces the function of this name: refuses copies of host memory that is not pinned."""
     places = [range(each.ctypes.data, each.ctypes.data + each.nbytes) for each in known]
     if not all(any(address in place for place in places) for address in graph.on_host):
         raise EngineError("an engine copies between the GPU and memory of the host")
@@ -144,12 +144,12 @@ def own_what_is_copied(graph: Graph, known: Sequence[np.ndarray], pinned: Callab
 
 
 STREAMS: dict[int, Stream] = {}
-# The default stream.
+# CuPy's default stream.
 Stream.null = Stream()
 
 
 def current_stream() -> Stream:
-    """The stream of this thread, or the default one."""
+    """This thread's current stream, or the default one."""
     return getattr(current, "stream", None) or Stream.null
 
 
@@ -187,7 +187,7 @@ EVENTS: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
 
 
 class Memory:
-    """Bytes on a device, freed in the order of the stream that they were allocated on."""
+    """Bytes on a device. When freed, they are overwritten in the order of the stream on which they were allocated."""
 
     def __init__(self, size: int) -> None:
         self.bytes = np.full(size, POISON, np.uint8)
@@ -200,14 +200,14 @@ class Memory:
 
 
 class MemoryPointer:
-    """A place in memory, which it keeps."""
+    """An address in memory, which it keeps alive."""
 
     def __init__(self, memory: Memory, offset: int) -> None:
         self.memory, self.ptr = memory, memory.ptr + offset
 
 
 def ndarray(shape: tuple[int, ...], dtype: str, place: MemoryPointer) -> Any:
-    """An array of CuPy's own, as one of numpy's that keeps its memory."""
+    """A CuPy array as a numpy array that keeps its memory alive."""
     size = np.dtype(dtype).itemsize * math.prod(shape)
     interface = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (place.ptr, False)}
     return np.asarray(types.SimpleNamespace(__array_interface__=interface, memory=place)).view(dtype).reshape(shape)
@@ -221,7 +221,7 @@ class MemoryPool:
 
 
 class PinnedPool:
-    """Counts how often unused memory was given back."""
+    """Counts how often the pool's unused memory was returned."""
 
     def __init__(self) -> None:
         self.freed = 0
@@ -234,7 +234,7 @@ PINNED = PinnedPool()
 
 
 class Pinned(np.ndarray):
-    """Pinned memory, which is freed at once even if copies to or from it are still running."""
+    """Pinned memory, which is freed at once, even while copies to or from it run."""
 
     @property
     def ptr(self) -> int:
@@ -292,7 +292,7 @@ def copy(target: int, source: int, size: int) -> None:
     copy_async(target, source, size, 0, current.stream.ptr)
 
 
-# Memory of the host that is registered: the bytes at each address. What was freed before it was unregistered.
+# Registered host memory, its size by address; and the addresses that were freed before they were unregistered.
 REGISTERED: dict[int, int] = {}
 FREED: list[int] = []
 
@@ -311,7 +311,7 @@ def host_unregister(address: int) -> None:
 
 
 def make(devices: int = DEVICES) -> types.SimpleNamespace:
-    """A fake CuPy with a number of devices."""
+    """The fake module `cupy`, with a number of devices."""
     runtime = types.SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError,
         getDeviceCount=lambda: devices,
@@ -348,7 +348,7 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         alloc_pinned_memory=lambda size: np.full(size, POISON, np.uint8).view(Pinned),
         runtime=runtime,
     )
-    # Arrays of CuPy's own, which are not splitc's: with numpy, at once.
+    # CuPy's own arrays, which are not splitc's, are computed by numpy, synchronously.
     return types.SimpleNamespace(
         cuda=cuda,
         ndarray=ndarray,

@@ -1,4 +1,4 @@
-"""CuPy's own arrays, on GPUs that are not there (`fake_cupy`): they can't be read without a copy to the host."""
+"""CuPy's own arrays on simulated GPUs (`fake_cupy`). They can't be read without a copy to the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.fake_cupy import Event, Memory
 
 
 class GpuNdarray:
-    """An array in the memory of a device, which its stream may still have to write."""
+    """An array in a device's memory, which its stream may not have written yet."""
 
     def __init__(self, shape: Sequence[int], dtype: Any, order: str = "C") -> None:
         self.shape, self.dtype, self.order = tuple(shape), np.dtype(dtype), order
@@ -26,14 +26,14 @@ class GpuNdarray:
 
     @property
     def numbers(self) -> Any:
-        """What is in the memory now, whatever its streams still have to do."""
+        """The memory's present content, without waiting for streams."""
         return self.memory.bytes[: self.nbytes].view(self.dtype).reshape(self.shape, order=self.order)  # type: ignore
 
     def __array__(self, *_: object) -> Any:
         raise TypeError("implicit conversion to an array of numpy is not allowed")
 
     def __array_function__(self, function: Any, _: object, args: Any, options: Any) -> Any:
-        """numpy's functions of arrays are CuPy's."""
+        """numpy's functions stand for CuPy's."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -47,19 +47,19 @@ class GpuNdarray:
         return 2, self.device.id
 
     def __dlpack__(self, stream: int) -> GpuNdarray:
-        """The array, as a capsule: the stream waits for the current one."""
+        """The array as a DLPack capsule. The stream waits for the current one."""
         event = Event()
         event.record(fake_cupy.current_stream())
         fake_cupy.STREAMS[stream].wait_event(event)
         return self
 
     def get(self) -> Any:
-        """A copy on the host, when the current stream has done its work."""
+        """A copy on the host, after the current stream's work."""
         fake_cupy.current_stream().synchronize()
         return self.numbers.copy()
 
     def copy(self) -> GpuNdarray:
-        """A copy, made by the current stream in its own time."""
+        """A copy, made asynchronously by the current stream."""
         made = GpuNdarray(self.shape, self.dtype)
         fake_cupy.current_stream().put(lambda: np.copyto(made.numbers, self.numbers))
         return made
@@ -72,7 +72,7 @@ class GpuNdarray:
 
 
 def asarray(array: Any, order: str | None = None) -> GpuNdarray:
-    """A copy of an array of the host, at once; or one of a GPU, whose elements may have to be put in order."""
+    """A copy of a host array, at once; or a GPU array, copied if its elements are in another order."""
     if isinstance(array, GpuNdarray):
         return array if order is None or array.order == order else array.copy()
     made = GpuNdarray(array.shape, array.dtype)
@@ -82,7 +82,7 @@ def asarray(array: Any, order: str | None = None) -> GpuNdarray:
 
 
 def from_dlpack(array: Any) -> GpuNdarray:
-    """The array that an object passes on to the current stream."""
+    """The array that an object exports to the current stream."""
     passed: GpuNdarray = array.__dlpack__(stream=fake_cupy.current_stream().ptr)
     return passed
 

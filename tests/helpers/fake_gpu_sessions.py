@@ -1,4 +1,4 @@
-"""Sessions on GPUs that are not there: a fixture, and packages for them."""
+"""Sessions on simulated GPUs: a fixture, and packages for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.fake_gpus import install_cupy, make_backend
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fake GPUs: for a rank that is a thread, and for those that are processes."""
+    """Simulate GPUs, for ranks that are threads and for those that are processes."""
     install_cupy(monkeypatch.setattr)
     monkeypatch.setattr("splitc.runtime.session.session.make_backend", make_backend)
     monkeypatch.setattr("splitc.runtime.processes.device_processes.MAIN", "tests.helpers.fake_rank")
@@ -25,7 +25,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @cache
 def package(model: Path, mode: str, ranks: int, **options: Any) -> Path:
-    """A package beside its model; tests of one model share it. Sums are between engines, which fake GPUs can do.
+    """A package beside its model, shared by the tests of this model. Sums are between engines, as fake GPUs need them.
 
     Nothing is fused: on GPUs caches in single precision are not in place.
     """

@@ -1,6 +1,7 @@
-"""Engines on GPUs that are not there (`fake_cupy`).
+"""Engines on simulated GPUs (`fake_cupy`).
 
-Processes of ranks import this: neither the compiler nor pytest, which take three times as long as all else.
+Ranks' processes import this module, so it imports neither the compiler nor pytest, which take three times as long as
+all else.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.manifest import Weight
 from tests.helpers import fake_cupy, fake_gpu_arrays
 
-# The variable that says which engine fails: processes of ranks have it too.
+# The environment variable that names the engine that fails. Ranks' processes inherit it.
 FAILING = "SPLITC_TEST_FAILING"
-# The folder of a rank, whose engines give other numbers in a replay than they do eagerly.
+# The environment variable that names the rank's folder whose engines give other numbers in a replay than eagerly.
 WRONG = "SPLITC_TEST_WRONG"
-# The engine that copies from memory of the host.
+# The environment variable that names the engine that copies from host memory.
 FROM_HOST = "SPLITC_TEST_FROM_HOST"
-# A weight on the GPU, the folder of its file, and the weight.
+# A weight that must be on the GPU: its value, the folder of its file, and its entry.
 Needed = tuple[ort.OrtValue, Path, Weight]
 
 
 def _is_there(needed: Needed) -> bool:
-    """Whether the weight is on the GPU as it is in its file."""
+    """Whether the weight on the GPU is equal to that in its file."""
     held, folder, weight = needed
     content = np.memmap(folder / weight.file, np.uint8, "r", weight.offset, (size_of(weight),))
     return ctypes.string_at(held.data_ptr(), content.size) == content.tobytes()
 
 
 class HostEngine:
-    """An ONNX Runtime engine on the CPU, that is enqueued on a fake stream and works in the stream's time."""
+    """An ONNX Runtime engine on the CPU that is enqueued on a fake stream, and runs when the stream reaches it."""
 
     optional: frozenset[str] = frozenset()
     capture_blocker: str | None = None
@@ -56,7 +57,7 @@ class HostEngine:
         self._backend = OnnxRuntimeBackend(1)
         self._engine = self._backend.load(path)
         self.inputs, self.outputs = self._engine.inputs, self._engine.outputs
-        # Weights that it does not look at. If they are not there while it works, its outputs are wrong.
+        # Weights on the GPU, which it does not read itself. If they are not there while it runs, its outputs are wrong.
         self.needed: list[Needed] = []
         self._errs = path.parent.name == os.environ.get(WRONG)
         self._copies = path.match(os.environ.get(FROM_HOST, "no engine"))
@@ -68,7 +69,7 @@ class HostEngine:
             host, copied = np.ones(3), self._gpu.empty((3,), "float64")
             fake_cupy.copy_async(copied.pointer, host.ctypes.data, host.nbytes, 1, self._gpu.stream.ptr)
             self._gpu.keep(host)
-        # Not the memory itself: the stream comes to it before it can come to what frees it.
+        # Without owners that keep the memory: the stream comes to this work before it comes to what frees the memory.
         places = {name: replace(value, owner=None) for name, value in values.items()}
         targets = {name: (value.pointer, value.nbytes) for name, value in made.items()}
 
@@ -96,16 +97,16 @@ class HostEngine:
         return {name: ~array.view(np.uint8) for name, array in made.items()} if wrong else made
 
     def _shapes(self, values: Mapping[str, GpuArray]) -> dict[str, tuple[tuple[int, ...], str]]:
-        """What TensorRT's shape inference would say; ids are 1, which is in bounds."""
+        """The shapes that TensorRT's inference would give. Ids are 1, which is within the table."""
         feeds = {name: self._backend.upload(np.ones(values[name].shape, values[name].dtype)) for name in self.inputs}
         found = self._backend.download(self._engine.run(feeds))
         return {name: (array.shape, str(array.dtype)) for name, array in found.items()}
 
 
 class FakeBackend(GpuDevice, Backend):
-    """Loads HostEngines on a GPU that is not there.
+    """Loads HostEngines on a simulated GPU.
 
-    The variable FAILING has the name of an engine's file, and the number of the run in which it fails.
+    The environment variable FAILING has the name of an engine's file, and the number of the run in which it fails.
     """
 
     _swap_buffer: SwapBuffer | None = None
@@ -141,12 +142,12 @@ def _fail_in(engine: HostEngine, number: int) -> None:
 
 
 def make_backend(engine: str, device: Device, threads: int, build: object, cuda_graphs: bool) -> object:
-    """In the place of `splitc.runtime.engines.kinds.make_backend`."""
+    """Replaces `splitc.runtime.engines.kinds.make_backend`."""
     return FakeBackend(device) if device.kind == "cuda" else OnnxRuntimeBackend(threads)
 
 
 def install_cupy(replace: Callable[[str, object], None]) -> None:
-    """Put the fake CuPy where the real one is looked for. `replace` replaces what has a name, as `for_good`."""
+    """Install the fake CuPy. `replace` replaces an object by its name, as `for_good` does."""
     cupy = fake_cupy.make()
     vars(cupy).update(fake_gpu_arrays.FUNCTIONS)
     replace("splitc.runtime.hardware.gpus.find_cupy", lambda: cupy)
@@ -157,6 +158,6 @@ def install_cupy(replace: Callable[[str, object], None]) -> None:
 
 
 def for_good(name: str, value: object) -> None:
-    """Replace what is called `package.module.name`, for the life of this process."""
+    """Replace `package.module.name` for the lifetime of this process."""
     module, _, attribute = name.rpartition(".")
     setattr(import_module(module), attribute, value)

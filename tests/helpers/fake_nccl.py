@@ -1,4 +1,4 @@
-"""NCCL for GPUs that are not there, in processes: work on a fake stream that waits for the other ranks, by sockets."""
+"""NCCL for simulated GPUs in processes: work on a fake stream that waits for the other ranks, by sockets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.helpers.fake_cupy import STREAMS, Graph
 TYPES = [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64, np.float16, np.float32, np.float64]
 
 available = True
-# This process's communicators that were not released.
+# This process's communicators that are not released yet.
 connected: set[NcclCommunicator] = set()
 
 
 def get_unique_id() -> str:
-    """What the ranks' sockets' names begin with. They are no files: a killed process leaves nothing."""
+    """The prefix of the ranks' socket names. They are no files, so a killed process leaves none."""
     return f"\0fake-nccl-{uuid4()}"
 
 
@@ -33,11 +33,11 @@ def view(pointer: int, count: int, kind: int) -> Any:
 
 
 class NcclCommunicator:
-    """One rank's end: all ranks make theirs at the same time."""
+    """One rank's communicator. All ranks create theirs at the same time."""
 
     def __init__(self, ranks: int, unique: str, rank: int) -> None:
         self.comm, self._rank, self._ranks = 1, rank, ranks
-        # Those with its work in them.
+        # Graphs that contain its work.
         self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         self._ends: dict[int, Connection] = {}
         listener = Listener(f"{unique}/{rank}", "AF_UNIX")
@@ -71,7 +71,7 @@ class NcclCommunicator:
         self._enqueue(work, stream)
 
     def _exchange(self, other: int, data: bytes) -> bytes:
-        """Send to another rank, and receive from it: what is larger than a socket holds is sent once it is awaited."""
+        """Send to another rank, and receive from it. Only one of both sends first: a socket may not hold all data."""
         end = self._ends[other]
         if self._rank < other:
             end.send_bytes(data)

@@ -1,4 +1,4 @@
-"""A rank's process on a GPU that is not there."""
+"""The process of ranks on simulated GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for `triton_python_backend_utils`, which only Triton's own process has."""
+"""A stand-in for `triton_python_backend_utils`, which exists only inside Triton."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
 class TritonModelException(Exception):
-    """What a model raises that can't be loaded."""
+    """Raised by a model that can't be loaded."""
 
 
 class TritonError(Exception):
-    """The error of a response."""
+    """An error in a response."""
 
     INVALID_ARG, INTERNAL = 3, 1
 
@@ -33,19 +33,19 @@ class TritonError(Exception):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named array, on the host, or on a GPU that is not there."""
+    """A named array, on the host or on a simulated GPU."""
 
     name: str
     array: Any
 
     @classmethod
     def from_dlpack(cls, name: str, array: Any) -> Tensor:
-        """One of an array on a GPU."""
+        """A tensor of an array on a GPU."""
         assert array.__dlpack_device__()[0] == 2
         return cls(name, array)
 
     def is_cpu(self) -> bool:
-        """Whether it is on the host."""
+        """Whether the array is on the host."""
         return isinstance(self.array, np.ndarray)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -53,7 +53,7 @@ class Tensor:
         return device
 
     def __dlpack__(self, stream: int) -> Any:
-        """The array: nobody still works on it."""
+        """The array as a capsule, once no stream writes to it."""
         return self.array
 
     def as_numpy(self) -> Array:
@@ -65,7 +65,7 @@ class Tensor:
 
 @dataclass
 class Metric:
-    """A number on the server's page."""
+    """A metric on the server's page."""
 
     labels: Mapping[str, str]
     value: float = 0.0
@@ -76,13 +76,13 @@ class Metric:
         self.value += more
 
     def set(self, value: float) -> None:
-        """Set it."""
+        """Set its value."""
         self.value = value
 
 
 @dataclass
 class MetricFamily:
-    """The metrics of one name. `families` are those of all models."""
+    """The metrics of one name. `families` are the metrics of all models."""
 
     COUNTER: ClassVar[str] = "counter"
     GAUGE: ClassVar[str] = "gauge"
@@ -97,14 +97,14 @@ class MetricFamily:
         self.families.append(self)
 
     def Metric(self, labels: Mapping[str, str]) -> Metric:
-        """One of them."""
+        """Add a metric of this family."""
         self.metrics.append(Metric(labels))
         return self.metrics[-1]
 
 
 @dataclass(frozen=True)
 class InferenceResponse:
-    """What a client gets: tensors, or an error."""
+    """A client's response: tensors, or an error."""
 
     output_tensors: Sequence[Tensor] = ()
     error: TritonError | None = None
@@ -112,7 +112,7 @@ class InferenceResponse:
 
 @dataclass
 class InferenceRequest:
-    """A client's request, which is its own response sender."""
+    """A client's request, which also is its response sender."""
 
     feeds: Mapping[str, Any]
     wanted: Sequence[str]
@@ -123,7 +123,7 @@ class InferenceRequest:
     answered: threading.Event = field(default_factory=threading.Event)
 
     def correlation_id(self) -> int:
-        """The sequence's id."""
+        """The id of its sequence."""
         return self.id
 
     def flags(self) -> int:
@@ -135,15 +135,15 @@ class InferenceRequest:
         return json.dumps({"adapter": self.adapter, "other": 1} if self.adapter else {})
 
     def requested_output_names(self) -> Sequence[str]:
-        """The outputs that the client wants."""
+        """The names of the requested outputs."""
         return self.wanted
 
     def get_response_sender(self) -> InferenceRequest:
-        """What takes the response."""
+        """The sender of its response."""
         return self
 
     def send(self, response: InferenceResponse, flags: int) -> None:
-        """Take the response, which must be the only one."""
+        """Receive the response, which must be the only one."""
         assert flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
         self.responses.append(response)
         self.answered.set()
@@ -158,5 +158,5 @@ class InferenceRequest:
 
 
 def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Any:
-    """An input of the request, None if it has none of this name."""
+    """An input of the request; None if there is none of this name."""
     return Tensor(name, request.feeds[name]) if name in request.feeds else None

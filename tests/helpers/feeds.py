@@ -1,4 +1,4 @@
-"""Feeds of the decoder that most tests have. Programs that tests start import this without the compiler."""
+"""Feeds of the decoder that most tests use. Programs that tests start import this without the compiler."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def text_encoder(layers: int, words: int = 100) -> Block:
-    """Ids of a prompt, which become states of 32 numbers."""
+    """A text encoder: token ids to states of 32 numbers."""
     block = Block()
     value = block.op("Gather", block.w("table", words, WIDTH), block.input("input_ids", INT, ["batch", "sequence"]))
     for layer in range(layers):
@@ -33,7 +33,7 @@ def text_encoder(layers: int, words: int = 100) -> Block:
 
 
 def denoiser(layers: int) -> Block:
-    """Latents of 4 planes, and the states of a prompt."""
+    """A denoiser: latents of 4 channels, and a prompt's states."""
     block = Block()
     sample = block.input("sample", FLOAT, ["batch", 4, "height", "width"])
     states = block.input("encoder_hidden_states", FLOAT, ["batch", "sequence", WIDTH])
@@ -49,7 +49,7 @@ def denoiser(layers: int) -> Block:
 
 
 def image_decoder() -> Block:
-    """Latents of 4 planes, which become images."""
+    """An image decoder: latents of 4 channels to images."""
     block = Block()
     latent = block.input("latent_sample", FLOAT, ["batch", 4, "latent_height", "latent_width"])
     hidden = block.op("Relu", block.op("Conv", latent, block.w("first", 8, 4, 3, 3), pads=[1, 1, 1, 1]))
@@ -58,7 +58,7 @@ def image_decoder() -> Block:
 
 
 def diffusers_folder(folder: Path, text_layers: int = 1, unet_layers: int = 4) -> Path:
-    """A Stable Diffusion as diffusers and optimum write it, with weights for PyTorch beside one of its models."""
+    """A Stable Diffusion as diffusers and optimum write it, with PyTorch weights beside one of its models."""
     for name, block in (
         ("text_encoder", text_encoder(text_layers)),
         ("unet", denoiser(unet_layers)),
@@ -92,9 +92,9 @@ def diffusers_feeds() -> dict[str, dict[str, Any]]:
 
 
 def write_decoders(folder: Path, switch: str = "use_past") -> None:
-    """A decoder in the forms that optimum writes: without a past, with one, and both in an If of one file.
+    """A decoder in optimum's three forms, with the same weights: without a past, with one, and both in one file's If.
 
-    All have the same weights.
+    The condition of the If is the input `switch`.
     """
     steps = [f"m{n} = MatMul (h{n}, W{n}) r{n} = Relu (m{n}) h{n + 1} = Add (h{n}, r{n})" for n in LAYERS]
     plain, past = (f"h0 = {first} {' '.join(steps)}" for first in ("Identity (x)", "Sub (past, x)"))

@@ -1,8 +1,8 @@
-"""Processes of ranks that are forked from one which has imported what ranks import.
+"""Ranks' processes, forked from a process that has imported what ranks import.
 
-That is most of what a rank costs. A forked process is the caller's child, and has the program, the environment, the
-folder and the descriptors that it would have had. Where it matters how ranks start and end, `plain_ranks` leaves that
-as it is.
+The imports are most of what a rank's process costs. A forked process is the caller's child, and has the program, the
+environment, the folder and the descriptors that a started one would have. Tests of how ranks start and end take the
+fixture `plain_ranks`, with which nothing is forked.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# What a process imports before it is forked: also what ranks on fake GPUs import.
+# What the process imports before it forks, including the imports of ranks on fake GPUs.
 MODULES = ("splitc.runtime.processes.rank", "onnxruntime", "tests.helpers.fake_rank")
 ROOT = Path(__file__).resolve().parents[2]
-# See prctl(2): who is orphaned below this process becomes its child.
+# See prctl(2): orphans below this process become its children.
 PR_SET_CHILD_SUBREAPER = 36
-# More than the longest request takes, and descriptors above all that are asked for.
+# More bytes than the longest message has, and descriptor numbers above all that are requested.
 LONGEST, HIGH = 1 << 20, 512
 
 
 class Forking:
-    """The process that is forked from. It starts with the first rank; `end` ends it."""
+    """The process that is forked from. It starts with the first rank, and `end` ends it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class Forking:
         self._server: subprocess.Popen[bytes] | None = None
 
     def end(self) -> None:
-        """End the process that is forked from, until the next one is asked for."""
+        """End the process that is forked from. The next rank starts another one."""
         with self._lock:
             if self._socket is not None and self._server is not None:
                 self._socket.close()
@@ -51,7 +51,7 @@ class Forking:
             self._socket = self._server = None
 
     def fork(self, asked: Any, descriptors: Sequence[int]) -> int:
-        """The number of a new child of this process."""
+        """Fork, and return the number of the process, which is a child of this one."""
         with self._lock:
             adopt_orphans(True)
             try:
@@ -78,7 +78,7 @@ FORKING = Forking()
 
 
 class ForkedRank(subprocess.Popen[bytes]):
-    """A process that `splitc.runtime.processes.device_processes` starts."""
+    """What `splitc.runtime.processes.device_processes` gets as a process."""
 
     def _execute_child(self, args: list[str], *others: Any) -> None:
         _, _, _, pass_fds, cwd, env, *_ = others
@@ -90,17 +90,17 @@ class ForkedRank(subprocess.Popen[bytes]):
         self._child_created = True
 
 
-# In the place of the module `subprocess` there.
+# Replaces the module `subprocess` there.
 SUBPROCESS = SimpleNamespace(Popen=ForkedRank, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
 
 
 def adopt_orphans(does: bool) -> None:
-    """Whether orphans below this process become its children."""
+    """Make orphans below this process its children. Returns whether that is possible."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(does), 0, 0, 0)
 
 
 def serve(descriptor: int, caller: int) -> None:
-    """Fork what the caller asks for, until it has gone."""
+    """Fork for the caller until it ends."""
     for module in MODULES:
         importlib.import_module(module)
     gc.freeze()
@@ -110,7 +110,7 @@ def serve(descriptor: int, caller: int) -> None:
         content, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 64)
         if not content:
             return
-        # The child of a child is an orphan at once, which the caller adopts.
+        # The child of a child is orphaned at once, and the caller adopts it.
         if (child := os.fork()) == 0:
             if os.fork() == 0:
                 while os.getppid() != caller:

@@ -1,4 +1,4 @@
-"""Random damage, from seeds: a little in each test run, and more by `make fuzz`."""
+"""Random damage by seed: a few cases in each test run, more with `make fuzz`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-# How many times as much as in an ordinary test run.
+# How many times as many cases as in an ordinary run.
 MORE = int(os.environ.get("SPLITC_FUZZ", "1"))
 NAMES = ["x", "", "9**9**9**9", "((((((((a))))))))", "[red]", "a b", "n+1", "input_ids", "é", "\n"]
 NUMBERS = [0, -1, 1, 2, 7, 1 << 31, 1 << 62, -5, 17, 1000]
@@ -19,9 +19,9 @@ FLOATS = [0.0, -1.0, float("nan"), float("inf"), 1e30]
 
 
 def seeds(count: int, fuzzed: int | None = None, first: int = 0) -> range:
-    """The seeds of a test that does a number of rounds for each: in an ordinary run so many, from the `first` on.
+    """The seeds of a test's cases: in an ordinary run `count` of them, beginning with `first`.
 
-    `make fuzz` takes multiples of `fuzzed`, or of as many, from 0 on.
+    With `make fuzz` they are MORE times `fuzzed`, by default MORE times `count`, from 0 on.
     """
     return range(first, first + count) if MORE == 1 else range((fuzzed or count) * MORE)
 
@@ -41,7 +41,7 @@ def damage_bytes(content: bytes, random: np.random.Generator) -> bytes:
 
 
 def damage_json(fields: Any, random: np.random.Generator, spared: Any = None) -> None:
-    """Drop, copy, swap or replace something somewhere in JSON's lists and objects, but in none that is `spared`."""
+    """Remove, copy, swap or replace something in JSON lists and objects, except in those that are `spared`."""
     found = [(container, key) for container, key in _places(fields) if container is not spared]
     container, key = found[random.integers(len(found))]
     how = random.integers(4)
@@ -57,7 +57,7 @@ def damage_json(fields: Any, random: np.random.Generator, spared: Any = None) ->
 
 
 def _places(fields: Any) -> Iterator[tuple[Any, Any]]:
-    """Each container in the fields with each of its keys."""
+    """Each container among the fields, with each of its keys."""
     for key in list(fields) if isinstance(fields, dict) else range(len(fields)):
         yield fields, key
         if isinstance(fields[key], dict | list):
@@ -65,7 +65,7 @@ def _places(fields: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def damage_message(message: Message, random: np.random.Generator) -> None:
-    """Drop, copy, swap or replace something somewhere in a protobuf message."""
+    """Remove, copy, swap or replace something in a protobuf message."""
     found = [message, *_messages(message)]
     place: Any = found[random.integers(len(found))]
     fields = [field for field, _ in place.ListFields()] or list(place.DESCRIPTOR.fields)

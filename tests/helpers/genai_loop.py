@@ -18,7 +18,7 @@ def open_model(folder: Path) -> Any:
 
 
 def generate(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
-    """Tokens that genai generates, and the seconds of each. Those of the first one have the prompt in them."""
+    """Tokens that genai generates, and the seconds of each. The first includes the prompt."""
     import onnxruntime_genai as genai
 
     params = genai.GeneratorParams(model)

@@ -1,4 +1,4 @@
-"""Tokens of an unsplit decoder."""
+"""Greedy generation with an unsplit decoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import DECODER, Arrays, whole_session
 
 
 def plain_loop(model: Path, prompt: Sequence[int], count: int) -> list[int]:
-    """Greedy tokens of the unsplit model, its cache fed by hand."""
+    """Greedy tokens of the unsplit model, whose cache is fed back by hand."""
     return list(_plain_loop(model, tuple(prompt), count))
 
 

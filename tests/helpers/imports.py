@@ -1,4 +1,4 @@
-"""Which modules import which, as their files say it: late imports and those for types alone count too."""
+"""The modules that each module imports, read from its file: late imports and those for types count too."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-# What a table says of where something is: it is imported when it is asked for.
+# How a table writes the place of an object that is imported on demand.
 ENTRY = re.compile(r"(splitc(?:\.\w+)+):\w+")
 
 
 @cache
 def imports_of(package: Path) -> dict[str, set[str]]:
-    """For each module of a package of the checkout the modules of splitc that it imports."""
+    """For each module of a package in the checkout, the splitc modules that it imports."""
     modules = {_name(package, path): path for path in package.rglob("*.py")}
     return {name: _imported(path, set(modules)) - {name} for name, path in modules.items()}
 
@@ -26,7 +26,7 @@ def _name(package: Path, path: Path) -> str:
 
 
 def _imported(path: Path, known: set[str]) -> set[str]:
-    """The modules that a file names; a name that is imported from a package may be a module of it."""
+    """The modules that a file imports. A name that is imported from a package may be a module."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -42,7 +42,7 @@ def _imported(path: Path, known: set[str]) -> set[str]:
 
 
 def find_circles(imports: Mapping[str, set[str]]) -> list[str]:
-    """A circle of imports, if there is one, in the order in which its modules import each other."""
+    """A circle of imports, in the order in which its modules import each other; empty if there is none."""
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:

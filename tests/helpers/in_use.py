@@ -1,4 +1,4 @@
-"""The bytes of a run's values by the plan's rules, against what ONNX Runtime's profile says."""
+"""Compares the bytes of a run's values, as the plan counts them, with ONNX Runtime's profile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from splitc.compiler.execution.run import arena_bytes
 from tests.helpers.graphs import read_graph
 from tests.helpers.profiles import named, profile, reads
 
-# Values of one and a half: a region that is large enough has twice that of the first one, and no room for another.
+# Values of one and a half first regions: a region for one is twice the first, and has no memory for a second.
 BYTES, CHUNK = 3 * FIRST_REGION // 2, 2 * FIRST_REGION
 
 
@@ -28,10 +28,10 @@ def assert_bytes_are_those_in_use(
     shapes: NodeShapes | None = None,
     in_order: bool = False,
 ) -> None:
-    """Run a model whose values are of BYTES, or of nearly none, and compare with the bytes in use.
+    """Run a model whose values have BYTES, or nearly none, and compare the plan's bytes with those in use.
 
-    It runs in these `kernels`, or, where it is None, in those of an operator's function. If they are `in_order`, the
-    plan's nodes are those too.
+    ONNX Runtime must run it in these `kernels`; None for the kernels of an operator's function. With `in_order`, the
+    plan must have the same nodes in the same order.
     """
     save(ShapeInferencePass()(named(w.model())).model, folder / "model.onnx")
     events = profile(folder / "model.onnx", feeds, folder, optimized=True)

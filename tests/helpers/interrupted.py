@@ -2,8 +2,8 @@
 
     python -m tests.helpers.interrupted PACKAGE EXPECTED threads --interrupts 100 --seed 7
 
-EXPECTED is a file of what the package gives for the requests of `sized`, and its tokens. Prints a line for each
-interrupt, and then what was wrong; with --endless it goes on until somebody ends it.
+EXPECTED is a file of the package's outputs for the requests of `sized`, and its tokens. Prints a line for each
+interrupt, and at the end what was wrong. With --endless it runs until it is ended.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from splitc.runtime.errors import SplitcError
 from tests.helpers.sweep import REQUESTS, sized
 
 PROMPT, TOKENS = [5, 17, 33], 6
-# The seconds after which an interrupt comes: mostly within a request or some, and sometimes in a session's beginning.
+# Seconds until an interrupt: mostly during a few requests, and sometimes while a session opens.
 SOON, LATER = (5e-5, 4e-3), (0.0, 0.4)
-# How many of all interrupts come while a session is opened and closed.
+# The share of interrupts that come while a session is opened and closed.
 OPENING = 0.1
-# Seconds after which an interrupt did not come: Python drops what is raised while it frees an object.
+# Seconds after which an interrupt counts as lost: Python drops what is raised while it frees an object.
 LOST = 2.0
 
 
 class Caller:
-    """Opens sessions, uses them, and compares all answers."""
+    """Opens sessions, uses them, and compares all outputs."""
 
     def __init__(self, package: Path, expected: dict[str, Any], ranks: str | None, seed: int) -> None:
         self.package, self.expected, self.ranks = package, expected, ranks
@@ -52,7 +52,7 @@ class Caller:
             self.found["WRONG outputs"] += 1
 
     def use(self, session: Session) -> None:
-        """Some requests, of one kind or another."""
+        """Run some requests of a random kind."""
         kind, numbers = self.random.randrange(5), [self.random.randrange(REQUESTS) for _ in range(3)]
         if kind < 2:
             self.check(session.run(sized(numbers[0])), numbers[0])
@@ -71,7 +71,7 @@ class Caller:
             self.use(session)
 
     def interrupted(self, work: Callable[[], None], seconds: tuple[float, float]) -> None:
-        """Do the work again and again until an interrupt comes."""
+        """Repeat the work until an interrupt comes."""
         try:
             try:
                 signal.setitimer(signal.ITIMER_REAL, self.random.uniform(*seconds))
@@ -85,7 +85,7 @@ class Caller:
             self.found["interrupts"] += 1
 
     def run(self, interrupts: int) -> Session:
-        """Be interrupted so many times. Returns the session that is open then."""
+        """Be interrupted this many times. Returns the session that is open then."""
         session = self.open()
         for number in range(interrupts):
             try:
@@ -105,7 +105,7 @@ class Caller:
         return session
 
     def wait_for_places(self, session: Session) -> None:
-        """All requests that were interrupted end."""
+        """Wait for the end of all interrupted requests."""
         end, places = time.monotonic() + 10, session._admission._places
         while places._value != session.in_flight:
             if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""A command that gets a signal at some moment, and what it leaves: files, and processes."""
+"""Commands that get a signal at some moment, and the files and processes that they leave."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import psutil
 from tests.conftest import listen_to_interrupts, until
 from tests.helpers.mpi import ROOT, Mpi
 
-# The environment's mark of all processes of one command, since those of a dead parent have no other.
+# An environment variable that marks all processes of one command: orphans have no other relation to it.
 MARK = "SPLITC_TEST_MARK"
-# The command `splitc`, which says when Python has begun: what Python does to a signal before is not ours.
+# The command `splitc`, which prints a line once Python has started: signals before that are not handled by splitc.
 PROGRAM = """
 import sys, splitc.runtime.__main__ as it
 it.handle_signals()
@@ -31,7 +31,7 @@ it.main()
 
 @dataclass(frozen=True)
 class Killed:
-    """How a command ended, how long it ran, what it said, and the names in the temporary folder that it left."""
+    """A command's exit code, its seconds, its messages, and the names that it left in the temporary folder."""
 
     code: int
     seconds: float
@@ -49,11 +49,11 @@ def kill_after(
     program: Sequence[object] = ("-c", PROGRAM),
     patience: float = 120,
 ) -> Killed:
-    """Run splitc with a temporary folder of its own in `place`, and send its first process a signal after a while.
+    """Run splitc with a temporary folder in `place`, and send its first process a signal after so many seconds.
 
-    With `mpi` that is mpirun, which starts three. None is no signal. All its processes must end within 15 seconds.
-    `program` is what Python runs, with the command as its arguments. Raises TimeoutExpired if it has not ended
-    `patience` seconds after the signal.
+    If `seconds` is None, no signal is sent. With `mpi` the first process is mpirun, which starts three. All processes
+    must end within 15 seconds. `program` is what Python runs, with the command as its arguments. Raises TimeoutExpired
+    if it has not ended `patience` seconds after the signal.
     """
     mark, process = start_marked(place, [*map(str, program), *map(str, command)], mpi)
     assert process.stdout is not None
@@ -74,7 +74,7 @@ def kill_after(
 
 
 def start_marked(place: Path, arguments: Sequence[str], mpi: Mpi | None = None) -> tuple[str, subprocess.Popen[str]]:
-    """Start Python, or mpirun with three of it, with a temporary folder of its own in `place`. Returns its mark too."""
+    """Start Python, or mpirun with three of it, with a temporary folder in `place`. Also returns the mark."""
     temporary = place / "temporary"
     temporary.mkdir(exist_ok=True)
     mark = f"{place}-{time.monotonic_ns()}"
@@ -91,15 +91,15 @@ def start_marked(place: Path, arguments: Sequence[str], mpi: Mpi | None = None) 
 
 
 def left_in(place: Path) -> list[str]:
-    """What is left in the temporary folder."""
+    """The names that are left in the temporary folder."""
     found = (place / "temporary").iterdir()
     return [path.name for path in found if path.name != ".ses"]  # that one is ONNX Runtime's
 
 
 def codes(number: int) -> tuple[int, ...]:
-    """The exit codes of a command that got this signal, which may have come too late.
+    """The exit codes of a command after this signal, which may have come too late.
 
-    As Python ends it handles signals no more, and the system ends the process.
+    While Python shuts down it no longer handles signals: then the system ends the process.
     """
     own = {int(signal.SIGINT): 130, int(signal.SIGTERM): 143}
     return (0, -number, own.get(number, -number))

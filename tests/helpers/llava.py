@@ -20,7 +20,7 @@ TEMPLATE = (
 
 
 def make_model() -> Any:
-    """The model. Its weights are large enough for images to matter."""
+    """The model. Its weights are large, so that images change the answers."""
     import torch
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
@@ -45,7 +45,7 @@ def make_model() -> Any:
 
 
 def make_processor() -> Any:
-    """Its processor: a word for each token."""
+    """Its processor, with a word for each token."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
@@ -86,7 +86,7 @@ def export(model: Any, processor: Any, folder: Path) -> Path:
 
 
 def write_image(path: Path, seed: int) -> Path:
-    """Random pixels."""
+    """An image of random pixels."""
     from PIL import Image
 
     Image.fromarray(np.random.default_rng(seed).integers(0, 255, (20, 24, 3), dtype=np.uint8)).save(path)

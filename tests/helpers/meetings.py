@@ -1,4 +1,4 @@
-"""Meetings of ranks that are threads of a test, however ranks meet."""
+"""Meetings of ranks that are threads of a test, for each way in which ranks meet."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from splitc.runtime.collectives.meeting import Meeting, MeetingEnd, shared_bytes
 from splitc.runtime.collectives.post import Post
 from splitc.runtime.ipc.shared_memory import create_memory, map_memory
 
-# Ranks read each other's arrays, copy them to memory that processes share, or send each other messages.
+# Ranks read each other's arrays, copy them to shared memory, or send each other messages.
 KINDS = ("arrays", "memory", "messages")
-# What the C library combines by.
+# The C library's operations.
 SUM, MAX = range(2)
-# ONNX's codes (TensorProto.DataType): onnx_ir, which has them too, takes half a second to import.
+# ONNX's codes of types (TensorProto.DataType). onnx_ir, which has them too, takes half a second to import.
 CODES = {"float32": 1, "uint8": 2, "int8": 3, "int32": 6, "int64": 7, "float16": 10, "float64": 11, "uint32": 12}
 CODES["bfloat16"] = 16
 Arrived = list["SimpleQueue[tuple[int, Any]]"]
 
 
 class QueuedPost(Post):
-    """Messages by queues, one for what arrives at each rank."""
+    """Messages through queues, one for each receiving rank."""
 
     def __init__(self, place: int, arrived: Arrived) -> None:
         super().__init__(len(arrived), place)
@@ -45,7 +45,7 @@ class QueuedPost(Post):
 
 
 class Echo(QueuedPost):
-    """The messages of one rank, at place 0, whose others each send it what it sends them."""
+    """One rank's messages, at place 0. Messages to the other ranks go to queues."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(0, [SimpleQueue() for _ in range(ranks)])
@@ -55,7 +55,7 @@ class Echo(QueuedPost):
 
 
 def meet(ranks: int, patience: float = 20.0, kind: str = "arrays") -> list[MeetingEnd]:
-    """The ends of so many ranks that wait for each other for `patience` seconds."""
+    """The ends of a meeting of this many ranks, which wait for each other for `patience` seconds."""
     if kind == "messages":
         arrived: Arrived = [SimpleQueue() for _ in range(ranks)]
         posts = [QueuedPost(place, arrived) for place in range(ranks)]

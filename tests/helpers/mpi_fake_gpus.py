@@ -1,4 +1,4 @@
-"""Sessions one after the other on GPUs that are not there, in processes that MPI has started.
+"""Sessions one after the other on simulated GPUs, in processes that MPI has started.
 
 mpirun -n 2 python -m tests.helpers.mpi_fake_gpus FOLDER PACKAGE...: the outputs are FOLDER/NAME.npz, by its name.
 """
@@ -23,13 +23,13 @@ from tests.helpers.fake_gpus import for_good, install_cupy, make_backend
 from tests.helpers.feeds import decoder_feeds
 
 SESSIONS, RUNS = 2, 6
-# As NCCL names its files in shared memory, for this job.
+# A prefix as in NCCL's names of shared memory files, for this job.
 NAME = f"nccl-test-{os.getppid()}"
 
 
 @contextmanager
 def shared() -> Iterator[Path]:
-    """A file as NCCL's, in this process's memory."""
+    """A file like NCCL's, mapped by this process."""
     path = Path(f"/dev/shm/{NAME}-{os.getpid()}")
     path.write_bytes(bytes(mmap.PAGESIZE))
     try:

@@ -14,7 +14,7 @@ from splitc.runtime import Session
 from splitc.runtime.errors import SplitcError
 
 PROMPT = [5, 17, 33]
-# In flight at once.
+# Requests in flight.
 REQUESTS = 3
 
 

@@ -1,4 +1,4 @@
-"""What tests need of the ONNX Runtime that is installed: Python 3.10 has none after 1.23."""
+"""Tests that an older ONNX Runtime can't run: Python 3.10 has none after 1.23."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ needs_caches = pytest.mark.skipif(
 IS_OLD = ort.__version__.startswith("1.23.")
 needs_empty_weights = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 divides by the size of an empty weight")
 needs_float8_outputs = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 gives no float8 as an output")
-# 1.23 holds more of a stack's parts at a time while it loads: 15 % more at the peak than the prediction.
+# 1.23 holds more parts of a stack at a time while it loads: its peak is 15 % above the prediction.
 needs_parts_freed = pytest.mark.skipif(IS_OLD, reason="ONNX Runtime 1.23 needs more memory to load stacked weights")
 
 
 def need_experts(form: str) -> None:
-    """Skip the test if ONNX Runtime lacks the kernel of this form of mixture."""
+    """Skip the test if ONNX Runtime has no kernel for this form of mixture."""
     if form == "quantized" and IS_OLD:
         pytest.skip("QMoE of ONNX Runtime 1.23 wants the weights of SwiGLU, whatever its activation")

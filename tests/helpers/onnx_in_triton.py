@@ -13,7 +13,7 @@ TYPES = {"tensor(int64)": "TYPE_INT64", "tensor(float)": "TYPE_FP32", "tensor(bo
 
 
 def replace_backend(folder: Path) -> None:
-    """Turn a model of the ONNX Runtime backend into one of the Python backend, with the tensors of its file."""
+    """Turn a model of the ONNX Runtime backend into one of the Python backend, with the tensors of its ONNX file."""
     config = folder / "config.pbtxt"
     lines = config.read_text().splitlines()
     (named,) = (line for line in lines if line.startswith("default_model_filename: "))
@@ -31,7 +31,7 @@ def replace_backend(folder: Path) -> None:
 
 
 class TritonPythonModel:
-    """One ONNX file."""
+    """A model that runs one ONNX file."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the file that the config names."""

@@ -1,4 +1,4 @@
-"""A tiny graph for an operator, which says what must become of its weights when it is split by tensor.
+"""A tiny graph for an operator, with what tensor mode must do with its weights.
 
 Most are an operator in the middle of x A -> operator -> B, where the inner axis is to be split.
 """
@@ -18,7 +18,7 @@ from tests.helpers.blocks import FLOAT, Block, check_split
 
 Middle = Callable[[Block, ir.Value], ir.Value]
 INT32 = ir.DataType.INT32
-# The inner axis, and the other axes of what is in the middle.
+# The inner axis, and the other axes in the middle.
 INNER, BATCH, PLACES, HIDDEN = 24, 2, 5, 12
 # Two ranks with uneven shares.
 TWO = ((3, 1),)
@@ -26,7 +26,7 @@ TWO = ((3, 1),)
 
 @dataclass(frozen=True)
 class Tiny:
-    """A graph, the weights that must be split and those that must be whole, and how many sums there are a run."""
+    """A graph, the weights that must be split, those that must be whole, and the number of sums in a run."""
 
     build: Callable[[], Block]
     split: Collection[str] = frozenset("AB")
@@ -35,18 +35,18 @@ class Tiny:
     shares: Sequence[Sequence[float]] = TWO
 
     def check(self, folder: Path) -> None:
-        """The parts make the whole with each of the shares."""
+        """Split it with each of the shares, and compare the outputs with the whole model's."""
         check_split(self.build(), folder, self.split, self.shares, self.whole, self.sums)
 
 
 def check_operator(graphs: Mapping[str, Tiny], name: str, folder: Path) -> None:
-    """Check the graph of the operator of this name, which must be in it."""
+    """Check the graph for the operator of this name, which the graph must contain."""
     assert name in {operator_name(node) for node in graphs[name].build().model().graph}
     graphs[name].check(folder)
 
 
 def having(field: str) -> list[str]:
-    """The operators whose entry has a field set."""
+    """The operators for which a field of the entry is set."""
     return [name for name, operator in REGISTRY.items() if getattr(operator, field)]
 
 
@@ -62,10 +62,10 @@ def sandwich(
     sums: int | None = 1,
     shares: Sequence[Sequence[float]] = TWO,
 ) -> Tiny:
-    """x [n, 5, 12] A [12, wide] -> middle -> B [narrow, 12], with norms at both ends that need those axes whole.
+    """x [n, 5, 12] A [12, wide] -> middle -> B [narrow, 12], with a Softmax before and after, which need 12 whole.
 
-    `split` are weights in the middle that must be split as A and B are. What `needs` the axis whole stands between two
-    more products, whose weights, the `whole` ones of C and D, must be whole.
+    `split`: further weights in the middle that must be split, beside A and B. `needs`: a use that needs the inner axis
+    whole, between two more products with C and D, of which the `whole` ones must stay whole.
     """
 
     def build() -> Block:
@@ -82,7 +82,7 @@ def sandwich(
 
 
 def of_integers(b: Block, middle: Callable[[ir.Value], ir.Value]) -> Block:
-    """x A B in integers, and of that what `middle` makes, in one axis of size 1 and one of HIDDEN at the end."""
+    """x A B in integers, then `middle`, whose result has an axis of size 1 and one of HIDDEN at the end."""
     numbers = np.random.default_rng(0)
     x = b.op(
         "Cast", b.indices("x", numbers.integers(0, 50, (BATCH, PLACES, HIDDEN)), [BATCH, PLACES, HIDDEN]), to=INT32
@@ -103,7 +103,7 @@ def number(b: Block, value: float) -> ir.Value:
 
 
 def through(kind: str, **attributes: object) -> Middle:
-    """The operator of that value alone."""
+    """The operator of one value."""
     return lambda b, v: b.op(kind, v, **attributes)
 
 
@@ -119,17 +119,17 @@ def chain(*kinds: str) -> Middle:
 
 
 def spread(b: Block, v: ir.Value) -> ir.Value:
-    """As many as ten times as large, so that rounding leaves something."""
+    """The value times ten, so that rounding leaves something."""
     return b.op("Mul", v, number(b, 10))
 
 
 def by_heads(b: Block, v: ir.Value, middle: Middle) -> ir.Value:
-    """The operator of [n, t, 8, 3], the inner axis by heads, and back."""
+    """Apply `middle` to [n, t, 8, 3], where the inner axis is divided into heads, and merge these again."""
     return b.op("Reshape", middle(b, b.op("Reshape", v, b.ints(0, 0, 8, 3))), b.ints(0, 0, INNER))
 
 
 def as_image(b: Block, v: ir.Value, middle: Middle) -> ir.Value:
-    """The operator of [n, channels, places], and back."""
+    """Apply `middle` to [n, channels, places], and transpose back."""
     return b.op("Transpose", middle(b, b.op("Transpose", v, perm=[0, 2, 1])), perm=[0, 2, 1])
 
 
@@ -138,7 +138,7 @@ def as_float(b: Block, v: ir.Value) -> ir.Value:
 
 
 def stored(b: Block, name: str, *shape: int, kind: type[np.integer] = np.int8) -> ir.Value:
-    """A weight of random whole numbers of 8 bits."""
+    """A weight of random 8-bit integers."""
     generator = np.random.default_rng(len(name))
     low, high = (0, 255) if kind is np.uint8 else (-100, 100)
     return b.weight(name, ir.tensor(generator.integers(low, high, shape, dtype=kind)))

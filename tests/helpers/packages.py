@@ -1,4 +1,4 @@
-"""Packages of a model in each split mode, which tests share."""
+"""Packages of a model in each split mode, shared by tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODES = {
     "tensor in groups": ("4xcpu", Request(split_mode="tensor", batch_groups=2)),
     "one device": ("cpu0", Request()),
 }
-# Those that are of all kinds: tensor mode and groups are in the last two as well.
+# Modes with all kinds of ranks and steps: the last two combine tensor mode with stages and with groups.
 KINDS = ("layer", "row", "more ranks than heads", "tensor in layers", "tensor in groups")
 
 
@@ -35,7 +35,7 @@ def compile_mode(model: Path, mode: str) -> Path:
 
 
 def write_modules(folder: Path, packages: Mapping[str, Path]) -> Path:
-    """A package with these packages as its modules."""
+    """A package with these packages as modules."""
     for name, package in packages.items():
         shutil.copytree(package, folder / name)
     modules = [Module(name, read_seal(folder / name), f"{name}/model.onnx") for name in packages]

@@ -1,4 +1,4 @@
-"""What holds of packages with placed weights, whatever the mode."""
+"""Checks of packages with placed weights, for any mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.mixtures import ROWS, mixture_feeds
 def assert_same(
     model: Path, plan: Plan, package: Path, sizes: Iterable[tuple[int, int]], ranks: str = "threads"
 ) -> None:
-    """The package gives a mixture's outputs in a stream of requests of these lengths and rows."""
+    """A stream of requests of these lengths and rows must give the mixture's outputs."""
     compile_model(plan, package, verify=False)
     with Session(package, threads=1, in_flight=3, ranks=ranks) as session:
         given = [mixture_feeds(length, rows) for length, rows in sizes]
@@ -28,7 +28,7 @@ def assert_same(
 
 
 def assert_failures_are_alone(session: Session, model: Path, requests: int) -> None:
-    """Of so many requests each third fails, and the others give the mixture's outputs."""
+    """Of this many requests each third must fail, and the others give the mixture's outputs."""
     given = [mixture_feeds(200 + length, last=ROWS if length % 3 == 2 else 1) for length in range(1, requests + 1)]
     futures = [session.submit(feeds) for feeds in given]
     for length, (feeds, future) in enumerate(zip(given, futures, strict=True), 1):
@@ -40,7 +40,7 @@ def assert_failures_are_alone(session: Session, model: Path, requests: int) -> N
 
 
 def assert_layer_has_its_cache(decoder: Path, plan: Plan, rank: int, package: Path) -> None:
-    """The rank with layer 2 of the decoder has that layer's cache, and no other one. Tokens are the decoder's."""
+    """Only the rank with the decoder's layer 2 may hold that layer's cache, and no other. Tokens are the decoder's."""
     past = {value.name for value in plan.ranks[rank].stage.feeds if "past" in (value.name or "")}
     assert past >= {"past_key_values.2.key", "past_key_values.2.value"}
     assert not past & {f"past_key_values.{layer}.key" for layer in (0, 1, 3)}

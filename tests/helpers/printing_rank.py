@@ -8,6 +8,6 @@ from splitc.runtime.processes import begin as real
 
 
 def begin(control: int, pulse: int, parent: int, starts_cuda: bool) -> None:
-    """Begin as the real one does, then print."""
+    """Begin like the real process, then print."""
     real.begin(control, pulse, parent, starts_cuda)
     os.write(1, b"printed by a library\n")

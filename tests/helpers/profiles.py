@@ -1,4 +1,4 @@
-"""What ONNX Runtime's profile says of a run: its nodes, and their bytes."""
+"""ONNX Runtime's profile of a run: its nodes, and their bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 
 def profile(path: Path, feeds: dict[str, Any], folder: Path, optimized: bool = False) -> list[dict[str, Any]]:
-    """The nodes of a run in the order in which they ran; if they are not `optimized`, those of the file."""
+    """The nodes of a run in the order of execution. Without `optimized` they are the file's."""
     options = ort.SessionOptions()
     if not optimized:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL

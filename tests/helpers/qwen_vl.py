@@ -1,4 +1,4 @@
-"""A small Qwen2-VL of transformers with random weights, whose decoder has three positions a token, and its parts."""
+"""A small Qwen2-VL of transformers with random weights, and its parts. The decoder has three positions for a token."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tests.helpers.vision_parts import write_parts
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, WORDS = 2, 64, 4, 2, 70
 END_OF_IMAGE, START_OF_IMAGE, IMAGE, END = WORDS - 5, WORDS - 4, WORDS - 3, WORDS - 1
-# The patches of an image: one frame, rows and columns. Two by two of them are a token.
+# An image's patches: frames, rows and columns. Two by two patches become a token.
 GRID = (1, 4, 6)
 PROMPT = [1, START_OF_IMAGE, *[IMAGE] * 6, END_OF_IMAGE, 5, 6, 7]
 
 
 def make_model() -> Any:
-    """The model. Its weights are large enough for images to matter."""
+    """The model. Its weights are large, so that images change the answers."""
     import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
@@ -36,7 +36,7 @@ def make_model() -> Any:
 
 
 def make_pixels() -> Any:
-    """An image as the processor cuts it, [patches, numbers]."""
+    """An image as the processor cuts it: [patches, numbers]."""
     import torch
 
     return torch.randn(24, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,7 @@ from tests.helpers.blocks import Block
 
 
 def write_lstm(model: Path) -> None:
-    """An LSTM that is fed step by step: x goes in, y comes out, h and c become hn and cn."""
+    """An LSTM of one step: from x, h and c to y, hn and cn."""
     b = Block()
     x = b.data("x", (3, 2, 6), ["t", "n", 6])
     states = [b.data(name, (1, 2, 5), [1, "n", 5]) for name in ("h", "c")]

@@ -1,8 +1,7 @@
-"""Random graphs of any operators that there are: made from the operators' schemas, and from what ONNX Runtime runs.
+"""Random graphs of any operators, made from the operators' schemas and from what ONNX Runtime accepts.
 
-Nothing here knows what splitc knows of an operator. A node is guessed: inputs of a type that its schema allows,
-attributes of the type that it says, numbers by the names that schemas use. What ONNX Runtime runs is kept, the rest is
-dropped.
+This module uses none of splitc's knowledge about operators. It guesses nodes: inputs and attributes of types that the
+schema allows, numbers by the names that schemas use. Nodes that ONNX Runtime runs are kept, others are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from onnx import defs, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 Array = npt.NDArray[Any]
-# Control flow, sequences and strings, what needs whole subgraphs or files, and what makes numbers of its own.
+# Left out: control flow, sequences, strings, operators that need subgraphs or files, and generators of numbers.
 LEFT_OUT = frozenset(
     {"Constant", "ConstantOfShape", "EyeLike", "If", "Loop", "Scan", "StringNormalizer", "TfIdfVectorizer"}
 )
@@ -40,7 +39,7 @@ HIDDEN, WIDE = 8, 24
 
 @dataclass
 class RandomGraph:
-    """A graph that grows by one node at a time. `values` are all arrays by name, as ONNX Runtime computes them."""
+    """A graph that grows by one node at a time. `values` has all arrays by name, as ONNX Runtime computes them."""
 
     seed: int
     opset: int
@@ -64,7 +63,7 @@ class RandomGraph:
         return name
 
     def made(self, shape: Sequence[int], dtype: Any) -> Array:
-        """Random numbers of a shape and type."""
+        """Random numbers of this shape and type."""
         if np.issubdtype(dtype, np.floating):
             fan = shape[-2] if len(shape) > 1 else 1
             return (self.numbers.standard_normal(shape) / math.sqrt(max(1, fan))).astype(dtype)
@@ -82,7 +81,7 @@ class RandomGraph:
         return True
 
     def linear(self, name: str, width: int) -> str | None:
-        """A product with a new matrix, and at times a bias."""
+        """Add a product with a new matrix, and sometimes a bias."""
         depth = self.values[name].shape[-1]
         if len(self.values[name].shape) < 2 or self.values[name].dtype != np.float32:
             return None
@@ -98,7 +97,7 @@ class RandomGraph:
         return out
 
     def pick(self, dtype: Any, like: Array | None) -> str:
-        """A value or a new weight of this type, at times of a shape that goes with another array's."""
+        """A value or a new weight of this type, sometimes with a shape that fits another array's."""
         known = [name for name, array in self.values.items() if array.dtype == dtype]
         recent = known[-4:]
         same = [name for name in known if like is not None and self.values[name].shape == like.shape]
@@ -165,7 +164,7 @@ class RandomGraph:
         return bound[type_str]
 
     def _list(self, name: str, like: Array | None, number: int) -> Array | None:
-        """Numbers for an input that schemas call so; None for data."""
+        """Numbers for an input with a known name in the schemas; None for data."""
         shape = like.shape if like is not None else (HIDDEN,)
         rank, pick = len(shape), self.random
         axis = pick.randrange(rank) if rank else 0
@@ -193,7 +192,7 @@ class RandomGraph:
         return [first, size - first] if size > first else [size]
 
     def _reshaped(self, shape: Sequence[int]) -> list[int]:
-        """The shape with two axes merged, or one divided, or an axis that is left to be found."""
+        """The shape with two axes merged, or one divided, or one as -1."""
         sizes = list(shape)
         if len(sizes) > 1 and self.random.random() < 0.4:
             place = self.random.randrange(len(sizes) - 1)
@@ -208,7 +207,7 @@ class RandomGraph:
         return sizes
 
     def _attribute(self, name: str, attribute: defs.OpSchema.Attribute, like: Array | None) -> Any:
-        """A value for an attribute: its default, or one by its type and the name that schemas use."""
+        """A value for an attribute: its default, or one that suits its type and its name in the schemas."""
         pick, rank = self.random, like.ndim if like is not None else 1
         kinds = defs.OpSchema.AttrType
         if not attribute.required and pick.random() < 0.6:
@@ -258,7 +257,7 @@ def _is_fine(array: Any) -> bool:
 
 
 def run_node(node: onnx.NodeProto, taken: Mapping[str, Array], opset: int) -> list[Any] | None:
-    """What ONNX Runtime makes of a node; None if it refuses it."""
+    """ONNX Runtime's results of a node; None if it refuses it."""
     inputs = [
         helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
         for name, array in taken.items()
@@ -283,7 +282,7 @@ def run_node(node: onnx.NodeProto, taken: Mapping[str, Array], opset: int) -> li
 
 
 def _agrees(inferred: onnx.ValueInfoProto, result: Any) -> bool:
-    """Whether a result has the shape that ONNX gives it: ONNX Runtime runs more than ONNX allows."""
+    """Whether a result has the shape that ONNX infers: ONNX Runtime runs more than ONNX allows."""
     if not inferred.type.tensor_type.HasField("shape") or not isinstance(result, np.ndarray):
         return True
     sizes = inferred.type.tensor_type.shape.dim
@@ -292,7 +291,7 @@ def _agrees(inferred: onnx.ValueInfoProto, result: Any) -> bool:
 
 
 def schemas_of(opset: int) -> list[defs.OpSchema]:
-    """The schemas of ONNX's own operators at an opset, without those that are left out."""
+    """The schemas of ONNX's own operators at an opset, except those left out."""
     found: dict[str, defs.OpSchema] = {}
     for schema in defs.get_all_schemas_with_history():
         known = found.get(schema.name)
@@ -303,7 +302,7 @@ def schemas_of(opset: int) -> list[defs.OpSchema]:
 
 
 def random_graph(seed: int, steps: int = 10) -> tuple[onnx.ModelProto, dict[str, Array]]:
-    """A model with a few products and any operators between and beside them, and feeds for it."""
+    """A model with a few products and random operators between and beside them, and its feeds."""
     pick = random.Random(seed)
     graph = RandomGraph(seed, pick.choice([13, 17, 18, 21]))
     schemas = schemas_of(graph.opset)
@@ -327,7 +326,7 @@ def random_graph(seed: int, steps: int = 10) -> tuple[onnx.ModelProto, dict[str,
 
 
 def _model(graph: RandomGraph, outputs: Sequence[str], symbols: bool) -> onnx.ModelProto:
-    """The graph as a model, without what its outputs do not need."""
+    """The graph as a model, without nodes that its outputs do not need."""
     needed, nodes = set(outputs), []
     for node in reversed(graph.nodes):
         if needed.intersection(node.output):

@@ -1,4 +1,4 @@
-"""Servers of other projects, as pip installs them, each in a process of its own."""
+"""Servers of other projects, from pip, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs: its process, where its protocols are, and the file of what it says."""
+    """A running server: its process, its addresses, and the file of its messages."""
 
     process: subprocess.Popen[bytes]
     http: str
@@ -27,7 +27,7 @@ class Server:
     log: Path
 
     def is_ready(self) -> bool:
-        """Whether all models can be used."""
+        """Whether all models are ready."""
         try:
             with urllib.request.urlopen(f"http://{self.http}/v2/health/ready", timeout=5) as answer:
                 return bool(answer.status == 200)
@@ -35,7 +35,7 @@ class Server:
             return False
 
     def get(self, address: str) -> str:
-        """What the server answers at an address."""
+        """The answer at an address."""
         with urllib.request.urlopen(f"http://{address}", timeout=20) as answer:
             return str(answer.read().decode())
 
@@ -55,13 +55,13 @@ class Server:
 
 
 def counted(server: Server) -> dict[str, float]:
-    """splitc's numbers on a server's page of metrics, by name and labels."""
+    """splitc's metrics on a server's page, by name and labels."""
     lines = [line for line in server.get(f"{server.metrics}/metrics").splitlines() if line.startswith("splitc_")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at."""
+    """Free ports."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
@@ -71,7 +71,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def running(command: Sequence[str], env: Mapping[str, str], ports: Sequence[int], log: Path) -> Iterator[Server]:
-    """A server, from when it is ready until the block ends."""
+    """Run a server, from when it is ready until the block ends."""
     with log.open("wb") as file:
         process = subprocess.Popen(command, env=dict(env), stdout=file, stderr=subprocess.STDOUT)
     http, grpc, metrics = (f"127.0.0.1:{port}" for port in ports)
@@ -93,7 +93,7 @@ def has_triton() -> bool:
 
 @contextmanager
 def triton_server(repository: Path, folder: Path) -> Iterator[Server]:
-    """Triton with a model repository. Its backends and what it says go into `folder`."""
+    """Run Triton with a model repository. Its backends and messages go into `folder`."""
     found = find_spec("pytriton")
     assert found is not None and found.submodule_search_locations
     pytriton = Path(found.submodule_search_locations[0])
@@ -127,7 +127,7 @@ def has_mlserver() -> bool:
 
 @contextmanager
 def ml_server(models: Path, folder: Path) -> Iterator[Server]:
-    """MLServer with a folder of models. What it says goes into `folder`."""
+    """Run MLServer with a folder of models. Its messages go into `folder`."""
     ports = free_ports(3)
     names = ("MLSERVER_HTTP_PORT", "MLSERVER_GRPC_PORT", "MLSERVER_METRICS_PORT")
     env = {**os.environ, **{name: str(port) for name, port in zip(names, ports)}}

@@ -1,9 +1,9 @@
-"""A signal at one call or return of the main thread, by its number among those of splitc's code and of what it uses.
+"""A signal at one call or return of the main thread, by its number, in splitc's code and in some modules that it uses.
 
-    python tests/helpers/signal_at.py 0 SIGINT sites.json run PACKAGE ...       # which there are
-    python tests/helpers/signal_at.py 1234 SIGINT sites.json run PACKAGE ...    # it comes at this one
+    python tests/helpers/signal_at.py 0 SIGINT sites.json run PACKAGE ...       # lists the calls and returns
+    python tests/helpers/signal_at.py 1234 SIGINT sites.json run PACKAGE ...    # sends the signal at this one
 
-The command is one of splitc's, from where it has begun.
+`run PACKAGE ...` is a command of splitc. Calls are counted from its start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 ROOT, TESTS = (str(Path(__file__).resolve().parents[up]) for up in (2, 1))
-# Modules in whose code signals come, besides splitc's: those that have locks, threads and processes.
+# Modules in whose code signals come, beside splitc's: those with locks, threads and processes.
 OTHERS = ("threading", "concurrent", "contextlib", "queue", "signal", "socket", "subprocess", "tempfile", "weakref")
 
 
@@ -30,7 +30,7 @@ def _is_counted(file: str) -> bool:
 
 @dataclass
 class SignalAt:
-    """The signal comes at this call or return in the work that is done; `where` that was. Without a number, none does.
+    """Sends the signal at this call or return; `where` says where that was. Without a number it sends none.
 
     They are counted from the first call of the function `begin`, if it is given. `sites` has the first number of each
     place in the code.

@@ -1,4 +1,4 @@
-"""A disk that gets full: a command in a namespace of its own, with a small file system on a folder."""
+"""A disk that gets full: a command in a namespace of its own, with a small file system at a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCRIPT = 'mount -t tmpfs -o size="$1"k none "$2" || exit 99; cd "$2"; shift 2; "
 
 @functools.cache
 def is_possible() -> bool:
-    """Whether this machine lets its users have file systems of their own."""
+    """Whether users of this machine may mount file systems of their own."""
     if sys.platform != "linux":
         return False
     try:
@@ -23,7 +23,7 @@ def is_possible() -> bool:
 
 
 def on_small_disk(place: Path, kilobytes: int, command: Sequence[object]) -> tuple[int, str, list[str]]:
-    """Run a command in the folder `place`, where there is so much room. Its exit code and errors, and what is there."""
+    """Run a command in the folder `place` with so much space. Returns its exit code, its errors and the files there."""
     words = [*map(str, command)]
     found = subprocess.run(
         ["unshare", "-rm", "sh", "-c", SCRIPT, "sh", str(kilobytes), str(place), *words],

@@ -1,4 +1,4 @@
-"""A rank's process that gives no sign of life."""
+"""A rank's process that hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are stopped, as Ctrl-Z does it."""
+"""Stops processes, as Ctrl-Z does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.conftest import until
 
 
 def stop(pid: int) -> None:
-    """Stop a process, and wait until it is: before one of its threads has taken the signal, the others work on."""
+    """Stop a process, and wait until it is stopped: until one of its threads takes the signal, the others go on."""
     process = psutil.Process(pid)
     process.send_signal(signal.SIGSTOP)
     until(lambda: process.status() == psutil.STATUS_STOPPED)

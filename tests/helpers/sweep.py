@@ -1,8 +1,8 @@
-"""A signal at one call or return of the main thread after the other, while it uses a package and then goes on.
+"""Signals at one call or return of the main thread after the other, while it uses a package and then goes on.
 
     python -m tests.helpers.sweep PACKAGE EXPECTED run threads --every 7
 
-EXPECTED is a file of what it gives for each request of `sized`. Prints what was wrong, and ends with 1 if anything was.
+EXPECTED is a file of the outputs for each request of `sized`. Prints what was wrong, and ends with 1 if anything was.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.helpers.feeds import Arrays, decoder_feeds
 from tests.helpers.signal_at import SignalAt
 
 REQUESTS = 4
-# Seconds after which a use hangs, and those in which what it leaves has to go.
+# Seconds after which a use counts as hanging, and those in which what it leaves must be gone.
 PATIENCE, LEAVING = 30.0, 5.0
 
 
@@ -38,7 +38,7 @@ def sized(number: int) -> Arrays:
 
 @dataclass
 class Sweep:
-    """A package, and what it gives for some requests."""
+    """A package, and its outputs for some requests."""
 
     package: Path
     expected: list[Any]
@@ -49,7 +49,7 @@ class Sweep:
         return Session(self.package, threads=1, ranks=self.ranks, in_flight=3)
 
     def check(self, session: Session, number: int) -> None:
-        """Raise ValueError if a request is not answered as it should be."""
+        """Raise ValueError if a request's outputs are wrong."""
         self.compare(session.run(sized(number)), number)
 
     def compare(self, outputs: Arrays, number: int) -> None:
@@ -57,11 +57,11 @@ class Sweep:
             raise ValueError("the answer is WRONG")
 
     def run(self, session: Session) -> None:
-        """A request that the caller waits for."""
+        """One request."""
         self.check(session, 0)
 
     def submit(self, session: Session) -> None:
-        """Requests of which several are in flight."""
+        """Several requests in flight."""
         for number, future in enumerate([session.submit(sized(number)) for number in (0, 1)]):
             self.compare(future.result(), number)
 
@@ -75,12 +75,12 @@ class Sweep:
         list(session.generate([5, 17], max_new_tokens=2))
 
     def session(self, _: Session) -> None:
-        """A session of its own."""
+        """A new session."""
         with self.open() as session:
             self.check(session, 0)
 
     def try_all(self, use: Callable[[Session], None], every: int, first: int) -> int:
-        """A signal at each call or return, or at some. Returns how many there are."""
+        """Send a signal at each call or return, or at some of them. Returns how many there are."""
         session, at = self.open(), first
         before = left_over()
         while True:
@@ -101,7 +101,7 @@ class Sweep:
             at += every
 
     def wait_for_ends(self, session: Session, before: dict[str, int]) -> None:
-        """Raise ValueError if something is left of what was interrupted."""
+        """Raise ValueError if something of an interrupted use is left."""
         places, end = session._admission._places, time.monotonic() + LEAVING
         while True:
             left = {name: count - before[name] for name, count in left_over().items() if count > before[name]}
@@ -114,7 +114,7 @@ class Sweep:
 
 
 def left_over() -> dict[str, int]:
-    """How many there are of what is to end with a session."""
+    """The number of things that must end with a session."""
     process = psutil.Process()
     return {
         "processes": len(process.children()),

@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def write_chat_tokenizer(folder: Path) -> Path:
-    """Write it into the folder, with configs."""
+    """Write the tokenizer into the folder, with configs."""
     folder.mkdir(parents=True)
     tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(DECODER.vocabulary)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

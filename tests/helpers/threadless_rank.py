@@ -1,4 +1,4 @@
-"""The process of a device's ranks, in which the system lets no second rank have a thread."""
+"""The process of a device's ranks, in which no thread can be started for a second rank."""
 
 from __future__ import annotations
 

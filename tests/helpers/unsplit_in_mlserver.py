@@ -1,4 +1,4 @@
-"""An unsplit model in MLServer, to compare with: what one would write by hand."""
+"""An unsplit model in MLServer, for comparison, written as a user would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlserver.errors import InferenceError
 
 
 class UnsplitModel(MLModel):  # type: ignore[misc]  # MLServer is not there when types are checked
-    """ONNX Runtime's session of a whole model."""
+    """A whole model in one session of ONNX Runtime."""
 
     async def load(self) -> bool:
         """Load the model."""

@@ -1,4 +1,4 @@
-"""An unsplit model in Triton's Python backend, to compare with: what one would write by hand."""
+"""An unsplit model in Triton's Python backend, for comparison, written as a user would."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton_python_backend_utils as triton
 
 
 class TritonPythonModel:
-    """ONNX Runtime's session of a whole model, one request after the other."""
+    """A whole model in one session of ONNX Runtime, for one request after the other."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the model that a file beside it names."""

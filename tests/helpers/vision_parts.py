@@ -15,10 +15,10 @@ def write_parts(
     positions: Any,
     axes: Mapping[str, Mapping[int, str]],
 ) -> None:
-    """Write what `see` makes of pixels, the table of words, and the decoder, into a new folder.
+    """Write the vision model (`see`, from pixels), the table of embeddings and the decoder into a new folder.
 
-    `positions` are those of three tokens after four others. `axes` are the dynamic ones of positions, of pixels, and of
-    what is made of these.
+    `positions` are those of three tokens after four others. `axes` are the dynamic axes of positions, of pixels, and of
+    the vision model's outputs.
     """
     import torch
     from transformers.cache_utils import DynamicCache

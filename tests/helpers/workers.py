@@ -9,7 +9,7 @@ from splitc.runtime.requests.replicas import Replicas
 
 
 def workers_of(session: Session) -> list[Worker]:
-    """The session's ranks, which must be threads, those of a second replica behind those of the first."""
+    """The session's ranks, which must be threads. Those of a second replica follow those of the first."""
     ranks = session._workers
     groups = ranks._replicas if isinstance(ranks, Replicas) else [ranks]
     assert all(isinstance(group, Workers) for group in groups)

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper, numpy_helper
 
-# Masks that say with True what is kept.
+# Masks of booleans, which are true for what is kept.
 TRUTHS = ("where", "kept")
 
 
@@ -18,16 +18,18 @@ TRUTHS = ("where", "kept")
 class Form:
     """How attention is written.
 
-    `scale`: after the product, before it on queries, split over queries and keys, late, after the bias, or none; or
-    after the product by what is computed, one number or one for each head.
-    `bias`: what is added to the scores: nothing, a mask [batch, 1, length, all], one row [batch, 1, 1, all], a
-    learned one [heads, length, all], or both of the first and the last; or a mask of truths that a Where hides by, or
-    multiplications of the scores and of a low number by it and its opposite. `keys`: transposed as one order, as two,
-    in the middle of views that merge batch and heads and divide them again, from a cache [batch, heads, all, size], or
-    one head for all queries'. `layout`: batch and heads are two axes; merged after heads were moved before lengths;
-    merged while lengths are first; or in any order, in an Einsum. `softmax`: one operator, one with the highest score
-    taken off before, one with a small number added to all scores, or written out. With `fused_product` the scores are
-    made by ONNX Runtime's operator for products of scaled, turned factors.
+    - `scale`: `after` the product; `before` it, on queries; `split` over queries and keys; `late`, after the bias; or a
+      `computed` number after the product, or one for each of the `heads`.
+    - `bias`: what is added to the scores: `none`; a `mask` [batch, 1, length, all]; one `row` [batch, 1, 1, all]; a
+      `learned` one [heads, length, all]; `both` a mask and a learned one. `where` and `kept` are boolean masks, by a
+      Where, or by products of the scores and of a low number with the mask and its opposite.
+    - `keys`: transposed `once`; twice; `around` the transpose views merge batch and heads; from a `cache`; or one head
+      that is `shared` by all queries.
+    - `layout`: batch and `heads` are two axes; they are `merged`, heads before lengths; merged in `rows`, lengths
+      first; or stay as projected, in an `einsum`.
+    - `softmax`: `one` operator; after a small number was added to all scores (`shifted`); after the highest score was
+      subtracted; or `written` out.
+    - `fused_product`: the scores come from ONNX Runtime's FusedMatMul, which scales and transposes.
     """
 
     scale: str = "after"
@@ -89,7 +91,7 @@ class _Writer:
         for _ in range(blocks):
             value = self._block(value)
         self._nodes[-1].output[0] = "y"
-        # A bias that was learned for some lengths is right for these alone.
+        # A bias that was learned for some lengths fits only these.
         length, all_keys = (size.length, size.all) if self.form.bias in ("learned", "both") else ("length", "all")
         inputs: list[tuple[str, Any]] = [
             ("x", ["batch", length, size.width]),
@@ -117,7 +119,7 @@ class _Writer:
         return f"weight_{self._count}"
 
     def _projected(self, value: str, heads: int, width: int) -> str:
-        """[batch, length, heads, width], in the form's layout."""
+        """A projection to [batch, length, heads, width], in the form's layout."""
         size, layout = self.size, self.form.layout
         weight = self._random.standard_normal((size.width, heads * width)) / np.sqrt(size.width)
         rows = self._add("MatMul", value, self._weight(weight))
@@ -128,7 +130,7 @@ class _Writer:
         return divided if layout == "einsum" else self._add("Transpose", divided, perm=[0, 2, 1, 3])
 
     def _reshaped(self, value: str, *shape: int | str) -> str:
-        """A Reshape. Names are of the lists of one size that they are."""
+        """A Reshape. A name in the shape is that of a list of one size."""
         if all(isinstance(size, int) for size in shape):
             return self._add("Reshape", value, self._weight(np.array(shape), integer=True))
         parts = [size if isinstance(size, str) else self._weight(np.array([size]), integer=True) for size in shape]
@@ -183,7 +185,7 @@ class _Writer:
         return self._weighed(weights, values)
 
     def _factors(self, value: str) -> tuple[str, str, str]:
-        """Queries, keys turned for the product, and values."""
+        """Queries, keys (transposed for the product) and values."""
         form, size = self.form, self.size
         heads = size.heads // form.groups if form.keys != "shared" else 1
         query = self._projected(value, size.heads, size.size)
@@ -254,7 +256,7 @@ class _Writer:
         return weights
 
     def _weighed(self, weights: str, values: str) -> str:
-        """The values of each head, weighed, and projected to the model's width."""
+        """The weighted values of all heads, projected to the model's width."""
         form, size = self.form, self.size
         width = size.heads * self.value_size
         if form.layout == "einsum":
@@ -296,7 +298,7 @@ class _Writer:
 
 
 def _mask_shape(form: Form, sizes: tuple[Any, Any, Any]) -> tuple[Any, ...] | None:
-    """The shape of a form's mask with the batch and the lengths of queries and keys."""
+    """The shape of a form's mask, for the batch and the lengths of queries and keys."""
     batch, length, all_keys = sizes
     if form.bias in ("mask", "both", *TRUTHS):
         return batch, 1, length, all_keys
@@ -304,7 +306,7 @@ def _mask_shape(form: Form, sizes: tuple[Any, Any, Any]) -> tuple[Any, ...] | No
 
 
 def feeds(form: Form, size: Size, seed: int = 1) -> dict[str, np.ndarray]:
-    """Random inputs; a mask hides some keys, and not the first."""
+    """Random inputs. A mask hides some keys, but not the first."""
     random, dtype = np.random.default_rng(seed), helper.tensor_dtype_to_np_dtype(form.dtype)
     made: dict[str, np.ndarray] = {
         "x": random.standard_normal((size.batch, size.length, size.width)).astype(dtype),
@@ -321,5 +323,5 @@ def feeds(form: Form, size: Size, seed: int = 1) -> dict[str, np.ndarray]:
 
 
 def operators(graph: ir.Graph) -> list[str]:
-    """The operators of a graph, with those of other domains by their whole names."""
+    """The operators of a graph, by their full names if they are not ONNX's own."""
     return [f"{node.domain}.{node.op_type}" if node.domain else node.op_type for node in graph]

@@ -18,15 +18,18 @@ _KINDS = ("key", "value")
 class Style:
     """How a decoder is written.
 
-    `masked`: it has an input attention_mask [batch, all]; else it takes positions alone, and its mask follows from the
-    lengths. `one`: it reads one token at a time. `groups`: query heads for each of the keys'. `mask`: truths that a
-    Where hides by, whose rows of NaN become zeros, or that are a low number as a Cast; `scale`: a constant after the
-    product, constants on both factors, or computed from the size of heads on both. `turned`: keys are transposed as a
-    batch of matrices. `reads`: which shape has the number of earlier tokens, or of new ones (`hidden`). `window`: the
-    last tokens that every other layer sees, the first one among them. `operator`: attention is ONNX's operator, which
-    reads what was `concatenated`, or takes the `past` itself, as four axes or `flat`, three. It has `attributes` of its
-    own, and causal ones have no other mask. With `sinks` a learned number a head is joined to the scores. With `blanks`
-    rows that the mask leaves nothing of become zeros behind the attention. `tiled`: keys' heads are repeated by Tile.
+    - `masked`: it has an input attention_mask [batch, all]. If not, its mask follows from the lengths alone.
+    - `one`: it reads one token at a time. `groups`: the query heads of each key head.
+    - `mask`: booleans in a Where (`where`), whose rows of NaN become zeros; or times a low number, after a Cast.
+    - `scale`: a constant `after` the product; constants on `both` factors; or `computed` from the head size, on both.
+    - `turned`: keys are transposed as a batch of matrices. `tiled`: key heads are repeated by Tile.
+    - `reads`: the value from whose shape the number of earlier tokens comes, or that of new ones (`hidden`).
+    - `window`: how many last tokens every other layer sees, beginning with the first layer.
+    - `operator`: attention is ONNX's operator. It reads `concatenated` caches, or takes the `past` itself, with four
+      axes or three (`flat`). It has these `attributes`; if it is causal, there is no other mask.
+    - `sinks`: a learned number for each head is joined to the scores.
+    - `blanks`: rows that are masked entirely become zeros after the attention.
+    - `odd`: see `write`.
     """
 
     masked: bool = True
@@ -66,9 +69,9 @@ class Style:
 def write(style: Style, seed: int = 0) -> onnx.ModelProto:
     """The model: input_ids, position_ids, perhaps attention_mask, and for each layer past_key.N and past_value.N.
 
-    With `odd` it is one whose caches can't be in place: `beams` picks rows of the past, `shared` has one cache for two
-    layers, `values` gives the values in another form too, `sinks` joins others to the scores, `parts` computes keys and
-    values of it. With `tanh` scores are capped.
+    If `odd` is set, its caches can't be in place: `beams` picks rows of the past, `shared` has one cache for two
+    layers, `values` also returns the values in another form, `sinks` joins other values to the scores, `parts` computes
+    keys and values from the cache, `scores` returns the scores. `tanh` is a softcap, which only GPUs have in place.
     """
     return _Writer(style, seed).model()
 
@@ -135,11 +138,11 @@ class _Writer:
         return self.float(self._random.standard_normal(shape) / np.sqrt(shape[-1]))
 
     def size_of(self, value: str, axis: int) -> str:
-        """A scalar."""
+        """One size of a value, as a scalar."""
         return self.add("Gather", self.add("Shape", value), self.number(axis))
 
     def listed(self, *sizes: int | str) -> str:
-        """A list of numbers, and of scalars by their names."""
+        """A list of numbers, and of scalars by name."""
         parts = [
             self.number([size]) if isinstance(size, int) else self.add("Unsqueeze", size, self.number([0]))
             for size in sizes
@@ -147,7 +150,7 @@ class _Writer:
         return self.add("Concat", *parts, axis=0)
 
     def _mask(self, tokens: str) -> str:
-        """The truths of what a query may see, [batch or 1, 1, sequence, all]."""
+        """Booleans: what each query may see, [batch or 1, 1, sequence, all]."""
         one, zero = self.number(1), self.number(0)
         if self.style.reads == "mask":
             self._all = self.size_of("attention_mask", 1)
@@ -164,7 +167,7 @@ class _Writer:
         return self.add("And", causal, self.add("Unsqueeze", kept, self.number([1, 2])))
 
     def _near(self, mask: str) -> str:
-        """The truths of those among them that are in the window."""
+        """Those of the booleans that are true within the window."""
         edge = self.add("Sub", self._queries, self.number(self.style.window))
         near = self.add("Unsqueeze", self.add("Greater", self._keys, edge), self.number([0, 1]))
         return self.add("And", mask, near)
@@ -218,14 +221,14 @@ class _Writer:
         return self.add("MatMul", made, self.normal(style.width, style.width))
 
     def _blanked(self, made: str, mask: str) -> str:
-        """As transformers' exporter has rows of nothing but padding."""
+        """Rows of nothing but padding become zeros, as transformers' exporter writes it."""
         count = self.add("ReduceSum", self.add("Cast", mask, to=TensorProto.FLOAT), self.number([-1]))
         one = numpy_helper.from_array(np.array(1, np.float32), f"one_{self._count}")
         self._weights.append(one)
         return self.add("Where", self.add("Less", count, one.name), self.float(0), made)
 
     def _with_sinks(self, scores: str) -> str:
-        """As GPT-OSS's, with the highest of each row taken off."""
+        """A softmax with sinks, as in GPT-OSS, after subtracting each row's maximum."""
         sinks = self.add("Reshape", self.normal(1, self.style.heads), self.number([1, -1, 1, 1]))
         sizes = self.listed(self.size_of(scores, 0), 1, self.size_of(scores, 2), 1)
         joined = self.add("Concat", scores, self.add("Expand", sinks, sizes), axis=-1)
@@ -257,7 +260,7 @@ class _Writer:
         return self.add("MatMul", made, self.normal(style.width, style.width))
 
     def _masked(self, scores: str, mask: str) -> str:
-        """As sdpa writes it, whose hidden rows are NaN; or with a low number, which leaves these the mean of all."""
+        """Masked scores: as sdpa writes it, where hidden rows become NaN; or by a low number, which averages them."""
         if self.style.mask == "where":
             return self.add("Add", scores, self.add("Where", mask, self.float(0), self.float(-np.inf)))
         hidden = self.add("Cast", self.add("Not", mask), to=self.style.dtype)
@@ -282,7 +285,7 @@ class _Writer:
         return made
 
     def _repeated(self, value: str) -> str:
-        """Heads of a cache, for the queries of their group."""
+        """A cache's heads, repeated for the queries of their group."""
         style = self.style
         if style.groups == 1:
             return value
@@ -296,7 +299,7 @@ class _Writer:
 
 
 def feeds(style: Style, batch: int, new: int, past: int, padded: int = 0, seed: int = 0) -> Arrays:
-    """A request after `past` tokens. A mask hides the first `padded` tokens of the first row."""
+    """Feeds after `past` tokens. A mask hides the first `padded` tokens of the first row."""
     random = np.random.default_rng(seed)
     made: Arrays = {
         "input_ids": random.integers(0, style.vocabulary, (batch, new)),
@@ -314,12 +317,12 @@ def feeds(style: Style, batch: int, new: int, past: int, padded: int = 0, seed: 
 
 
 def following(style: Style, outputs: Mapping[str, np.ndarray], batch: int, new: int, padded: int = 0) -> Arrays:
-    """The request after one with these outputs."""
+    """Feeds of the request after one with these outputs."""
     past = outputs["present_key.0"].shape[2]
     made = feeds(style, batch, new, past, padded, seed=past)
     return {**made, **{f"past_{name[8:]}": array for name, array in outputs.items() if name.startswith("present_")}}
 
 
 def without_states(request: Mapping[str, np.ndarray]) -> Arrays:
-    """What a sequence is fed."""
+    """The feeds of a sequence: those without caches."""
     return {name: array for name, array in request.items() if not name.startswith("past_")}

@@ -43,5 +43,5 @@ def test_no_limit_is_said() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.2e-5, "42 µs"), (0, "0 ns")])
-def test_seconds(seconds: float, text: str) -> None:
+def test_seconds_are_formatted(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text

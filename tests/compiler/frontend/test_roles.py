@@ -105,7 +105,7 @@ def test_mask_is_what_scores_are_masked_by(dtype: ir.DataType, tmp_path: Path) -
     assert roles_of(block, tmp_path) == {"a": Role("indices", VOCABULARY), "m": Role("mask")}
 
 
-def test_mask_chooses(tmp_path: Path) -> None:
+def test_input_that_a_where_chooses_by_is_a_mask(tmp_path: Path) -> None:
     block = Attention()
     kept = block.op("Unsqueeze", block.input("m", ir.DataType.BOOL, ["b", "t"]), block.ints(1, 2))
     x = block.tokens()
@@ -130,7 +130,7 @@ def test_data_has_no_role_and_a_name_is_the_last_resort(tmp_path: Path) -> None:
     assert roles_of(block, tmp_path) == {"a": Role("indices", VOCABULARY), "padding_mask": Role("mask")}
 
 
-def test_fused_decoder(tmp_path: Path) -> None:
+def test_roles_of_a_fused_decoder(tmp_path: Path) -> None:
     save(build_fused(SMALL), tmp_path / "model.onnx")
     roles = roles_in(tmp_path / "model.onnx")
     assert roles["input_ids"].kind == "indices"

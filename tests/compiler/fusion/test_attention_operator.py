@@ -92,7 +92,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_faster_operator(tmp_path: Path, form: str) -> None:
+def test_operator_becomes_multi_head_attention(tmp_path: Path, form: str) -> None:
     made = fused(FORMS[form], tmp_path)
     assert made.fates == (Fate(made.fates[0].place, "MultiHeadAttention"),)
     names = operators(made.graph.graph)

@@ -146,7 +146,7 @@ def test_packages_give_what_the_model_gives(tmp_path: Path, name: str, mode: str
         ("operator of three axes", 40),
     ],
 )
-def test_sequences_go_on(tmp_path: Path, name: str, capacity: int | None) -> None:
+def test_sequences_give_the_tokens_of_the_unsplit_model(tmp_path: Path, name: str, capacity: int | None) -> None:
     """With and without room, in one row and in several, one token and several at a time."""
     style = STYLES[name]
     path = package(style, tmp_path, "tensor", "2xcpu")

@@ -67,7 +67,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_others_stay(tmp_path: Path, other: str) -> None:
+def test_other_forms_are_not_rewritten(tmp_path: Path, other: str) -> None:
     how = OTHERS[other]
     write(tmp_path / "model.onnx", **how)
     shapes = {"past": (1, 4, 6, 2), "x": (1, 2, 8)}

@@ -89,5 +89,5 @@ def test_each_form_is_one_operator(tmp_path: Path, form: str) -> None:
         "sum",
     ],
 )
-def test_others_stay(tmp_path: Path, model: onnx.ModelProto, device: str) -> None:
+def test_other_forms_are_not_fused(tmp_path: Path, model: onnx.ModelProto, device: str) -> None:
     assert "com.microsoft.BiasGelu" not in engine(model, tmp_path, device)[1]

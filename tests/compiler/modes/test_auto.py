@@ -93,7 +93,9 @@ def test_streams_go_through_copies_or_stages_and_one_request_through_one_device(
 
 
 @pytest.mark.parametrize(("link", "mode", "ranks"), [(FREE, "tensor", 2), (SLOW, "layer", 1)])
-def test_links_decide(tmp_path: Path, link: Link, mode: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_of_links_decides_the_mode(
+    tmp_path: Path, link: Link, mode: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a thread each, two devices are faster than one if communication costs nothing."""
     save(build(Size(layers=2, hidden=256, heads=8, kv_heads=4, feed_forward=512)), tmp_path / "model.onnx")
     set_machine(monkeypatch, link)

@@ -1,4 +1,4 @@
-"""Attention as one operator, split by heads: queries, keys, values and output projection, one sum."""
+"""Attention as one operator is sharded by heads: queries, keys, values and output projection, with one sum."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.operators import Tiny, check_operator, having, number, softma
 
 
 def attention_operator(flat: bool) -> Block:
-    """Opset 23: with grouped queries, a mask and a cache; heads as an axis, or flat."""
+    """ONNX's Attention (opset 23) with grouped queries, a mask and a cache, and heads as an axis or flat."""
     b = Block(opset=23)
     x = normed(b)
     pasts = [b.data(f"past_{n}", (2, 4, 3, HEAD), ["n", 4, "p", HEAD]) for n in "kv"]
@@ -52,7 +52,7 @@ def attention_operator(flat: bool) -> Block:
 
 
 def with_normed_heads() -> Block:
-    """Norms of all heads of queries, and of all of keys, which are fewer than ranks."""
+    """Norms over all heads of queries, and over all heads of keys, of which there are fewer than ranks."""
     b = Block(opset=23)
     x = normed(b)
     q, k, v = (b.op("MatMul", x, b.w(n, HIDDEN, count * HEAD)) for n, count in (("q", HEADS), ("k", 2), ("v", 2)))
@@ -65,7 +65,7 @@ def with_normed_heads() -> Block:
 
 
 def group_query_attention(packed: bool, scores: bool = False) -> Block:
-    """Batch 1: the CPU's kernel takes no larger one with a past."""
+    """A batch of 1: the kernel on CPUs takes no larger one with a past."""
     b, kv_heads, head = Block(), 4, 16
     x = b.op("Softmax", b.data("x", (1, 5, HIDDEN), ["n", "t", HIDDEN]))
     widths = {"q": HEADS * head, "k": kv_heads * head, "v": kv_heads * head}
@@ -141,7 +141,7 @@ def quantized_attention() -> Block:
 
 
 def feed_forward(b: Block, x: ir.Value) -> None:
-    """Something that is split."""
+    """A feed-forward part, which is split."""
     inner = b.op("Relu", b.op("MatMul", softmax(b, x), b.w("A", HIDDEN, WIDTH)))
     b.give(softmax(b, b.op("MatMul", inner, b.w("B", WIDTH, HIDDEN))))
 
@@ -165,7 +165,7 @@ def rotary(kind: str, flat: bool) -> Block:
 
 
 def rotated_heads() -> Block:
-    """Heads as the batch, with tables of their own: no positions are given."""
+    """Heads are the batch, each with its own tables; there are no positions."""
     b = Block(opset=23)
     x = softmax(b, b.data("x", (5, HIDDEN)))
     tables = [b.w(name, HEADS, 5, HEAD // 2) for name in ("cos", "sin")]
@@ -212,12 +212,12 @@ FORMS: dict[str, Tiny] = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_operator(name: str, tmp_path: Path) -> None:
+def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_form(form: str, tmp_path: Path) -> None:
+def test_other_form_is_sharded(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
 
 
@@ -233,7 +233,7 @@ def test_norms_of_queries_and_of_keys_wait_for_one_sum(tmp_path: Path) -> None:
     "name", [name for name in GRAPHS if name in having("flops") and name != "com.microsoft.Attention"]
 )
 def test_flops(name: str) -> None:
-    """Queries times keys and scores times values, over what is new and what is in the cache."""
+    """Queries times keys, and scores times values, over new and cached tokens."""
     domain, _, kind = name.rpartition(".")
     values = [ir.Value(name=part) for part in ("q", "k", "v", "past")]
     node = ir.node(kind, values, domain=domain, num_outputs=2)
@@ -253,7 +253,7 @@ def test_flops(name: str) -> None:
     ],
 )
 def test_flops_of_cross_attention(query: Shape, key: Shape | None, keys: int) -> None:
-    """Queries meet as many keys as are given, in whatever form, not as many as there are queries."""
+    """The number of keys is that of the keys that are given, in any form, not that of the queries."""
     names = ("q",) if key is None else ("q", "k")
     node = ir.node("MultiHeadAttention", [ir.Value(name=name) for name in names], domain="com.microsoft", num_outputs=1)
     node.outputs[0].name = "y"

@@ -1,4 +1,4 @@
-"""Attention made of other operators, split by heads: queries, keys, values and output projection, one sum."""
+"""Attention made of other operators is sharded by heads: queries, keys, values and output projection, with one sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.blocks import Block, check_split
 PAST_AND_PRESENT = {"past_k", "past_v", "present_k", "present_v"}
 
 
-def test_heads(tmp_path: Path) -> None:
+def test_heads_are_sharded(tmp_path: Path) -> None:
     b = Block()
     x = normed(b)
     finish(b, attend(b, *(project(b, x, name) for name in "qkv")))
@@ -28,7 +28,7 @@ def test_heads(tmp_path: Path) -> None:
     ("form", "kv_heads"), [("gather", 1), ("expand", 1), ("expand", 2), ("tile", 2), ("expand", 4)]
 )
 def test_groups_of_queries_share_keys(kv_heads: int, form: str, tmp_path: Path) -> None:
-    """With fewer key-value heads than ranks, ranks that share one divide its queries."""
+    """With fewer key heads than ranks, the ranks that share a key head divide its queries."""
     b = Block()
     x = normed(b)
     group = HEADS // kv_heads
@@ -42,7 +42,7 @@ def test_groups_of_queries_share_keys(kv_heads: int, form: str, tmp_path: Path) 
 
     k, v = (repeat(project(b, x, name, kv_heads)) for name in "kv")
     finish(b, attend(b, project(b, x, "q"), k, v))
-    # With one key-value head there is nothing to split of it.
+    # A single key head can't be split.
     check_split(b, tmp_path, PROJECTIONS if kv_heads > 1 else {"q", "o"}, shares=((1, 1, 1, 1),), sums=1)
 
 
@@ -102,7 +102,7 @@ def test_rotary_by_hand_norms_softcap_and_a_bias_by_head(tmp_path: Path) -> None
     check_split(b, tmp_path, {*PROJECTIONS, "relative"}, sums=1)
 
 
-def test_cross_attention(tmp_path: Path) -> None:
+def test_cross_attention_is_sharded_by_heads(tmp_path: Path) -> None:
     b = Block()
     x = normed(b)
     other = b.op("Softmax", b.data("memory", (2, 7, HIDDEN), ["n", "s", HIDDEN]))
@@ -143,7 +143,7 @@ def test_cache_is_split_by_head_and_runs_at_other_lengths(kv_heads: int, tmp_pat
 
 
 def test_ranks_that_share_a_head_divide_its_values(tmp_path: Path) -> None:
-    """Two heads on four ranks, a head for each query: the values' head size is what can be divided."""
+    """Two heads on four ranks, with a key head for each query head: only the head size of values can be divided."""
     b = Block()
     x = normed(b)
     finish(b, attend(b, *(project(b, x, name, 2, 16) for name in "qkv")))

@@ -1,4 +1,4 @@
-"""Factors: what is related is one, and is refined as finely as anything asks for."""
+"""Related factors are one, and each is refined as finely as any operator needs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_sections_that_are_cut_in_two_ways_are_cut_at_all_places() -> None:
 
 
 def test_rotated_halves_are_one() -> None:
-    """Concat(-second, first) added to the whole: both halves are the same axis."""
+    """Concat(-second, first) is added to the whole: both halves are the same axis."""
     head, turned = new_axis(16), new_axis(16)
     first, second = cut(head, [8, 8])
     a, b = cut(turned, [8, 8])
@@ -79,7 +79,7 @@ def test_rotated_halves_are_one() -> None:
 
 @pytest.mark.parametrize(("length", "step"), [(1500, 1), (1500, 7), (12, 4)])
 def test_axis_that_is_rolled_is_whole(length: int, step: int) -> None:
-    """Concat of its end and its start, added to itself: all elements are the same one."""
+    """A Concat of the axis' end and its start is added to the axis: all elements are related to each other."""
     axis, rolled = new_axis(length), new_axis(length)
     start, end = cut(axis, [length - step, step])
     first, second = cut(rolled, [step, length - step])
@@ -90,7 +90,7 @@ def test_axis_that_is_rolled_is_whole(length: int, step: int) -> None:
 
 
 def test_heads_of_sections_are_found_after_they_were_cut() -> None:
-    """q | k | v of heads x 4 each, where the head size is asked for on the whole: [8 | 2 | 2] x 4."""
+    """q | k | v of heads x 4 each, where the head size is only related on the whole axis: [8 | 2 | 2] x 4."""
     axis = new_axis(48)
     cut(axis, [32, 8, 8])
     relate(axis, (Factor(12), Factor(4)))
@@ -99,7 +99,7 @@ def test_heads_of_sections_are_found_after_they_were_cut() -> None:
 
 
 def test_axis_that_grew_by_a_thousand_joins() -> None:
-    """Each is a section of the next one: as many functions would be inside each other."""
+    """Each is a section of the next one, so a recursion would be as deep."""
     grown = new_axis(2)
     for _ in range(1000):
         joined = new_axis(size_of(grown) + 2)
@@ -121,7 +121,7 @@ def test_cut_of_a_product_keeps_the_minor_factor_whole() -> None:
 
 @pytest.mark.parametrize("split", [0, 1])
 def test_indices_of_a_part_are_those_of_the_whole(split: int) -> None:
-    """A part along either factor of a product, and inside sections, picks the elements that numpy would."""
+    """A shard along either factor of a product, and inside sections, has the elements that numpy picks."""
     axis = (Factor(3), Factor(4))
     shards = Shards({axis[split]: Range(1, 3)})
     whole = np.arange(12).reshape(3, 4)

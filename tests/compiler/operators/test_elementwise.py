@@ -1,4 +1,4 @@
-"""Elementwise operators let every axis through."""
+"""Elementwise operators relate all axes of their inputs and outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_ONE = """
 
 
 def with_weight(kind: str) -> Middle:
-    """Of the value and a weight, one number for each column."""
+    """The operator of the value and a weight with a number for each column."""
     return lambda b, v: b.op(kind, v, b.w("w", INNER))
 
 
@@ -44,7 +44,7 @@ def whole_numbers(b: Block, v: ir.Value, to: ir.DataType = ir.DataType.INT32) ->
 
 
 def of_bits(kind: str, to: ir.DataType = ir.DataType.INT32, **attributes: object) -> Middle:
-    """Of whole numbers."""
+    """The operator of integers."""
 
     def middle(b: Block, v: ir.Value) -> ir.Value:
         numbers = whole_numbers(b, v, to)
@@ -69,7 +69,7 @@ def equal(b: Block, v: ir.Value) -> ir.Value:
 
 
 def both(kind: str) -> Middle:
-    """Of two conditions."""
+    """The operator of two conditions."""
 
     def middle(b: Block, v: ir.Value) -> ir.Value:
         return choose(b, b.op(kind, b.op("Greater", v, number(b, 0)), b.op("Less", v, b.w("w", INNER))), v)
@@ -129,7 +129,7 @@ GRAPHS: dict[str, Tiny] = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_operator(name: str, tmp_path: Path) -> None:
+def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
 
 
@@ -142,7 +142,7 @@ def test_bias_of_a_sum_is_added_once(tmp_path: Path) -> None:
 
 
 def test_a_bias_that_adds_an_axis_is_added_to_the_sum(tmp_path: Path) -> None:
-    """As scikit-learn's means are written. Ranks that left it out would lack the axis."""
+    """As in scikit-learn's means. A rank that left the bias out would lack the axis."""
     b = Block()
     product = b.op(
         "MatMul", b.op("MatMul", b.data("x", (2, 5, 12), ["n", "t", 12]), b.w("A", 12, 24)), b.w("B", 24, 12)
@@ -153,7 +153,7 @@ def test_a_bias_that_adds_an_axis_is_added_to_the_sum(tmp_path: Path) -> None:
 
 
 def test_halves_are_summed_whether_a_rank_adds_the_bias_or_not(tmp_path: Path) -> None:
-    """On the CPU, ONNX Runtime adds a bias in half precision and takes the product without it in single precision."""
+    """On the CPU, ONNX Runtime adds a bias in half precision; without one the product is in single precision."""
     b = Block(opset=20)
 
     def half(name: str, *shape: int) -> ir.Value:
@@ -183,7 +183,7 @@ def test_partial_values_are_rounded_after_they_are_summed(name: str, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["Add", "Sub", "Sum"])
 def test_partial_values_meet_before_they_are_summed(kind: str, tmp_path: Path) -> None:
-    """As in blocks with parallel attention and feed-forward: one sum serves both and the residual."""
+    """As in blocks with parallel attention and feed-forward: one sum is enough for both and the residual."""
     b = Block()
     x = b.data("x", (2, 5, 12), ["n", "t", 12])
     both = [

@@ -1,4 +1,4 @@
-"""Operators that make values of nothing but sizes; random numbers."""
+"""Operators that make values from sizes alone, and operators that draw random numbers."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def numbered(b: Block, v: ir.Value) -> ir.Value:
 
 
 def chosen(b: Block, v: ir.Value, **how: object) -> ir.Value:
-    """Which are drawn by a chance of each."""
+    """Bernoulli's numbers, drawn by a probability for each element."""
     return as_float(b, b.op("Bernoulli", b.op("Sigmoid", v), **how))
 
 
 def sampled(b: Block, v: ir.Value) -> ir.Value:
-    """One number for each row of [n, t, 12] chances."""
+    """One drawn number for each row of [n, t, 12] probabilities."""
     flat = b.op("Reshape", v, b.ints(-1, HIDDEN))
     return b.op("Reshape", as_float(b, b.op("Multinomial", flat, sample_size=1)), b.ints(BATCH, PLACES, 1))
 
@@ -55,7 +55,7 @@ def dropped(b: Block, v: ir.Value) -> ir.Value:
 
 
 def kept(b: Block, v: ir.Value) -> ir.Value:
-    """What a dropout keeps, as bools."""
+    """A dropout's mask."""
     return as_float(b, b.ops("Dropout", v, number(b, 0.5), b.constant(True, np.bool_), outputs=2)[1])
 
 
@@ -87,12 +87,12 @@ GRAPHS: dict[str, Tiny | Middle] = {**DRAWN, "Range": sandwich(through("Relu"), 
 RANDOM = [operator.name for operator in OPERATORS if operator.random]
 
 
-def test_range(tmp_path: Path) -> None:
+def test_range_needs_its_size_whole(tmp_path: Path) -> None:
     check_operator({"Range": sandwich(through("Relu"), needs=numbered)}, "Range", tmp_path)
 
 
 def with_noise(noise: Middle) -> Block:
-    """x A B + noise, which is given, and of that y = C D, with a norm before each product that needs the axis whole."""
+    """h = x A B plus noise, which is also an output; then y = h C D. A norm before each pair needs the axis whole."""
     b = Block()
     h = b.data("x", (BATCH, PLACES, HIDDEN))
     for first, second in ("AB", "CD"):
@@ -109,7 +109,7 @@ def with_noise(noise: Middle) -> Block:
 @pytest.mark.parametrize("shares", [(1, 1), (30, 1, 1), (1, 40)])
 @pytest.mark.parametrize("name", [*DRAWN, *FORMS])
 def test_ranks_compute_with_the_same_random_numbers(name: str, shares: tuple[float, ...], tmp_path: Path) -> None:
-    """The unsplit model gives the same of the numbers that the ranks had. Each run has others."""
+    """The unsplit model, fed the ranks' random numbers, gives the same outputs. Another run draws other numbers."""
     block = with_noise((DRAWN | FORMS)[name])
     save(block.model(), tmp_path / "model.onnx")
     request = Request(split_mode="tensor", tensor_split=shares, memory=["1GiB"])
@@ -125,7 +125,7 @@ def test_ranks_compute_with_the_same_random_numbers(name: str, shares: tuple[flo
 
 
 def test_a_sequence_that_is_drawn_is_refused(tmp_path: Path) -> None:
-    """Ranks can't hand it over to each other."""
+    """Ranks can't send sequences to each other."""
     b = Block()
     node = ir.node("SequenceConstruct", [ir.node("RandomNormal", [], {"shape": [2, HIDDEN]}).outputs[0]])
     source = node.inputs[0].producer() if node.inputs[0] is not None else None
@@ -150,7 +150,7 @@ def test_a_sequence_that_is_drawn_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_are_drawn_once(name: str, tmp_path: Path) -> None:
-    """Of a weight alone, and read by both stages: the second one gets them from the first."""
+    """Numbers drawn from a weight alone, which both stages read: the second stage receives them from the first."""
     b = Block()
     x = b.data("x", (2, INNER), [2, INNER])
     own = {"shape": [2, INNER]} if name in ("RandomNormal", "RandomUniform") else {}

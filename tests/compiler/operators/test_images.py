@@ -1,4 +1,4 @@
-"""Operators on images let rows and channels through, and need what they sample or rearrange whole."""
+"""Operators on images relate rows and channels, and need whole what they sample or rearrange."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 2
 
 
 def to_space(mode: str) -> Middle:
-    """A quarter of the channels, at four times as many places, two of each added."""
+    """DepthToSpace: a quarter of the channels at four times as many places, of which pairs are added."""
 
     def middle(b: Block, v: ir.Value) -> ir.Value:
         image = as_square(b, b.op("Transpose", v, perm=[0, 2, 1]))
@@ -37,18 +37,18 @@ def as_square(b: Block, image: ir.Value) -> ir.Value:
 
 
 def repeated(b: Block, v: ir.Value, places: ir.Value, *sizes: int) -> ir.Value:
-    """The same for each row of a value."""
+    """An array, repeated for each row of a value."""
     return b.op("Expand", places, b.op("Concat", b.shape(v, 0), b.ints(*sizes), axis=0))
 
 
 def sampled(b: Block, v: ir.Value) -> ir.Value:
-    """Each channel at six places."""
+    """Each channel, sampled at six places."""
     grid = repeated(b, v, b.op("Tanh", b.w("grid", 1, 6, 1, 2)), 6, 1, 2)
     return as_image(b, v, lambda b, image: b.op("Squeeze", b.op("GridSample", as_square(b, image), grid), b.ints(3)))
 
 
 def sampled_by_columns(b: Block, v: ir.Value) -> ir.Value:
-    """The inner axis as the width of an image, read in reverse at as many places."""
+    """The inner axis as the width of an image, sampled in reverse order."""
     across = np.linspace(1, -1, INNER, dtype=np.float32)
     down = np.linspace(-1, 1, 5, dtype=np.float32)
     places = np.stack(np.meshgrid(across, down), axis=-1)[None]
@@ -58,7 +58,7 @@ def sampled_by_columns(b: Block, v: ir.Value) -> ir.Value:
 
 
 def moved(b: Block, v: ir.Value) -> ir.Value:
-    """A convolution of one place, a little beside it."""
+    """A convolution of one place, with an offset."""
     image = as_square(b, b.op("Transpose", v, perm=[0, 2, 1]))
     offsets = repeated(b, v, b.constant(np.full((1, 2, 5, 1), 0.25), np.float32), 2, 5, 1)
     mask = repeated(b, v, b.constant(np.full((1, 1, 5, 1), 0.5), np.float32), 1, 5, 1)
@@ -67,7 +67,7 @@ def moved(b: Block, v: ir.Value) -> ir.Value:
 
 
 def from_columns(b: Block, v: ir.Value) -> ir.Value:
-    """Two places a patch, five patches that overlap, half as many channels."""
+    """Col2Im: patches of two places, five that overlap, with half as many channels."""
 
     def middle(b: Block, columns: ir.Value) -> ir.Value:
         return b.op("Squeeze", b.op("Col2Im", columns, b.ints(1, 6), b.ints(1, 2)), b.ints(2))
@@ -85,7 +85,7 @@ GRAPHS: dict[str, Tiny] = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_operator(name: str, tmp_path: Path) -> None:
+def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Picking and placing by index; lookups in tables whose rows are sharded."""
+"""Operators that pick and write by index; lookups in tables whose rows are sharded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def scattered_by_element(b: Block, v: ir.Value) -> ir.Value:
 
 
 def scattered_in_one(b: Block, v: ir.Value) -> ir.Value:
-    """Along an axis of one place, which a request names."""
+    """Written along an axis of size 1, at an index that depends on sizes."""
     one = b.op("Unsqueeze", v, b.ints(1))
     spots = b.op("Sub", b.op("Shape", one, end=1), b.op("Shape", v, end=1))
     return b.op(
@@ -75,12 +75,12 @@ def scattered_along(b: Block, v: ir.Value) -> ir.Value:
 
 
 def scattered_in_part(b: Block, v: ir.Value) -> ir.Value:
-    """One element of one column: no row of all of them."""
+    """One element of one column, so that rows are not written whole."""
     return b.op("ScatterElements", v, b.constant([[[2]]], np.int64), b.constant([[[1]]], np.float32), axis=1)
 
 
 def written_to_a_cache(b: Block, v: ir.Value) -> ir.Value:
-    """A place for each column, along the last axis but one, as is said where the axis is not."""
+    """One place for each row. The axis is the default, the last but one."""
     news = b.op("MatMul", b.data("new", (2, 1, 4)), b.w("W", 4, INNER))
     return b.op("TensorScatter", v, news, b.ints(2, 1))
 
@@ -90,7 +90,7 @@ def written_along(b: Block, v: ir.Value) -> ir.Value:
 
 
 def tied_table_of_few_bits() -> Block:
-    """As onnxruntime-genai writes it: packed for a product, and reshaped for lookups, with one scale for each block."""
+    """As onnxruntime-genai writes it: packed for the product, reshaped for lookups, with a scale for each block."""
     b = Block()
     ids = b.indices("ids", [[0, 29, -1], [7, -30, 15]], ["n", "t"])
     packed = stored(b, "table", ROWS, 2, 16, kind=np.uint8)
@@ -104,19 +104,19 @@ def tied_table_of_few_bits() -> Block:
 
 
 def among_unlike(b: Block, v: ir.Value) -> ir.Value:
-    """Divided by how many unlike numbers, and how many unlike columns, it has."""
+    """Divided by the number of unique elements, and by that of unique columns."""
     counts = [b.op("Size", b.op("Unique", v)), b.op("Size", b.op("Unique", v, axis=-1))]
     return b.op("Div", b.op("Div", v, as_float(b, counts[0])), as_float(b, counts[1]))
 
 
 def marked(b: Block, v: ir.Value) -> ir.Value:
-    """With 2 added to the highest of each row."""
+    """With 2 added to the largest element of each row."""
     highest = b.op("ArgMax", v, axis=-1, keepdims=0)
     return b.op("Add", v, b.op("OneHot", highest, b.ints(INNER), b.constant([0, 2], np.float32)))
 
 
 def lower_by_heads(b: Block, v: ir.Value) -> ir.Value:
-    """Of each head's places and numbers."""
+    """The lower triangle of each head's places and elements."""
     heads = b.op("Transpose", b.op("Reshape", v, b.ints(0, 0, 8, 3)), perm=[0, 2, 1, 3])
     lower = b.op("Transpose", b.op("Trilu", heads, upper=0), perm=[0, 2, 1, 3])
     return b.op("Reshape", lower, b.ints(0, 0, INNER))
@@ -141,12 +141,12 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_operator(name: str, tmp_path: Path) -> None:
+def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_form(form: str, tmp_path: Path) -> None:
+def test_other_form_is_sharded(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
 
 
@@ -164,7 +164,7 @@ def test_tied_table_is_split_by_rows_and_its_lookup_summed(opset: int, tmp_path:
 
 @pytest.mark.parametrize(("reduction", "sums"), [("none", 1), ("add", 1), ("max", 2), ("mul", 2)])
 def test_partial_rows_that_are_scattered(reduction: str, sums: int, tmp_path: Path) -> None:
-    """They are summed before anything but an addition."""
+    """They are summed before any reduction other than an addition."""
     b = Block(opset=18)
     x = b.op("Softmax", b.data("x", (4, COLUMNS)))
     inner = b.op("Relu", b.op("MatMul", x, b.w("A", COLUMNS, MANY)))
@@ -175,7 +175,7 @@ def test_partial_rows_that_are_scattered(reduction: str, sums: int, tmp_path: Pa
 
 
 def test_large_table_that_is_computed_from_weights(tmp_path: Path) -> None:
-    """Dequantized before it is looked up in; smaller ones are not worth a sum."""
+    """The table is dequantized before the lookup. Smaller tables are not worth a sum."""
     b = Block(opset=21)
     ids = b.indices("ids", [[0, 29, -1], [7, 1 << 16, 15]], ["n", "t"])
     numbers = np.random.default_rng(0).integers(-99, 99, (1 << 17, 256), dtype=np.int8)
@@ -186,7 +186,7 @@ def test_large_table_that_is_computed_from_weights(tmp_path: Path) -> None:
 
 
 def test_table_that_is_looked_up_in_and_made_of_parts_is_whole(tmp_path: Path) -> None:
-    """A table with sections of rows that are multiplied with separately, such as several codebooks."""
+    """A table with sections of rows that are multiplied separately, such as several codebooks."""
     b = Block()
     ids = b.indices("ids", [[0, 29], [7, 15]], ["n", "t"])
     table = b.w("table", ROWS, COLUMNS)

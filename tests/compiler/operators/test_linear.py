@@ -1,4 +1,4 @@
-"""Products: matrices, einsum, convolutions."""
+"""Products: matrices, Einsum, convolutions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.operators import (
 
 
 def start(b: Block, *shape: int, axis: int = -1) -> ir.Value:
-    """An input with a norm, which needs an axis whole."""
+    """An input after a Softmax, which needs an axis whole."""
     return b.op("Softmax", b.data("x", shape or (2, 5, HIDDEN)), axis=axis)
 
 
@@ -39,7 +39,7 @@ def einsum() -> Block:
 
 
 def gemm() -> Block:
-    """In all its forms."""
+    """Gemm with transposed inputs, factors and biases."""
     b = Block()
     x = b.op("Softmax", b.data("x", (5, 12), ["t", 12]))
     inner = b.op("Gemm", x, b.w("A", INNER, 12), b.w("a", INNER), transB=1, alpha=0.5, beta=2.0)
@@ -65,7 +65,7 @@ def quantized(b: Block, v: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
 
 
 def integer_products() -> Block:
-    """With fixed scales."""
+    """Integer products with fixed scales."""
     b = Block()
 
     def product(v: ir.Value, name: str, *shape: int) -> ir.Value:
@@ -78,7 +78,7 @@ def integer_products() -> Block:
 
 
 def integer_products_to_floats() -> Block:
-    """With a scale and a zero point for each column, and a bias that is added once."""
+    """Integer products with a scale and a zero point for each column, and a bias that is added once."""
     b = Block()
 
     def product(v: ir.Value, name: str, *shape: int) -> ir.Value:
@@ -102,7 +102,7 @@ def fused_products() -> Block:
 
 
 def activated_products() -> Block:
-    """Each ends where its sum must be whole."""
+    """Each activation needs its sum whole."""
     b = Block()
     x = b.op("Softmax", b.data("x", (5, 12), ["t", 12]))
     wide = b.op("com.microsoft.FusedGemm", x, b.w("A", INNER, 12), b.w("a", INNER), transB=1, activation="Relu")
@@ -114,7 +114,7 @@ def activated_products() -> Block:
 
 
 def activated_convolutions() -> Block:
-    """With another image that is added before the activation, which has as many rows as channels."""
+    """Another image, with as many rows as channels, is added before the activation."""
     b = Block()
     x = b.op("Softmax", b.data("x", (6, 6, 4, 4), ["n", 6, "h", "w"]), axis=1)
     other = b.op("Conv", x, b.w("O", INNER, 6, 1, 1))
@@ -127,7 +127,7 @@ def activated_convolutions() -> Block:
 
 
 def causal() -> Block:
-    """Channels by themselves, with the places before the first one as a state of their own."""
+    """A convolution for each channel, with the places before the first one as its state."""
     b = Block()
     x, past = b.data("x", (2, 6, 5), ["n", 6, 5]), b.data("past", (2, INNER, 2), ["n", INNER, 2])
     wide = b.op("Conv", x, b.w("A", INNER, 6, 1))
@@ -181,7 +181,7 @@ def integer_convolutions() -> Block:
 
 
 def experts() -> Block:
-    """Plain ones with biases, then gated ones, whose two products are one matrix."""
+    """Plain experts with biases, then gated ones, whose two products are one matrix."""
     b = Block()
 
     def mixture(v: ir.Value, names: str, inner: int, **attributes: object) -> ir.Value:
@@ -199,7 +199,7 @@ def experts() -> Block:
 
 
 def quantized_experts(b: Block, v: ir.Value) -> ir.Value:
-    """Of 4 bits, two in a byte. Which rows are whose is not known."""
+    """Weights of 4 bits, two in a byte. Which rows belong to which half is not known."""
     tokens = b.op("Reshape", v, b.ints(-1, INNER))
     router = b.op("Softmax", b.op("MatMul", tokens, b.w("R", INNER, 4)))
     weights = [
@@ -237,13 +237,13 @@ GRAPHS: dict[str, Tiny] = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_operator(name: str, tmp_path: Path) -> None:
+def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
 
 
 @pytest.mark.parametrize("has_operators", [True, False])
 def test_bias_that_is_itself_a_sum(tmp_path: Path, has_operators: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank alone adds it, but all take part in its sum, in engines and between them."""
+    """Only one rank adds it, but all take part in its sum, inside of engines and between them."""
     if not has_operators:
         monkeypatch.setattr("splitc.runtime.engines.operator_library.is_built", lambda: False)
     b = Block()
@@ -296,7 +296,7 @@ def test_bias_that_is_itself_a_sum(tmp_path: Path, has_operators: bool, monkeypa
     ],
 )
 def test_flops(kind: str, attributes: dict[str, int], shapes: list[tuple[int, ...]], flops: int) -> None:
-    """A multiplication and an addition for each number of the result and each one that is summed over."""
+    """A multiplication and an addition for each element of the result and each summed element."""
     *inputs, _ = (ir.Value(name=f"x{place}") for place in range(len(shapes)))
     domain, _, name = kind.rpartition(".")
     node = ir.node(name, inputs, attributes, domain=domain)
@@ -306,7 +306,7 @@ def test_flops(kind: str, attributes: dict[str, int], shapes: list[tuple[int, ..
 
 
 def test_sums_of_two_axes_in_one_node(tmp_path: Path) -> None:
-    """Split along both, the ranks would lack the products of one's elements and another's."""
+    """If both axes were split, the ranks would lack products of elements on different ranks."""
     b = Block()
     x = b.op("Softmax", b.data("x", (5, 12)))
     first, second = (b.op("MatMul", x, b.w(name, 12, INNER)) for name in "AB")
@@ -316,7 +316,7 @@ def test_sums_of_two_axes_in_one_node(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [np.uint32, np.uint64])
 def test_product_of_a_type_that_ranks_may_lack(kind: type[np.unsignedinteger], tmp_path: Path) -> None:
-    """Whole, where there is no sum of it."""
+    """The weight stays whole if ranks can't sum the type."""
     b = Block()
     numbers = np.random.default_rng(0)
     positive = b.op("Mul", b.op("Abs", b.data("x", (5, 12))), number(b, 9))
@@ -331,7 +331,7 @@ def test_product_of_a_type_that_ranks_may_lack(kind: type[np.unsignedinteger], t
 
 @pytest.mark.parametrize("inner", [INNER, 2])
 def test_integer_product_with_a_scale_found_at_run_time(inner: int, tmp_path: Path) -> None:
-    """What ONNX Runtime's quantize_dynamic writes: the ranks find the scale of the whole together."""
+    """As ONNX Runtime's quantize_dynamic writes it: the ranks compute the scale of the whole value together."""
     b = Block()
     x = b.op("Softmax", b.data("x", (2, 5, 12), ["n", "t", 12]))
     generator = np.random.default_rng(0)
@@ -349,7 +349,7 @@ def test_integer_product_with_a_scale_found_at_run_time(inner: int, tmp_path: Pa
 
 
 def test_experts_as_batched_products(tmp_path: Path) -> None:
-    """Each expert is sliced; what says how much each counts is whole."""
+    """Each expert is sliced; the router's weights are whole."""
     b = Block()
     x = b.data("x", (2, 5, 12), ["n", "t", 12])
     chances = b.op("Softmax", b.op("MatMul", x, b.w("router", 12, 3)), axis=-1)
@@ -392,7 +392,7 @@ def test_weight_that_only_control_flow_reads_is_whole(tmp_path: Path) -> None:
 
 
 def test_unit_that_a_rank_lacks_is_a_copy_that_does_not_count(tmp_path: Path) -> None:
-    """An axis of two on four ranks: two of them run with a copy of another's unit, and add nothing to the sum."""
+    """An axis of two on four ranks: two ranks run with a copy of another's unit, and add nothing to the sum."""
     (plan,) = check_split(
         sandwich(through("Relu"), wide=2, narrow=2).build(), tmp_path, {"A", "B"}, [(1, 1, 1, 1)], sums=1
     )
@@ -401,5 +401,5 @@ def test_unit_that_a_rank_lacks_is_a_copy_that_does_not_count(tmp_path: Path) ->
 
 
 def test_columns_of_an_integer_product_to_floats_are_sliced(tmp_path: Path) -> None:
-    """By row: the matrix, and the scales and zero points of its columns."""
+    """In row mode: the matrix, and the scales and zero points of its columns."""
     check_rows(integer_products_to_floats(), tmp_path, "AB", rounds=2)

@@ -1,4 +1,4 @@
-"""What an entry says of its operator's meaning: what a model's inputs are for follows from it."""
+"""What an entry says of its operator's meaning, tested by the roles of a model's inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from splitc.compiler.frontend.roles import find_roles
 from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.operators import having, softmax
 
-# What the inputs of an operator are called where it is specified, in order.
+# The names of each operator's inputs in its specification, in order.
 INPUTS: dict[str, str] = {
     **{
         name: " ".join(parameter.name for parameter in onnx.defs.get_schema(name).inputs)
@@ -41,7 +41,7 @@ ROLES = {
 
 
 def roles_of(block: Block) -> dict[str, str]:
-    """What each input is for that has a role, by what the graph does with it."""
+    """The role of each input that has one."""
     model = block.model()
     reads = {node: tuple(value for value in node.inputs if value is not None) for node in model.graph}
     graph = Graph(Path("model.onnx"), model, reads, {}, ())

@@ -1,4 +1,4 @@
-"""Partial values go through what is linear in them, and are summed behind it."""
+"""Partial values pass through operators that are linear in them, and are summed afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Halves(Block):
         self.inner = self.op("Relu", self.op("MatMul", x, self.w("A", HIDDEN, INNER)))
 
     def partial(self, name: str) -> ir.Value:
-        """[n, t, hidden], a partial value."""
+        """A partial value, [n, t, hidden]."""
         return self.op("MatMul", self.inner, self.w(name, INNER, HIDDEN))
 
 
@@ -30,7 +30,7 @@ Middle = Callable[[Halves, ir.Value], ir.Value]
 
 
 def where(b: Halves, v: ir.Value) -> ir.Value:
-    """Of two partial values."""
+    """A Where of two partial values."""
     return b.op("Where", b.constant([[True], [False], [True], [True], [False]], np.bool_), v, b.partial("C"))
 
 
@@ -38,7 +38,7 @@ def scattered_elements(b: Halves, v: ir.Value) -> ir.Value:
     return b.op("ScatterND", v, b.constant([[0], [1]], np.int64), b.partial("C"))
 
 
-# Operators that are linear in a partial value, in all where they take several.
+# Operators that are linear in a partial value, or in all their partial inputs.
 LINEAR: dict[str, Middle] = {
     "Add": lambda b, v: b.op("Add", v, b.partial("C")),
     "Sub": lambda b, v: b.op("Sub", b.partial("C"), v),

@@ -1,4 +1,4 @@
-"""What an entry says of its operator's costs, sizes and splits, by what follows from it."""
+"""What an entry says of its operator's costs, sizes and splits, tested by its effects."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_each_operator_that_folds_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", FOLDED)
-def test_folds(name: str) -> None:
-    """To what ONNX Runtime computes of the same numbers."""
+def test_folded_sizes_are_those_of_onnx_runtime(name: str) -> None:
+    """The folded values are those that ONNX Runtime computes."""
     b = Block()
     inputs = [b.weight(f"x{place}", ir.tensor(np.asarray(content))) for place, content in enumerate(FOLDED[name])]
     made = b.ops(name, *inputs, outputs=2 if name == "Split" else 1, **ATTRIBUTES.get(name, {}))
@@ -114,7 +114,7 @@ def test_folds(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*having("expands"), "Add"])
 def test_what_expands_is_handed_over_and_other_sizes_are_computed_again(name: str) -> None:
-    """By the segments of a rank's graph."""
+    """In the segments of a rank's graph."""
     x = ir.Value(name="x", type=ir.TensorType(FLOAT), shape=ir.Shape(["n", 4]))
     constants = [
         ir.Value(name=key, type=ir.TensorType(INT), shape=ir.Shape([]), const_value=ir.tensor(1, name=key))
@@ -146,13 +146,13 @@ PASSED: dict[str, Middle] = {
     "Concat": lambda b, sizes: b.op("Concat", *(b.op("Gather", sizes, b.ints(place)) for place in range(3)), axis=0),
     "Slice": lambda b, sizes: b.op("Slice", sizes, b.ints(0), b.ints(3)),
 }
-# Those that are told sizes as inputs themselves, which corrects what they read.
+# Operators that are given sizes as inputs, for which the sizes that they read are corrected.
 TOLD_SIZES = {"Reshape", "Slice"}
 
 
 @pytest.mark.parametrize("name", having("passes_sizes"))
 def test_sizes_of_a_shard_are_passed_on(name: str, tmp_path: Path) -> None:
-    """From a Shape to a Reshape, and are not made those of the whole between them, which takes arithmetic."""
+    """From a Shape to a Reshape, without arithmetic that makes them sizes of the whole in between."""
 
     def middle(b: Block, v: ir.Value) -> ir.Value:
         return b.op("Reshape", b.op("Tanh", v), PASSED[name](b, b.op("Shape", v)))
@@ -185,7 +185,7 @@ PARTS: dict[str, Middle] = {
 
 @pytest.mark.parametrize("name", [*having("reads_part"), "ReduceSum"])
 def test_time_of_what_reads_a_part(name: str, tmp_path: Path) -> None:
-    """A longer table takes no longer, where it is not read whole."""
+    """The time does not depend on the table's length, unless the table is read whole."""
     seconds = []
     for rows in (20, 2000):
         b = Block()
@@ -198,7 +198,7 @@ def test_time_of_what_reads_a_part(name: str, tmp_path: Path) -> None:
 
 
 def test_time_by_the_roofline_model(tmp_path: Path) -> None:
-    """The longer of computing and moving bytes, and what it does not hide of the shorter one."""
+    """The longer of computing and moving bytes, plus the exposed part of the shorter."""
     b = Block()
     b.give(b.op("Neg", b.data("x", (4, HIDDEN))), dtype=FLOAT, shape=[4, HIDDEN])
     costs = costs_of(b, tmp_path)
@@ -233,7 +233,7 @@ def test_view_takes_no_kernel(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", having("dequantizes"))
 def test_weight_that_is_unpacked_is_kept_as_it_is(name: str, tmp_path: Path) -> None:
-    """It is computed from weights alone, and still in each run."""
+    """It is computed from weights alone, but in each run."""
     tiny = test_quantized.GRAPHS[name]
     save(tiny.build().model(), tmp_path / "model.onnx")
     graph = read_graph(tmp_path / "model.onnx")
@@ -246,12 +246,12 @@ def test_weight_that_is_unpacked_is_kept_as_it_is(name: str, tmp_path: Path) -> 
 # Splits
 
 
-# What else writes in place: tests/runtime/requests/test_sequence.py has it.
+# For operators other than attention see tests/runtime/requests/test_sequence.py.
 IN_PLACE = [name for name in having("writes_in_place") if name in having("is_attention")]
 
 
 @pytest.mark.parametrize("name", [*IN_PLACE, "com.microsoft.MultiHeadAttention"])
-def test_state_that_is_written_over(name: str, tmp_path: Path) -> None:
+def test_state_is_written_in_place(name: str, tmp_path: Path) -> None:
     b = Block()
     width, head = 4 * 16, 16
     query, key, value = (b.data(part, (1, 5, width), ["n", "t", width]) for part in ("query", "key", "value"))
@@ -287,8 +287,8 @@ def test_factor_of_an_input_goes_with_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", having("shapes"))
-def test_shapes(name: str, tmp_path: Path) -> None:
-    """As ONNX Runtime makes them. A size that depends on data has a symbol that no input has."""
+def test_shape_functions_agree_with_onnx_runtime(name: str, tmp_path: Path) -> None:
+    """They are those of ONNX Runtime. A size that depends on data has a symbol that no input has."""
     families = (test_indexing, test_linear, test_qlinear, test_quantized, test_tabular)
     graphs = {name: graph for family in families for name, graph in family.GRAPHS.items()}
     b = graphs[name].build()
@@ -314,7 +314,7 @@ def test_shapes(name: str, tmp_path: Path) -> None:
     "name", [name for name in having("shapes") if name in test_tabular.GRAPHS and "Imputer" not in name]
 )
 def test_type_is_known_where_the_shape_is_not(name: str) -> None:
-    """Nothing else infers it, and a node of unknown type can't be tried."""
+    """Nothing else infers the type, and a node of unknown type can't be tried."""
     model = test_tabular.GRAPHS[name].build().model()
     (node,) = nodes_of(model.graph, name)
     infer_shapes(model)

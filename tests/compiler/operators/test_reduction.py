@@ -316,12 +316,12 @@ FORMS: dict[str, Tiny] = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_operator(name: str, tmp_path: Path) -> None:
+def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_form(form: str, tmp_path: Path) -> None:
+def test_other_form_is_sharded(form: str, tmp_path: Path) -> None:
     FORMS[form].check(tmp_path)
 
 

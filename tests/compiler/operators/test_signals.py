@@ -49,7 +49,7 @@ GRAPHS: dict[str, Tiny] = {
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_operator(name: str, tmp_path: Path) -> None:
+def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
 
 

@@ -262,7 +262,7 @@ def test_engines_go_with_devices() -> None:
     assert choose_engine(None, parse_devices(["cpu0", "cuda0"])) == "onnxruntime"
 
 
-def test_commands(short_decoder: Path, tmp_path: Path) -> None:
+def test_commands_build_later(short_decoder: Path, tmp_path: Path) -> None:
     package = tmp_path / "package"
     common = ("-d", "2xcuda", "--engine", KIND, "--memory", "1GiB", "--shapes", "input_ids:1x4")
     later = splitc("compile", short_decoder, "-o", package, *common, "--split-mode", "layer", "--build", "later")

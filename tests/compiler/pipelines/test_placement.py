@@ -185,7 +185,9 @@ def test_uses_of_a_merged_decoder(tmp_path: Path) -> None:
         (["unet=cpu0", "cpu1"], {"memory": ["cpu7=1GiB"]}, "--memory names 'cpu7', and the devices are cpu0, cpu1"),
     ],
 )
-def test_mistakes(folder: Path, asked: list[str], request_: dict[str, object], message: str) -> None:
+def test_contradictory_placements_are_refused(
+    folder: Path, asked: list[str], request_: dict[str, object], message: str
+) -> None:
     with pytest.raises(MisuseError) as error:
         plan_pipeline(folder, asked, Request(**request_))  # type: ignore[arg-type]
     assert message in str(error.value)

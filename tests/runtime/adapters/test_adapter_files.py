@@ -67,7 +67,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(form: str, tmp_path: Path) -> None:
+def test_each_file_format_is_read(form: str, tmp_path: Path) -> None:
     adapter = read_adapter(FORMS[form](tmp_path))
     assert len(adapter.updates) == len(PAIRS)
     for (module, (a, b)), (name, update) in zip(sorted(PAIRS.items()), sorted(adapter.updates.items()), strict=True):
@@ -85,7 +85,7 @@ def test_forms(form: str, tmp_path: Path) -> None:
         ({"lora_alpha": 8, "alpha_pattern": {"1.attn.to_out.0": 1, "nothing": 3}}, (2, 0.25)),
     ],
 )
-def test_scales(config: dict[str, Any], scales: tuple[float, float], tmp_path: Path) -> None:
+def test_scales_follow_the_peft_config(config: dict[str, Any], scales: tuple[float, float], tmp_path: Path) -> None:
     updates = read_adapter(write_peft(tmp_path, PAIRS, **config)).updates.values()
     assert [update.scale for update in updates] == pytest.approx(scales)
 
@@ -209,7 +209,7 @@ def test_what_is_no_file_of_an_adapter(tmp_path: Path) -> None:
             read_adapter(tmp_path / path)
 
 
-def test_what_users_write() -> None:
+def test_adapter_options_are_parsed() -> None:
     texts = ["a.safetensors", "b:0.5", "c:-2", "d:.25", "C:\\x.safetensors", "e:1e-1", "f:x"]
     assert parse_adapters(texts) == (
         *(("a.safetensors", 1.0), ("b", 0.5), ("c", -2.0), ("d", 0.25)),

@@ -174,7 +174,7 @@ def test_slots_cost_no_collective(decoder: Path, slotted: Callable[[str], Path])
         assert all(file.adapted for rank in manifest.ranks for file in rank.engines)
 
 
-def test_what_is_refused(
+def test_wrong_adapters_are_refused_and_change_nothing(
     package: Path, slotted: Callable[[str], Path], files: Mapping[str, Path], tmp_path: Path
 ) -> None:
     with Session(package) as session, pytest.raises(MisuseError, match="has no slots for adapters"):
@@ -249,7 +249,7 @@ def test_random_damage_is_refused_or_harmless(
         np.testing.assert_array_equal(session.run(feeds, adapters="style")["logits"], expected["logits"])
 
 
-def test_commands(
+def test_commands_take_adapters(
     slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], tmp_path: Path
 ) -> None:
     save_feeds(tmp_path / "in.npz")
@@ -267,7 +267,7 @@ def test_commands(
 
 
 @pytest.mark.skipif(not MPIS, reason="there is no MPI")
-def test_under_mpi(
+def test_adapter_under_mpi(
     slotted: Callable[[str], Path], files: Mapping[str, Path], expected: Mapping[str, Any], tmp_path: Path
 ) -> None:
     save_feeds(tmp_path / "in.npz")

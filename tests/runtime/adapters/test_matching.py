@@ -45,7 +45,7 @@ UNET = layers(
         ("text_encoder_2.layers.0.q", layers("layers.0.q", "layers.2.q"), 0),
     ],
 )
-def test_names(module: str, known: Sequence[Layer], number: int) -> None:
+def test_module_matches_the_layer_of_its_name(module: str, known: Sequence[Layer], number: int) -> None:
     found = match(adapter(module), known)
     assert (list(found.updates), found.unmatched) == ([number], {})
 
@@ -73,7 +73,7 @@ def test_names_that_are_of_no_layer(module: str, known: Sequence[Layer], why: st
     assert any(part in found.unmatched[module] for part in why.split("|")), found.unmatched
 
 
-def test_sizes() -> None:
+def test_module_of_other_sizes_does_not_match() -> None:
     found = match(adapter("layers.0.q", outputs=8), layers("layers.0.q"))
     assert found.unmatched == {
         "layers.0.q": "it is for a layer of [4, 8] inputs and outputs, and layers.0.q has [4, 4]"

@@ -36,7 +36,7 @@ def ended(stream: Generator[int, None, str]) -> tuple[list[int], str]:
             return tokens, end.value
 
 
-def test_prompts(packages: Path) -> None:
+def test_first_and_last_tokens_come_from_the_config(packages: Path) -> None:
     """The decoder's first token and the end token are the config's. The caller may give another end token."""
     feeds = {"input_ids": [TEXT], "attention_mask": [[1] * len(TEXT)]}
     expected = made.plain_tokens(packages / "text-models", feeds, [0], 12)  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ def test_tokens_that_end_a_text_if_no_config_names_one(packages: Path, tmp_path:
         assert ended(pipeline.generate(TEXT, **others)) == (tokens[: tokens.index(tokens[5])], STOP)
 
 
-def test_sounds(packages: Path, tmp_path: Path) -> None:
+def test_long_sound_is_generated_in_windows(packages: Path, tmp_path: Path) -> None:
     """A sound of two windows gives two texts, and a warning."""
     sound = made.write_sound(tmp_path / "sound.wav", 1, seconds=0.3)
     with Pipeline(packages / "speech", threads=1) as pipeline:

@@ -46,7 +46,7 @@ def order(config: dict[str, Any], tokens: list[int], prompt: int = 1, most: int 
         ({"repetition_penalty": 4.0}, [0, 5], [1, 2, 3, 0, 4, 5]),
     ],
 )
-def test_rules(config: dict[str, Any], tokens: list[int], permitted: list[int]) -> None:
+def test_config_forbids_and_orders_tokens(config: dict[str, Any], tokens: list[int], permitted: list[int]) -> None:
     assert order(config, tokens) == permitted
 
 
@@ -78,7 +78,9 @@ def likely(tokens: list[int]) -> Any:
         ({"decoder_start_token_id": 10, "forced_decoder_ids": [[1, 16]]}, None, None, [10, 16]),
     ],
 )
-def test_prompts(config: dict[str, Any], language: str | None, task: str | None, prompt: list[int]) -> None:
+def test_decoder_prompt_follows_config_language_and_task(
+    config: dict[str, Any], language: str | None, task: str | None, prompt: list[int]
+) -> None:
     assert find_prompt(config, language, task, likely) == prompt
 
 

@@ -48,7 +48,7 @@ def test_it_is_described_alike(own: InferenceSession, whole: Any) -> None:
     assert own.get_modelmeta().graph_name == "decoder.onnx"
 
 
-def test_it_runs_alike(own: InferenceSession, whole: Any) -> None:
+def test_outputs_are_those_of_onnx_runtime(own: InferenceSession, whole: Any) -> None:
     feeds = decoder_feeds()
     names = [each.name for each in whole.get_outputs()]
     for asked in (None, [names[2], names[0]]):
@@ -113,7 +113,7 @@ def test_runs_that_end_later(own: InferenceSession) -> None:
     np.testing.assert_array_equal(outputs[0], own.run(["logits"], decoder_feeds())[0])
 
 
-def test_bindings(own: InferenceSession) -> None:
+def test_io_bindings_run_on_the_host(own: InferenceSession) -> None:
     feeds = decoder_feeds()
     (expected,) = own.run(["logits"], feeds)
     binding = own.io_binding()
@@ -142,7 +142,7 @@ def test_bindings(own: InferenceSession) -> None:
         own.run_with_iobinding(binding)
 
 
-def test_ort_values(own: InferenceSession) -> None:
+def test_run_with_ort_values(own: InferenceSession) -> None:
     feeds = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in decoder_feeds().items()}
     (logits,) = own.run_with_ort_values(["logits"], feeds)
     np.testing.assert_array_equal(logits.numpy(), own.run(["logits"], decoder_feeds())[0])
@@ -179,7 +179,7 @@ def test_types_that_numpy_lacks(tmp_path: Path) -> None:
     opened.session.close()
 
 
-def test_options(package: Path) -> None:
+def test_session_options_and_providers(package: Path) -> None:
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = 1
     opened = InferenceSession(str(package), settings, devices="3xcpu")

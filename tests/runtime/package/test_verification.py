@@ -157,6 +157,6 @@ def test_packages_with_the_hashes_of_before(decoder: Path, tmp_path: Path) -> No
         Session(package)
 
 
-def test_unknown_word(decoder: Path) -> None:
+def test_unknown_verify_is_refused(decoder: Path) -> None:
     with pytest.raises(MisuseError, match="verify is 'always', 'once', 'never', not 'twice'"):
         Session(compile_mode(decoder, "layer"), verify="twice")

@@ -135,7 +135,7 @@ def test_copies_of_the_process_have_sessions_of_their_own(package: Path) -> None
         assert os.waitstatus_to_exitcode(ended[1]) == 0
 
 
-def test_callbacks(open_session: Callable[[], Session]) -> None:
+def test_callbacks_may_submit_and_close_but_not_wait(open_session: Callable[[], Session]) -> None:
     """Callbacks may submit requests and close the session, and get an error if they wait for it."""
     results: list[Any] = []
 

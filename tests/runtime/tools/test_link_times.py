@@ -31,7 +31,7 @@ def test_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("link", [Link(1e-5, 1e-10), Link(3e-6, 0.0), Link(2e-4, 5e-9)])
-def test_line_is_found(link: Link) -> None:
+def test_latency_and_bandwidth_are_fitted(link: Link) -> None:
     found = fit([(size, link.seconds(size)) for size in (1024, 65536, 1 << 20, 1 << 24)])
     assert found.latency == pytest.approx(link.latency, rel=1e-6)
     assert found.per_byte == pytest.approx(link.per_byte, rel=1e-6, abs=1e-18)
@@ -57,7 +57,7 @@ def test_gpus_are_measured_as_they_replay(monkeypatch: pytest.MonkeyPatch) -> No
     found = machine.measured
     assert set(machine.speeds) == {"cuda0", "cuda1", "cpu"}
     assert all(each.flops and each.bytes for each in machine.speeds.values())
-    # By the clock of GPUs that are not there, each thing that a stream does takes a microsecond. A product is two, and
+    # By the clock of simulated GPUs, each thing that a stream does takes a microsecond. A product is two, and
     # one of them is its launch.
     speed = machine.speeds["cuda0"].bytes
     assert speed is not None and 2 * 64 * 64 / 2e-6 < speed <= 2 * 64 * 64 / 1e-6
