@@ -193,17 +193,13 @@ def _write_norm(norm: _GroupNorm, editor: Editor) -> None:
 
 
 def _is_wide_convolution(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
-    """Whether a node convolves images of half precision by weights of its own, with channels for tensor cores.
-
-    A few channels of results are padded.
-    """
+    """Whether a node convolves images of half precision by weights of its own, with channels for tensor cores."""
     if node.op_type != "Conv" or node.domain or node.attributes.get_int("group", 1) != 1:
         return False
     data, weight, *bias = node.inputs
     if data is None or weight is None or not is_own(weight, 4) or not _are_images(data, _tensor(weight), shapes):
         return False
-    results, channels = _tensor(weight).shape.numpy()[:2]
-    wide = channels % CHANNELS_AT_ONCE == 0 and (results < CHANNELS_AT_ONCE or results % CHANNELS_AT_ONCE == 0)
+    wide = all(size % CHANNELS_AT_ONCE == 0 for size in _tensor(weight).shape.numpy()[:2])
     has_weights = not bias or bias[0] is None or _weight(bias[0]) is not None
     return wide and has_weights and node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
 
@@ -212,7 +208,7 @@ def _write_convolution(node: ir.Node, editor: Editor) -> None:
     """Write a convolution with its bias as an addition: with channels last, it takes half the time of cuDNN's."""
     data, weight, *bias = node.inputs
     assert weight is not None
-    stored, results = _tensor(weight), _tensor(weight).shape.numpy()[0]
+    stored, name = _tensor(weight), unused_name(f"{weight.name}/last", editor.graph.initializers)
     attributes: dict[str, Any] = {
         "dilations": node.attributes.get_ints("dilations", (1, 1)),
         "group": 1,
@@ -221,23 +217,11 @@ def _write_convolution(node: ir.Node, editor: Editor) -> None:
         "strides": node.attributes.get_ints("strides", (1, 1)),
     }
     last = editor.before(node, "Transpose", data, perm=CHANNELS_LAST)
-    made = editor.before(node, "NhwcConv", last, _channels_last(weight, editor), domain=FUNCTIONS, **attributes)
-    if results < CHANNELS_AT_ONCE:
-        bounds = [editor.constant(np.array([number], np.int64)) for number in (0, results, 3)]
-        made = editor.before(node, "Slice", made, *bounds)
+    moved = editor.add((name, b""), TransposedTensor(stored, CHANNELS_LAST, name))
+    made = editor.before(node, "NhwcConv", last, moved, domain=FUNCTIONS, **attributes)
     if bias and bias[0] is not None:
         made = editor.before(node, "Add", made, bias[0])
     take_place(editor.before(node, "Transpose", made, perm=CHANNELS_FIRST), node.outputs[0])
-
-
-def _channels_last(weight: ir.Value, editor: Editor) -> ir.Value:
-    """A convolution's weight with its channels last, and with weights of 0 for further results if it has few."""
-    stored, name = _tensor(weight), unused_name(f"{weight.name}/last", editor.graph.initializers)
-    missing = CHANNELS_AT_ONCE - stored.shape.numpy()[0]
-    moved: ir.TensorProtocol = TransposedTensor(stored, CHANNELS_LAST, name)
-    if missing > 0:
-        moved = ir.Tensor(np.pad(moved.numpy(), [(0, missing), (0, 0), (0, 0), (0, 0)]), name=name)
-    return editor.add((name, b""), moved)
 
 
 def _tensor(weight: ir.Value) -> ir.TensorProtocol:

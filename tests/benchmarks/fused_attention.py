@@ -312,9 +312,11 @@ def opened(path: Path, inputs: dict[str, np.ndarray], device: str) -> Callable[[
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = 1
     settings.log_severity_level = 3
-    provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}[device]
+    # As in engines (runtime/engines/onnxruntime_gpu.py).
+    cuda = ("CUDAExecutionProvider", {"cudnn_conv_algo_search": "HEURISTIC"})
+    provider: tuple[str, dict[str, str]] = {"cpu": ("CPUExecutionProvider", {}), "cuda": cuda}[device]
     session = open_onnx(path, settings, [provider], on_gpu=device == "cuda")
-    assert session.get_providers()[0] == provider
+    assert session.get_providers()[0] == provider[0]
     binding = session.io_binding()
     kept = [ort.OrtValue.ortvalue_from_numpy(array, device, 0) for array in inputs.values()]
     for name, value in zip(inputs, kept, strict=True):

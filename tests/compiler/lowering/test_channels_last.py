@@ -76,7 +76,7 @@ def called(nodes: list[ir.Node]) -> list[str]:
     return [node.op_type for node in nodes if node.domain == FUNCTIONS]
 
 
-@pytest.mark.parametrize("convolution", [CONV, NO_BIAS, FEW], ids=["bias", "no bias", "few results"])
+@pytest.mark.parametrize("convolution", [CONV, NO_BIAS], ids=["bias", "no bias"])
 @pytest.mark.parametrize("activation", [SILU, BARE], ids=["SiLU", "no activation"])
 @pytest.mark.parametrize(
     "norm", [BY_SIZES, STATED, UNSQUEEZED, OPERATOR], ids=["by sizes", "by a shape", "unsqueezed", "operator"]
@@ -114,6 +114,8 @@ def test_a_norm_that_is_read_before_its_gate_keeps_the_gate(tmp_path: Path) -> N
     assert made.attributes.get_int("activation") == 0
 
 
-def test_convolutions_by_groups_of_channels_stay(tmp_path: Path) -> None:
-    convolution = "y = Conv <group = 2> (active, by_group)"
+@pytest.mark.parametrize(
+    "convolution", ["y = Conv <group = 2> (active, by_group)", FEW], ids=["groups of channels", "few results"]
+)
+def test_other_convolutions_stay(tmp_path: Path, convolution: str) -> None:
     assert called(engine(f"{BY_SIZES} {SILU} {convolution}", tmp_path)) == ["GroupNorm"]
