@@ -1,7 +1,7 @@
 """Removes Reshapes of Reshapes, which fusion leaves where an operator takes three axes and the exporter wrote four.
 
-So also nodes without effect: a Slice of the whole, an Expand to the same sizes. Each node takes some microseconds of
-the host's time. Masks that differ only in such nodes become one.
+So also nodes without effect: a Slice of the whole, an Expand to the same sizes, a Concat of all slices of a value. Each
+node takes some microseconds of the host's time. Masks that differ only in such nodes become one.
 """
 
 from __future__ import annotations
@@ -60,6 +60,46 @@ def join_views(editor: Editor, sizes: Sizes) -> None:
                 node.replace_input_with(0, source)
                 node.replace_input_with(1, editor.constant(np.array(numbers, np.int64)))
                 break
+    _join_parts(editor, sizes)
+
+
+def _join_parts(editor: Editor, sizes: Sizes) -> None:
+    """Let readers of a Concat read the value whose parts it joins again, as between two blocks of two streams."""
+    for node in list(editor.graph):
+        joined = node.outputs[0]
+        source = _source_of_parts(node, sizes) if node.op_type == "Concat" and not node.domain else None
+        if source is not None and not joined.is_graph_output():
+            joined.replace_all_uses_with(source)
+
+
+def _source_of_parts(concat: ir.Node, sizes: Sizes) -> ir.Value | None:
+    """The value that a Concat's inputs are all parts of, in order; None if there is none."""
+    makers = [None if value is None else value.producer() for value in concat.inputs]
+    source = None if makers[0] is None or not makers[0].inputs else makers[0].inputs[0]
+    axes = None if source is None else sizes.axes(source)
+    if source is None or axes is None:
+        return None
+    at = concat.attributes.get_int("axis", 0) % len(axes)
+    parts = [
+        part for maker in makers if maker is not None and (part := _part(maker, source, at, len(axes))) is not None
+    ]
+    if len(parts) != len(makers):
+        return None
+    ends = [0, *(end for _, end in parts)]
+    follow = all(start == end for (start, _), end in zip(parts, ends, strict=False))
+    return source if follow and (ends[-1] >= ANY_END or ends[-1] == axes[at].fixed) else None
+
+
+def _part(node: ir.Node, source: ir.Value, axis: int, rank: int) -> tuple[int, int] | None:
+    """The constant bounds, from the front, of a Slice of this value along this axis alone; None for other nodes."""
+    if node.op_type != "Slice" or node.domain or node.inputs[0] is not source or len(node.inputs) < 4:
+        return None
+    _, starts, ends, along, steps = (*node.inputs, None)[:5]
+    bounds = [_numbers(value) for value in (starts, ends, along)]
+    if any(numbers is None or len(numbers) != 1 for numbers in bounds) or _numbers(steps) not in (None, [1]):
+        return None
+    (start,), (end,), (place,) = (numbers or [] for numbers in bounds)
+    return (start, end) if place % rank == axis and 0 <= start <= end else None
 
 
 def _are_same(axes: Sequence[Axis] | None, others: Sequence[Axis] | None) -> bool:

@@ -13,6 +13,7 @@ from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
 from splitc.compiler.lowering.channels_last import use_channels_last
 from splitc.compiler.lowering.gated_gelus import fuse_gated_gelus
 from splitc.compiler.lowering.skip_norms import fuse_skips
+from splitc.compiler.lowering.summed_products import sum_products
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
 
@@ -22,6 +23,7 @@ def fuse_for_gpus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
 
     `shapes` are those of the model's values. Nodes that have no reader afterwards stay.
     """
+    sum_products(graph, shapes)
     fuse_skips(graph)
     fuse_gated_gelus(graph, shapes)
     fuse_bias_gelus(graph)

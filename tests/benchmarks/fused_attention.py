@@ -107,6 +107,11 @@ WRITTEN_IMAGE = """
     gate{n} = Sigmoid (shifted{n})  open{n} = Mul (shifted{n}, gate{n})
     y{n} = Conv <pads = [1, 1, 1, 1]> (open{n}, weight{n}, bias)  x{next} = Add (x{n}, y{n})
 """
+# Products of joined columns in half precision: the number of rows, the sizes of the parts, and of the result.
+JOINED = [(4608, (3072, 12288), 3072)]
+WRITTEN_JOINED = """
+    both{n} = Concat <axis = -1> (x{n}, z)  x{next} = MatMul (both{n}, down{n})
+"""
 # Norms of a sum that is read again, in half precision: the operator, the number of rows, and the size of each.
 ADDED = [
     (operator, rows, width)
@@ -178,6 +183,9 @@ def cases(device: str) -> Iterator[tuple[str, onnx.ModelProto, dict[str, np.ndar
     for count, channels, side in IMAGES if device == "cuda" else []:
         name = f"group norm and convolution, {count} x {channels} x {side} x {side}"
         yield name, write_images(channels), half_feeds(x0=(count, channels, side, side))
+    for rows, widths, columns in JOINED if device == "cuda" else []:
+        name = f"product of {widths[0]} and {widths[1]} columns, {rows} rows"
+        yield name, write_joined(widths, columns), half_feeds(x0=(1, rows, widths[0]), z=(1, rows, widths[1]))
     for operator, rows, width in ADDED if device == "cuda" else []:
         name = f"{operator} of a sum, {rows} x {width}"
         yield name, write_added(operator, width), half_feeds(x0=(rows, width), z=(rows, width))
@@ -237,6 +245,19 @@ def write_images(channels: int, count: int = 8) -> onnx.ModelProto:
     }
     for name, array in weights.items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float16), name))
+    return model
+
+
+def write_joined(widths: tuple[int, int], columns: int, count: int = 8) -> onnx.ModelProto:
+    """Products of joined columns one after the other, in half precision."""
+    body = "".join(WRITTEN_JOINED.format(n=number, next=number + 1) for number in range(count))
+    head = f"g (float16[1, rows, {widths[0]}] x0, float16[1, rows, {widths[1]}] z) => (float16[1, rows, {columns}] y)"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : 20]> {head} {{ {body} y = Identity (x{count}) }}'
+    )
+    weight = np.random.default_rng(0).standard_normal((sum(widths), columns)) / sum(widths) ** 0.5
+    for number in range(count):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(weight.astype(np.float16), f"down{number}"))
     return model
 
 

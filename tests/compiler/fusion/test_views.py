@@ -126,3 +126,31 @@ def test_what_keeps_its_input_for_all_sizes_is_dropped(node: str, stays: bool) -
 def test_names_that_inference_made_up_do_not_tell_axes_apart(one: str, other: str, apart: bool) -> None:
     axes = [Axis((2, 2), ir.SymbolicDim(name)) for name in (one, other)]
     assert axes[0].is_apart(axes[1]) == axes[1].is_apart(axes[0]) == apart
+
+
+@pytest.mark.parametrize(
+    ("slices", "dropped"),
+    [
+        ("a = Slice (x, zero, two, one)  b = Slice (x, two, end, one)  c = Concat <axis = 1> (a, b)", True),
+        ("a = Slice (x, zero, two, last)  b = Slice (x, two, eight, last)  c = Concat <axis = -1> (a, b)", True),
+        ("a = Slice (x, zero, two, one)  b = Slice (x, two, end, one)  c = Concat <axis = 1> (b, a)", False),
+        ("a = Slice (x, zero, two, one)  b = Slice (x, two, eight, one)  c = Concat <axis = 1> (a, b)", False),
+        ("a = Slice (x, zero, two, one)  b = Slice (x, one, end, one)  c = Concat <axis = 1> (a, b)", False),
+        ("a = Slice (x, zero, two, one)  b = Slice (x, two, end, one, two)  c = Concat <axis = 1> (a, b)", False),
+        ("n = Neg (x) a = Slice (x, zero, two, one)  b = Slice (n, two, end, one) c = Concat <axis = 1> (a, b)", False),
+    ],
+    ids=["to any end", "to the known end", "turned", "a part", "overlap", "every second", "of two values"],
+)
+def test_parts_that_are_joined_again_are_the_value(slices: str, dropped: bool) -> None:
+    lists = {"zero": [0], "one": [1], "two": [2], "last": [-1], "eight": [8], "end": [(1 << 63) - 1]}
+    constants = "  ".join(f"{name} = Constant <value_ints = {numbers}> ()" for name, numbers in lists.items())
+    text = '<ir_version: 8, opset_import: ["" : 18]> g (float[b, s, 8] x) => (float[b, t, u] y)'
+    model = ir.from_proto(onnx.parser.parse_model(f"{text} {{ {constants} {slices}  y = Neg (c) }}"))
+    infer_shapes(model)
+    for node in [node for node in model.graph if node.op_type == "Constant"]:
+        numbers = np.array(node.attributes["value_ints"].as_ints(), np.int64)
+        node.outputs[0].const_value = ir.tensor(numbers, name=node.outputs[0].name)
+    shapes: dict[str, dict[str, Shape]] = {name: {"x": own, "n": own} for name, own in SIZES.items()}
+    join_views(Editor(model.graph), Sizes(shapes["planned"], shapes["probe"], True))
+    remove_unused(model.graph)
+    assert ("Concat" not in [node.op_type for node in model.graph]) == dropped
