@@ -38,9 +38,9 @@ def einsum() -> Block:
     return b
 
 
-def gemm() -> Block:
+def gemm(opset: int = 17) -> Block:
     """In all its forms."""
-    b = Block()
+    b = Block(opset)
     x = b.op("Softmax", b.data("x", (5, 12), ["t", 12]))
     inner = b.op("Gemm", x, b.w("A", INNER, 12), b.w("a", INNER), transB=1, alpha=0.5, beta=2.0)
     turned = b.op("Transpose", b.op("Relu", inner), perm=[1, 0])
@@ -239,6 +239,11 @@ GRAPHS: dict[str, Tiny] = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_operator(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
+
+
+def test_bias_that_may_not_be_left_out(tmp_path: Path) -> None:
+    """Before opset 11. Ranks that do not add it add zero."""
+    check_split(gemm(10), tmp_path, {"A", "a", "B"}, SHARES, {"b"}, sums=1)
 
 
 @pytest.mark.parametrize("has_operators", [True, False])
