@@ -101,9 +101,11 @@ def test_rank_that_needs_more_than_its_budget_is_named(decoder: Path) -> None:
 
 def test_model_of_which_nothing_can_be_split_is_refused(tmp_path: Path) -> None:
     b = Block()
-    b.give(b.op("LayerNormalization", b.data("x", (2, 12), ["n", 12]), b.w("A", 12)), shape=["n", 12])
+    x = b.op("LayerNormalization", b.op("Identity", b.data("x", (2, 12), ["n", 12])), b.w("A", 12))
+    b.give(b.op("Gather", x, b.ints(3), axis=1), shape=["n", 1])
     save(b.model(), tmp_path / "model.onnx")
-    with pytest.raises(ModelError, match=r"can split nothing of this model(.|\n)*A: .*Normal.* needs 12 whole"):
+    why = r"can split nothing .*The largest ones:\n  A: .*Normal.* needs 12 whole\n  [^ ]*: it is a single number"
+    with pytest.raises(ModelError, match=why):
         plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR)
 
 
@@ -116,6 +118,28 @@ def test_little_split_is_said(tmp_path: Path) -> None:
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR)
     assert any("17% of the blocks' weights could be split" in warning for warning in plan.warnings)
+
+
+def test_weights_that_control_flow_reads_are_whole(tmp_path: Path) -> None:
+    """They count as weights of blocks, and their reason names the node."""
+    text = """
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[n,40] x, bool c) => (float[n,40] y) {
+            a = Softmax (x)
+            u = MatMul (a, A)
+            r = Relu (u)
+            b = MatMul (r, B)
+            s = Softmax (b)
+            y = If (c) <
+                then_branch = t () => (float[n,40] p) { p = MatMul (s, W) },
+                else_branch = e () => (float[n,40] q) { q = Neg (s) }>
+        }"""
+    sizes = {"A": (40, 160), "B": (160, 40), "W": (40, 40)}
+    weights = [ir.tensor(Block().random(name, *shape), name=name) for name, shape in sizes.items()]
+    ir.save(ir.from_onnx_text(text, weights), tmp_path / "model.onnx")
+    fates = {weight.name: weight for weight in plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR).weights}
+    assert fates["A"].split and fates["B"].split and not fates["W"].split
+    assert fates["W"].in_block and "(If)" in str(fates["W"].reason) and "control flow" in str(fates["W"].reason)
 
 
 def test_a_wrong_rule_costs_memory_and_no_result(
