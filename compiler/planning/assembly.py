@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, adapter_bytes
-from splitc.compiler.planning.passed_types import check_types
+from splitc.compiler.frontend.passed_types import check_passed
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Budget, is_limited
@@ -66,7 +66,8 @@ def assemble(
 
     Raises ModelError for a value that can't be passed on.
     """
-    check_types(analysis.graph, cuts)
+    for cut in cuts:
+        check_passed("value that crosses a cut", cut.values)
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
     ranks = [
         replace(r, limited=is_limited(r.device, request.memory)) for r in _with_sessions(ranks, cuts, engine, split)
