@@ -207,7 +207,7 @@ def _check_split(weights: Sequence[WeightFate]) -> None:
         reasons = dict.fromkeys(f"  {weight.name}: {weight.reason}" for weight in largest if weight.reason)
         listed = "\n".join(list(reasons)[:5])
         raise CannotSplitError(
-            f"tensor mode can split nothing of this model ({format_bytes(total)} of weights). The largest ones:\n"
+            f"tensor mode can split nothing of this model ({format_bytes(total)} of weights): the largest are\n"
             f"{listed}\nUse --split-mode layer."
         )
 

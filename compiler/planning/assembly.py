@@ -178,6 +178,15 @@ def slotted_bytes(device: Device, engine: str, more: int, nodes: int) -> int:
     return (more or 2) * find_profile(device.kind).engine_bytes
 
 
+DOES_NOT_RUN = "the model does not run with the planned sizes and made-up numbers"
+
+
+def why_not_run(analysis: Analysis) -> str | None:
+    """Why the model does not run with the planned sizes; None if it does."""
+    problem = analysis.fitted.problem
+    return None if problem is None else problem.splitlines()[0]
+
+
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
     """Reasons why the plan's numbers may be wrong."""
     warnings = []
@@ -190,11 +199,10 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
             f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): predicted memory and time are "
             "too low"
         )
-    if analysis.fitted.problem is not None:
+    if (why := why_not_run(analysis)) is not None:
         warnings.append(
-            "the model does not run with the planned sizes and made-up numbers. If it takes other sizes, predicted "
-            "memory and time are wrong: give them (--shapes). If it takes other numbers, compile with these (--fill). "
-            f"{analysis.fitted.problem.splitlines()[0]}"
+            f"{DOES_NOT_RUN}. If it takes other sizes, predicted memory and time are wrong: give them (--shapes). "
+            f"If it takes other numbers, compile with these (--fill). {why}"
         )
     for merged in analysis.merged:
         if left_out := merged.matches.unmatched:

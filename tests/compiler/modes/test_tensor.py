@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
-from splitc.compiler.errors import ModelError
+from splitc.compiler.errors import CannotSplitError, ModelError
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.operators import registry
@@ -104,7 +104,7 @@ def test_model_of_which_nothing_can_be_split_is_refused(tmp_path: Path) -> None:
     x = b.op("LayerNormalization", b.op("Identity", b.data("x", (2, 12), ["n", 12])), b.w("A", 12))
     b.give(b.op("Gather", x, b.ints(3), axis=1), shape=["n", 1])
     save(b.model(), tmp_path / "model.onnx")
-    why = r"can split nothing .*The largest ones:\n  A: .*Normal.* needs 12 whole\n  [^ ]*: it is a single number"
+    why = r"can split nothing .*the largest are\n  A: .*Normal.* needs 12 whole\n  [^ ]*: it is a single number"
     with pytest.raises(ModelError, match=why):
         plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR)
 
@@ -233,3 +233,18 @@ def test_measured_memory_of_ranks(two_ranks: tuple[Plan, Path]) -> None:
     found = measure_memory(two_ranks[1], 1, decoder_feeds())
     assert [rank.device for rank in found] == ["cpu0", "cpu1"]
     assert all(np.isfinite(rank.peak) and rank.peak > 0 for rank in found)
+
+
+@pytest.mark.parametrize("mode", ["tensor", "batch"])
+def test_input_without_a_shape_is_named_where_nothing_can_be_split(tmp_path: Path, mode: str) -> None:
+    """No axis is known then. With --shapes it is split."""
+    b = Block()
+    b.give(b.op("MatMul", b.op("Relu", b.op("MatMul", b.data("x", (2, 12)), b.w("A", 12, 48))), b.w("B", 48, 12)))
+    model = b.model()
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.shape = None
+    ir.save(model, tmp_path / "model.onnx")
+    with pytest.raises(CannotSplitError, match=r"the model does not run with the planned sizes.*\(--shapes\).*MatMul"):
+        plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode=mode))
+    given = Request(split_mode="tensor", shapes={"x": (2, 12)})
+    assert plan_model(tmp_path / "model.onnx", ["2xcpu"], given).weights[0].split
