@@ -22,6 +22,7 @@ from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.rematerialization import find_known_shapes, find_rematerializable, find_upstream
 from splitc.compiler.execution.liveness import crossing_values, total_bytes
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.passed_types import why_not_passed
 from splitc.compiler.frontend.slots import is_inside_slot, is_slot_sum
 
 # These shares and factors are choices: with them, blocks are those that people would draw. Their influence was measured
@@ -177,17 +178,25 @@ def _find_gaps(
         marks = list(range(len(main_path)))
     crossing = crossing_values(main_path, graph.reads.__getitem__)
     live = [sum(_size(costs, value) for value in values) for values in crossing]
-    gaps = []
+    # A value that crosses a cut is declared in the rank graphs, so its type must be known.
+    known = [
+        index
+        for index, (node, values) in enumerate(zip(main_path, crossing, strict=True))
+        if all(value.dtype for value in values) and not _splits_slot(node, values)
+    ]
+    stuck = {value for node in main_path for value in node.outputs if value.dtype and why_not_passed(value) is not None}
+    passed = [index for index in known if stuck.isdisjoint(crossing[index])]
+    # If all that may be cut can't be passed on, the plan says why.
+    return _gaps_between(marks, passed, live) or _gaps_between(marks, known, live)
+
+
+def _gaps_between(marks: Sequence[int], possible: Collection[int], live: Sequence[int]) -> list[Gap]:
+    """The narrowest of the `possible` places between each two consecutive marks, by the bytes that are `live` there."""
+    gaps, possible = [], frozenset(possible)
     for before, after in itertools.pairwise(marks):
-        # A value that crosses a cut is declared in the rank graphs, so its type must be known.
-        typed = [
-            index
-            for index in range(before + 1, after + 1)
-            if all(value.dtype for value in crossing[index]) and not _splits_slot(main_path[index], crossing[index])
-        ]
-        if typed:
-            width = min(live[index] for index in typed)
-            level = [index for index in typed if live[index] == width]
+        if places := [index for index in range(before + 1, after + 1) if index in possible]:
+            width = min(live[index] for index in places)
+            level = [index for index in places if live[index] == width]
             gaps.append(Gap(level[0], level[-1], width))
     return gaps
 

@@ -130,7 +130,8 @@ class Costs:
         lookups: dict[ir.Value, list[int]] = {}
         for node in running:
             for indices, table in operator_of(node).lookups:
-                if (value := node.inputs[table]) is not None and value.is_initializer():
+                value = node.inputs[table]
+                if value is not None and value.is_initializer() and value.dtype != ir.DataType.STRING:
                     lookups.setdefault(value, []).append(math.prod(shape_of(node.inputs[indices], self.shapes)))
         return {
             value: max(0, self._constant_bytes(value) - sum(rows) * MAPPED_AROUND)

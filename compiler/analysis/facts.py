@@ -18,6 +18,7 @@ from splitc.compiler.frontend.loading import read_model
 from splitc.compiler.frontend.merged_weights import Merged, merge
 from splitc.compiler.frontend.numbered_sizes import name_numbered_sizes
 from splitc.compiler.frontend.optional import defaults_hidden
+from splitc.compiler.frontend.passed_types import check_ends
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
 from splitc.compiler.frontend.slots import Grafted, find_slots, graft_slots, planned_rank
@@ -113,6 +114,7 @@ def analyze(
         with defaults_hidden(graph.graph):
             infer_shapes(graph.model)
         check_accepted(graph, proto)
+        check_ends(graph)
         settle_state_sizes(graph)
         done(1)
         analysis = _analyze(graph, asked, states, wanted_blocks, gains, done)

@@ -159,8 +159,8 @@ def _cast_tables(costs: Costs, nodes: Iterable[ir.Node], held: Held) -> frozense
 
 def have_few_bits(weights: Iterable[ir.Value]) -> bool:
     """Whether some of these weights have fewer than 32 bits: small integers, or half precision."""
-    types = (weight.dtype for weight in weights if weight.dtype is not None)
-    return any(dtype != ir.DataType.BOOL and dtype.bitwidth < 32 for dtype in types)
+    types = {weight.dtype for weight in weights} - {None, ir.DataType.BOOL, ir.DataType.STRING}
+    return any(dtype is not None and dtype.bitwidth < 32 for dtype in types)
 
 
 def with_adapters(memory: StageMemory, costs: Costs, weights: Mapping[ir.Value, int]) -> StageMemory:

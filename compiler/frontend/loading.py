@@ -59,7 +59,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
     if (reason := too_large(path)) is not None:
         raise ModelError(f"can't read {path}: {reason}")
     try:
-        proto = onnx.load(path, load_external_data=False)
+        proto = onnx.load(path, "protobuf", load_external_data=False)  # whatever the file is called
     except (google.protobuf.message.DecodeError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{path} is not an ONNX model ({error})") from error
     if lacking := [n for n, there in (("outputs", proto.graph.output), ("opset", proto.opset_import)) if not there]:

@@ -163,9 +163,9 @@ def first_stretched(
         for value, other in zip(node.inputs, reversed(node.inputs), strict=True):
             if value is None or other is None or not other.is_initializer():
                 continue
-            sizes = zip(
-                reversed(declared.get(value.name or "", ())), reversed(shape_of(value, bound.shapes)), strict=False
-            )
+            shape, unknown = shape_of(value, bound.shapes), bound.unknown.get(value.name or "", ())
+            numbers = [None if axis in unknown else size for axis, size in enumerate(shape)]
+            sizes = zip(reversed(declared.get(value.name or "", ())), reversed(numbers), strict=False)
             for (size, number), rows in zip(sizes, reversed(shape_of(other)), strict=False):
                 if isinstance(size, ir.SymbolicDim) and number == 1 < rows:
                     return node, f"'{other.name}' has {rows} rows, and the value that it is added to has 1"

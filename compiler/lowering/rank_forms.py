@@ -19,6 +19,8 @@ from splitc.compiler.sharding.shards import Shards
 
 # The number types that both ONNX Runtime's Where and the ranks' sums support.
 _CHOSEN = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", "INT32", "INT64"))
+# The first opset in which a Gemm may have no bias.
+GEMM_WITHOUT_BIAS = 11
 # The operator of a reduction over the ranks, as TensorRT defines it.
 COLLECTIVE = "DistCollective"
 
@@ -241,11 +243,14 @@ def zero_added(editor: Editor, node: ir.Node, number: int) -> None:
 def drop_added(editor: Editor, node: ir.Node, added: frozenset[int], contracts: bool) -> ir.Value:
     """Drop the inputs `added` of an addition, or of a product with a bias: another rank adds them to the sum.
 
-    `contracts` says that the node itself sums over a sharded axis. Returns the value that replaces its result.
+    An input that the opset requires becomes zero. `contracts` says that the node itself sums over a sharded axis.
+    Returns the value that replaces its result.
     """
     operator = operator_of(node)
     if contracts:
-        inputs = [None if number in added else value for number, value in enumerate(node.inputs)]
+        is_needed = node.op_type == "Gemm" and editor.graph.opset_imports.get("", 17) < GEMM_WITHOUT_BIAS
+        none = editor.scalar(0, node.outputs[0]) if is_needed else None
+        inputs = [none if number in added else value for number, value in enumerate(node.inputs)]
         while inputs and inputs[-1] is None:
             inputs.pop()
         gone = {operator.scaling_attributes.get(number) for number in added}

@@ -24,6 +24,8 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
 
 Array = npt.NDArray[Any]
+# The first opset with the operator Where.
+WHERE = 9
 
 
 @dataclass(frozen=True)
@@ -186,17 +188,24 @@ class SizeRewriter:
         result = value
         if any((correction.times, correction.over) != (1, 1) for correction in corrections):
             times, over = ([getattr(c, of) for c in corrections] for of in ("times", "over"))
-            scaled = self._emit(node, "Mul", [value, vector(times)])
-            result = self._emit(node, "Div", [scaled, vector(over)])
-            rest = self._emit(node, "Mod", [value, vector(over)])
-            divides = self._emit(node, "Equal", [rest, vector([0] * len(over))])
-            result = self._emit(node, "Where", [divides, result, value])
+            units = self._emit(node, "Div", [value, vector(over)])
+            # Not by Mod, which opset 10 brought.
+            divides = self._emit(node, "Equal", [self._emit(node, "Mul", [units, vector(over)]), value])
+            result = self._emit(node, "Mul", [units, vector(times)])
+            result = self._choose(node, divides, result, value)
         replaced = [correction.size is not None for correction in corrections]
         if any(replaced):
             mask = self.editor.constant(np.array(replaced[0] if scalar else replaced))
             sizes = vector([correction.size or 0 for correction in corrections])
-            result = self._emit(node, "Where", [mask, sizes, result])
+            result = self._choose(node, mask, sizes, result)
         return result
+
+    def _choose(self, node: ir.Node, mask: ir.Value, one: ir.Value, other: ir.Value) -> ir.Value:
+        """The entries of `one` where the mask holds, else those of `other`. Where is there from opset 9 on."""
+        if self.editor.graph.opset_imports.get("", 17) >= WHERE:
+            return self._emit(node, "Where", [mask, one, other])
+        flags = self.editor.before(node, "Cast", mask, dtype=other.dtype, to=other.dtype or ir.DataType.INT64)
+        return self._emit(node, "Add", [self._emit(node, "Mul", [flags, self._emit(node, "Sub", [one, other])]), other])
 
     def _emit(self, before: ir.Node, kind: str, inputs: Sequence[ir.Value], **attributes: Any) -> ir.Value:
         result = self.editor.before(before, kind, *inputs, **attributes)

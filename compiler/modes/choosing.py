@@ -15,6 +15,7 @@ from splitc.compiler.modes.auto import plan_auto, predict_asked
 from splitc.compiler.modes.replicas import check_groups, plan_in_groups
 from splitc.compiler.modes.rows import NoRowsError
 from splitc.compiler.modes.table import AUTO, FALLBACKS, MODES, find_mode
+from splitc.compiler.planning.assembly import DOES_NOT_RUN, why_not_run
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import BlockTimer, Resources, check_shares, find_budgets
 from splitc.compiler.request.request import DISK, HOST, OBJECTIVES, Request
@@ -90,7 +91,12 @@ def _plan_in_mode(model: Path, resources: Resources, request: Request) -> Plan:
     analysis = analyze_for(model, resources.devices, request, mode.stages(request, count // groups))
     if count > groups:
         check_divisible(analysis)
-    plan = plan_in_groups(mode, analysis, resources, request)
+    try:
+        plan = plan_in_groups(mode, analysis, resources, request)
+    except CannotSplitError as error:
+        if (why := why_not_run(analysis)) is None:
+            raise
+        raise type(error)(f"{error}\nBesides, {DOES_NOT_RUN}: give those that it takes (--shapes). {why}") from error
     return replace(plan, prediction=predict_asked(plan, resources, request))
 
 

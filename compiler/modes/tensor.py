@@ -203,11 +203,12 @@ def _check_split(weights: Sequence[WeightFate]) -> None:
         if not weights:
             raise CannotSplitError("tensor mode can split nothing of this model: it has no weights")
         total = sum(weight.bytes for weight in weights)
-        reasons = dict.fromkeys(f"  {weight.name}: {weight.reason}" for weight in weights if weight.reason)
+        largest = sorted(weights, key=lambda weight: -weight.bytes)
+        reasons = dict.fromkeys(f"  {weight.name}: {weight.reason}" for weight in largest if weight.reason)
         listed = "\n".join(list(reasons)[:5])
         raise CannotSplitError(
-            f"tensor mode can split nothing of this model ({format_bytes(total)} of weights):\n{listed}\n"
-            "Use --split-mode layer."
+            f"tensor mode can split nothing of this model ({format_bytes(total)} of weights): the largest are\n"
+            f"{listed}\nUse --split-mode layer."
         )
 
 

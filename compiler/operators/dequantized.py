@@ -12,12 +12,21 @@ from splitc.compiler.remembered import remembered
 def is_fused(node: ir.Node) -> bool:
     """Whether ONNX Runtime fuses this dequantization with a product, whose other input it then quantizes.
 
-    It does if the product is the only reader and the matrix is no output. If the scale is a single number, no other
-    node may read that number either: ONNX Runtime merges equal ones.
+    It does if the product is the only reader and the matrix is no output, unless the other input is dequantized too:
+    then it computes with both as they are. If the scale is a single number, no other node may read that number either:
+    ONNX Runtime merges equal ones.
     """
     number, matrix = _number(node.inputs[1]), node.outputs[0]
     own = number is None or node.graph is None or _readers(node.graph)[number] == 1
-    return own and len(matrix.uses()) + matrix.is_graph_output() == 1
+    return own and len(matrix.uses()) + matrix.is_graph_output() == 1 and not _meets_dequantized(matrix)
+
+
+def _meets_dequantized(matrix: ir.Value) -> bool:
+    """Whether a reader of a dequantized matrix reads another dequantized value."""
+    kind = getattr(matrix.producer(), "op_type", None)
+    others = (other for reader, _ in matrix.uses() for other in reader.inputs if other is not None)
+    makers = (other.producer() for other in others if other is not matrix)
+    return any(maker is not None and maker.op_type == kind for maker in makers)
 
 
 @remembered

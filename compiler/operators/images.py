@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from splitc.compiler.operators import axes as ax
-from splitc.compiler.operators.linear import convolution_flops
 from splitc.compiler.operators.operation import LINEAR, Operation
 from splitc.compiler.operators.operator import Operator
 
@@ -34,13 +33,6 @@ def grid_sample(op: Operation) -> None:
     op.linear = LINEAR
 
 
-def deformable_convolution(op: Operation) -> None:
-    """Rows of the image, of the offsets and of the mask are independent."""
-    for number in (0, 2, 4):
-        if op.has(number):
-            op.relate(op.input(number)[0], op.output()[0])
-
-
 def columns_to_image(op: Operation) -> None:
     """Patches, as columns of channels x positions in a patch, are summed into an image."""
     columns, output = op.input(0), op.output()
@@ -55,6 +47,5 @@ OPERATORS = (
     Operator("DepthToSpace", depth_to_space),
     Operator("SpaceToDepth", space_to_depth),
     Operator("GridSample", grid_sample),
-    Operator("DeformConv", deformable_convolution, convolution_flops, is_product=True),
     Operator("Col2Im", columns_to_image),
 )

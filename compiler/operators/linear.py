@@ -141,6 +141,19 @@ def causal_convolution(op: Operation) -> None:
         op.pattern("b c l, c u k, c, b c s -> b c l, b c s", whole="luks")
 
 
+def deformed_convolution(op: Operation) -> None:
+    """A convolution whose kernel's places are moved by offsets, the same for all channels of an offset group."""
+    data, output = op.input(0), op.output()
+    op.contracted = convolve(op, 1, [3])
+    op.add_on_one_rank = frozenset([3])
+    for moves in (op.input(number) for number in (2, 4) if op.has(number)):
+        op.relate(moves[0], output[0])
+        op.whole(moves[1:])
+    op.whole([*data[2:], *output[2:]], "its kernel reaches anywhere")
+    if op.number("offset_group", 1) != 1:
+        op.whole([data[1]], "its offsets are of some channels each")
+
+
 def transposed_convolution(op: Operation) -> None:
     data, kernel, output = op.input(0), op.input(1), op.output()
     op.relate(data[0], output[0])
@@ -337,6 +350,7 @@ OPERATORS = (
         takes_blocks=True,
         nodes=3,
     ),
+    Operator("DeformConv", deformed_convolution, convolution_flops, is_product=True),
     Operator("ConvInteger", convolution, convolution_flops, scratch=scratch.integer_convolution),
     Operator(
         "ConvTranspose", transposed_convolution, transposed_convolution_flops, scratch=scratch.transposed_convolution

@@ -102,7 +102,7 @@ def _place(
                 links[original] = path.with_name(f"source{len(links)}.weights")
                 copies += [] if writer.link(original, links[original]) else [links[original]]
             placed[id(tensor)] = tensor, _at(tensor, links[original], tensor.offset, tensor.length)
-        elif tensor.nbytes > SMALL:
+        elif tensor.nbytes > SMALL and tensor.dtype != ir.DataType.STRING:  # texts can't lie outside of the graph
             inside[id(tensor)] = tensor
         elif isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor)):
             placed[id(tensor)] = tensor, ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.analysis.memory import StageMemory, adapter_bytes
-from splitc.compiler.planning.passed_types import check_types
+from splitc.compiler.frontend.passed_types import check_passed
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.resources import Budget, is_limited
@@ -66,7 +66,8 @@ def assemble(
 
     Raises ModelError for a value that can't be passed on.
     """
-    check_types(analysis.graph, cuts)
+    for cut in cuts:
+        check_passed("value that crosses a cut", cut.values)
     engine = choose_engine(request.engine, [rank.device for rank in ranks])
     ranks = [
         replace(r, limited=is_limited(r.device, request.memory)) for r in _with_sessions(ranks, cuts, engine, split)
@@ -177,6 +178,15 @@ def slotted_bytes(device: Device, engine: str, more: int, nodes: int) -> int:
     return (more or 2) * find_profile(device.kind).engine_bytes
 
 
+DOES_NOT_RUN = "the model does not run with the planned sizes and made-up numbers"
+
+
+def why_not_run(analysis: Analysis) -> str | None:
+    """Why the model does not run with the planned sizes; None if it does."""
+    problem = analysis.fitted.problem
+    return None if problem is None else problem.splitlines()[0]
+
+
 def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
     """Reasons why the plan's numbers may be wrong."""
     warnings = []
@@ -189,11 +199,10 @@ def plan_warnings(analysis: Analysis, ranks: Sequence[RankPlan]) -> list[str]:
             f"the sizes of {len(uncertain)} values depend on data ({uncertain[0]}, ...): predicted memory and time are "
             "too low"
         )
-    if analysis.fitted.problem is not None:
+    if (why := why_not_run(analysis)) is not None:
         warnings.append(
-            "the model does not run with the planned sizes and made-up numbers. If it takes other sizes, predicted "
-            "memory and time are wrong: give them (--shapes). If it takes other numbers, compile with these (--fill). "
-            f"{analysis.fitted.problem.splitlines()[0]}"
+            f"{DOES_NOT_RUN}. If it takes other sizes, predicted memory and time are wrong: give them (--shapes). "
+            f"If it takes other numbers, compile with these (--fill). {why}"
         )
     for merged in analysis.merged:
         if left_out := merged.matches.unmatched:

@@ -160,6 +160,11 @@ class _Relater:
         shape = shape_of(value)
         if (source := source_of(value)) is not None and not all(map(source.is_fixed, range(len(shape)))):
             return self.shared.setdefault(value, tuple(_optional(value, source, axis) for axis in range(len(shape))))
+        if value.dtype == ir.DataType.STRING:
+            axes = _fresh(shape)
+            for axis in axes or ():
+                ax.pin(axis, Pin(None, "texts are not sharded"))
+            return axes
         if sum(size != 1 for size in shape) < 2 or is_uniform(value):
             # Exporters merge equal ones: biases of zeros, norms of ones. Each use may be cut differently.
             return _fresh(shape)

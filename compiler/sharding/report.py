@@ -69,8 +69,16 @@ def sharded_share(weights: Sequence[WeightFate]) -> float:
 def sharded_weights(analysis: Analysis, split: ShardedModel, choice: Choice) -> list[WeightFate]:
     """All weights of the model, in the order in which they are read, without the A and B of slots."""
     inside, uses = block_weights(analysis), _uses(split.axis_map)
-    own = ((value, axes) for value, axes in uses.items() if not is_slot_input(value))
-    return [_fate(analysis, split, choice, value, axes, value in inside) for value, axes in own]
+    readers = {value: node for node in reversed(analysis.graph.nodes) for value in analysis.graph.weights(node)}
+    fates = []
+    for value in (v for v in analysis.costs.weights(analysis.graph.nodes) if not is_slot_input(v)):
+        if value in uses:
+            fates.append(_fate(analysis, split, choice, value, uses[value], value in inside))
+        else:
+            why = f"{describe_node(readers[value])} reads it inside control flow"
+            size = analysis.costs.value_bytes(value)
+            fates.append(WeightFate(value.name or "", size, 0, value in inside, "", why))
+    return fates
 
 
 def sliced_weights(analysis: Analysis, products: Products, columns: ShardedModel) -> list[WeightFate]:
@@ -124,7 +132,9 @@ def _fate(
     share = min(_split_share(split, axes) for axes in uses)
     atoms = [atom for axis in uses[0] or () for atom in dict.fromkeys(ax.atoms(axis))]
     units = _units(split, uses[0])
-    reason = None if share == 1.0 else _why_all_whole(split, choice, atoms) or "it has no axis of known size"
+    is_number = value.const_value is not None and value.const_value.size == 1
+    no_axis = "it is a single number" if is_number else "it has no axis of known size"
+    reason = None if share == 1.0 else _why_all_whole(split, choice, atoms) or no_axis
     return WeightFate(value.name or "", size, int(size * share), in_block, units, reason)
 
 

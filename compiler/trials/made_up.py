@@ -32,6 +32,8 @@ def made_up(operation: Operation, number: int, shape: tuple[int, ...], dtype: ir
         return generator.standard_normal(shape).astype(dtype.numpy())
     if dtype == ir.DataType.BOOL:
         return generator.integers(0, 2, shape).astype(np.bool_)
+    if dtype == ir.DataType.STRING:  # numbers, since a Cast may read them
+        return generator.integers(0, LARGEST + 1, shape).astype(str).astype(object)
     if dtype.bitwidth <= 8:
         return generator.integers(-LARGEST if dtype.is_signed() else 0, LARGEST + 1, shape).astype(dtype.numpy())
     for index, table in operator_of(operation.node).lookups:

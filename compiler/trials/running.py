@@ -228,6 +228,8 @@ def _difference(expected: Array, actual: Array) -> str:
         return f"a rank makes {actual.dtype}{actual.shape} instead of {expected.dtype}{expected.shape}"
     if np.array_equal(expected, actual):
         return ""
+    if expected.dtype.kind == "O":
+        return "a rank makes other texts"
     if expected.dtype.kind in "iu" and expected.dtype.itemsize == 1:
         steps = np.abs(expected.astype(np.int32) - actual.astype(np.int32)).max(initial=0)
         return "" if steps <= ROUNDING else f"a rank's quantized result is off by {steps} steps"

@@ -228,7 +228,7 @@ class _Maker:
             name = f"{self._name}_i{number}"
             self.values[key] = ir.Value(name=name, shape=ir.Shape(array.shape), type=value.type)
             if value.is_initializer():
-                self.values[key].const_value = ir.Tensor(array, value.dtype, name=name)
+                self.values[key].const_value = _tensor(array, value.dtype, name)
             else:
                 self.feeds[name] = array
                 if is_sum:
@@ -293,3 +293,9 @@ def _units(form: Form, units: Sequence[tuple[int, ...]]) -> dict[Factor, list[Ra
             continue
         place += 1
     return ranges
+
+
+def _tensor(array: Array, dtype: ir.DataType, name: str) -> ir.TensorProtocol:
+    if dtype == ir.DataType.STRING:
+        return ir.StringTensor(np.char.encode(array.astype(str)).astype(object), name=name)
+    return ir.Tensor(array, dtype, name=name)

@@ -112,6 +112,18 @@ def test_no_sizes_are_tried_twice_for_a_node(tmp_path: Path, monkeypatch: pytest
     assert len(tried) == len({str(sizes) for sizes in tried}) > 20
 
 
+def test_size_that_depends_on_data_is_no_broadcast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as 1 in costs, and the bias that is added to it has eight elements: no sizes are changed for that."""
+    monkeypatch.setattr(fitted_sizes._Search, "_change", lambda *_: pytest.fail("sizes were changed"))
+    block = Block()
+    x = block.input("x", FLOAT, ["rows", 8])
+    counted = block.op("Not", block.op("IsNaN", x))
+    width = block.op("ReduceSum", block.op("Cast", counted, to=int(INT)), block.ints(1), keepdims=0)
+    sizes = block.op("Concat", block.ints(-1), block.op("Slice", width, block.ints(0), block.ints(1)), axis=0)
+    block.give(block.op("Add", block.op("Reshape", x, sizes), block.w("bias", 8)))
+    assert "y" in fit(block, tmp_path).fitted.bound.uncertain
+
+
 def test_sizes_that_are_not_found_end_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fitted_sizes, "MOST_TRIES", 1)
     assert fit(image_block(), tmp_path).fitted.problem is not None

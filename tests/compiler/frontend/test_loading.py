@@ -34,9 +34,14 @@ def test_missing_file(tmp_path: Path) -> None:
         read_model(tmp_path / "none.onnx")
 
 
-@pytest.mark.parametrize("content", [b"", b"not a model", b"\x00" * 100, b"PK\x03\x04"])
-def test_not_onnx(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "bad.onnx"
+NOT_ONNX = [("bad.onnx", content) for content in (b"", b"not a model", b"\x00" * 100, b"PK\x03\x04")]
+# By these names, onnx takes a file for a model in another format.
+NOT_ONNX += [("config.json", b'{"base_code": 1}'), ("model.pbtxt", b"layer {"), ("model.onnxtxt", b"agraph")]
+
+
+@pytest.mark.parametrize(("name", "content"), NOT_ONNX)
+def test_not_onnx(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(ModelError, match="is not an ONNX model"):
         read_model(path)

@@ -65,6 +65,20 @@ def test_dequantized_weight_that_stages_share_is_multiplied_as_in_the_model(
     assert manifest.number_type == "float32"
 
 
+def test_product_of_what_was_quantized_is_of_the_same_numbers_on_each_rank(tmp_path: Path) -> None:
+    """The model multiplies what was quantized. A rank that gets it dequantized would quantize it again, less finely."""
+    b = Block(opset=18)
+    quantized = b.ops("DynamicQuantizeLinear", b.data("x", (4, WIDTH), ["n", WIDTH]), outputs=3)
+    x = b.op("DequantizeLinear", *quantized)
+    products = [b.op("Tanh", b.op("MatMul", x, unpacked(b, f"A{place}"))) for place in range(4)]
+    b.give(b.op("Sum", *products), shape=["n", WIDTH])
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="row", memory=["1GiB"], row_min=8))
+    compile_model(plan, tmp_path / "package", verify=False)
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(b.feeds), run_whole(tmp_path / "model.onnx", b.feeds), 1e-5)
+
+
 def test_outputs_are_compared_as_closely_as_the_model_computes(tmp_path: Path) -> None:
     """A model that quantizes nothing that it computes is compared as one of floats."""
     kinds = {}

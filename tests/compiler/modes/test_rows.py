@@ -241,6 +241,27 @@ def test_the_last_sizes_that_are_tried_say_where_rows_meet(tmp_path: Path) -> No
     refuse_rows(b, tmp_path, r"\(RotaryEmbedding\): it could not be tried: .*same shape")
 
 
+def test_rows_of_texts(tmp_path: Path) -> None:
+    """A label's text is read again as a number: texts are cut and tried as numbers are."""
+    b = Block(21)
+    x = b.data("x", (3, WIDTH), ["batch", WIDTH])
+    texts = ir.StringTensor(np.array([str(number).encode() for number in range(WIDTH)], object), name="texts")
+    chosen = b.op("ArgMax", layer(b, x, "up"), axis=-1, keepdims=0)
+    number = b.op("Cast", b.op("Gather", b.weight("texts", texts), chosen), to=int(FLOAT))
+    b.give(b.op("Mul", layer(b, x, "down"), b.op("Unsqueeze", number, b.ints(1))), "y", ["batch", WIDTH])
+    check_rows(b, tmp_path, {"x", "y"})
+
+
+@pytest.mark.parametrize("opset", [7, 9])
+def test_rows_of_an_old_opset(opset: int, tmp_path: Path) -> None:
+    """What corrects sizes is in these opsets too: 9 lacks Mod, 7 Where."""
+    b = Block(opset)
+    y = b.op("MatMul", b.data("x", (3, WIDTH), ["batch", WIDTH]), b.w("up", WIDTH, WIDTH))
+    sizes = b.op("Concat", b.op("Gather", b.op("Shape", y), b.ints(0)), b.ints(HEADS, -1), axis=0)
+    b.give(b.op("Reshape", y, sizes), "y", ["batch", HEADS, WIDTH // HEADS])
+    check_rows(b, tmp_path, {"x", "y"})
+
+
 def test_rows_that_are_counted_by_another_input(tmp_path: Path) -> None:
     """As the encoder's states in a decoder, whose ids have another symbol for the rows."""
     b = Block(21)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
-from splitc.compiler.errors import ModelError
+from splitc.compiler.errors import CannotSplitError, ModelError
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.operators import registry
@@ -101,9 +101,11 @@ def test_rank_that_needs_more_than_its_budget_is_named(decoder: Path) -> None:
 
 def test_model_of_which_nothing_can_be_split_is_refused(tmp_path: Path) -> None:
     b = Block()
-    b.give(b.op("LayerNormalization", b.data("x", (2, 12), ["n", 12]), b.w("A", 12)), shape=["n", 12])
+    x = b.op("LayerNormalization", b.op("Identity", b.data("x", (2, 12), ["n", 12])), b.w("A", 12))
+    b.give(b.op("Gather", x, b.ints(3), axis=1), shape=["n", 1])
     save(b.model(), tmp_path / "model.onnx")
-    with pytest.raises(ModelError, match=r"can split nothing of this model(.|\n)*A: .*Normal.* needs 12 whole"):
+    why = r"can split nothing .*the largest are\n  A: .*Normal.* needs 12 whole\n  [^ ]*: it is a single number"
+    with pytest.raises(ModelError, match=why):
         plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR)
 
 
@@ -116,6 +118,28 @@ def test_little_split_is_said(tmp_path: Path) -> None:
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR)
     assert any("17% of the blocks' weights could be split" in warning for warning in plan.warnings)
+
+
+def test_weights_that_control_flow_reads_are_whole(tmp_path: Path) -> None:
+    """They count as weights of blocks, and their reason names the node."""
+    text = """
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[n,40] x, bool c) => (float[n,40] y) {
+            a = Softmax (x)
+            u = MatMul (a, A)
+            r = Relu (u)
+            b = MatMul (r, B)
+            s = Softmax (b)
+            y = If (c) <
+                then_branch = t () => (float[n,40] p) { p = MatMul (s, W) },
+                else_branch = e () => (float[n,40] q) { q = Neg (s) }>
+        }"""
+    sizes = {"A": (40, 160), "B": (160, 40), "W": (40, 40)}
+    weights = [ir.tensor(Block().random(name, *shape), name=name) for name, shape in sizes.items()]
+    ir.save(ir.from_onnx_text(text, weights), tmp_path / "model.onnx")
+    fates = {weight.name: weight for weight in plan_model(tmp_path / "model.onnx", ["2xcpu"], TENSOR).weights}
+    assert fates["A"].split and fates["B"].split and not fates["W"].split
+    assert fates["W"].in_block and "(If)" in str(fates["W"].reason) and "control flow" in str(fates["W"].reason)
 
 
 def test_a_wrong_rule_costs_memory_and_no_result(
@@ -209,3 +233,18 @@ def test_measured_memory_of_ranks(two_ranks: tuple[Plan, Path]) -> None:
     found = measure_memory(two_ranks[1], 1, decoder_feeds())
     assert [rank.device for rank in found] == ["cpu0", "cpu1"]
     assert all(np.isfinite(rank.peak) and rank.peak > 0 for rank in found)
+
+
+@pytest.mark.parametrize("mode", ["tensor", "batch"])
+def test_input_without_a_shape_is_named_where_nothing_can_be_split(tmp_path: Path, mode: str) -> None:
+    """No axis is known then. With --shapes it is split."""
+    b = Block()
+    b.give(b.op("MatMul", b.op("Relu", b.op("MatMul", b.data("x", (2, 12)), b.w("A", 12, 48))), b.w("B", 48, 12)))
+    model = b.model()
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.shape = None
+    ir.save(model, tmp_path / "model.onnx")
+    with pytest.raises(CannotSplitError, match=r"the model does not run with the planned sizes.*\(--shapes\).*MatMul"):
+        plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode=mode))
+    given = Request(split_mode="tensor", shapes={"x": (2, 12)})
+    assert plan_model(tmp_path / "model.onnx", ["2xcpu"], given).weights[0].split

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from tests.helpers.blocks import SHARES, Block
-from tests.helpers.operators import INNER, Middle, Tiny, as_image, check_operator, sandwich, through
+from tests.helpers.operators import INNER, Middle, Tiny, as_image, check_operator, sandwich
 
 BLOCK = 2
 
@@ -57,15 +57,6 @@ def sampled_by_columns(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Squeeze", b.op("GridSample", image, grid, align_corners=1), b.ints(1))
 
 
-def moved(b: Block, v: ir.Value) -> ir.Value:
-    """A convolution of one place, with an offset."""
-    image = as_square(b, b.op("Transpose", v, perm=[0, 2, 1]))
-    offsets = repeated(b, v, b.constant(np.full((1, 2, 5, 1), 0.25), np.float32), 2, 5, 1)
-    mask = repeated(b, v, b.constant(np.full((1, 1, 5, 1), 0.5), np.float32), 1, 5, 1)
-    made = b.op("DeformConv", image, b.w("W", INNER, INNER, 1, 1), offsets, b.w("bias", INNER), mask)
-    return b.op("Transpose", b.op("Squeeze", made, b.ints(3)), perm=[0, 2, 1])
-
-
 def from_columns(b: Block, v: ir.Value) -> ir.Value:
     """Col2Im: patches of two places, five that overlap, with half as many channels."""
 
@@ -79,7 +70,6 @@ GRAPHS: dict[str, Tiny] = {
     "DepthToSpace": sandwich(to_space("DCR"), narrow=INNER // BLOCK**2),
     "SpaceToDepth": sandwich(to_space_and_back),
     "GridSample": sandwich(sampled, needs=sampled_by_columns, whole="C", split="D", sums=2, opset=22),
-    "DeformConv": sandwich(through("Relu"), needs=moved, opset=19, whole=("C", "D", "W")),
     "Col2Im": sandwich(from_columns, narrow=INNER // 2, opset=18, shares=SHARES),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -38,9 +39,9 @@ def einsum() -> Block:
     return b
 
 
-def gemm() -> Block:
+def gemm(opset: int = 17) -> Block:
     """Gemm with transposed inputs, factors and biases."""
-    b = Block()
+    b = Block(opset)
     x = b.op("Softmax", b.data("x", (5, 12), ["t", 12]))
     inner = b.op("Gemm", x, b.w("A", INNER, 12), b.w("a", INNER), transB=1, alpha=0.5, beta=2.0)
     turned = b.op("Transpose", b.op("Relu", inner), perm=[1, 0])
@@ -155,6 +156,21 @@ def convolutions() -> Block:
     return b
 
 
+def deformed_convolutions() -> Block:
+    """By its output channels, by groups, by its input channels; and one whose offsets are of some channels each."""
+    b = Block(19)
+    x = start(b, 2, 6, 5, 5, axis=1)
+    moves = b.op("Tanh", b.data("moves", (2, 8, 5, 5)))
+    places: dict[str, Any] = {"kernel_shape": [2, 2], "pads": [0, 0, 1, 1]}
+    wide = b.op("Relu", b.op("DeformConv", x, b.w("A", INNER, 6, 2, 2), moves, b.w("a", INNER), **places))
+    weights = b.op("Sigmoid", b.data("weights", (2, 4, 5, 5)))
+    grouped = b.op("DeformConv", wide, b.w("G", INNER, 3, 2, 2), moves, None, weights, group=8, **places)
+    back = b.op("Softmax", b.op("DeformConv", grouped, b.w("B", 6, INNER, 2, 2), moves, b.w("b", 6), **places), axis=1)
+    two = b.op("Concat", moves, moves, axis=1)
+    b.give(b.op("DeformConv", back, b.w("C", 4, 6, 2, 2), two, offset_group=2, **places), shape=[2, 4, 5, 5])
+    return b
+
+
 def transposed_convolutions() -> Block:
     """Column-parallel, by groups, then row-parallel."""
     b = Block()
@@ -229,6 +245,7 @@ GRAPHS: dict[str, Tiny] = {
     "Einsum": Tiny(einsum, "AE", sums=1, shares=SHARES),
     "com.microsoft.CausalConvWithState": Tiny(causal, ["A", "own", "shift", "B"], sums=1, shares=SHARES),
     "Conv": Tiny(convolutions, "AaGB", "b", sums=1, shares=SHARES),
+    "DeformConv": Tiny(deformed_convolutions, "AaGB", "b", sums=1, shares=SHARES),
     "ConvTranspose": Tiny(transposed_convolutions, "CcGD", "d", sums=1, shares=SHARES),
     "com.microsoft.MoE": Tiny(experts, "AaBCcD", "bd", sums=2, shares=SHARES),
     "com.microsoft.QMoE": sandwich(through("Identity"), needs=quantized_experts),
@@ -239,6 +256,11 @@ GRAPHS: dict[str, Tiny] = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_operator_is_sharded(name: str, tmp_path: Path) -> None:
     check_operator(GRAPHS, name, tmp_path)
+
+
+def test_bias_that_may_not_be_left_out(tmp_path: Path) -> None:
+    """Before opset 11. Ranks that do not add it add zero."""
+    check_split(gemm(10), tmp_path, {"A", "a", "B"}, SHARES, {"b"}, sums=1)
 
 
 @pytest.mark.parametrize("has_operators", [True, False])

@@ -1,0 +1,35 @@
+"""Which values may enter and leave ranks: tensors of types that have arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from splitc.compiler.errors import ModelError
+from splitc.compiler.frontend.graph import Graph
+from splitc.runtime.arrays.onnx_types import KNOWN
+
+
+def check_ends(graph: Graph) -> None:
+    """Raise ModelError if an input or an output of the model can't be passed on."""
+    check_passed("input", graph.graph.inputs)
+    check_passed("output", graph.outputs)
+
+
+def check_passed(place: str, values: Iterable[ir.Value]) -> None:
+    """Raise ModelError if one of these values can't be passed on. `place` says what they are."""
+    for value in values:
+        if (why := why_not_passed(value)) is not None:
+            raise ModelError(f"the {place} '{value.name}' is {why}")
+
+
+def why_not_passed(value: ir.Value) -> str | None:
+    """What a value is that can't be passed on; None if it can be."""
+    if not isinstance(value.type, ir.TensorType):
+        return f"a {value.type}, and splitc passes on only tensors"
+    is_text = value.type.dtype == ir.DataType.STRING
+    if not is_text and str(value.type.dtype.numpy()) in KNOWN:
+        return None
+    remedy = "Turn text into numbers outside of the model" if is_text else "Let the model begin and end with a Cast"
+    return f"of type {value.type.dtype.name}, and splitc passes on only {', '.join(KNOWN)}. {remedy}"
