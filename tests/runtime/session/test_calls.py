@@ -68,4 +68,4 @@ def test_a_request_calls_few_functions(
     monkeypatch.undo()
     more = count_calls(write_model(model_of(11)), tmp_path / "more", 11, monkeypatch)
     assert one <= 110
-    assert more - one <= 10 * 8
+    assert more - one <= 10 * 7
