@@ -99,9 +99,10 @@ class _Wanted:
         tensor, shape = self._tensor, array.shape
         if array.dtype != self._dtype:
             raise FeedError(f"input '{tensor.name}' is {array.dtype}, and the model takes {tensor.dtype}")
-        if self._axes is not None and (
-            len(shape) != self._axes or any(shape[axis] != size for axis, size in self._sizes)
-        ):
+        fits = self._axes is None or len(shape) == self._axes
+        for axis, size in self._sizes:
+            fits = fits and shape[axis] == size
+        if not fits:
             raise FeedError(
                 f"input '{tensor.name}' has shape {format_shape(shape)}, and the model takes "
                 f"{format_shape(tensor.shape or ())}"

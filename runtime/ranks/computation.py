@@ -53,6 +53,7 @@ class Computation:
         self._masks = setup.manifest.masks
         self._parts = {part.name: part for part in self.rank.parts}
         self._overrides = {override.value: override for override in self.rank.overrides}
+        self._cut = self._parts.keys() | self._overrides.keys()
         self.sequences: dict[int | None, dict[str, Any]] = {}
         # A and B of the sums of adapters, as the engines take them, by the sums' numbers.
         self.adapters: dict[int, Mapping[str, Any]] = {}
@@ -116,6 +117,8 @@ class Computation:
 
         Or, in longer arrays, the states of the sequence that it continues.
         """
+        if not request.initial and request.after is None:
+            return {}
         made = self.backend.zeros(self._zeros_of(request))
         if request.after is None:
             stay = request.initial.keys() - made.keys() - self._replaced(request)
@@ -201,7 +204,9 @@ class Computation:
     def feed_of(self, name: str, request: InFlightRequest) -> Feed:
         """As `_cut_feed`. A feed on a GPU is returned unchanged: it is never sharded, and replaces no weight."""
         feed = request.feeds.get(name)
-        return feed if isinstance(feed, GpuFeed) else self._cut_feed(name, request)
+        if feed is None or name in self._cut or name in request.initial:
+            return feed if isinstance(feed, GpuFeed) else self._cut_feed(name, request)
+        return feed
 
     def _cut_feed(self, name: str, request: InFlightRequest) -> Array:
         """This rank's shard of a feed or of a state's initial array, by the name of the input.

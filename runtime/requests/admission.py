@@ -146,7 +146,7 @@ class Admission:
         future = self._under_way.pop(request)
         self._telemetry.end(request, request.error)
         self._leave()
-        with self._callbacks.entered(), self._turn.turns.callbacks.entered() if self._turn else nullcontext():
+        with self._callbacks, self._turn.turns.callbacks if self._turn else nullcontext():
             if request.error is not None:
                 future.set_exception(explain_failure(request.error, request.given or request.feeds, self._inputs))
             else:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Callbacks(threading.local):
-    """Whether this thread is setting a request's result, and so may be in one of its callbacks."""
+    """A context in which this thread sets a request's result, and so may be in one of its callbacks: then `active`."""
 
     active = False
+    _depth = 0
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """A context in which this thread counts as in a callback."""
-        before, self.active = self.active, True
-        try:
-            yield
-        finally:
-            self.active = before
+    def __enter__(self) -> None:
+        self._depth += 1
+        self.active = True
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        self.active = self._depth > 0

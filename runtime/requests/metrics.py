@@ -42,11 +42,6 @@ class Metrics:
         )
 
 
-def is_captured(request: InFlightRequest) -> bool:
-    """Whether a graph was captured for the request, on any rank."""
-    return any(replay.captured for replay in _replays(request) if replay is not None)
-
-
 def is_replayed(request: InFlightRequest) -> bool:
     """Whether all ranks that ran the request replayed it."""
     replays = _replays(request)
@@ -55,8 +50,8 @@ def is_replayed(request: InFlightRequest) -> bool:
 
 def _replays(request: InFlightRequest) -> list[Replay | None]:
     """The replay of each rank that ran the request; None for a rank that ran its steps."""
-    first = [ran.spans[0].step for ran in request.executions.values() if ran.spans]
-    return [step if isinstance(step, Replay) else None for step in first]
+    ran = request.executions.values()
+    return [step if isinstance(step := one.spans[0].step, Replay) else None for one in ran if one.spans]
 
 
 class Counters:
@@ -72,18 +67,23 @@ class Counters:
         with self._lock:
             self._in_flight += 1
 
-    def end(self, request: InFlightRequest, *, done: bool, failed: bool) -> None:
-        """Count a request that has ended: neither done nor failed if it was cancelled."""
-        busy = {rank: _seconds(ran.spans) for rank, ran in request.executions.items()}
-        captured, replayed = is_captured(request), is_replayed(request)
+    def end(self, request: InFlightRequest, *, done: bool, failed: bool) -> bool:
+        """Count a request that has ended: neither done nor failed if it was cancelled.
+
+        Returns whether a graph was captured for it, on any rank.
+        """
+        replays = _replays(request)
+        captured = any(replay.captured for replay in replays if replay is not None)
+        replayed = bool(replays) and None not in replays
         with self._lock:
             self._in_flight -= 1
-            for rank, seconds in busy.items():
-                self._busy[rank] += seconds
+            for rank, ran in request.executions.items():
+                self._busy[rank] += _seconds(ran.spans)
             self._failed += failed
             self._done += done
             self._captured += done and captured
             self._replayed += done and replayed
+        return captured
 
     def read(self) -> Metrics:
         """A consistent copy of all counters."""
@@ -92,4 +92,4 @@ class Counters:
 
 
 def _seconds(spans: Sequence[Span]) -> float:
-    return sum(span.end - span.start for span in spans if isinstance(span.step, (Run, Replay)))
+    return sum([span.end - span.start for span in spans if isinstance(span.step, (Run, Replay))])

@@ -70,7 +70,7 @@ class Requests:
         return self._admission.submit(request, here)
 
     def _forget_dropped(self) -> None:
-        while True:
+        while self._dropped:
             try:
                 sequence = self._dropped.popleft()
             except IndexError:  # another thread may have taken the last one

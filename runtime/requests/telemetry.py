@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.log import LOG
 from splitc.runtime.ranks.request import InFlightRequest
-from splitc.runtime.requests.metrics import Counters, is_captured
+from splitc.runtime.requests.metrics import Counters
 from splitc.runtime.requests.traces import begin_trace, end_trace
 from splitc.runtime.units import first_few, format_seconds, format_shape
 
@@ -28,14 +28,14 @@ class Telemetry:
     def end(self, request: InFlightRequest, error: BaseException | None) -> None:
         """Record that all ranks have finished the request, or that it has failed."""
         cancelled = isinstance(error, CancelledError)
-        self.counters.end(request, done=error is None, failed=error is not None and not cancelled)
+        captured = self.counters.end(request, done=error is None, failed=error is not None and not cancelled)
         if request.trace is not None:
             end_trace(request.trace, request, self._devices, error)
         if cancelled:
             LOG.info("%s: a request was cancelled", self._package)
         elif error is not None:
             LOG.warning("%s: a request failed: %s", self._package, error)
-        elif is_captured(request):
+        elif captured:
             shapes = ", ".join(f"{name} {format_shape(feed.shape)}" for name, feed in request.feeds.items())
             LOG.info("%s: captured as a CUDA graph: %s", self._package, shapes)
 
