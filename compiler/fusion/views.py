@@ -75,9 +75,9 @@ def _join_parts(editor: Editor, sizes: Sizes) -> None:
 def _source_of_parts(concat: ir.Node, sizes: Sizes) -> ir.Value | None:
     """The value that a Concat's inputs are all parts of, in order; None if there is none."""
     makers = [None if value is None else value.producer() for value in concat.inputs]
-    source = None if makers[0] is None or not makers[0].inputs else makers[0].inputs[0]
+    source = makers[0].inputs[0] if makers[0] is not None and makers[0].op_type == "Slice" else None
     axes = None if source is None else sizes.axes(source)
-    if source is None or axes is None:
+    if source is None or not axes:
         return None
     at = concat.attributes.get_int("axis", 0) % len(axes)
     parts = [
