@@ -2,9 +2,10 @@
 
 Tensor cores multiply by channels, so cuDNN moves them last before each convolution and back after it. ONNX Runtime's
 own kernel for group norms, which includes SiLU, takes channels last only; without it, a norm is a batch norm of cuDNN,
-a scale, a shift and two passes for SiLU. On an H200 a group norm of 320 channels of 128 x 128 takes a third of the time
-(tests/benchmarks/fused_attention.py). Transposes are written around these operators, and ONNX Runtime removes those
-between two of them when it loads the engine.
+a scale, a shift and two passes for SiLU. On an H200 both together take 0.5 to 0.65 of the time
+(tests/benchmarks/fused_attention.py), and the decoder of SDXL's VAE takes 38 ms instead of 80 (tests/gpu/fused.py).
+Transposes are written around these operators, and ONNX Runtime removes those between two of them when it loads the
+engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fuses a gate by Gelu with the biases before it, on GPUs in half precision.
 
-On an H200 in half precision, the gated layers of SDXL's U-Net take 0.6 to 0.7 of the time that they take as two
-products, two biases, a Gelu and a product (tests/benchmarks/fused_attention.py).
+On an H200 the gated layers of SDXL's U-Net take 0.5 to 0.65 of the time that they take as exported, and with a bias
+and a Gelu fused alone 0.75 (tests/benchmarks/fused_attention.py).
 """
 
 from __future__ import annotations

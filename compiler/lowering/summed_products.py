@@ -2,7 +2,7 @@
 
 A Concat before a product reads and writes all of its columns. A sum reads two results and writes one, which is less
 where the product has few columns, as after the attention and the feed-forward layer of a block that computes both at
-once. On an H200 the Concat of such a block of FLUX.1-dev takes 97 us, and the sum 28
+once. On an H200 the last product of such a block of FLUX.1-dev takes 0.97 of the time
 (tests/benchmarks/fused_attention.py).
 """
 
