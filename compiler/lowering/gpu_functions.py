@@ -6,6 +6,9 @@ GPUs run on CPU devices too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import onnx
 import onnx.parser
 import onnx_ir as ir
 
@@ -81,8 +84,11 @@ OPSET = 13
 
 def functions_of(graph: ir.Graph) -> list[ir.Function]:
     """The functions that a graph's nodes call."""
-    names = dict.fromkeys(node.op_type for node in graph if node.domain == FUNCTIONS)
-    if not names:
-        return []
-    head = f'<domain: "{FUNCTIONS}", opset_import: ["" : {graph.opset_imports[""]}]>'
-    return [ir.from_proto(onnx.parser.parse_function(head + BODIES[name])) for name in names]
+    names = [node.op_type for node in graph if node.domain == FUNCTIONS]
+    return [ir.from_proto(proto) for proto in written_functions(names, graph.opset_imports.get("", OPSET))]
+
+
+def written_functions(names: Iterable[str], opset: int) -> list[onnx.FunctionProto]:
+    """The functions of these names, for this opset."""
+    head = f'<domain: "{FUNCTIONS}", opset_import: ["" : {opset}]>'
+    return [onnx.parser.parse_function(head + BODIES[name]) for name in dict.fromkeys(names)]

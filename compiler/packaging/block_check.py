@@ -24,11 +24,13 @@ from splitc.compiler.frontend.cut_tensor import take
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.frontend.walks import ancestors
+from splitc.compiler.lowering.gpu_functions import OPSET, written_functions
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.nodes import describe_node, operator_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, reads_of
 from splitc.compiler.planning.plan import Plan
+from splitc.runtime.engines.gpu_operators import FUNCTIONS
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.feeds.fills import fill_array
@@ -256,6 +258,8 @@ def _run(
     graph = model.graph
     graph.name = "block"
     graph.node.extend(nodes)
+    called = [node.op_type for node in nodes if node.domain == FUNCTIONS]
+    model.functions.extend(written_functions(called, opsets.get("", OPSET)))
     read = {name for node in nodes for name in reads_of(node)}
     fed = {name: array for name, array in feeds.items() if name in read or name in outputs}
     for name, tensor in weights.items():

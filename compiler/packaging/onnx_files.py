@@ -16,6 +16,10 @@ from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, 
 from splitc.compiler.packaging.writer import PackageWriter
 
 
+# The first version of ONNX's format that has functions.
+WITH_FUNCTIONS = 8
+
+
 @dataclass(frozen=True)
 class PlacedWeights:
     """Where the weights of a folder lie.
@@ -131,14 +135,15 @@ def _at(tensor: ir.TensorProtocol, path: Path, offset: int | None, length: int |
 
 
 def _model(graph: ir.Graph, source: ir.Model) -> ir.Model:
+    functions = functions_of(graph)
     configurations = (device.configuration for node in graph for device in node.device_configurations)
     return ir.Model(
         graph,
-        functions=functions_of(graph),
+        functions=functions,
         device_configurations=tuple(
             dict.fromkeys(configuration for configuration in configurations if configuration is not None)
         ),
-        ir_version=source.ir_version,
+        ir_version=max(source.ir_version, WITH_FUNCTIONS) if functions else source.ir_version,
         producer_name="splitc",
         domain=source.domain,
         model_version=source.model_version,

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
+from onnx import numpy_helper
 
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.frontend.cut_tensor import CutTensor
@@ -41,6 +45,33 @@ def test_blocks_of_each_form_are_compared(mode: str, decoder: Path, tmp_path: Pa
     assert len(said) == 1
     assert "of each form, agree with the model's own (largest error" in said[0]
     assert warnings == []
+
+
+RESIDUAL = """
+    n{n} = GroupNormalization <num_groups = 8> (x{n}, scale, shift)  g{n} = Sigmoid (n{n})  s{n} = Mul (n{n}, g{n})
+    u{n} = Conv <pads = [1, 1, 1, 1]> (s{n}, up{n}, wide)  m{n} = GroupNormalization <num_groups = 8> (u{n}, wide, wide)
+    t{n} = Sigmoid (m{n})  r{n} = Mul (m{n}, t{n})  d{n} = Conv <pads = [1, 1, 1, 1]> (r{n}, down{n})
+    x{next} = Add (x{n}, d{n})
+"""
+
+
+def test_blocks_with_operators_of_gpus_are_compared(tmp_path: Path) -> None:
+    """They are functions in the package, which one block's graph needs too."""
+    body = "".join(RESIDUAL.format(n=number, next=number + 1) for number in range(4))
+    head = "m (float16[batch, 32, 8, 8] x0) => (float16[batch, 32, 8, 8] y)"
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {head} {{ {body} y = Identity (x4) }}')
+    random = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"scale": (32,), "shift": (32,), "wide": (64,)}
+    shapes |= {f"up{number}": (64, 32, 3, 3) for number in range(4)}
+    shapes |= {f"down{number}": (32, 64, 3, 3) for number in range(4)}
+    for name, shape in shapes.items():
+        array = random.standard_normal(shape).astype(np.float16) / np.float16(16)
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    onnx.save(model, tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cuda0", "cuda1"], Request(split_mode="tensor"))
+    said, warnings = said_of(plan, tmp_path / "package")
+    assert ("of each form, agree with the model's own (largest error" in said[0], warnings) == (True, [])
+    assert b"GroupNorm" in (tmp_path / "package/rank1/stage0.onnx").read_bytes()
 
 
 def test_blocks_between_segments_too(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
