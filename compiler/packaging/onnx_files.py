@@ -15,7 +15,6 @@ from splitc.compiler.packaging.build_messages import BLOCK
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files
 from splitc.compiler.packaging.writer import PackageWriter
 
-
 # The first version of ONNX's format that has functions.
 WITH_FUNCTIONS = 8
 
