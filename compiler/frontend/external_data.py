@@ -145,10 +145,19 @@ def _without_dots(path: Path) -> Path:
     return Path(*parts)
 
 
+def with_full_path(tensor: ir.ExternalTensor, path: Path) -> ir.ExternalTensor:
+    """External data at this full path, which were checked.
+
+    With relative paths, onnx_ir checks them at each read, and refuses files with hard links, which packages may make.
+    """
+    return ir.ExternalTensor(
+        path, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name or ""
+    )
+
+
 def settle_weights(model: ir.Model, folder: Path) -> None:
     """Set the full paths of checked weights, and the types of their values, in place.
 
-    With relative paths, onnx_ir checks them at each read, and refuses files with hard links, which packages may make.
     The types that the file declares may be wrong. Small weights become arrays, which are faster to read than protobufs.
     """
     paths: dict[object, Path] = {}
@@ -157,9 +166,7 @@ def settle_weights(model: ir.Model, folder: Path) -> None:
         if isinstance(tensor, ir.ExternalTensor):
             if tensor.location not in paths:
                 paths[tensor.location] = (folder / tensor.location).resolve()
-            value.const_value = ir.ExternalTensor(
-                paths[tensor.location], tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name
-            )
+            value.const_value = with_full_path(tensor, paths[tensor.location])
         elif isinstance(tensor, ir.TensorProtoTensor) and tensor.nbytes <= SMALL:
             value.const_value = ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name)
         if tensor is not None:

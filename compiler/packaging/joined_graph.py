@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 from onnx.helper import make_node
 
+from splitc.compiler.frontend.external_data import with_full_path
 from splitc.compiler.lowering.communication import ALL_REDUCE, DOMAIN, HALF, RECEIVE, SEND
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.steps import Receive, Reduce, Run
@@ -104,8 +105,11 @@ class _Joiner:
         self.opsets.update({opset.domain: opset.version for opset in model.opset_import if opset.domain != DOMAIN})
         prefix = f"{rank}.{number}/"
         initializers = {tensor.name for tensor in model.graph.initializer}
-        for tensor in model.graph.initializer:
-            self.weights[prefix + tensor.name] = ir.serde.deserialize_tensor(tensor, base_path=path.parent)
+        for proto in model.graph.initializer:
+            tensor = ir.serde.deserialize_tensor(proto)
+            if isinstance(tensor, ir.ExternalTensor):
+                tensor = with_full_path(tensor, (path.parent / tensor.location).resolve())
+            self.weights[prefix + proto.name] = tensor
         for value in (value for value in model.graph.input if value.name not in initializers):
             self.join("Identity", [f"{rank}/{value.name}"], prefix + value.name)
         for node in model.graph.node:

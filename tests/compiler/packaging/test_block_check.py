@@ -47,6 +47,14 @@ def test_blocks_of_each_form_are_compared(mode: str, decoder: Path, tmp_path: Pa
     assert warnings == []
 
 
+def test_blocks_with_hard_links_to_the_models_data_are_compared(decoder: Path, tmp_path: Path) -> None:
+    onnx.save(onnx.load(decoder), tmp_path / "model.onnx", save_as_external_data=True, location="model.data")
+    said: list[str] = []
+    compile_model(plan_of(tmp_path / "model.onnx", "row"), tmp_path / "package", weights="link", say=said.append)
+    assert any("of each form, agree" in each for each in said)
+    assert (tmp_path / "model.data").stat().st_nlink > 1
+
+
 RESIDUAL = """
     n{n} = GroupNormalization <num_groups = 8> (x{n}, scale, shift)  g{n} = Sigmoid (n{n})  s{n} = Mul (n{n}, g{n})
     u{n} = Conv <pads = [1, 1, 1, 1]> (s{n}, up{n}, wide)  m{n} = GroupNormalization <num_groups = 8> (u{n}, wide, wide)
