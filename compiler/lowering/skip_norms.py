@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import onnx
 import onnx_ir as ir
+from onnx.helper import make_node
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described, take_place
@@ -23,6 +25,7 @@ OPERATORS = {
     "SimplifiedLayerNormalization": "SkipSimplifiedLayerNormalization",
     "RMSNormalization": "SkipSimplifiedLayerNormalization",
 }
+_NORMS = {OPERATORS[kind]: kind for kind in ("LayerNormalization", "SimplifiedLayerNormalization")}
 # The longest rows that the operator's kernel supports: kMaxSize in skip_layer_norm_impl.cu of ONNX Runtime.
 LONGEST = 8192
 # The operator's number of outputs, and which of them is the sum.
@@ -51,6 +54,27 @@ def fuse_skips(graph: ir.Graph) -> None:
             _write(norm, addition, editor)
     # The operator stands in the place of the addition, and its scale may be computed later.
     graph.sort()
+
+
+def write_out(node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """The additions and the norm that one of these operators stands for; another node as it is.
+
+    So a norm can be computed of a given sum.
+    """
+    kind = _NORMS.get(node.op_type) if node.domain == DOMAIN else None
+    if kind is None:
+        return [node]
+    first, second, scale, *rest = node.input
+    shift, bias = (*rest, "", "")[:2] if kind == "LayerNormalization" else ("", (*rest, "")[0])
+    normal, total = node.output[0], (*node.output, "", "", "")[SUM] or f"{node.output[0]}/sum"
+    parts = []
+    if bias:
+        parts.append(make_node("Add", [first, bias], [f"{normal}/biased"]))
+        first = f"{normal}/biased"
+    epsilon = {attribute.name: attribute.f for attribute in node.attribute}.get("epsilon", 1e-5)
+    weights = [scale, shift] if shift else [scale]
+    parts.append(make_node("Add", [first, second], [total]))
+    return [*parts, make_node(kind, [total, *weights], [normal], axis=-1, epsilon=epsilon)]
 
 
 def _find_addition(norm: ir.Node) -> _Addition | None:

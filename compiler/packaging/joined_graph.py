@@ -16,6 +16,7 @@ from onnx.helper import make_node
 
 from splitc.compiler.frontend.external_data import with_full_path
 from splitc.compiler.lowering.communication import ALL_REDUCE, DOMAIN, HALF, RECEIVE, SEND
+from splitc.compiler.lowering.skip_norms import write_out
 from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.steps import Receive, Reduce, Run
 
@@ -119,7 +120,8 @@ class _Joiner:
             if node.domain == DOMAIN:
                 self.add_exchange(rank, node, engine.group)
             else:
-                self.add(node)
+                for part in write_out(node):
+                    self.add(part)
         for value in model.graph.output:
             if f"{rank}/{value.name}" not in self.nodes:
                 self.join("Identity", [prefix + value.name], f"{rank}/{value.name}")

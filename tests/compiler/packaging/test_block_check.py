@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,18 +69,48 @@ def test_blocks_with_operators_of_gpus_are_compared(tmp_path: Path) -> None:
     body = "".join(RESIDUAL.format(n=number, next=number + 1) for number in range(4))
     head = "m (float16[batch, 32, 8, 8] x0) => (float16[batch, 32, 8, 8] y)"
     model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {head} {{ {body} y = Identity (x4) }}')
-    random = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"scale": (32,), "shift": (32,), "wide": (64,)}
     shapes |= {f"up{number}": (64, 32, 3, 3) for number in range(4)}
     shapes |= {f"down{number}": (32, 64, 3, 3) for number in range(4)}
-    for name, shape in shapes.items():
-        array = random.standard_normal(shape).astype(np.float16) / np.float16(16)
-        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    _add_weights(model, shapes)
     onnx.save(model, tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["cuda0", "cuda1"], Request(split_mode="tensor"))
     said, warnings = said_of(plan, tmp_path / "package")
     assert ("of each form, agree with the model's own (largest error" in said[0], warnings) == (True, [])
     assert b"GroupNorm" in (tmp_path / "package/rank1/stage0.onnx").read_bytes()
+
+
+MLP = """
+    n{n} = {norm}  u{n} = MatMul (n{n}, up{n})  r{n} = Relu (u{n})  d{n} = MatMul (r{n}, down{n})
+    b{n} = Add (d{n}, bias)  x{next} = Add (x{n}, b{n})
+"""
+
+
+@pytest.mark.parametrize(
+    "norm",
+    ["LayerNormalization (x{n}, scale, bias)", "LayerNormalization (x{n}, scale)", "RMSNormalization (x{n}, scale)"],
+    ids=["LayerNorm", "LayerNorm without a shift", "RMSNorm"],
+)
+def test_norms_with_additions_are_compared_as_two(norm: str, tmp_path: Path) -> None:
+    """The operator of both on GPUs lies in two blocks."""
+    body = "".join(MLP.format(n=number, next=number + 1, norm=norm.format(n=number)) for number in range(4))
+    head = "m (float16[batch, length, 64] x0) => (float16[batch, length, 64] y)"
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]> {head} {{ {body} y = Identity (x4) }}')
+    shapes: dict[str, tuple[int, ...]] = {"scale": (64,), "bias": (64,)}
+    shapes |= {f"up{number}": (64, 512) for number in range(4)} | {f"down{number}": (512, 64) for number in range(4)}
+    _add_weights(model, shapes)
+    onnx.save(model, tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cuda0", "cuda1"], Request(split_mode="tensor"))
+    said, warnings = said_of(plan, tmp_path / "package")
+    assert ("of each form, agree with the model's own (largest error" in said[0], warnings) == (True, [])
+    assert b"Skip" in (tmp_path / "package/rank1/stage0.onnx").read_bytes()
+
+
+def _add_weights(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    random = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        array = random.standard_normal(shape).astype(np.float16) / np.float16(16)
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
 
 
 def test_blocks_between_segments_too(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
