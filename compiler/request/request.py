@@ -295,6 +295,12 @@ class Request:
         # A single budget, whose letters would be taken for several budgets, and numbers of bytes.
         given = [self.memory] if isinstance(self.memory, str | int) else self.memory
         object.__setattr__(self, "memory", list(map(str, given)))
+        # As on the command line.
+        places = [self.place] if isinstance(self.place, str) else self.place
+        read = [parse_places([place])[0] if isinstance(place, str) else place for place in places]
+        object.__setattr__(self, "place", tuple(read))
+        if isinstance(self.experts, str):
+            object.__setattr__(self, "experts", parse_experts(self.experts))
 
     @property
     def asked_shapes(self) -> AskedShapes:

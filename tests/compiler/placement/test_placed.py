@@ -73,6 +73,13 @@ def test_first_place_that_matches_counts(tmp_path: Path) -> None:
     assert "layers.0.mixture.first" in held(plan, 0) and "layers.1.mixture.first" in held(plan, 1)
 
 
+def test_requests_read_places_as_the_command_line_does() -> None:
+    request = Request(place=["a=cpu0", Place("b", "cpu1")], experts="cpu1:4")  # type: ignore[list-item,arg-type]
+    assert (request.place, request.experts) == ((Place("a", "cpu0"), Place("b", "cpu1")), ExpertsPlace("cpu1", 4))
+    with pytest.raises(MisuseError, match="can't read --experts cpu1:some"):
+        Request(experts="cpu1:some")  # type: ignore[arg-type]
+
+
 def test_names_are_those_of_weights_nodes_and_modules(tmp_path: Path) -> None:
     model = save_mixture(tmp_path, "fused")
     by_weight, by_node = (make_plan(model, place) for place in ("attention.q=cpu1", "^/layers.1/MatMul$=cpu1"))
