@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import onnx_ir as ir
+
+from splitc.compiler.request.shapes import Shape
 
 _ORIGIN = "splitc.origin"
 
@@ -30,6 +33,11 @@ def origin_of(clone: T) -> T | None:
 def described(clone: ir.Value) -> ir.Value:
     """The model's value of a copy, which has the type and shape that copies lack; else the value itself."""
     return origin_of(clone) or clone
+
+
+def planned_shape(clone: ir.Value, shapes: Mapping[str, Shape]) -> Shape:
+    """The shape of a copy's value in the model, of these by name; () if it is not known."""
+    return shapes.get(described(clone).name or "", ())
 
 
 def restore_types(graph: ir.Graph) -> None:

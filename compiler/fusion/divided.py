@@ -67,6 +67,12 @@ def is_own(value: ir.Value, rank: int) -> bool:
     )
 
 
+def tensor_of(weight: ir.Value) -> ir.TensorProtocol:
+    """The tensor of a value that is known to be a weight."""
+    assert weight.const_value is not None
+    return weight.const_value
+
+
 def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
     """Replace the product and the Split by a product for each part.
 

@@ -95,8 +95,8 @@ def _part(node: ir.Node, source: ir.Value, axis: int, rank: int) -> tuple[int, i
     if node.op_type != "Slice" or node.domain or node.inputs[0] is not source or len(node.inputs) < 4:
         return None
     _, starts, ends, along, steps = (*node.inputs, None)[:5]
-    bounds = [_numbers(value) for value in (starts, ends, along)]
-    if any(numbers is None or len(numbers) != 1 for numbers in bounds) or _numbers(steps) not in (None, [1]):
+    bounds = [constant_numbers(value) for value in (starts, ends, along)]
+    if any(numbers is None or len(numbers) != 1 for numbers in bounds) or constant_numbers(steps) not in (None, [1]):
         return None
     (start,), (end,), (place,) = (numbers or [] for numbers in bounds)
     return (start, end) if place % rank == axis and 0 <= start <= end else None
@@ -139,8 +139,12 @@ def _takes_all(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
     The graph must say that its end is the end of the axis. A mask may be longer than the keys that it is cut to.
     """
     _, starts, ends, along, steps = (*node.inputs, None, None)[:5]
-    places = list(range(len(axes))) if along is None else _numbers(along)
-    if places is None or set(_numbers(starts) or ()) != {0} or not (steps is None or set(_numbers(steps) or ()) == {1}):
+    places = list(range(len(axes))) if along is None else constant_numbers(along)
+    if (
+        places is None
+        or set(constant_numbers(starts) or ()) != {0}
+        or not (steps is None or set(constant_numbers(steps) or ()) == {1})
+    ):
         return False
     stops = _computed(ends, sizes)
     if stops is None or len(stops) != len(places):
@@ -149,7 +153,7 @@ def _takes_all(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
     return all((isinstance(stop, int) and stop >= ANY_END) or _is_size_of(stop, axis) for stop, axis in pairs)
 
 
-def _numbers(value: ir.Value | None) -> list[int] | None:
+def constant_numbers(value: ir.Value | None) -> list[int] | None:
     """The numbers of a constant list, or a constant number; None if it is computed, or requests may override it."""
     if value is None or value.const_value is None or source_of(value) is not None:
         return None
@@ -166,7 +170,7 @@ def _is_size_of(size: Entry, axis: Axis) -> bool:
 
 def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
     """A list of sizes in the graph's names; None if one of them is not known."""
-    if (numbers := _numbers(value)) is not None:
+    if (numbers := constant_numbers(value)) is not None:
         return numbers
     node = None if value is None else value.producer()
     if node is None or node.domain:

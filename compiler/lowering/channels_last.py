@@ -19,14 +19,15 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.origins import described, take_place
+from splitc.compiler.frontend.origins import described, planned_shape, take_place
 from splitc.compiler.frontend.transposed_tensor import TransposedTensor
-from splitc.compiler.fusion.divided import is_own
+from splitc.compiler.fusion.divided import is_own, tensor_of
 from splitc.compiler.fusion.norm import only_user, other_input
-from splitc.compiler.lowering.gpu_functions import OPSET
+from splitc.compiler.fusion.views import constant_numbers
+from splitc.compiler.lowering.gpu_functions import call
+from splitc.compiler.lowering.skip_norms import known_shape
 from splitc.compiler.nodes import unused_name
 from splitc.compiler.request.shapes import Shape
-from splitc.runtime.engines.gpu_operators import FUNCTIONS
 
 CHANNELS_LAST, CHANNELS_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 # The most channels of a group, which must be even (group_norm_common_base.h of ONNX Runtime).
@@ -53,8 +54,6 @@ def use_channels_last(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
 
     `shapes` are those of the model's values. Nodes that have no reader afterwards stay.
     """
-    if graph.opset_imports.get("", 1) < OPSET:
-        return
     editor = Editor(graph)
     norms = [norm for node in graph if (norm := _find_norm(node, shapes)) is not None]
     for norm in norms:
@@ -135,9 +134,8 @@ def _filled(value: ir.Value | None, number: float) -> int | None:
 def _is_grouped(reshape: ir.Node, groups: int) -> bool:
     """Whether a Reshape of [n, c, h, w] results in [n, groups, ...], by its target or by the model's shapes."""
     data, target = reshape.inputs
-    whole, tensor = None if data is None else described(data).shape, _weight(target)
-    if tensor is not None:
-        numbers = tensor.numpy().tolist()
+    whole, numbers = None if data is None else described(data).shape, constant_numbers(target)
+    if numbers is not None:
         batches = [0] if whole is None else [0, whole[0]]
         return len(numbers) == 3 and numbers[0] in batches and numbers[1] == groups
     shape = described(reshape.outputs[0]).shape
@@ -146,20 +144,16 @@ def _is_grouped(reshape: ir.Node, groups: int) -> bool:
 
 def _is_back(reshape: ir.Node, data: ir.Value, result: ir.Value) -> bool:
     """Whether a Reshape gives the norm's result the shape of its data, which the model states or computes."""
-    wanted, target = described(data).shape, reshape.inputs[1]
+    wanted, target = known_shape(data), reshape.inputs[1]
     shape = None if target is None else target.producer()
     if shape is not None and shape.op_type == "Shape" and not shape.domain and not _cuts(shape):
         return shape.inputs[0] is data
-    return wanted is not None and wanted == described(result).shape and None not in [_size(size) for size in wanted]
+    return wanted is not None and wanted == known_shape(result)
 
 
 def _cuts(shape: ir.Node) -> bool:
     """Whether a Shape gives some of the sizes only."""
     return shape.attributes.get_int("start", 0) != 0 or "end" in shape.attributes
-
-
-def _size(size: int | ir.SymbolicDim) -> int | str | None:
-    return size if isinstance(size, int) else size.value
 
 
 def _is_by_channel(value: ir.Value | None) -> bool:
@@ -181,15 +175,14 @@ def _silu(value: ir.Value) -> ir.Node | None:
 
 def _are_images(value: ir.Value, weight: ir.TensorProtocol, shapes: Mapping[str, Shape]) -> bool:
     """Whether a value is images, [n, c, h, w], in half precision as a weight that it meets."""
-    return weight.dtype == ir.DataType.FLOAT16 and len(shapes.get(described(value).name or "", ())) == 4
+    return weight.dtype == ir.DataType.FLOAT16 and len(planned_shape(value, shapes)) == 4
 
 
 def _write_norm(norm: _GroupNorm, editor: Editor) -> None:
     weights = [editor.constant(tensor.numpy().astype(np.float32).reshape(-1)) for tensor in (norm.scale, norm.shift)]
     attributes: dict[str, Any] = {"activation": int(norm.activates), "epsilon": norm.epsilon, "groups": norm.groups}
     last = editor.before(norm.last, "Transpose", norm.data, perm=CHANNELS_LAST)
-    made = editor.before(norm.last, "GroupNorm", last, *weights, domain=FUNCTIONS, **attributes)
-    editor.graph.opset_imports.setdefault(FUNCTIONS, 1)
+    made = call(editor, norm.last, "GroupNorm", last, *weights, **attributes)
     take_place(editor.before(norm.last, "Transpose", made, perm=CHANNELS_FIRST), norm.last.outputs[0])
 
 
@@ -198,9 +191,9 @@ def _is_wide_convolution(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
     if node.op_type != "Conv" or node.domain or node.attributes.get_int("group", 1) != 1:
         return False
     data, weight, *bias = node.inputs
-    if data is None or weight is None or not is_own(weight, 4) or not _are_images(data, _tensor(weight), shapes):
+    if data is None or weight is None or not is_own(weight, 4) or not _are_images(data, tensor_of(weight), shapes):
         return False
-    wide = all(size % CHANNELS_AT_ONCE == 0 for size in _tensor(weight).shape.numpy()[:2])
+    wide = all(size % CHANNELS_AT_ONCE == 0 for size in tensor_of(weight).shape.numpy()[:2])
     has_weights = not bias or bias[0] is None or _weight(bias[0]) is not None
     return wide and has_weights and node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
 
@@ -209,7 +202,7 @@ def _write_convolution(node: ir.Node, editor: Editor) -> None:
     """Write a convolution with its bias as an addition: with channels last, it takes half the time of cuDNN's."""
     data, weight, *bias = node.inputs
     assert weight is not None
-    stored, name = _tensor(weight), unused_name(f"{weight.name}/last", editor.graph.initializers)
+    stored, name = tensor_of(weight), unused_name(f"{weight.name}/last", editor.graph.initializers)
     attributes: dict[str, Any] = {
         "dilations": node.attributes.get_ints("dilations", (1, 1)),
         "group": 1,
@@ -219,12 +212,7 @@ def _write_convolution(node: ir.Node, editor: Editor) -> None:
     }
     last = editor.before(node, "Transpose", data, perm=CHANNELS_LAST)
     moved = editor.add((name, b""), TransposedTensor(stored, CHANNELS_LAST, name))
-    made = editor.before(node, "NhwcConv", last, moved, domain=FUNCTIONS, **attributes)
+    made = call(editor, node, "NhwcConv", last, moved, **attributes)
     if bias and bias[0] is not None:
         made = editor.before(node, "Add", made, bias[0])
     take_place(editor.before(node, "Transpose", made, perm=CHANNELS_FIRST), node.outputs[0])
-
-
-def _tensor(weight: ir.Value) -> ir.TensorProtocol:
-    assert weight.const_value is not None
-    return weight.const_value

@@ -14,14 +14,14 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.joined_tensor import JoinedTensor
-from splitc.compiler.frontend.origins import described, take_place
-from splitc.compiler.fusion.divided import is_own
+from splitc.compiler.frontend.origins import planned_shape, take_place
+from splitc.compiler.fusion.divided import is_own, tensor_of
 from splitc.compiler.fusion.norm import only_user, other_input
+from splitc.compiler.fusion.views import constant_numbers
 from splitc.compiler.lowering.bias_gelu import find_bias, find_gelu
-from splitc.compiler.lowering.gpu_functions import OPSET
+from splitc.compiler.lowering.gpu_functions import call
 from splitc.compiler.nodes import unused_name
 from splitc.compiler.request.shapes import Shape
-from splitc.runtime.engines.gpu_operators import FUNCTIONS
 
 OPERATOR = "BiasSplitGelu"
 # The numbers of columns of both halves that the operator's kernel supports (bias_split_gelu.cc of ONNX Runtime).
@@ -44,8 +44,6 @@ def fuse_gated_gelus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
 
     `shapes` are those of the model's values. Nodes that have no reader afterwards stay.
     """
-    if graph.opset_imports.get("", 1) < OPSET:
-        return
     editor = Editor(graph)
     for node in list(graph):
         gelu = find_gelu(node)
@@ -55,9 +53,7 @@ def fuse_gated_gelus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
             continue
         halves = _find_split(left, gelu[0]) or _join(left, gelu[0], _reads(node), gated, editor)
         if halves is not None:
-            made = editor.before(gated, OPERATOR, *halves, domain=FUNCTIONS)
-            graph.opset_imports.setdefault(FUNCTIONS, 1)
-            take_place(made, gated.outputs[0])
+            take_place(call(editor, gated, OPERATOR, *halves), gated.outputs[0])
 
 
 def _find_split(left: ir.Value, right: ir.Value) -> tuple[ir.Value, ir.Value] | None:
@@ -87,13 +83,8 @@ def _slices(one: ir.Node, other: ir.Node) -> bool:
     if any(node.op_type != "Slice" or node.domain or len(node.inputs) != 4 for node in (one, other)):
         return False
     (data, start, end, axis), (same, middle, _, also) = one.inputs, other.inputs
-    from_start = _numbers(start) == [0] and end is not None and end is middle
-    return data is same and from_start and all(_numbers(value) in ([-1], [ROWS]) for value in (axis, also))
-
-
-def _numbers(value: ir.Value | None) -> list[int] | None:
-    tensor = None if value is None else value.const_value
-    return None if tensor is None else tensor.numpy().tolist()
+    from_start = constant_numbers(start) == [0] and end is not None and end is middle
+    return data is same and from_start and all(constant_numbers(value) in ([-1], [ROWS]) for value in (axis, also))
 
 
 def _reads(gelu: ir.Node) -> int:
@@ -114,8 +105,8 @@ def _join(
     if _width(one.bias) != _width(other.bias) or 2 * _width(one.bias) not in WIDTHS:
         return None
     name = unused_name(f"{one.weight.name}+{other.weight.name}", editor.graph.initializers)
-    weight = editor.add((name, b""), JoinedTensor([_tensor(one.weight), _tensor(other.weight)], 1, name))
-    bias = np.concatenate([_tensor(one.bias).numpy(), _tensor(other.bias).numpy()])
+    weight = editor.add((name, b""), JoinedTensor([tensor_of(one.weight), tensor_of(other.weight)], 1, name))
+    bias = np.concatenate([tensor_of(one.bias).numpy(), tensor_of(other.bias).numpy()])
     return editor.before(before, "MatMul", one.data, weight), editor.constant(bias)
 
 
@@ -131,17 +122,12 @@ def _find_half(total: ir.Value, reads: int) -> _Half | None:
     return _Half(data, weight, biased[1])
 
 
-def _tensor(weight: ir.Value) -> ir.TensorProtocol:
-    assert weight.const_value is not None
-    return weight.const_value
-
-
 def _width(bias: ir.Value) -> int:
     """The number of columns on this rank, which is less than the model's where columns are sharded."""
-    return _tensor(bias).size
+    return tensor_of(bias).size
 
 
 def _are_halves(left: ir.Value, right: ir.Value, shapes: Mapping[str, Shape]) -> bool:
     """Whether two values have three axes, and are equally wide."""
-    one, other = (shapes.get(described(value).name or "", ()) for value in (left, right))
+    one, other = (planned_shape(value, shapes) for value in (left, right))
     return len(one) == ROWS + 1 and one == other

@@ -7,11 +7,13 @@ GPUs run on CPU devices too.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import onnx
 import onnx.parser
 import onnx_ir as ir
 
+from splitc.compiler.frontend.editor import Editor
 from splitc.runtime.engines.gpu_operators import FUNCTIONS
 
 # The first half of the columns, times Gelu of the second.
@@ -80,6 +82,12 @@ NhwcConv <dilations, group, kernel_shape, pads, strides> (X, W) => (Y) {
 BODIES = {"BiasSplitGelu": BIAS_SPLIT_GELU, "GroupNorm": GROUP_NORM, "NhwcConv": NHWC_CONV}
 # The opset from which on all of their operators exist as they are used here.
 OPSET = 13
+
+
+def call(editor: Editor, before: ir.Node, name: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+    """Insert a call of one of the functions right before a node. Returns its result."""
+    editor.graph.opset_imports.setdefault(FUNCTIONS, 1)
+    return editor.before(before, name, *inputs, domain=FUNCTIONS, **attributes)
 
 
 def functions_of(graph: ir.Graph) -> list[ir.Function]:

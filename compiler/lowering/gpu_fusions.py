@@ -12,6 +12,7 @@ from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
 from splitc.compiler.lowering.channels_last import use_channels_last
 from splitc.compiler.lowering.gated_gelus import fuse_gated_gelus
+from splitc.compiler.lowering.gpu_functions import OPSET
 from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.lowering.summed_products import sum_products
 from splitc.compiler.operators.registry import operator_of
@@ -25,9 +26,10 @@ def fuse_for_gpus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
     """
     sum_products(graph, shapes)
     fuse_skips(graph)
-    fuse_gated_gelus(graph, shapes)
+    if graph.opset_imports.get("", 1) >= OPSET:
+        fuse_gated_gelus(graph, shapes)
+        use_channels_last(graph, shapes)
     fuse_bias_gelus(graph)
-    use_channels_last(graph, shapes)
 
 
 def fused_away(model: Graph, shapes: Mapping[str, Shape]) -> frozenset[ir.Node]:
@@ -40,8 +42,4 @@ def fused_away(model: Graph, shapes: Mapping[str, Shape]) -> frozenset[ir.Node]:
     remove_unused(engine)
     left = {described(value) for node in engine for value in node.outputs}
     gone = (node for node in model.nodes if left.isdisjoint(node.outputs))
-    return frozenset(node for node in gone if operator_of(node).flops is None and not _is_norm(node))
-
-
-def _is_norm(node: ir.Node) -> bool:
-    return node.op_type == "InstanceNormalization" or operator_of(node).is_norm
+    return frozenset(node for node in gone if operator_of(node).flops is None and not operator_of(node).is_norm)

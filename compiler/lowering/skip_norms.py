@@ -82,8 +82,8 @@ def _find_addition(norm: ir.Node) -> _Addition | None:
     total = norm.inputs[0] if norm.inputs else None
     if norm.op_type not in OPERATORS or norm.domain or total is None or any(v.uses() for v in norm.outputs[1:]):
         return None
-    node, shape = total.producer(), _shape(total)
-    weights = [_shape(value) for value in norm.inputs[1:] if value is not None]
+    node, shape = total.producer(), known_shape(total)
+    weights = [known_shape(value) for value in norm.inputs[1:] if value is not None]
     if node is None or node.op_type != "Add" or node.domain or shape is None or not weights:
         return None
     if described(total).dtype != ir.DataType.FLOAT16 or len(shape) not in (2, 3):
@@ -93,12 +93,12 @@ def _find_addition(norm: ir.Node) -> _Addition | None:
     if norm.attributes.get_int("axis", -1) not in (-1, len(shape) - 1) or any(own != shape[-1:] for own in weights):
         return None
     first, second = node.inputs
-    if first is None or second is None or first is second or not _shape(first) == _shape(second) == shape:
+    if first is None or second is None or first is second or not known_shape(first) == known_shape(second) == shape:
         return None
     return _with_bias(_Addition(node, first, second))
 
 
-def _shape(value: ir.Value) -> tuple[int | str, ...] | None:
+def known_shape(value: ir.Value) -> tuple[int | str, ...] | None:
     """A value's sizes, as numbers or names; None unless all are known."""
     own = described(value)
     if own.const_value is not None:
@@ -115,10 +115,10 @@ def _with_bias(addition: _Addition) -> _Addition:
         node = one.producer()
         if node is None or node.op_type != "Add" or node.domain or len(one.uses()) > 1 or one.is_graph_output():
             continue
-        shape = _shape(one) or ()
+        shape = known_shape(one) or ()
         for data, bias in (node.inputs, node.inputs[::-1]):
-            is_bias = bias is not None and bias.is_initializer() and _shape(bias) == shape[-1:]
-            if data is not None and is_bias and _shape(data) == shape:
+            is_bias = bias is not None and bias.is_initializer() and known_shape(bias) == shape[-1:]
+            if data is not None and is_bias and known_shape(data) == shape:
                 return _Addition(addition.node, data, other, bias)
     return addition
 

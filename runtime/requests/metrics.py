@@ -44,7 +44,10 @@ class Metrics:
 
 def is_replayed(request: InFlightRequest) -> bool:
     """Whether all ranks that ran the request replayed it."""
-    replays = _replays(request)
+    return _all_replayed(_replays(request))
+
+
+def _all_replayed(replays: Sequence[Replay | None]) -> bool:
     return bool(replays) and None not in replays
 
 
@@ -74,7 +77,7 @@ class Counters:
         """
         replays = _replays(request)
         captured = any(replay.captured for replay in replays if replay is not None)
-        replayed = bool(replays) and None not in replays
+        replayed = _all_replayed(replays)
         with self._lock:
             self._in_flight -= 1
             for rank, ran in request.executions.items():
