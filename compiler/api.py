@@ -14,12 +14,14 @@ from splitc.runtime.threads.garbage import rare_garbage
 
 
 @rare_garbage()
-def plan_model(model: Given, devices: str | Sequence[str | Device], request: Request = Request()) -> Plan:
-    """Decide which part of the model each device holds. `devices` may be names: `["cpu0", "cpu1"]`, `"2xcpu"`.
+def plan_model(model: Given, devices: str | Sequence[str | Device] = (), request: Request = Request()) -> Plan:
+    """Decide which part of the model each device holds.
 
         plan = plan_model("model.onnx", "2xcpu", Request(split_mode="tensor", shapes={"input_ids": (1, 64)}))
         print(plan)  # the ranks, with their memory
         compile_model(plan, "package")
+
+    `devices` may be names: `["cpu0", "cpu1"]`, `"2xcpu"`. Without any, all GPUs of this machine are used.
 
     `model` is a path, or a model in memory: an onnx.ModelProto or an onnx_ir.Model. A model in memory is written to a
     temporary folder, which is deleted together with the plan.

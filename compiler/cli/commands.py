@@ -87,7 +87,7 @@ DEVICE = typer.Option(
     "--device",
     "-d",
     help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu. Of a host: host1/2xcuda. Of one '
-    'model of a folder: "unet=cuda0&cuda1,vae=cuda0".',
+    'model of a folder: "unet=cuda0&cuda1,vae=cuda0". Default: all GPUs of this machine.',
     autocompletion=completion.devices,
 )
 HOSTS = typer.Option(
@@ -120,7 +120,7 @@ def _with_libraries(request: Request) -> Request:
 
 
 def _devices(device: list[str] = DEVICE, hosts: str | None = HOSTS) -> list[str]:
-    """The names of the devices to plan for; none if none are given."""
+    """The names of the devices to plan for; none if none are given, for all GPUs of this machine."""
     return device if hosts is None else [str(device) for device in parse_hosts(hosts)]
 
 

@@ -41,7 +41,7 @@ SMALL, LARGE, MISFIT, UNSPLIT = (
 @rare_garbage()
 def plan_pipeline(
     folder: str | Path,
-    devices: str | Sequence[str],
+    devices: str | Sequence[str] = (),
     request: Request = Request(),
     wanted: Sequence[str] = (),
     swap: bool = False,
@@ -50,10 +50,10 @@ def plan_pipeline(
 
         plan_pipeline("folder", ["te=cpu1", "unet=cpu0&cpu1", "cpu0"], Request(split_mode="unet=layer"))
 
-    `devices` and the request's mode, shapes and settings may name modules, as on the command line. `wanted` are the
-    modules to take; by default all, and one of a model in two forms. Modules with devices of their own come first, then
-    the largest. `tensor_split` has the shares of each module that is split. With `swap`, modules work in turn, and only
-    the one at work has its weights in memory.
+    `devices` and the request's mode, shapes and settings may name modules, as on the command line. Without devices, all
+    GPUs of this machine are used. `wanted` are the modules to take; by default all, and one of a model in two forms.
+    Modules with devices of their own come first, then the largest. `tensor_split` has the shares of each module that is
+    split. With `swap`, modules work in turn, and only the one at work has its weights in memory.
 
     Raises as `plan_model` does, with the module's name; ModelError for a folder without models, MisuseError if a module
     does not exist.

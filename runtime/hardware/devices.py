@@ -17,7 +17,7 @@ from pathlib import Path
 
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.hardware.control_groups import cpu_limit, memory_limit
-from splitc.runtime.hardware.gpus import list_gpus
+from splitc.runtime.hardware.gpus import count_gpus, list_gpus
 from splitc.runtime.units import parse_bytes, shortened, whole_number
 
 KINDS = ("cpu", "cuda")
@@ -74,15 +74,16 @@ class DeviceStatus:
 def parse_devices(texts: Sequence[str] | str) -> list[Device]:
     """The devices named by `-d` values, in order: `cpu0`, `CPU:0`, `cpu0&cpu1`, `3xcpu`, `host1/cuda0`, `host1/2xcuda`.
 
-    One may be named twice. Raises MisuseError for an unknown name, with those that there are, and if only some devices
-    have a host.
+    One may be named twice. Without any, all GPUs that are seen here. Raises MisuseError if there are none, for an
+    unknown name, with those that there are, and if only some devices have a host.
     """
     devices: list[Device] = []
     for text in [texts] if isinstance(texts, str) else texts:
         for name in re.split(r"[&,]", str(text)):
             devices += _parse_one(name.strip())
+    devices = devices or [Device("cuda", index) for index in range(count_gpus())]
     if not devices:
-        raise MisuseError("no device given: name some (-d), as in cpu0 and cpu1, or 2xcpu for both")
+        raise MisuseError("no device given, and no GPU is seen here: name some (-d), as in 2xcpu, or cuda0 and cuda1")
     if len({device.host is None for device in devices}) > 1:
         placed, homeless = (
             next(device for device in devices if (device.host is None) is bare) for bare in (False, True)

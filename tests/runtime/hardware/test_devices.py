@@ -7,6 +7,7 @@ import pytest
 
 from splitc.runtime.engines.onnxruntime_cpu import check_free
 from splitc.runtime.errors import EngineError, MisuseError
+from splitc.runtime.hardware import devices
 from splitc.runtime.hardware.control_groups import cpu_limit, memory_limit
 from splitc.runtime.hardware.devices import (
     bound_cores,
@@ -143,8 +144,13 @@ def test_unknown_name_says_which_exist(text: str) -> None:
 
 
 def test_no_device_says_how_to_name_one() -> None:
-    with pytest.raises(MisuseError, match="as in cpu0 and cpu1"):
+    with pytest.raises(MisuseError, match="no GPU is seen here: name some"):
         parse_devices([])
+
+
+def test_without_devices_all_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "count_gpus", lambda: 3)
+    assert [str(device) for device in parse_devices([])] == ["cuda0", "cuda1", "cuda2"]
 
 
 def test_hosts_are_named_for_all_devices_or_none() -> None:
