@@ -31,12 +31,13 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
         for output, value in _find_pairs(graph).items():
             if output not in pairs and value not in pairs.values():
                 pairs[output] = value
+    in_place = _find_in_place(pairs)
     return [
         State(
             pairs[output].name or "",
             output.name or "",
             _grows(pairs[output], output),
-            _is_in_place(pairs[output], output),
+            output in in_place,
         )
         for output in graph.graph.outputs
         if output in pairs
@@ -46,7 +47,8 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
 def written_in_place(graph: Graph, states: Sequence[State]) -> list[State]:
     """The states of a graph that was rewritten, which may write other states in place than before."""
     ends = {value.name: value for value in (*graph.graph.inputs, *graph.graph.outputs)}
-    return [replace(state, in_place=_is_in_place(ends[state.input], ends[state.output])) for state in states]
+    in_place = _find_in_place({ends[state.output]: ends[state.input] for state in states})
+    return [replace(state, in_place=ends[state.output] in in_place) for state in states]
 
 
 def _check_asked(graph: Graph, asked: AskedStates) -> dict[ir.Value, ir.Value]:
@@ -169,15 +171,25 @@ def _is_product(node: ir.Node, value: ir.Value) -> bool:
     return value is node.outputs[0] if operator.is_attention else operator.is_product
 
 
-def _is_in_place(past: ir.Value, present: ir.Value) -> bool:
-    """Whether an in-place operator computes the present from the past.
+def _find_in_place(pairs: Mapping[ir.Value, ir.Value]) -> set[ir.Value]:
+    """The outputs that are written in place of the inputs that they replace: of one operator all, or none."""
+    written = {present for present, past in pairs.items() if _is_in_place(past, present)}
+    apart = {present.producer() for present in pairs.keys() - written}
+    return {present for present in written if present.producer() not in apart}
 
-    Other readers of the past must serve that operator alone, which then writes after they have read.
+
+def _is_in_place(past: ir.Value, present: ir.Value) -> bool:
+    """Whether an in-place operator can compute the present from the past.
+
+    Other readers of the past must serve that operator alone, which then writes after they have read. None may read the
+    length of a cache that grows: in place it has room for tokens to come.
     """
     maker = present.producer()
     if maker is None or not operator_of(maker).writes_in_place:
         return False
     readers = [use.node for use in past.uses()]
+    if _grows(past, present) is not None and any(operator_of(node).reads_shape for node in readers):
+        return False
     below = list(islice(reached(readers, lambda node: () if node is maker else node.successors()), FARTHEST + 1))
     is_for_it = all(
         node is maker or (node.successors() and not any(value.is_graph_output() for value in node.outputs))

@@ -20,6 +20,7 @@ from splitc.runtime.engines.onnxruntime_cpu import OnnxRuntimeBackend
 from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.ranks.computation import Computation
 from tests.conftest import DECODER, LAYER, assert_close, decoder_feeds, run_whole, until, whole_session
+from tests.helpers.blocks import Block
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import KINDS, compile_mode
 from tests.helpers.recurrent import write_lstm
@@ -108,6 +109,37 @@ def test_loaded_states_outlive_other_requests(ranks: str, tmp_path: Path) -> Non
             whole["attention_mask"] = np.ones((3, whole["attention_mask"].shape[1] + 1), np.int64)
             other = {name: array for name, array in decoder_feeds(5, 1, 1).items() if name in names}
             session.run(other)
+
+
+def test_lengths_that_are_read_from_a_cache_keep_it_as_long_as_its_tokens(tmp_path: Path) -> None:
+    """Other caches are written in place, with room for more tokens."""
+    b, width, head = Block(), 32, 16
+    hidden = b.data("x", (1, 1, width), [1, 1, width])
+    pasts = [b.data(f"past_{n}", (1, 2, 3, head), [1, 2, "p", head]) for n in range(4)]
+    total = b.op("Add", b.op("Shape", pasts[3], start=2, end=3), b.constant([1], np.int64))
+    lengths = b.op("Cast", total, to=ir.DataType.INT32)
+    filled, length = b.op("Sub", lengths, b.constant([1], np.int32)), b.op("Squeeze", lengths)
+    for layer in (0, 2):
+        parts = [b.op("MatMul", hidden, b.w(f"w{layer}{part}", width, width)) for part in range(3)]
+        states = pasts[layer : layer + 2]
+        hidden, *presents = b.ops(
+            "com.microsoft.GroupQueryAttention", *parts, *states, filled, length, outputs=3, num_heads=2, kv_num_heads=2
+        )
+        for n, present in enumerate(presents):
+            b.give(present, f"present_{layer + n}", [1, 2, "s", head])
+    b.give(hidden, "y", shape=[1, 1, width])
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER)
+    assert [state.in_place for state in plan.analysis.states] == [True, True, False, False]
+    compile_model(plan, tmp_path / "package")
+    random = np.random.default_rng(0)
+    states = {f"past_{n}": np.zeros((1, 2, 0, head), np.float32) for n in range(4)}
+    with Session(tmp_path / "package") as session, session.start(capacity=8) as sequence:
+        for _ in range(3):
+            x = random.standard_normal((1, 1, width), np.float32)
+            outputs = run_whole(tmp_path / "model.onnx", {"x": x, **states})
+            np.testing.assert_allclose(sequence.run({"x": x})["y"], outputs["y"], rtol=0, atol=1e-6)
+            states = {name: outputs[name.replace("past", "present")] for name in states}
 
 
 @pytest.mark.parametrize("runs", [0, 1])
