@@ -121,9 +121,15 @@ def test_lengths_that_are_read_from_a_cache_keep_it_as_long_as_its_tokens(tmp_pa
     filled, length = b.op("Sub", lengths, b.constant([1], np.int32)), b.op("Squeeze", lengths)
     for layer in (0, 2):
         parts = [b.op("MatMul", hidden, b.w(f"w{layer}{part}", width, width)) for part in range(3)]
-        states = pasts[layer : layer + 2]
         hidden, *presents = b.ops(
-            "com.microsoft.GroupQueryAttention", *parts, *states, filled, length, outputs=3, num_heads=2, kv_num_heads=2
+            "com.microsoft.GroupQueryAttention",
+            *parts,
+            *pasts[layer : layer + 2],
+            filled,
+            length,
+            outputs=3,
+            num_heads=2,
+            kv_num_heads=2,
         )
         for n, present in enumerate(presents):
             b.give(present, f"present_{layer + n}", [1, 2, "s", head])
