@@ -10,27 +10,32 @@ from collections.abc import Iterator, Mapping
 # Variables by which users choose kernels: cuDNN's attention, and XQA for single tokens.
 CUDNN, XQA = "ORT_ENABLE_CUDNN_FLASH_ATTENTION", "ORT_ENABLE_XQA"
 # Bits of the provider's option `sdpa_kernel`: flash, memory-efficient, TensorRT's, math, TensorRT's flash and cross;
-# and cuDNN's, which plans 25 to 40 ms for each new shape of an engine.
+# and cuDNN's, which plans 25 to 40 ms for each attention and each new shape.
 _FOR_NEW_SHAPES = 1 | 2 | 4 | 16 | 32 | 64
 _FOR_KNOWN_SHAPES = _FOR_NEW_SHAPES | 8
 
 _lock = threading.Lock()
+# The GPU of this process whose sessions use XQA; none before the first session.
+_with_xqa: list[int] = []
 
 
 @contextlib.contextmanager
-def attention_for(known_shapes: bool) -> Iterator[Mapping[str, str]]:
+def attention_for(known_shapes: bool, gpu: int) -> Iterator[Mapping[str, str]]:
     """The provider's attention options: cuDNN for captured shapes, kernels that need no planning for others.
 
-    Sessions that are made inside don't use XQA. It is slower than cuDNN (8B decoder on H200s, replayed tokens on one
-    and two GPUs: 4.98 and 3.66 ms against 4.83 and 3.47), and only works on one GPU of a process.
+    Sessions that are made inside compute single tokens by XQA, which needs no planning either, on the first `gpu` that
+    this process uses: on others its kernels fail. For an 8B decoder on an H200, replayed tokens take as long as with
+    cuDNN's kernels, 5.2 ms and 5.5 after 8,000 others, and to capture the first one takes 30 to 70 ms, not 120 to 700.
     """
     if not os.environ.keys().isdisjoint((CUDNN, XQA)):
         yield {}
         return
     with _lock:
+        if not _with_xqa:
+            _with_xqa.append(gpu)
         # Read when a session is made. Not by os.environ: other threads, and processes that they start meanwhile, would
         # take it for the user's choice.
-        os.putenv(XQA, "0")
+        os.putenv(XQA, str(int(gpu in _with_xqa)))
         try:
             yield {"sdpa_kernel": str(_FOR_KNOWN_SHAPES if known_shapes else _FOR_NEW_SHAPES)}
         finally:

@@ -286,7 +286,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             # Weights that sessions share are not in the arena.
             shared = sum(value.tensor_size_in_bytes() for value in weights.values())
             provider["gpu_mem_limit"] = str(max(1, self._limit - shared))
-        with attention_for(known_shapes) as attention:
+        with attention_for(known_shapes, self.index) as attention:
             try:
                 providers = [(PROVIDER, {**provider, **attention}), "CPUExecutionProvider"]
                 return open_onnx(path, options, providers, self._trusts_data, NOT_ON_GPUS, on_gpu=True)
