@@ -28,6 +28,7 @@ class Speed:
     - `cached`, `cache`: computed values of at most `cache` bytes are read from its cache, at `cached` bytes per second.
     - `exposed`: of computing and moving bytes, the shorter one overlaps with the longer one except for this share.
     - `attention`: the share of `flops` that attention as one operator reaches.
+    - `is_gpu`: operators take as many passes as on GPUs.
     """
 
     flops: float
@@ -36,6 +37,7 @@ class Speed:
     cache: int = 0
     exposed: float = 0.0
     attention: float = 1.0
+    is_gpu: bool = False
 
 
 def nominal_speed(kind: str) -> Speed:
@@ -44,7 +46,8 @@ def nominal_speed(kind: str) -> Speed:
     It is right to an order of magnitude, enough to compare stages. `--profile` measures the model instead.
     """
     profile = find_profile(kind)
-    return Speed(profile.flops, profile.bytes, exposed=profile.exposed, attention=profile.attention)
+    is_gpu = kind == "cuda"
+    return Speed(profile.flops, profile.bytes, exposed=profile.exposed, attention=profile.attention, is_gpu=is_gpu)
 
 
 # The bytes of a file that Linux maps around a byte that is read (`fault_around_bytes`).
@@ -214,13 +217,21 @@ class Costs:
 
         The exposed share of the shorter one is added. A lookup reads only as many bytes of its table as it writes.
         """
-        stored, computed = self._moved[node]
+        operator, (stored, computed) = operator_of(node), self._moved[node]
         near = sum([size for size in computed if size <= speed.cache])
         far = stored + sum(computed) - near
         moving = far / speed.bytes + (near / speed.cached if near else 0.0)
-        share = speed.attention if operator_of(node).is_attention else 1.0
+        share = speed.attention if operator.is_attention else 1.0
         computing = self._flops[node] / (share * speed.flops)
-        return max(computing, moving) + speed.exposed * min(computing, moving)
+        moving *= operator.gpu_passes if speed.is_gpu else 1.0
+        adding = self._bias_bytes(node) / speed.bytes if speed.is_gpu else 0.0
+        return max(computing, moving) + speed.exposed * min(computing, moving) + adding
+
+    def _bias_bytes(self, node: ir.Node) -> int:
+        """The bytes that are read and written to add a bias in a pass of its own."""
+        place = operator_of(node).gpu_bias
+        has_bias = place is not None and len(node.inputs) > place and node.inputs[place] is not None
+        return 2 * self.value_bytes(node.outputs[0]) if has_bias else 0
 
     @cached_property
     def _flops(self) -> dict[ir.Node, int]:

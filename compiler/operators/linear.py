@@ -333,6 +333,7 @@ OPERATORS = (
         convolution,
         convolution_flops,
         is_product=True,
+        gpu_bias=2,
         scratch=scratch.convolution,
         half_scratch=scratch.half_convolution,
         padding=scratch.kernel_in_blocks,

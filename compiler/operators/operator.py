@@ -83,6 +83,8 @@ class Operator:
     Engines:
 
     - `is_attention`: ONNX Runtime chooses its kernel by shape.
+    - `gpu_passes`: on GPUs it takes as long as so many reads of its inputs and writes of its outputs.
+    - `gpu_bias`: the input that engines for GPUs add to the output in a pass of its own.
     - `crashes_without`: an optional input without which ONNX Runtime before 1.32 ends the process on the CPU.
     - `crashes_empty`: axes of its first input. ONNX Runtime ends the process on the CPU if one of them has size 0.
     - `crashes_emptied`: ONNX Runtime may end the process, with channels in blocks, if its first output is empty and its
@@ -135,6 +137,8 @@ class Operator:
     states: Mapping[int, int] = field(default_factory=dict)
     state_sizes: Callable[[ir.Node], Mapping[int, int]] | None = None
     is_attention: bool = False
+    gpu_passes: float = 1.0
+    gpu_bias: int | None = None
     crashes_without: int | None = None
     crashes_empty: tuple[int, ...] = ()
     crashes_emptied: bool = False

@@ -240,7 +240,8 @@ OPERATORS = (
         example_input=slice_bounds,
     ),
     Operator("Pad", pad, example_input=pad_amounts),
-    Operator("Resize", resize),
+    # Passes: nearest neighbors of 512 MiB take 0.83 ms on an H200, and to move the channels to them and back 0.5.
+    Operator("Resize", resize, gpu_passes=4),
     Operator("Upsample", resize),
     Operator("Shape", shape, reads_part=True, shape_arithmetic=True, reads_shape=True),
     Operator("Size", shape, shape_arithmetic=True, reads_shape=True),

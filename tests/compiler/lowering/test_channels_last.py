@@ -52,6 +52,10 @@ def weights(groups: int = GROUPS) -> dict[str, np.ndarray]:
         "bias": random.standard_normal(2 * CHANNELS),
         "few": random.standard_normal((3, CHANNELS, 1, 1)),
         "three": random.standard_normal(3),
+        "none": np.array([0]),
+        "six_channels": np.array([6]),
+        "second": np.array([1]),
+        "narrow": random.standard_normal((8, 6, 1, 1)),
         "by_group": random.standard_normal((2 * CHANNELS, CHANNELS // 2, 3, 3)),
     }
 
@@ -76,7 +80,7 @@ def called(nodes: list[ir.Node]) -> list[str]:
     return [node.op_type for node in nodes if node.domain == FUNCTIONS]
 
 
-@pytest.mark.parametrize("convolution", [CONV, NO_BIAS], ids=["bias", "no bias"])
+@pytest.mark.parametrize("convolution", [CONV, NO_BIAS, FEW], ids=["bias", "no bias", "few results"])
 @pytest.mark.parametrize("activation", [SILU, BARE], ids=["SiLU", "no activation"])
 @pytest.mark.parametrize(
     "norm", [BY_SIZES, STATED, UNSQUEEZED, OPERATOR], ids=["by sizes", "by a shape", "unsqueezed", "operator"]
@@ -114,8 +118,20 @@ def test_a_norm_that_is_read_before_its_gate_keeps_the_gate(tmp_path: Path) -> N
     assert made.attributes.get_int("activation") == 0
 
 
+def test_few_results_are_computed_with_others_that_are_cut_off(tmp_path: Path) -> None:
+    nodes = engine(f"{BY_SIZES} {SILU} {FEW}", tmp_path)
+    (made,) = (node for node in nodes if node.op_type == "NhwcConv")
+    assert made.inputs[1] is not None and made.inputs[1].shape == (8, 1, 1, CHANNELS)
+    assert [node.op_type for node in made.outputs[0].consumers()] == ["Slice"]
+
+
 @pytest.mark.parametrize(
-    "convolution", ["y = Conv <group = 2> (active, by_group)", FEW], ids=["groups of channels", "few results"]
+    "convolution",
+    [
+        "y = Conv <group = 2> (active, by_group)",
+        "six = Slice (active, none, six_channels, second)  y = Conv (six, narrow)",
+    ],
+    ids=["groups of channels", "few channels"],
 )
 def test_other_convolutions_stay(tmp_path: Path, convolution: str) -> None:
     assert called(engine(f"{BY_SIZES} {SILU} {convolution}", tmp_path)) == ["GroupNorm"]

@@ -209,6 +209,27 @@ def test_time_by_the_roofline_model(tmp_path: Path) -> None:
     assert costs.seconds(node, Speed(flops=0.1, bytes=1.0, exposed=0.5)) == 14 * elements
 
 
+def test_time_on_gpus_by_passes(tmp_path: Path) -> None:
+    """A convolution's bias is one of its own, which reads and writes the output; a norm of groups takes several."""
+    b = Block()
+    image = b.data("x", (1, 2, 4, 4))
+    weight, bias, scale = b.w("w", 2, 2, 1, 1), b.w("bias", 2), b.w("scale", 2)
+    made = [b.op("Conv", image, weight), b.op("Conv", image, weight, bias)]
+    made.append(b.op("InstanceNormalization", image, scale, bias))
+    for number, value in enumerate(made):
+        b.give(value, f"y{number}", dtype=FLOAT, shape=[1, 2, 4, 4])
+    costs = costs_of(b, tmp_path)
+    plain, biased, normed = (node for node in costs.graph.nodes if node.op_type != "Constant")
+    seconds = {
+        node: [costs.seconds(node, Speed(1e30, 1.0, is_gpu=is_gpu)) for is_gpu in (False, True)]
+        for node in (plain, biased, normed)
+    }
+    size = 2 * 4 * 4 * 4
+    assert seconds[plain] == [2 * size + 16] * 2
+    assert seconds[biased] == [2 * size + 24, 4 * size + 24]
+    assert seconds[normed] == [2 * size + 16, 4 * (2 * size + 16)]
+
+
 VIEWS: dict[str, Middle] = {
     "Identity": through("Identity"),
     "Reshape": lambda b, v: b.op("Reshape", v, b.ints(0, -1)),
