@@ -254,6 +254,9 @@ class Borrower:
         self._descriptor = descriptor
         self._buffers: dict[int, Array] = {}
         self._unused: deque[int] = deque()
+        # Of the arrays that were given out, and of those that ended.
+        self._lent: dict[int, _Lent] = {}
+        self._ended: deque[_Lent] = deque()
 
     def look(self, shared: SharedArrays | None) -> list[tuple[str, Array]]:
         """The arrays of a message, in place: valid until the other process reuses their buffer."""
@@ -275,7 +278,9 @@ class Borrower:
             copies = {name: array.copy() for name, array in arrays}
             self._unused.append(shared.buffer)  # only now: another thread may give it back at once
             return copies
-        lent = np.asarray(_Loan(self._buffers[shared.buffer][:size], shared.buffer, self._unused))
+        loan = _Loan(self._buffers[shared.buffer][:size])
+        self._lent[shared.buffer] = _Lent(loan, shared.buffer, self._ended)
+        lent = np.asarray(loan)
         return {at.name: view(lent, at) for at in shared.placed}
 
     def close(self) -> None:
@@ -284,15 +289,31 @@ class Borrower:
 
     def unused(self) -> list[int]:
         """The buffers with no arrays in use, to be returned."""
+        for _ in range(len(self._ended)):
+            buffer = self._ended.popleft().buffer
+            del self._lent[buffer]
+            self._unused.append(buffer)
         return [self._unused.popleft() for _ in range(len(self._unused))]
 
 
 class _Loan:
     """A buffer's memory. All views of it refer to this, so it ends with the last of them."""
 
-    def __init__(self, memory: Array, buffer: int, unused: deque[int]) -> None:
-        self._memory, self._buffer, self._unused = memory, buffer, unused
+    def __init__(self, memory: Array) -> None:
+        self._memory = memory
         self.__array_interface__ = memory.__array_interface__
 
-    def __del__(self) -> None:
-        self._unused.append(self._buffer)  # no lock: this may run at any time
+
+class _Lent(weakref.ref[_Loan]):
+    """Is appended to `ended` when the loan of a buffer ends, without Python code: there it would drop an interrupt."""
+
+    __slots__ = ("buffer",)
+    buffer: int
+
+    def __new__(cls, loan: _Loan, buffer: int, ended: deque[_Lent]) -> _Lent:
+        made = super().__new__(cls, loan, ended.append)
+        made.buffer = buffer
+        return made
+
+    def __init__(self, loan: _Loan, buffer: int, ended: deque[_Lent]) -> None:
+        super().__init__(loan, ended.append)  # type: ignore[call-arg]  # what `__new__` takes, object's takes not

@@ -264,6 +264,7 @@ class StateSequence:
                 try:
                     while self._numbers:
                         self._session.forget(self._numbers.pop(), reusable=not self._failed and not self._growth)
+                    self._end.detach()  # or Python runs it as this is freed, where it drops interrupts
                 finally:
                     self._busy.release()
 

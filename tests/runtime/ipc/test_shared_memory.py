@@ -16,6 +16,7 @@ from splitc.runtime.arrays.array import Array
 from splitc.runtime.ipc import shared_memory
 from splitc.runtime.ipc.demand import RECENT, WASTE
 from splitc.runtime.ipc.shared_memory import Borrower, Lender, create_memory, map_memory
+from tests.helpers.freed import code_as_freed
 from tests.helpers.maps import mapped
 
 LARGE, SMALL = 1 << 18, 3
@@ -53,6 +54,13 @@ def test_a_buffer_comes_back_when_nobody_has_its_arrays(size: int) -> None:
         gc.collect()
         pair.give_back()
     assert buffers == {0}
+
+
+def test_arrays_are_freed_without_python_code() -> None:
+    pair = Pair()
+    _, got = pair.pass_on({"a": np.zeros(LARGE)})
+    assert code_as_freed([got.popitem()[1]]) == []
+    assert pair.borrower.unused() == [0]
 
 
 def test_a_buffer_is_not_given_back_while_its_arrays_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from splitc.runtime.errors import EngineError, MisuseError, SplitcError
 from splitc.runtime.ranks.computation import Computation
 from tests.conftest import DECODER, LAYER, assert_close, decoder_feeds, run_whole, until, whole_session
 from tests.helpers.blocks import Block
+from tests.helpers.freed import code_as_freed
 from tests.helpers.greedy import plain_loop
 from tests.helpers.packages import KINDS, compile_mode
 from tests.helpers.recurrent import write_lstm
@@ -162,6 +163,9 @@ def test_closed_sequence_refuses(package: Path, runs: int) -> None:
         with pytest.raises(SplitcError, match="this sequence is closed"):
             sequence.load({})
         until(lambda: not any(worker.computation.sequences for worker in workers_of(session)))
+        held: list[object] = [sequence]
+        del sequence
+        assert code_as_freed(held) == []
 
 
 def test_states_of_a_first_run_that_failed_go_too(package_of: Path) -> None:
