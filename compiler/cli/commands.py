@@ -86,8 +86,8 @@ DEVICE = typer.Option(
     [],
     "--device",
     "-d",
-    help='A device, repeatable: -d cpu0 -d cpu1. Several at once: "cpu0&cpu1", 3xcpu. Of a host: host1/2xcuda. Of one '
-    'model of a folder: "unet=cuda0&cuda1,vae=cuda0". Default: all GPUs of this machine.',
+    help='A device, repeatable. Several at once: "cpu0&cpu1", 3xcpu. Of a host: host1/2xcuda. Of one model of a '
+    'folder: "unet=cuda0&cuda1,vae=cuda0". Default: all GPUs.',
     autocompletion=completion.devices,
 )
 HOSTS = typer.Option(
@@ -109,8 +109,8 @@ def _need_libraries() -> None:
     """Raise MisuseError if libraries are missing. The message names all of them."""
     if missing := [name.replace("_", "-") for name in LIBRARIES if find_spec(name) is None]:
         raise MisuseError(
-            f"this command needs {', '.join(missing)}, not installed here: pip install {' '.join(missing)}. The "
-            "commands run, check, bench, generate, inspect and devices do without"
+            f"this command needs {', '.join(missing)}, not installed here: pip install {' '.join(missing)}. Only "
+            "plan, compile and build need them"
         )
 
 
@@ -259,7 +259,7 @@ def compile_command(
         autocompletion=one_of(("copy", "link")),
     ),
     verify: bool = typer.Option(
-        True, "--verify/--no-verify", help="In row and tensor mode: compare with the unsplit model before writing."
+        True, "--verify/--no-verify", help="Row, tensor and batch mode: compare with the unsplit model before writing."
     ),
     jobs: int | None = JOBS,
     fill: list[str] = FILL,

@@ -134,7 +134,7 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
         raise NotFusedError("the shape of its tables does not fit its input")
     places = [place for place in (1, 2) if table[place] != ONE] or [n for n in (2, 1) if axes[n].size == ONE][:1]
     if len(places) != 1:
-        raise NotFusedError("its tables differ between heads, or are the same for all positions")
+        raise NotFusedError("its tables vary by position and by head, or by neither")
     # What has one row by chance may have one for each of the batch in other requests.
     changes = any(len(own) == 4 and own[0].fixed != 1 for own in tables if own is not None)
     frame = _Frame(axes, places[0], (*(axes[:1] if changes else ()), axes[places[0]]))

@@ -10,6 +10,7 @@ engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ from splitc.compiler.request.shapes import Shape
 CHANNELS_LAST, CHANNELS_FIRST = (0, 2, 3, 1), (0, 3, 1, 2)
 # The most channels of a group, which must be even (group_norm_common_base.h of ONNX Runtime).
 MOST_CHANNELS = 512
+# The most numbers of an image: its kernel counts them in 32 bits (group_norm_impl.cu).
+MOST_NUMBERS = 2**31 - 1
 # Kernels for tensor cores read and write so many channels at once. cuDNN pads what it reads, but computes other numbers
 # of channels without tensor cores: the last convolution of SDXL's VAE, to 3 channels, took 3.2 of 38 ms on an H200.
 CHANNELS_AT_ONCE = 8
@@ -71,7 +74,8 @@ def _find_norm(node: ir.Node, shapes: Mapping[str, Shape]) -> _GroupNorm | None:
         return None
     # On this rank, which has a part of the model's channels where they are sharded.
     channels = norm.scale.size
-    return norm if channels % (2 * norm.groups) == 0 and channels // norm.groups <= MOST_CHANNELS else None
+    fits = channels % (2 * norm.groups) == 0 and channels // norm.groups <= MOST_CHANNELS
+    return norm if fits and channels * math.prod(planned_shape(norm.data, shapes)[2:]) <= MOST_NUMBERS else None
 
 
 def _of_operator(node: ir.Node) -> _GroupNorm | None:

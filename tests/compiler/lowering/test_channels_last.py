@@ -13,6 +13,7 @@ import pytest
 from onnx import numpy_helper
 
 from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.lowering import channels_last
 from splitc.runtime import Session
 from tests.conftest import run_whole
 
@@ -110,6 +111,13 @@ def test_each_form_has_channels_last(tmp_path: Path, norm: str, activation: str,
 )
 def test_others_stay(tmp_path: Path, body: str, options: dict[str, object]) -> None:
     assert not called(engine(body, tmp_path, **options))  # type: ignore[arg-type]
+
+
+def test_images_with_more_numbers_than_the_kernel_counts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for most, calls in ((CHANNELS * 36, ["GroupNorm", "NhwcConv"]), (CHANNELS * 36 - 1, [])):
+        monkeypatch.setattr(channels_last, "MOST_NUMBERS", most)
+        (folder := tmp_path / str(most)).mkdir()
+        assert called(engine(f"{BY_SIZES} {SILU} {CONV}", folder)) == calls
 
 
 def test_a_norm_that_is_read_before_its_gate_keeps_the_gate(tmp_path: Path) -> None:
