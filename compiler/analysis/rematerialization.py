@@ -12,6 +12,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import is_random
+from splitc.compiler.frontend.room import says_nothing
 from splitc.compiler.frontend.walks import producers
 
 # A node is rematerializable if it and its ancestors have at most this share of the model's operations and weight bytes,
@@ -91,8 +92,9 @@ def find_upstream(
 
 def find_known_shapes(graph: Graph) -> frozenset[ir.Node]:
     """The Shape nodes whose sizes are all constants or sizes of the model's inputs."""
-    inputs = (size for value in graph.graph.inputs for size in value.shape or ())
-    known = {size.value for size in inputs if isinstance(size, ir.SymbolicDim) and size.value}
+    inputs = ((value, axis) for value in graph.graph.inputs for axis in range(len(value.shape or ())))
+    sizes = (value.shape[axis] for value, axis in inputs if value.shape is not None and not says_nothing(value, axis))
+    known = {size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value}
 
     def is_known(value: ir.Value | None) -> bool:
         shape = value.shape if value is not None else None

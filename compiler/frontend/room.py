@@ -9,6 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 _ROOM = "splitc.room"
+_CAPACITY = "splitc.capacity"
 _LEFT_OUT = "splitc.left_out"
 _SAYS_SIZE = "splitc.says_size"
 
@@ -18,6 +19,11 @@ def give_room(value: ir.Value, axis: int) -> None:
     value.meta[_ROOM] = axis
 
 
+def may_have_capacity(value: ir.Value, axis: int) -> None:
+    """Mark a cache that the model itself writes in place: a sequence may give it room along this axis."""
+    value.meta[_CAPACITY] = axis
+
+
 def may_be_left_out(value: ir.Value) -> None:
     """Mark an input that requests may leave out."""
     value.meta[_LEFT_OUT] = True
@@ -25,7 +31,7 @@ def may_be_left_out(value: ir.Value) -> None:
 
 def says_nothing(value: ir.Value, axis: int) -> bool:
     """Whether a size of an input must not be taken for the size of other values."""
-    return _LEFT_OUT in value.meta or value.meta.get(_ROOM) == axis
+    return _LEFT_OUT in value.meta or axis in (value.meta.get(_ROOM), value.meta.get(_CAPACITY))
 
 
 def may_have_room(value: ir.Value) -> bool:

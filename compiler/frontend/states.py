@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
+from splitc.compiler.frontend.room import may_have_capacity
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.states import AskedStates
@@ -45,9 +46,15 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
 
 
 def written_in_place(graph: Graph, states: Sequence[State]) -> list[State]:
-    """The states of a graph that was rewritten, which may write other states in place than before."""
+    """The states of a graph that was rewritten, which may write other states in place than before.
+
+    The lengths of those that are written in place are not taken for the lengths of other values.
+    """
     ends = {value.name: value for value in (*graph.graph.inputs, *graph.graph.outputs)}
     in_place = _find_in_place({ends[state.output]: ends[state.input] for state in states})
+    for state in states:
+        if state.grows is not None and ends[state.output] in in_place:
+            may_have_capacity(ends[state.input], state.grows)
     return [replace(state, in_place=ends[state.output] in in_place) for state in states]
 
 

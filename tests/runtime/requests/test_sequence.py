@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +113,16 @@ def test_loaded_states_outlive_other_requests(ranks: str, tmp_path: Path) -> Non
             session.run(other)
 
 
-def test_lengths_that_are_read_from_a_cache_keep_it_as_long_as_its_tokens(tmp_path: Path) -> None:
-    """Other caches are written in place, with room for more tokens."""
+@pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
+def test_lengths_that_are_read_from_a_cache_keep_it_as_long_as_its_tokens(devices: str, tmp_path: Path) -> None:
+    """Other caches are written in place, with room for more tokens. A stage without that cache is fed it."""
     b, width, head = Block(), 32, 16
     hidden = b.data("x", (1, 1, width), [1, 1, width])
-    pasts = [b.data(f"past_{n}", (1, 2, 3, head), [1, 2, "p", head]) for n in range(4)]
+    pasts = [b.data(f"past_{n}", (1, 2, 3, head), [1, 2, "p", head]) for n in range(8)]
     total = b.op("Add", b.op("Shape", pasts[3], start=2, end=3), b.constant([1], np.int64))
     lengths = b.op("Cast", total, to=ir.DataType.INT32)
     filled, length = b.op("Sub", lengths, b.constant([1], np.int32)), b.op("Squeeze", lengths)
-    for layer in (0, 2):
+    for layer in range(0, 8, 2):
         parts = [b.op("MatMul", hidden, b.w(f"w{layer}{part}", width, width)) for part in range(3)]
         hidden, *presents = b.ops(
             "com.microsoft.GroupQueryAttention",
@@ -136,11 +138,11 @@ def test_lengths_that_are_read_from_a_cache_keep_it_as_long_as_its_tokens(tmp_pa
             b.give(present, f"present_{layer + n}", [1, 2, "s", head])
     b.give(hidden, "y", shape=[1, 1, width])
     save(b.model(), tmp_path / "model.onnx")
-    plan = plan_model(tmp_path / "model.onnx", ["cpu0"], LAYER)
-    assert [state.in_place for state in plan.analysis.states] == [True, True, False, False]
+    plan = plan_model(tmp_path / "model.onnx", devices, replace(LAYER, spread=True))
+    assert [state.in_place for state in plan.analysis.states] == [number not in (2, 3) for number in range(8)]
     compile_model(plan, tmp_path / "package")
     random = np.random.default_rng(0)
-    states = {f"past_{n}": np.zeros((1, 2, 0, head), np.float32) for n in range(4)}
+    states = {f"past_{n}": np.zeros((1, 2, 0, head), np.float32) for n in range(8)}
     with Session(tmp_path / "package") as session, session.start(capacity=8) as sequence:
         for _ in range(3):
             x = random.standard_normal((1, 1, width), np.float32)
