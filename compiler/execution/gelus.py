@@ -8,6 +8,7 @@ from functools import partial
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes
+from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.frontend.walks import ancestors, producer_of
 from splitc.compiler.fusion.gelu import find_by_tanh, find_written
 
@@ -46,8 +47,8 @@ def biased_gelus(
     made = set(nodes.order)
     biased = {}
     for node, added in gelus.items():
-        maker = added.producer()
-        if maker is None or maker not in made or maker.op_type != "Add" or maker in products:
+        maker = made_by(added, "Add")
+        if maker is None or maker not in made or maker in products:
             continue
         # Exporters leave out shapes that ONNX Runtime infers: only the bias, which is stored, has to have one.
         ends = [value for value in maker.inputs if value is not None]

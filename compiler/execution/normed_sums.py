@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from splitc.compiler.execution.engine_graph import Alike
 from splitc.compiler.execution.liveness import Nodes
+from splitc.compiler.frontend.matching import is_onnx, made_by
 
 
 def find_normed_sums(nodes: Nodes, alike: Alike) -> tuple[Nodes, frozenset[ir.Node]]:
@@ -17,9 +18,9 @@ def find_normed_sums(nodes: Nodes, alike: Alike) -> tuple[Nodes, frozenset[ir.No
     there = set(nodes.order)
     additions: dict[ir.Node, ir.Node] = {}
     for node in nodes.order:
-        total = node.inputs[0] if node.op_type == "LayerNormalization" and not node.domain else None
-        maker = total.producer() if total is not None else None
-        if total is None or maker not in there or maker is None or maker.op_type != "Add" or maker.domain:
+        total = node.inputs[0] if is_onnx(node, "LayerNormalization") else None
+        maker = made_by(total, "Add")
+        if total is None or maker is None or maker not in there:
             continue
         one, other = maker.inputs
         if one is None or other is None or nodes.only_reader(total) is None:

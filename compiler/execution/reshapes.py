@@ -7,6 +7,7 @@ from collections import Counter
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes
+from splitc.compiler.frontend.matching import made_by, value_before
 
 
 def without_own_sizes(nodes: Nodes) -> Nodes:
@@ -32,8 +33,8 @@ def without_own_sizes(nodes: Nodes) -> Nodes:
 
 def _has_own_sizes(reshape: ir.Node) -> bool:
     data, target = reshape.inputs[:2]
-    joined = target.producer() if target is not None else None
-    if data is None or joined is None or joined.op_type != "Concat" or len(list(joined.outputs[0].uses())) > 1:
+    joined = made_by(target, "Concat")
+    if data is None or joined is None or len(joined.outputs[0].uses()) > 1:
         return False
     place = 0
     for value in joined.inputs:
@@ -48,11 +49,9 @@ def _has_own_sizes(reshape: ir.Node) -> bool:
 
 def _is_size(value: ir.Value, data: ir.Value, axis: int) -> bool:
     """Whether a value is the size of an axis of `data`, by Shape, Gather and Unsqueeze."""
-    node = value.producer()
-    if node is not None and node.op_type == "Unsqueeze":
-        node = node.inputs[0].producer() if node.inputs[0] is not None else None
-    if node is None or node.op_type != "Gather" or node.inputs[0] is None or node.inputs[1] is None:
+    node = made_by(value_before(value, "Unsqueeze") or value, "Gather")
+    if node is None or node.inputs[1] is None:
         return False
-    shape, index = node.inputs[0].producer(), node.inputs[1].const_value
-    is_shape = shape is not None and shape.op_type == "Shape" and not shape.attributes and shape.inputs[0] is data
+    shape, index = made_by(node.inputs[0], "Shape"), node.inputs[1].const_value
+    is_shape = shape is not None and not shape.attributes and shape.inputs[0] is data
     return is_shape and index is not None and index.size == 1 and int(index.numpy().reshape(())) == axis

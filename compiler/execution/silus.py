@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes
+from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.operand import factor_of
 
@@ -18,7 +19,7 @@ def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
     silus = set[ir.Node]()
     between = set[ir.Value]()
     for node in nodes.order:
-        if node.op_type == "Mul" and not node.domain and node.outputs[0].dtype == ir.DataType.FLOAT:
+        if is_onnx(node, "Mul") and node.outputs[0].dtype == ir.DataType.FLOAT:
             for gate, data in (node.inputs, node.inputs[::-1]):
                 inner = _gates(gate, data)
                 if data is not None and inner and all(map(nodes.only_reader, inner)):
@@ -34,11 +35,8 @@ def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
 
 def _gates(gate: ir.Value | None, data: ir.Value | None) -> list[ir.Value]:
     """The values from x to sigmoid(x) or sigmoid(a x), the last one included; none for any other pattern."""
-    node = gate.producer() if gate is not None else None
-    if gate is None or node is None or node.op_type != "Sigmoid" or node.inputs[0] is None:
-        return []
-    if node.inputs[0] is data:
-        return [gate]
-    scaled = node.inputs[0].producer()
-    scaling = factor_of(scaled) if scaled is not None and scaled.op_type == "Mul" else None
-    return [node.inputs[0], gate] if scaling is not None and scaling[0] is data else []
+    inner = value_before(gate, "Sigmoid")
+    if gate is None or inner is None or inner is data:
+        return [] if gate is None or inner is None else [gate]
+    scaling = factor_of(made_by(inner, "Mul"))
+    return [inner, gate] if scaling is not None and scaling[0] is data else []

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Reads, Size
+from splitc.compiler.frontend.matching import is_onnx
 
 DOMAIN = "splitc.step"
 
@@ -27,7 +28,7 @@ def inline(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Inlined:
     They cast, center and square the image, divide what is centered, cast it back, and scale it (the operator's function
     in onnx/defs/nn/defs.cc). The cast image lives until the quotient is reshaped.
     """
-    if not any(map(_has_steps, nodes)):
+    if not any(is_onnx(node, "GroupNormalization") for node in nodes):
         return Inlined(nodes, reads, {})
     inlined, own, bytes_ = list[ir.Node](), dict[ir.Node, list[ir.Value]](), dict[ir.Value, int]()
 
@@ -38,7 +39,7 @@ def inline(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Inlined:
         return node.outputs[0]
 
     for node in nodes:
-        if _has_steps(node):
+        if is_onnx(node, "GroupNormalization"):
             given, image = list(reads(node)), size(node.outputs[0])
             cast = step("Cast", image, given[0])
             centered = step("Sub", image, cast)
@@ -47,7 +48,3 @@ def inline(nodes: Sequence[ir.Node], reads: Reads, size: Size) -> Inlined:
             own[node] = [step("Mul", image, step("Cast", image, quotient)), *given[1:]]
         inlined.append(node)
     return Inlined(inlined, lambda node: own[node] if node in own else reads(node), bytes_)
-
-
-def _has_steps(node: ir.Node) -> bool:
-    return node.op_type == "GroupNormalization" and not node.domain

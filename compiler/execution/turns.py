@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes, Size
+from splitc.compiler.frontend.matching import is_onnx
 
 # What goes element by element, and so may come before a transpose as well as behind it.
 _BETWEEN = ("Add", "Sub", "Mul", "Div", "Cast", "Relu", "Sigmoid", "Tanh", "Neg", "Sqrt")
@@ -27,12 +28,12 @@ def find_turned_back(nodes: Nodes, size: Size) -> dict[ir.Value, ir.Value]:
         while value in made and nodes.only_reader(value) is not None and value not in same:
             node = value.producer()
             assert node is not None
-            if node.op_type == "Transpose" and not node.domain:
+            if is_onnx(node, "Transpose"):
                 if node.inputs[0] is not None and _undoes(last, node):
                     same[value], same[last.outputs[0]] = node.inputs[0], last.inputs[0]
                 break
             large = [one for one in nodes.reads(node) if one in made and size(one) > _SMALL]
-            if node.domain or node.op_type not in _BETWEEN or len(large) != 1:
+            if not is_onnx(node, *_BETWEEN) or len(large) != 1:
                 break
             (value,) = large
     return same

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.walks import only_reader
+from splitc.compiler.frontend.matching import made_by, only_user, other_input, value_before
 
 # Products of dynamically quantized inputs.
 _INTEGER = ("MatMulInteger", "ConvInteger")
@@ -39,8 +38,7 @@ def place_of(node: ir.Node) -> Place | str:
         return "its output is quantized"
     if node.op_type not in _INTEGER and (node.domain, node.op_type) != _TO_FLOAT:
         return Place(node, data, node)
-    quantize = data.producer()
-    source = quantize.inputs[0] if quantize is not None and quantize.op_type == "DynamicQuantizeLinear" else None
+    quantize, source = made_by(data, "DynamicQuantizeLinear"), value_before(data, "DynamicQuantizeLinear")
     if quantize is None or source is None or data is not quantize.outputs[0]:
         return "its input is not quantized by a DynamicQuantizeLinear"
     last = node if node.op_type not in _INTEGER else _scaled(node, quantize.outputs[1])
@@ -56,24 +54,20 @@ def _scaled(node: ir.Node, scale: ir.Value) -> ir.Node | None:
 
     The integers are cast to floating point first. The two factors may be multiplied with each other before.
     """
-    last = only_reader(node.outputs[0])
-    if last is None or last.op_type != "Cast":
-        return None
+    last = only_user(node.outputs[0], "Cast")
     factors: list[ir.Value] = []
-    while len(factors) < 2:
+    while last is not None and len(factors) < 2:
         made = last.outputs[0]
-        last = only_reader(made)
-        if last is None or last.op_type != "Mul" or last.domain:
+        last = only_user(made, "Mul")
+        other = None if last is None else other_input(last, made)
+        if other is None:
             return None
-        factors += [leaf for value in last.inputs if value is not None and value is not made for leaf in _leaves(value)]
+        factors += _leaves(other)
     constants = [value for value in factors if value.is_initializer()]
     return last if len(factors) == 2 and len(constants) == 1 and any(value is scale for value in factors) else None
 
 
-def _leaves(value: ir.Value) -> Iterator[ir.Value]:
+def _leaves(value: ir.Value) -> list[ir.Value]:
     """The factors of a product of two values; for any other value, the value."""
-    maker = value.producer()
-    if maker is not None and maker.op_type == "Mul" and not maker.domain:
-        yield from (factor for factor in maker.inputs if factor is not None)
-    else:
-        yield value
+    maker = made_by(value, "Mul")
+    return [value] if maker is None else [factor for factor in maker.inputs if factor is not None]

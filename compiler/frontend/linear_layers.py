@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.scopes import modules_of
 from splitc.compiler.frontend.shapes import shape_of
@@ -79,7 +80,7 @@ def _layer_of(node: ir.Node) -> LinearLayer | None:
 def _turns(node: ir.Node) -> bool:
     """Whether a node transposes a matrix."""
     order = node.attributes.get_ints("perm", None)
-    return node.op_type == "Transpose" and not node.domain and (order is None or list(order) == [1, 0])
+    return is_onnx(node, "Transpose") and (order is None or list(order) == [1, 0])
 
 
 def _product(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], turned: bool) -> LinearLayer | None:

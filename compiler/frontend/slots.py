@@ -16,11 +16,11 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph, complete
 from splitc.compiler.frontend.layer_places import Place, place_of
 from splitc.compiler.frontend.linear_layers import LinearLayer, find_linear_layers
+from splitc.compiler.frontend.matching import is_onnx, only_user, other_input
 from splitc.compiler.frontend.optional import add_optional, optional_inputs, source_of
 from splitc.compiler.frontend.origins import origin_of, take_place
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.frontend.walks import only_reader
 from splitc.runtime.adapters.loaded import padded_rank
 from splitc.runtime.adapters.matching import Layer
 from splitc.runtime.errors import MisuseError
@@ -132,14 +132,14 @@ def find_slots(graph: Graph, rank: int) -> tuple[Slot, ...]:
     Olive and others write them, with empty defaults. Their sums are marked, in place, and memory is planned for
     adapters of this rank.
     """
-    slots = (_own_slot(node, rank) for node in graph.nodes if node.op_type == "MatMul" and not node.domain)
+    slots = (_own_slot(node, rank) for node in graph.nodes if is_onnx(node, "MatMul"))
     return tuple(slot for slot in slots if slot is not None)
 
 
 def _own_slot(down: ir.Node, rank: int) -> Slot | None:
     """The slot whose first product is this node; None if there is none."""
-    up = only_reader(down.outputs[0])
-    if up is None or up.op_type != "MatMul" or up.domain or up.inputs[0] is not down.outputs[0]:
+    up = only_user(down.outputs[0], "MatMul")
+    if up is None or up.inputs[0] is not down.outputs[0]:
         return None
     a, b = down.inputs[1], up.inputs[1]
     first, second = source_of(a), source_of(b)
@@ -147,17 +147,16 @@ def _own_slot(down: ir.Node, rank: int) -> Slot | None:
         return None
     if first.is_fixed(1) or second.is_fixed(0) or not (first.is_fixed(0) and second.is_fixed(1)):
         return None
-    factor, total, inside = 1.0, only_reader(up.outputs[0]), [down, up]
-    made = up.outputs[0]
-    if total is not None and total.op_type == "Mul":  # a scale
-        others = [value for value in total.inputs if value is not None and value is not made]
-        number = others[0].const_value if others and others[0].is_initializer() else None
+    factor, made, inside = 1.0, up.outputs[0], [down, up]
+    if (scaled := only_user(made, "Mul")) is not None:
+        other = other_input(scaled, made)
+        number = other.const_value if other is not None and other.is_initializer() else None
         if number is None or number.size != 1:
             return None
-        factor, made = float(number.numpy().reshape(())), total.outputs[0]
-        inside.append(total)
-        total = only_reader(made)
-    if total is None or total.op_type != "Add" or not factor:
+        factor, made = float(number.numpy().reshape(())), scaled.outputs[0]
+        inside.append(scaled)
+    total = only_user(made, "Add")
+    if total is None or other_input(total, made) is None or not factor:
         return None
     total.meta[_SLOT] = 1 if total.inputs[0] is made else 0
     for node in inside:

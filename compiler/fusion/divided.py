@@ -13,9 +13,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import combined, is_onnx, only_user
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 from splitc.compiler.nodes import unused_name
@@ -37,18 +37,17 @@ class Divided:
 
 def find_divided(product: ir.Node) -> Divided | None:
     """The product with its parts; None if its result has other readers."""
-    if product.op_type != OPERATOR or product.domain or len(product.inputs) != 2:
+    if not is_onnx(product, OPERATOR) or len(product.inputs) != 2:
         return None
     data, weight = product.inputs
     if data is None or weight is None or not is_own(weight, 2) or weight.is_graph_output():
         return None
     whole, bias = product.outputs[0], None
-    total = only_user(whole, "Add")
-    if total is not None:
-        bias = other_input(total, whole)
-        if bias is None or not is_own(bias, 1):
+    if only_user(whole, "Add") is not None:
+        total = combined(whole, "Add")
+        if total is None or not is_own(total[0], 1):
             return None
-        whole = total.outputs[0]
+        bias, whole = total
     split = only_user(whole, "Split")
     if split is None or len(split.outputs) < 2:
         return None

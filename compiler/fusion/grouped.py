@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import value_before
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_layout
@@ -168,10 +169,8 @@ def _check_sinks(sinks: ir.Value, frame: Frame, work: Writer) -> None:
 
 def _unrepeated(sinks: ir.Value) -> ir.Value:
     """Sinks before they were repeated for all rows."""
-    while (node := sinks.producer()) is not None and node.op_type in {"Expand", *PASSED} and not node.domain:
-        if node.inputs[0] is None:
-            break
-        sinks = node.inputs[0]
+    while (source := value_before(sinks, "Expand", *PASSED)) is not None:
+        sinks = source
     return sinks
 
 

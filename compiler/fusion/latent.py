@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.heads_tensor import HeadsTensor
+from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.fusion.attention import Attention, NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Held
@@ -82,10 +83,9 @@ def find_latent(attention: Attention, held: Held, sizes: Sizes) -> LatentAttenti
     values = _projected(seen_through_merged(attention.values, sizes, scaled=False), sizes)
     if values is None or values.latent not in held or len(keys.axes) != 4 or len(query.axes) != 4:
         return None
-    node = keys.value.producer()
-    is_joined = node is not None and node.op_type == "Concat" and not node.domain
-    joined_parts = node.inputs if node is not None and is_joined else [keys.value]
-    if node is not None and is_joined and node.attributes.get_int("axis", 0) not in (keys.axes[-1], keys.axes[-1] - 4):
+    node = made_by(keys.value, "Concat")
+    joined_parts = [keys.value] if node is None else node.inputs
+    if node is not None and node.attributes.get_int("axis", 0) not in (keys.axes[-1], keys.axes[-1] - 4):
         return None
     parts = [_part(Operand(value, keys.axes), sizes) for value in joined_parts if value is not None]
     counts = [axes[keys.axes[-1]].fixed for value in joined_parts if value is not None and (axes := sizes.axes(value))]
@@ -107,9 +107,8 @@ def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
     if (projected := _projected(operand, sizes)) is not None:
         return projected
     seen = seen_through(operand, scaled=False)
-    node = seen.value.producer()
-    if node is not None and node.op_type == "Expand" and not node.domain and node.inputs[0] is not None:
-        seen = Operand(node.inputs[0], seen.axes)
+    if (source := value_before(seen.value, "Expand")) is not None:
+        seen = Operand(source, seen.axes)
     own = sizes.of(seen.value)
     return seen.value if own is not None and len(own) == 4 and seen.is_value and own[1] == ONE else None
 
@@ -121,20 +120,16 @@ def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
     if own is None or len(own) != 4 or len(seen.axes) != 4:
         return None
     size = own[seen.axes[-1]].fixed
-    node = seen.value.producer()
-    if node is not None and node.op_type == "Split" and not node.domain and node.inputs[0] is not None:
+    node = made_by(seen.value, "Split")
+    if node is not None and node.inputs[0] is not None:
         before = [sizes.axes(value) for value in node.outputs[: node.outputs.index(seen.value)]]
         counts = [axes[seen.axes[-1]].fixed for axes in before if axes is not None]
         if node.attributes.get_int("axis", 0) not in (seen.axes[-1], seen.axes[-1] - 4) or len(counts) != len(before):
             return None
         start = sum(count or 0 for count in counts)
         seen = seen_through(Operand(node.inputs[0], seen.axes), scaled=False)
-        node = seen.value.producer()
-    divided = sizes.of(seen.value)
-    if node is None or node.op_type not in VIEWS or node.domain or seen.axes != SWAP_HEADS or divided is None:
-        return None
-    product = None if node.inputs[0] is None else node.inputs[0].producer()
-    if product is None or product.op_type != "MatMul" or product.domain or size is None:
+    divided, product = sizes.of(seen.value), made_by(value_before(seen.value, *VIEWS), "MatMul")
+    if seen.axes != SWAP_HEADS or divided is None or product is None or size is None:
         return None
     latent, weight = product.inputs
     made, rows = sizes.of(product.outputs[0]), None if latent is None else sizes.of(latent)
@@ -197,8 +192,8 @@ def _between(latent: LatentAttention, ends: Collection[ir.Node | None]) -> Itera
             continue
         seen.add(value)
         yield value
-        users = {node for node, _ in value.uses() if node not in ends and (node.op_type != "Shape" or node.domain)}
-        if value.is_graph_output() or not all(node.op_type in PASSED and not node.domain for node in users):
+        users = {node for node, _ in value.uses() if node not in ends and not is_onnx(node, "Shape")}
+        if value.is_graph_output() or not all(is_onnx(node, *PASSED) for node in users):
             raise NotFusedError("keys or values projected from its latent have other readers")
         pending += [made for node in users for made in node.outputs]
 
@@ -244,8 +239,8 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
     """The parts of the queries [batch, heads, length, size], one for each part of the keys."""
     query = latent.query
     leading = [frame.batch, frame.heads, frame.length]
-    node, last = query.value.producer(), query.axes[-1]
-    if node is not None and node.op_type == "Concat" and node.attributes.get_int("axis", 0) in (last, last - 4):
+    node, last = made_by(query.value, "Concat"), query.axes[-1]
+    if node is not None and node.attributes.get_int("axis", 0) in (last, last - 4):
         parts = [value for value in node.inputs if value is not None]
         if [work.axes(value)[last].fixed for value in parts] == [*latent.sizes]:
             return [work.ordered(Operand(value, query.axes), "query") for value in parts]

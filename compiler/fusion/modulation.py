@@ -13,10 +13,11 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import combined, is_onnx
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.narrowed import cast_to_halves, halves_of
-from splitc.compiler.fusion.norm import only_user, other_input
+from splitc.compiler.fusion.narrowed import halves_of
+from splitc.compiler.fusion.norm import cast_to_halves
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -43,21 +44,20 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
 
     Raises NotFusedError for a form that the operator does not have.
     """
-    if norm.op_type != OPERATOR or norm.domain or any(value.uses() for value in norm.outputs[1:]):
+    if not is_onnx(norm, OPERATOR) or any(value.uses() for value in norm.outputs[1:]):
         return None
     data, normal = norm.inputs[0], norm.outputs[0]
     halves = None if data is None else halves_of(data)
     if halves is not None and (narrow := cast_to_halves(normal)) is not None:
         data, normal = halves, narrow
-    product = only_user(normal, "Mul")
-    total = None if product is None else only_user(product.outputs[0], "Add")
-    if data is None or product is None or total is None:
+    product = combined(normal, "Mul")
+    total = product and combined(product[1], "Add")
+    if data is None or not product or not total:
         return None
-    output = total.outputs[0]
+    (scale, _), (shift, output) = product, total
     if halves is not None and data is not halves and (narrow := cast_to_halves(output)) is not None:
         data, output = halves, narrow
-    scale, shift = other_input(product, normal), other_input(total, product.outputs[0])
-    if scale is None or shift is None or scale.const_value is not None or shift.const_value is not None:
+    if scale.const_value is not None or shift.const_value is not None:
         return None
     weights, bias = (*norm.inputs[1:], None, None)[:2]
     own = (

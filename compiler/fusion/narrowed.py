@@ -12,9 +12,10 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import OPERATORS, only_user
+from splitc.compiler.fusion.norm import OPERATORS, cast_to_halves
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.writing import Writer
 
@@ -31,7 +32,7 @@ class Narrowed:
 
 def find_narrowed(norm: ir.Node) -> Narrowed | None:
     """A norm between casts; None for any other node, and if its weights have more digits than halves."""
-    if norm.op_type not in OPERATORS or norm.domain or any(value.uses() for value in norm.outputs[1:]):
+    if not is_onnx(norm, *OPERATORS) or any(value.uses() for value in norm.outputs[1:]):
         return None
     data, output = None if norm.inputs[0] is None else halves_of(norm.inputs[0]), cast_to_halves(norm.outputs[0])
     if data is None or output is None:
@@ -44,15 +45,8 @@ def find_narrowed(norm: ir.Node) -> Narrowed | None:
 
 def halves_of(value: ir.Value) -> ir.Value | None:
     """The value in half precision that a value is cast from; None if it is not."""
-    node = value.producer()
-    source = None if node is None or node.op_type != "Cast" or node.domain else node.inputs[0]
+    source = value_before(value, "Cast")
     return source if source is not None and source.dtype == ir.DataType.FLOAT16 else None
-
-
-def cast_to_halves(value: ir.Value) -> ir.Value | None:
-    """The value in half precision that a value is cast to, if that is its only use; None if it is not."""
-    cast = only_user(value, "Cast")
-    return None if cast is None or cast.outputs[0].dtype != ir.DataType.FLOAT16 else cast.outputs[0]
 
 
 def _is_exact(value: ir.Value) -> bool:

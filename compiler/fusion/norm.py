@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, value_before
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import Operand, constant, seen_through, whole
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
@@ -40,8 +41,7 @@ class Norm:
     @property
     def source(self) -> ir.Value:
         """The data before a cast to single precision, in which the operator computes anyway."""
-        node = self.data.producer()
-        value = node.inputs[0] if node is not None and node.op_type == "Cast" and not node.domain else None
+        value = value_before(self.data, "Cast")
         return value if value is not None and value.dtype == self.output.dtype else self.data
 
     @property
@@ -56,9 +56,9 @@ OPERATORS = frozenset({"LayerNormalization", "RMSNormalization", OPERATOR})
 
 def find_turned(norm: ir.Node) -> Operand | None:
     """The input of a Transpose before a norm that moves other axes than the norm's; None if there is none."""
-    value = norm.inputs[0] if norm.op_type in OPERATORS and not norm.domain else None
-    node = None if value is None else value.producer()
-    if value is None or node is None or node.op_type != "Transpose" or node.domain or len(value.uses()) > 1:
+    value = norm.inputs[0] if is_onnx(norm, *OPERATORS) else None
+    node = made_by(value, "Transpose")
+    if value is None or node is None or len(value.uses()) > 1:
         return None
     rank = len(node.attributes.get_ints("perm", ()))
     seen = seen_through(whole(value, rank), scaled=False)
@@ -84,7 +84,7 @@ def find_norm(mean: ir.Node) -> Norm | None:
 
     Raises NotFusedError for a form that the operator does not have.
     """
-    if mean.op_type != "ReduceMean" or mean.domain or not is_over_last(mean, None):
+    if not is_onnx(mean, "ReduceMean") or not is_over_last(mean, None):
         return None
     data = _squared(mean.inputs[0])
     root = None if data is None else _find_root(mean.outputs[0])
@@ -103,13 +103,10 @@ def find_norm(mean: ir.Node) -> Norm | None:
 
 def _squared(value: ir.Value | None) -> ir.Value | None:
     """The value that a value is the square of."""
-    node = None if value is None else value.producer()
-    if node is None or node.domain:
-        return None
-    one, other = node.inputs[:2] if len(node.inputs) > 1 else (None, None)
-    if (node.op_type == "Mul" and one is other) or (node.op_type == "Pow" and constant(other) == 2):
-        return one
-    return None
+    node = made_by(value, "Mul", "Pow")
+    one, other = (None, None) if node is None else node.inputs
+    is_square = node is not None and (one is other if node.op_type == "Mul" else constant(other) == 2)
+    return one if is_square else None
 
 
 def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
@@ -143,28 +140,17 @@ def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | 
 
     It is not cast again if it was before, which `may_narrow` says.
     """
-    product = only_user(normal, "Mul")
-    weights = None if product is None else other_input(product, normal)
-    if product is None or weights is None:
+    product = combined(normal, "Mul")
+    if product is None:
         return normal, None
-    after = only_user(product.outputs[0], "Cast") if may_narrow else None
-    if after is not None and after.outputs[0].dtype == ir.DataType.FLOAT16:
-        return after.outputs[0], weights
-    return product.outputs[0], weights
+    weights, weighted = product
+    return (cast_to_halves(weighted) or weighted) if may_narrow else weighted, weights
 
 
-def only_user(value: ir.Value, operator: str) -> ir.Node | None:
-    """The only reader of a value, if it is this operator."""
-    users = dict.fromkeys(node for node, _ in value.uses())
-    node = next(iter(users), None)
-    fits = node is not None and len(users) == 1 and node.op_type == operator and not node.domain
-    return node if fits and not value.is_graph_output() else None
-
-
-def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
-    """The other input of a node with two; None if both are the same value."""
-    one, other = node.inputs
-    return other if one is value and other is not value else one if other is value and one is not value else None
+def cast_to_halves(value: ir.Value) -> ir.Value | None:
+    """The value in half precision that a value is cast to, if that is its only use; None if it is not."""
+    cast = only_user(value, "Cast")
+    return None if cast is None or cast.outputs[0].dtype != ir.DataType.FLOAT16 else cast.outputs[0]
 
 
 def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:

@@ -10,6 +10,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion import rotary_embedding
 from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.assembled import find_assembled, write_assembled
@@ -139,8 +140,7 @@ class Parts:
 
     def _turned_rotary(self, node: ir.Node) -> str | None:
         """Write ONNX's operator of whole heads, before their Transpose. Returns it; None if it stays as it is."""
-        is_operator = node.op_type == ROTARY and not node.domain
-        turned = rotary_embedding.find_turned(node, self.sizes, self.tables) if is_operator else None
+        turned = rotary_embedding.find_turned(node, self.sizes, self.tables) if is_onnx(node, ROTARY) else None
         if turned is None:
             return None
         check_type(turned.data, self.gains.parts)

@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
@@ -258,8 +259,7 @@ def find_turned(node: ir.Node, sizes: Sizes, tables: Tables) -> Turned | None:
         whole_heads = find_whole(data, output, sizes, tables)
     if whole_heads is not None:
         return Turned(*whole_heads, own[3].fixed)
-    turn = data.producer()
-    if turn is None or turn.op_type != "Transpose" or len(data.uses()) > 1 or data.is_graph_output():
+    if made_by(data, "Transpose") is None or len(data.uses()) > 1 or data.is_graph_output():
         return None
     return Turned(data, output, None) if seen_through(whole(data, 4), scaled=False).axes == SWAP_HEADS else None
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx, made_by, only_user
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import only_user
 from splitc.compiler.fusion.operand import Operand, seen_through
 from splitc.compiler.fusion.sizes import Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
@@ -34,14 +34,14 @@ class Scattered:
 
 def find_scattered(node: ir.Node, states: Collection[str]) -> Scattered | None:
     """What a ScatterND writes to one of the `states` (names of inputs), in this form; None if it does not."""
-    if node.op_type != "ScatterND" or node.domain or node.attributes.get_string("reduction", "none") != "none":
+    if not is_onnx(node, "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
         return None
     data, indices, rows = node.inputs
-    turn = None if data is None else data.producer()
+    turn = made_by(data, "Transpose")
     back = only_user(node.outputs[0], "Transpose")
     if data is None or indices is None or rows is None or turn is None or back is None:
         return None
-    if turn.op_type != "Transpose" or turn.domain or only_user(data, node.op_type) is not node:
+    if only_user(data, node.op_type) is not node:
         return None
     order, last = (list(one.attributes.get_ints("perm", ())) for one in (turn, back))
     past, present = turn.inputs[0], back.outputs[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.fusion.operand import Operand, seen_through, whole
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.writing import Writer
@@ -12,8 +13,8 @@ from splitc.compiler.fusion.writing import Writer
 
 def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
     """A part of a Split, with the Transpose before that moved behind it, in place; any other value as it is."""
-    node, own = value.producer(), sizes.axes(value)
-    source = None if node is None or node.op_type != "Split" or node.domain else node.inputs[0]
+    node, own = made_by(value, "Split"), sizes.axes(value)
+    source = None if node is None else node.inputs[0]
     if node is None or source is None or own is None or len(source.uses()) > 1 or source.is_graph_output():
         return value
     seen = seen_through(whole(source, len(own)), scaled=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.frontend.origins import described, take_place
 from splitc.compiler.fusion.gelu import find_written
 
@@ -43,8 +44,8 @@ def find_gelu(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
 
 def find_bias(total: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     """The data and the bias of a sum in half precision, [..., n] and [n]; None for other sums."""
-    node = total.producer()
-    if node is None or node.op_type != "Add" or node.domain or described(total).dtype != ir.DataType.FLOAT16:
+    node = made_by(total, "Add")
+    if node is None or described(total).dtype != ir.DataType.FLOAT16:
         return None
     for data, bias in (node.inputs, node.inputs[::-1]):
         if data is None or bias is None or bias.const_value is None or data.const_value is not None:

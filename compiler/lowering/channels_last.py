@@ -18,11 +18,11 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, other_input, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.origins import described, planned_shape, take_place
 from splitc.compiler.frontend.transposed_tensor import TransposedTensor
 from splitc.compiler.fusion.divided import is_own, tensor_of
-from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.views import constant_numbers
 from splitc.compiler.lowering.gpu_functions import call
 from splitc.compiler.lowering.skip_norms import known_shape
@@ -74,7 +74,7 @@ def _find_norm(node: ir.Node, shapes: Mapping[str, Shape]) -> _GroupNorm | None:
 
 
 def _of_operator(node: ir.Node) -> _GroupNorm | None:
-    if node.op_type != "GroupNormalization" or node.domain:
+    if not is_onnx(node, "GroupNormalization"):
         return None
     data, scale, shift = node.inputs
     groups, epsilon = node.attributes.get_int("num_groups", 0), node.attributes.get_float("epsilon", 1e-5)
@@ -83,14 +83,13 @@ def _of_operator(node: ir.Node) -> _GroupNorm | None:
 
 def _of_instances(node: ir.Node) -> _GroupNorm | None:
     """The norm that exporters write by an InstanceNormalization of [n, groups, ...] between two Reshapes."""
-    if node.op_type != "InstanceNormalization" or node.domain:
+    if not is_onnx(node, "InstanceNormalization"):
         return None
     grouped, ones, zeros = node.inputs
-    first = None if grouped is None else grouped.producer()
-    back = only_user(node.outputs[0], "Reshape")
+    first, back = made_by(grouped, "Reshape"), only_user(node.outputs[0], "Reshape")
     scaled = None if back is None else only_user(back.outputs[0], "Mul")
     shifted = None if scaled is None else only_user(scaled.outputs[0], "Add")
-    if first is None or first.op_type != "Reshape" or back is None or scaled is None or shifted is None:
+    if first is None or back is None or scaled is None or shifted is None:
         return None
     data, groups = first.inputs[0], _filled(ones, 1)
     if data is None or groups is None or _filled(zeros, 0) != groups or not _is_grouped(first, groups):
@@ -105,18 +104,11 @@ def _with_weights(
     last: ir.Node, data: ir.Value | None, scale: ir.Value | None, shift: ir.Value | None, groups: int, epsilon: float
 ) -> _GroupNorm | None:
     """The norm with its weights, and with SiLU if its result is only read by that."""
-    by_channel = [_weight(_unshaped(value)) for value in (scale, shift)]
+    by_channel = [_weight(value_before(value, "Reshape", "Unsqueeze") or value) for value in (scale, shift)]
     if data is None or groups <= 0 or by_channel[0] is None or by_channel[1] is None:
         return None
     activation = _silu(last.outputs[0])
     return _GroupNorm(data, groups, epsilon, by_channel[0], by_channel[1], activation is not None, activation or last)
-
-
-def _unshaped(value: ir.Value | None) -> ir.Value | None:
-    """What a value was before it was reshaped."""
-    node = None if value is None else value.producer()
-    reshapes = node is not None and node.op_type in ("Reshape", "Unsqueeze") and not node.domain
-    return node.inputs[0] if node is not None and reshapes else value
 
 
 def _weight(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -145,8 +137,8 @@ def _is_grouped(reshape: ir.Node, groups: int) -> bool:
 def _is_back(reshape: ir.Node, data: ir.Value, result: ir.Value) -> bool:
     """Whether a Reshape gives the norm's result the shape of its data, which the model states or computes."""
     wanted, target = known_shape(data), reshape.inputs[1]
-    shape = None if target is None else target.producer()
-    if shape is not None and shape.op_type == "Shape" and not shape.domain and not _cuts(shape):
+    shape = made_by(target, "Shape")
+    if shape is not None and not _cuts(shape):
         return shape.inputs[0] is data
     return wanted is not None and wanted == known_shape(result)
 
@@ -168,7 +160,7 @@ def _silu(value: ir.Value) -> ir.Node | None:
     users = dict.fromkeys(node for node, _ in value.uses())
     if len(users) != 2 or value.is_graph_output():
         return None
-    gate = next((node for node in users if node.op_type == "Sigmoid" and not node.domain), None)
+    gate = next((node for node in users if is_onnx(node, "Sigmoid")), None)
     product = None if gate is None else only_user(gate.outputs[0], "Mul")
     return product if product in users and product is not None and value in product.inputs else None
 
@@ -188,7 +180,7 @@ def _write_norm(norm: _GroupNorm, editor: Editor) -> None:
 
 def _is_wide_convolution(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
     """Whether a node convolves images of half precision by weights of its own, with channels for tensor cores."""
-    if node.op_type != "Conv" or node.domain or node.attributes.get_int("group", 1) != 1:
+    if not is_onnx(node, "Conv") or node.attributes.get_int("group", 1) != 1:
         return False
     data, weight, *bias = node.inputs
     if data is None or weight is None or not is_own(weight, 4) or not _are_images(data, tensor_of(weight), shapes):

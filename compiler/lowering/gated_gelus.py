@@ -14,9 +14,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.joined_tensor import JoinedTensor
+from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, other_input
 from splitc.compiler.frontend.origins import planned_shape, take_place
 from splitc.compiler.fusion.divided import is_own, tensor_of
-from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.views import constant_numbers
 from splitc.compiler.lowering.bias_gelu import find_bias, find_gelu
 from splitc.compiler.lowering.gpu_functions import call
@@ -71,8 +71,8 @@ def _find_split(left: ir.Value, right: ir.Value) -> tuple[ir.Value, ir.Value] | 
 
 def _splits(node: ir.Node, left: ir.Value, right: ir.Value) -> bool:
     """Whether a node splits columns into these two values."""
-    by_columns = node.op_type == "Split" and node.attributes.get_int("axis", 0) in (-1, ROWS)
-    return by_columns and not node.domain and list(node.outputs) == [left, right]
+    by_columns = is_onnx(node, "Split") and node.attributes.get_int("axis", 0) in (-1, ROWS)
+    return by_columns and list(node.outputs) == [left, right]
 
 
 def _slices(one: ir.Node, other: ir.Node) -> bool:
@@ -80,7 +80,7 @@ def _slices(one: ir.Node, other: ir.Node) -> bool:
 
     torch's older exporter writes halves so.
     """
-    if any(node.op_type != "Slice" or node.domain or len(node.inputs) != 4 for node in (one, other)):
+    if not all(is_onnx(node, "Slice") and len(node.inputs) == 4 for node in (one, other)):
         return False
     (data, start, end, axis), (same, middle, _, also) = one.inputs, other.inputs
     from_start = constant_numbers(start) == [0] and end is not None and end is middle
@@ -113,8 +113,8 @@ def _join(
 def _find_half(total: ir.Value, reads: int) -> _Half | None:
     """The half whose sum with its bias is read so often, and nowhere else; None for other values."""
     biased = find_bias(total)
-    product = None if biased is None else biased[0].producer()
-    if biased is None or product is None or product.op_type != "MatMul" or product.domain:
+    product = None if biased is None else made_by(biased[0], "MatMul")
+    if biased is None or product is None:
         return None
     data, weight = product.inputs
     if data is None or weight is None or not is_own(weight, 2) or len(total.uses()) != reads or total.is_graph_output():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.origins import take_place
 
 DOMAIN, OPERATOR = "com.microsoft", "FusedMatMul"
@@ -28,7 +29,7 @@ def multiply_as_stored(graph: ir.Graph) -> None:
         if weight.dtype not in TYPES or not readers or not all(map(_is_transpose, readers)) or weight.is_graph_input():
             continue
         products = [use for node in readers for use in node.outputs[0].uses()]
-        if not all(_is_product(node) and place == 1 for node, place in products):
+        if not all(is_onnx(node, "MatMul") and place == 1 for node, place in products):
             continue
         for node, _ in products:
             made = editor.before(node, OPERATOR, node.inputs[0], weight, domain=DOMAIN, transB=1)
@@ -38,12 +39,8 @@ def multiply_as_stored(graph: ir.Graph) -> None:
 
 def _is_transpose(node: ir.Node) -> bool:
     """Whether a node transposes a constant matrix, and its result is no output of the graph."""
-    if node.op_type != "Transpose" or node.domain or node.outputs[0].is_graph_output():
+    if not is_onnx(node, "Transpose") or node.outputs[0].is_graph_output():
         return False
     value = node.inputs[0]
     tensor = None if value is None else value.const_value
     return tensor is not None and list(node.attributes.get_ints("perm", (1, 0))) == [1, 0] and len(tensor.shape) == 2
-
-
-def _is_product(node: ir.Node) -> bool:
-    return node.op_type == "MatMul" and not node.domain

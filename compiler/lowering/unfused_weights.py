@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import value_before
 from splitc.compiler.frontend.origins import origin_of
 from splitc.compiler.operators.dequantized import is_fused
 from splitc.compiler.operators.registry import operator_of
@@ -27,6 +28,5 @@ def keep_weights_unfused(graph: ir.Graph) -> ir.Graph:
 
 def _is_matrix(value: ir.Value | None) -> bool:
     """Whether a value is a matrix of weights, or its Transpose, which ONNX Runtime folds when it loads the model."""
-    node = value.producer() if value is not None else None
-    weight = node.inputs[0] if node is not None and node.op_type == "Transpose" else value
+    weight = value_before(value, "Transpose") or value
     return weight is not None and weight.is_initializer() and len(weight.shape or ()) == 2
