@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Any
 
 import onnx_ir as ir
 
@@ -17,6 +18,11 @@ def describe_node(node: ir.Node) -> str:
     if not node.name:
         return f"the {node.op_type} node that makes '{node.outputs[0].name}'"
     return f"node '{node.name}' ({node.op_type})"
+
+
+def settings_of(node: ir.Node) -> dict[str, Any]:
+    """A node's attributes, as plain values."""
+    return {name: attribute.value for name, attribute in node.attributes.items()}
 
 
 def unused_name(name: str | None, used: Container[str | None]) -> str:

@@ -41,6 +41,10 @@ class Editor:
             self._added[key] = add_initializer(self.graph, ir.Tensor(array, name=name))
         return self._added[key]
 
+    def numbers(self, *numbers: int) -> ir.Value:
+        """A list of integers, such as sizes, as a constant."""
+        return self.constant(np.array(numbers, np.int64))
+
     def scalar(self, number: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the same type as `like`, or float32 if that is not known."""
         return self.constant(np.array(number, like.dtype.numpy() if like.dtype is not None else np.float32))
@@ -49,7 +53,7 @@ class Editor:
         """An operator's lists of numbers, as in the graph's opset: as inputs after its data, or as attributes."""
         if self.graph.opset_imports.get("", 17) < LISTS_AS_INPUTS[operator]:
             return [], lists
-        return [self.constant(np.array(numbers, np.int64)) for numbers in lists.values()], {}
+        return [self.numbers(*numbers) for numbers in lists.values()], {}
 
     def find(self, key: tuple[str, bytes]) -> ir.Value | None:
         """An initializer that was added under this key."""
@@ -59,6 +63,11 @@ class Editor:
         """A new initializer, which `find` returns for this key."""
         self._added[key] = add_initializer(self.graph, tensor)
         return self._added[key]
+
+    def weight(self, tensor: ir.TensorProtocol) -> ir.Value:
+        """A new initializer with the name of a tensor, or a similar one if that is taken."""
+        tensor.name = unused_name(tensor.name, self.graph.initializers)
+        return add_initializer(self.graph, tensor)
 
     def before(
         self,

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import VIEWS, Operand, seen_through, whole
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
@@ -100,7 +101,7 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
     turned = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
     order = turned[-1].axes
     back = [order.index(number) for number in range(len(order))]
-    work = Writer(assembled.slices[-1].node, output.name or "", (), editor, sizes)
+    work = Writer.of(output, (), editor, sizes)
     natural, place = [assembled.axes[number] for number in back], order[axis]
     parts_of = dict(enumerate(turned)) | {-1: base}
     rows = {n: work.ordered(parts_of[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
@@ -113,9 +114,7 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
         parts = [_cut(rows[number], place, start, end, work) for number, start, end in runs]
         made = joined = work.add("joined", OPERATOR, parts, parts[0], natural, axis=place)
     _replace(output, Operand(made, order), work)
-    node = joined.producer()
-    assert node is not None
-    return node
+    return producer_of(joined)
 
 
 def _taking_turns(rows: Sequence[ir.Value], axis: int, work: Writer) -> ir.Value:
@@ -237,7 +236,7 @@ def _cut(rows: ir.Value, axis: int, start: int, end: int, work: Writer) -> ir.Va
     if (start, end) == (0, axes[axis].fixed):
         return rows
     axes[axis] = fixed_axis(end - start)
-    bounds = [work.editor.constant(np.array([number], np.int64)) for number in (start, end, axis)]
+    bounds = map(work.editor.numbers, (start, end, axis))
     return work.add("left", "Slice", [rows, *bounds], rows, axes)
 
 

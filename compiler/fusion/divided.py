@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.frontend.matching import combined, is_onnx, only_user
 from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
-from splitc.compiler.nodes import unused_name
 
 OPERATOR = "MatMul"
 
@@ -77,11 +77,10 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
 
     Raises NotFusedError if the parts are not its columns; then nothing is changed.
     """
-    axes, split = sizes.axes(divided.whole), divided.parts[0].producer()
-    columns = [sizes.axes(part) for part in divided.parts]
-    if axes is None or split is None or any(own is None for own in columns):
+    axes, columns = sizes.axes(divided.whole), [sizes.axes(part) for part in divided.parts]
+    if axes is None or any(own is None for own in columns):
         raise NotFusedError("the sizes of its parts are not known")
-    if split.attributes.get_int("axis", 0) not in (-1, len(axes) - 1):
+    if producer_of(divided.parts[0]).attributes.get_int("axis", 0) not in (-1, len(axes) - 1):
         raise NotFusedError("its Split is not along the last axis")
     if any(part.is_graph_output() for part in divided.parts):
         raise NotFusedError("one of its parts is an output of the model")
@@ -91,7 +90,7 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
     start = 0
     for number, (part, count) in enumerate(zip(divided.parts, counts, strict=True)):
         assert count is not None
-        work = Writer(split, part.name or f"{divided.whole.name}/{number}", (), editor, sizes)
+        work = Writer.of(part, (), editor, sizes, part.name or f"{divided.whole.name}/{number}")
         made = _write_part(divided, slice(start, start + count), [*axes[:-1], fixed_axis(count)], work)
         work.take_place(made, part)
         start += count
@@ -112,6 +111,5 @@ def _columns(weight: ir.Value, columns: slice, editor: Editor) -> ir.Value:
     tensor = weight.const_value
     assert tensor is not None
     shape = ir.Shape([*tensor.shape.numpy()[:-1], columns.stop - columns.start])
-    name = unused_name(f"{weight.name}[{columns.start}:{columns.stop}]", editor.graph.initializers)
-    cut = CutTensor(tensor, {len(shape) - 1: columns}, shape, name)
-    return editor.add((name, b""), cut)
+    name = f"{weight.name}[{columns.start}:{columns.stop}]"
+    return editor.weight(CutTensor(tensor, {len(shape) - 1: columns}, shape, name))

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.heads_tensor import HeadsTensor
+from splitc.compiler.frontend.lazy_tensors import computed
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.fusion.attention import Attention, NotFusedError
 from splitc.compiler.fusion.bias import write_bias
@@ -29,7 +29,7 @@ from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check
 from splitc.compiler.fusion.operand import VIEWS, Operand, seen_through, seen_through_merged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, size_readers
 from splitc.compiler.fusion.writing import Writer
-from splitc.compiler.nodes import unused_name
+from splitc.runtime.arrays.array import Array
 
 OPERATOR = "FusedMatMul"
 # What may stand between the product and the attention.
@@ -148,8 +148,6 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     Raises NotFusedError if that would compute something else; then nothing is changed.
     """
     attention = latent.attention
-    at = attention.result.producer()
-    assert at is not None
     is_more = attention.softcap or attention.is_causal or attention.row_scales or attention.sinks is not None
     if is_more or attention.groups != 1 or attention.is_flat:
         raise NotFusedError("its scores are not only scaled and masked (softcap, sinks or shared heads)")
@@ -157,8 +155,7 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     if {value.dtype for value in (latent.latent, *shared)} != {latent.query.value.dtype}:
         raise NotFusedError("its latent and its queries differ in type")
     sources = [latent.latent, latent.query.value, *editor.graph.inputs]
-    known = tuple(value for value in sources if sizes.of(value) is not None)
-    work = Writer(at, attention.output.name or "", known, editor, sizes)
+    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
     frame = check_attention(attention, work)
     heads = frame.heads.fixed
     if frame.divided(frame.leading) != 1 or frame.divided(frame.weighed) != 1 or len(frame.leading) != 2:
@@ -170,11 +167,8 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     if not all(axes and all(map(work.has, axes)) for axes in readers.values()):
         raise NotFusedError("a node reads sizes of its keys or values that no other value has")
     writing = Writing(attention, frame, work)
-    try:
+    with work.undone_if_refused():
         made = _attended(latent, heads, writing)
-    except NotFusedError:
-        work.undo()
-        raise
     for node, axes in readers.items():
         listed = replace(work, at=node, name=node.outputs[0].name or "").list_of(axes or (), "sizes")
         node.outputs[0].replace_all_uses_with(listed)
@@ -250,14 +244,20 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
     made = []
     for number, count in enumerate(latent.sizes):
         begin = sum(latent.sizes[:number])
-        bounds = [work.editor.constant(np.array([at], np.int64)) for at in (begin, begin + count, 3)]
+        bounds = map(work.editor.numbers, (begin, begin + count, 3))
         made.append(work.add("query", "Slice", [value, *bounds], value, [*leading, fixed_axis(count)]))
     return made
 
 
 def _by_heads(part: Projected, heads: int, turned: bool, editor: Editor) -> ir.Value:
     """A projection's weight, as one matrix for each head."""
-    tensor = part.weight.const_value
+    tensor, columns = part.weight.const_value, part.columns
     assert tensor is not None
-    name = unused_name(f"{part.weight.name}[{part.columns.start}:{part.columns.stop}]", editor.graph.initializers)
-    return editor.add((name, b""), HeadsTensor(tensor, heads, part.columns, turned, name))
+    rows, count = int(tensor.shape.numpy()[0]), columns.stop - columns.start
+
+    def chosen(array: Array) -> Array:
+        by_heads = array.reshape(rows, heads, -1)[:, :, columns]
+        return np.transpose(by_heads, (1, 2, 0) if turned else (1, 0, 2))
+
+    shape = [heads, count, rows] if turned else [heads, rows, count]
+    return editor.weight(computed(tensor, shape, f"{part.weight.name}[{columns.start}:{columns.stop}]", chosen))

@@ -80,8 +80,6 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
     norm, data, output = modulation.norm, modulation.data, modulation.output
-    at = output.producer()
-    assert at is not None
     axes = sizes.axes(data)
     if axes is None or len(axes) != 3 or norm.attributes.get_int("axis", -1) not in (-1, 2):
         raise NotFusedError("the input of its norm does not have three axes, of which it normalizes the last")
@@ -90,7 +88,7 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
     if data.dtype != output.dtype or not (given == {data.dtype} or may_be_cast):
         raise NotFusedError("its norm, scale and shift differ in type")
     row = _row(modulation, axes, sizes)
-    work = Writer(at, output.name or "", (data,), editor, sizes)
+    work = Writer.of(output, (data,), editor, sizes)
     scale, shift = (
         work.viewed(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
         for role, value in (("scale", modulation.scale), ("shift", modulation.shift))

@@ -32,8 +32,6 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     Raises NotFusedError if the operator can't express it, or if heads are larger than the `largest`; then nothing is
     changed.
     """
-    at = attention.result.producer()
-    assert at is not None
     if attention.softcap:
         raise NotFusedError("the operator has no softcap (Tanh)")
     if attention.sinks is not None:
@@ -46,17 +44,13 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     before = unmerged(seen[0], sizes, scaled=True)
     # Inputs come last: what reads them needs them on each device.
     sources = [*(operand.value for operand in (*seen, before) if operand is not None), *editor.graph.inputs]
-    known = tuple(value for value in sources if sizes.of(value) is not None)
-    work = Writer(at, attention.output.name or "", known, editor, sizes)
+    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
     frame = check_attention(attention, work)
     if max(frame.size, frame.value_size) > largest:
         raise NotFusedError(f"no kernel is faster for heads larger than {largest}")
     writing = Writing(attention, frame, work)
-    try:
+    with work.undone_if_refused():
         views = writing.views(writing.rows())
-    except NotFusedError:
-        work.undo()
-        raise
     _rewrite_sizes(attention, work)
     for old, natural, order in views:
         writing.replace(old, natural, order)

@@ -18,6 +18,7 @@ from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.norm import OPERATORS, cast_to_halves
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import settings_of
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,12 @@ def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
     Raises NotFusedError if sizes are not known.
     """
     norm, data, output = narrowed.norm, narrowed.data, narrowed.output
-    at, axes = output.producer(), sizes.axes(data)
-    if at is None or axes is None or sizes.axes(output) is None:
+    axes = sizes.axes(data)
+    if axes is None or sizes.axes(output) is None:
         raise NotFusedError("it has no known sizes")
-    work = Writer(at, output.name or "", (), editor, sizes)
-    how = {name: attribute.value for name, attribute in norm.attributes.items()}
+    work = Writer.of(output, (), editor, sizes)
     weights = [value if value is None else _in_halves(value, editor) for value in narrowed.weights]
-    made = work.add("norm", norm.op_type, [data, *weights], data, axes, **how)
+    made = work.add("norm", norm.op_type, [data, *weights], data, axes, **settings_of(norm))
     work.take_place(made, output)
 
 

@@ -20,6 +20,7 @@ from splitc.compiler.fusion.operand import Operand, constant, seen_through, whol
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import settings_of
 
 OPERATOR = "SimplifiedLayerNormalization"
 
@@ -72,9 +73,8 @@ def write_turned(norm: ir.Node, seen: Operand, editor: Editor, sizes: Sizes) -> 
     output, own = norm.outputs[0], sizes.axes(seen.value)
     if sizes.axes(output) is None or own is None:
         raise NotFusedError("its shape is not known")
-    work = Writer(norm, output.name or "", (), editor, sizes)
-    how = {name: attribute.value for name, attribute in norm.attributes.items()}
-    made = work.add("norm", norm.op_type, [seen.value, *norm.inputs[1:]], output, own, **how)
+    work = Writer.of(output, (), editor, sizes)
+    made = work.add("norm", norm.op_type, [seen.value, *norm.inputs[1:]], output, own, **settings_of(norm))
     made = work.ordered(Operand(made, seen.axes), "norm_turned")
     work.take_place(made, output)
 
@@ -168,23 +168,25 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     size = axes[-1].fixed
     if size is None:
         raise NotFusedError("the size of the axis that it normalizes is dynamic")
-    at, data = norm.output.producer(), norm.source
-    assert at is not None
-    work = Writer(at, norm.output.name or "", (), editor, sizes)
+    data, work = norm.source, Writer.of(norm.output, (), editor, sizes)
     if norm.weights is None:
         scale = editor.constant(np.ones(size, np.float16 if data.dtype == ir.DataType.FLOAT16 else np.float32))
     else:
         scale = work.viewed(norm.weights, axes[-1:], "norm_row")
         scale = scale if scale.dtype == data.dtype else work.cast(scale, data, "norm_weights")
-    # Before a transpose of the other axes, which may be one with what follows.
-    seen = seen_through(whole(data, len(axes)), scaled=False)
-    before = seen if seen.axes[-1] == len(axes) - 1 and sizes.axes(seen.value) is not None else whole(data, len(axes))
+    before = before_turn(data, len(axes), sizes)
     own, small = work.axes(before.value), norm.epsilon
     made = work.add("norm", OPERATOR, [before.value, scale], data, own, axis=-1, epsilon=small, stash_type=1)
     made = work.ordered(Operand(made, before.axes), "norm_turned")
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")
     work.take_place(made, norm.output)
+
+
+def before_turn(data: ir.Value, rank: int, sizes: Sizes) -> Operand:
+    """A value before a Transpose of all axes but the last, which may be one with what follows its norm."""
+    seen = seen_through(whole(data, rank), scaled=False)
+    return seen if seen.axes[-1] == rank - 1 and sizes.axes(seen.value) is not None else whole(data, rank)
 
 
 def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:

@@ -59,20 +59,15 @@ def write_scattered(scattered: Scattered, editor: Editor, sizes: Sizes) -> None:
     """
     past, present = scattered.past, scattered.present
     axes, places = sizes.axes(past), sizes.axes(scattered.indices)
-    at = present.producer()
-    assert at is not None
     if axes is None or places is None or sizes.axes(scattered.rows.value) is None:
         raise NotFusedError("the shape of its cache is not known")
     if len(places) != 2 or places[1].fixed != 1:
         raise NotFusedError("its cache is written along several axes")
     own = [places[0] if axis == scattered.axis else size for axis, size in enumerate(axes)]
-    work = Writer(at, present.name or "", (past, scattered.indices), editor, sizes)
-    try:
+    work = Writer.of(present, (past, scattered.indices), editor, sizes)
+    with work.undone_if_refused():
         rows = work.ordered(seen_through(scattered.rows, scaled=False), "rows")
         listed = [places[0] if axis == scattered.axis else fixed_axis(1) for axis in range(len(axes))]
         indices = work.expanded(work.viewed(scattered.indices, listed, "places"), own, "indices")
-    except NotFusedError:
-        work.undo()
-        raise
     made = work.add("written", OPERATOR, [past, indices, rows], past, axes, axis=scattered.axis)
     work.take_place(made, present)

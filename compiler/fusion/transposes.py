@@ -9,6 +9,7 @@ from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.fusion.operand import Operand, seen_through, whole
 from splitc.compiler.fusion.sizes import Sizes
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import settings_of
 
 
 def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
@@ -21,8 +22,7 @@ def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
     axes = [sizes.axes(part) for part in node.outputs]
     if seen.is_value or sizes.axes(seen.value) is None or None in axes:
         return value
-    how = {name: attribute.value for name, attribute in node.attributes.items()}
-    how["axis"] = seen.axes[node.attributes.get_int("axis", 0)]
+    how = {**settings_of(node), "axis": seen.axes[node.attributes.get_int("axis", 0)]}
     split = ir.node("Split", [seen.value, *node.inputs[1:]], how, num_outputs=len(node.outputs))
     work = Writer(node, value.name or "", (), editor, sizes)
     work.insert(split)

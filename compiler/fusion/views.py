@@ -59,7 +59,7 @@ def join_views(editor: Editor, sizes: Sizes) -> None:
         for source in reversed(sources[1:]) if _is_view(node) else ():
             if (numbers := _shape_for(node, source, sizes)) is not None:
                 node.replace_input_with(0, source)
-                node.replace_input_with(1, editor.constant(np.array(numbers, np.int64)))
+                node.replace_input_with(1, editor.numbers(*numbers))
                 break
     _join_parts(editor, sizes)
 

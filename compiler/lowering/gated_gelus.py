@@ -13,14 +13,13 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.joined_tensor import JoinedTensor
+from splitc.compiler.frontend.lazy_tensors import JoinedTensor
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, other_input
 from splitc.compiler.frontend.origins import planned_shape, take_place
 from splitc.compiler.fusion.divided import is_own, tensor_of
 from splitc.compiler.fusion.views import constant_numbers
 from splitc.compiler.lowering.bias_gelu import find_bias, find_gelu
 from splitc.compiler.lowering.gpu_functions import call
-from splitc.compiler.nodes import unused_name
 from splitc.compiler.request.shapes import Shape
 
 OPERATOR = "BiasSplitGelu"
@@ -104,8 +103,8 @@ def _join(
         return None
     if _width(one.bias) != _width(other.bias) or 2 * _width(one.bias) not in WIDTHS:
         return None
-    name = unused_name(f"{one.weight.name}+{other.weight.name}", editor.graph.initializers)
-    weight = editor.add((name, b""), JoinedTensor([tensor_of(one.weight), tensor_of(other.weight)], 1, name))
+    parts = [tensor_of(one.weight), tensor_of(other.weight)]
+    weight = editor.weight(JoinedTensor(parts, 1, f"{one.weight.name}+{other.weight.name}"))
     bias = np.concatenate([tensor_of(one.bias).numpy(), tensor_of(other.bias).numpy()])
     return editor.before(before, "MatMul", one.data, weight), editor.constant(bias)
 

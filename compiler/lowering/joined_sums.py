@@ -13,6 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.walks import ancestors, producer_of
+from splitc.compiler.nodes import settings_of
 
 
 def join_sums(editor: Editor, one: ir.Value, other: ir.Value, counts: Sequence[int]) -> None:
@@ -26,9 +27,8 @@ def join_sums(editor: Editor, one: ir.Value, other: ir.Value, counts: Sequence[i
         if node in needed:
             graph.remove(node)
             graph.insert_before(first, node)
-    attributes = {name: attribute.value for name, attribute in first.attributes.items()}
     partial = editor.before(first, "Concat", first.inputs[0], second.inputs[0], axis=-1)
-    whole = editor.before(first, first.op_type, partial, **attributes)
+    whole = editor.before(first, first.op_type, partial, **settings_of(first))
     partial.type = whole.type = one.type
     # These names must be the same on all ranks.
     partial.name, whole.name = (f"{one.name}+{other.name}{end}" for end in ("/part", ""))

@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user
 from splitc.compiler.frontend.origins import planned_shape, take_place
 from splitc.compiler.fusion.divided import is_own, tensor_of
 from splitc.compiler.fusion.kernels import ON_GPUS
-from splitc.compiler.nodes import unused_name
 from splitc.compiler.request.shapes import Shape
 
 
@@ -63,9 +62,9 @@ def _write(product: ir.Node, parts: Sequence[tuple[ir.Value, int]], editor: Edit
     columns, total, end = tensor_of(weight).shape.numpy()[1], None, 0
     for part, width in parts:
         start, end = end, end + width
-        name = unused_name(f"{weight.name}[{start}:{end}]", editor.graph.initializers)
+        name = f"{weight.name}[{start}:{end}]"
         rows = CutTensor(tensor_of(weight), {0: slice(start, end)}, ir.Shape([width, columns]), name)
-        made = editor.before(product, "MatMul", part, editor.add((name, b""), rows))
+        made = editor.before(product, "MatMul", part, editor.weight(rows))
         total = made if total is None else editor.before(product, "Add", total, made)
     assert total is not None
     take_place(total, product.outputs[0])

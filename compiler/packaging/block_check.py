@@ -20,7 +20,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.blocks import Block
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.cut_tensor import take
+from splitc.compiler.frontend.lazy_tensors import take
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.frontend.walks import ancestors

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.cut_tensor import CutTensor, Indices, as_slice, take
-from splitc.compiler.frontend.joined_tensor import JoinedTensor
+from splitc.compiler.frontend.lazy_tensors import CutTensor, Indices, JoinedTensor, as_slice, take
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.futures import first_error

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from splitc.compiler.frontend.cut_tensor import take
+from splitc.compiler.frontend.lazy_tensors import take
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.rank_graph import rank_graph
