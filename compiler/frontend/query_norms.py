@@ -6,7 +6,6 @@ takes them, but models are tried on CPUs, and packages may run there.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.external_data import settle_weights
+from splitc.compiler.frontend.external_data import load_settled, saved
 from splitc.compiler.nodes import operator_name
 
 OPERATOR, NORM = "com.microsoft.GroupQueryAttention", "SimplifiedLayerNormalization"
@@ -55,12 +54,9 @@ def runnable_file(model: ir.Model, path: Path) -> Iterator[tuple[Path, bool]]:
     if not took_out_norms(model):
         yield path, True
         return
-    copy = ir.load(path)
-    settle_weights(copy, path.parent)
+    copy = load_settled(path)
     take_out_norms(copy)
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "model.onnx"
-        ir.save(copy, made, external_data="model.data")
+    with saved(copy, "model") as made:
         yield made, False
 
 

@@ -14,9 +14,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS
-from splitc.compiler.packaging.adapted_check import adapted_file, random_adapter
 from splitc.compiler.packaging.block_check import compare_blocks
-from splitc.compiler.packaging.unsplit_file import unsplit_file
+from splitc.compiler.packaging.unsplit_file import adapted_file, random_adapter, unsplit_file
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.kinds import find_kind
