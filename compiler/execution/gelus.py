@@ -1,4 +1,4 @@
-"""Gelus that ONNX Runtime fuses to one node, with the bias before them."""
+"""Activations that ONNX Runtime fuses to one node: Gelus, with the bias before them, and x sigmoid(x), QuickGelu."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from functools import partial
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes
-from splitc.compiler.frontend.matching import made_by
+from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.walks import ancestors, producer_of
 from splitc.compiler.fusion.gelu import find_by_tanh, find_written
+from splitc.compiler.fusion.operand import factor_of
 
 GELUS = ("Gelu", "FastGelu")
 
@@ -68,3 +69,35 @@ def find_gelus(nodes: Nodes, came: Mapping[ir.Value, ir.Value]) -> tuple[Nodes, 
         if node.op_type in GELUS and len(node.inputs) == 1 and node.inputs[0] is not None:
             gelus[node] = came.get(node.inputs[0], node.inputs[0])
     return nodes.without(inner, lambda node: [gelus[node]] if node in written else nodes.reads(node)), gelus
+
+
+def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
+    """The nodes with one for each x sigmoid(x) or x sigmoid(a x), and these.
+
+    The values between have no other readers (QuickGeluFusion, core/optimizer/quick_gelu_fusion.cc). In half precision
+    on CPUs, casts between the nodes prevent it.
+    """
+    silus = set[ir.Node]()
+    between = set[ir.Value]()
+    for node in nodes.order:
+        if is_onnx(node, "Mul") and node.outputs[0].dtype == ir.DataType.FLOAT:
+            for gate, data in (node.inputs, node.inputs[::-1]):
+                inner = _gates(gate, data)
+                if data is not None and inner and all(map(nodes.only_reader, inner)):
+                    silus.add(node)
+                    between.update(inner)
+                    break
+
+    def read(node: ir.Node) -> list[ir.Value]:
+        return [value for value in nodes.reads(node) if value not in between]
+
+    return nodes.without({producer_of(value) for value in between}, read), silus
+
+
+def _gates(gate: ir.Value | None, data: ir.Value | None) -> list[ir.Value]:
+    """The values from x to sigmoid(x) or sigmoid(a x), the last one included; none for any other pattern."""
+    inner = value_before(gate, "Sigmoid")
+    if gate is None or inner is None or inner is data:
+        return [] if gate is None or inner is None else [gate]
+    scaling = factor_of(made_by(inner, "Mul"))
+    return [inner, gate] if scaling is not None and scaling[0] is data else []

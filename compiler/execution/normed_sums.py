@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from splitc.compiler.execution.engine_graph import Alike
-from splitc.compiler.execution.liveness import Nodes
+from splitc.compiler.execution.liveness import Alike, Nodes
 from splitc.compiler.frontend.matching import is_onnx, made_by
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.alone import node_alone, run_alone, serialized
 from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.frontend.reads import read_sizes
 from splitc.compiler.frontend.unused import disconnect_subgraphs

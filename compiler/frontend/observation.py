@@ -13,7 +13,7 @@ import onnx_ir as ir
 import sympy
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
-from splitc.compiler.frontend.node_alone import node_alone, open_alone, serialized
+from splitc.compiler.frontend.alone import node_alone, open_alone, serialized
 from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.alone import open_alone, serialized, with_own_tensors
 from splitc.compiler.frontend.folding import fold_shapes
-from splitc.compiler.frontend.node_alone import open_alone, serialized
-from splitc.compiler.frontend.part_alone import with_own_tensors
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.lengths import Filled
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.alone import run_part
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_tensor
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.part_alone import run_part
 from splitc.compiler.frontend.reads import holds_graphs, read_sizes
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.walks import producers, reached

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.alone import nodes_between, run_part
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.part_alone import nodes_between, run_part
 from splitc.compiler.frontend.reads import holds_graphs, is_random, read_sizes
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.operators import axes as ax

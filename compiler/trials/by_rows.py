@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.alone import node_alone, run_alone, serialized
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor

@@ -1,4 +1,4 @@
-"""Multiplies by stored weights without their Transpose, on GPUs.
+"""Weights as ONNX Runtime's sessions hold them: without a Transpose on GPUs, and unfused where the model's are.
 
 Exporters write a linear layer as a weight, a Transpose and a product. ONNX Runtime folds the Transpose when it loads an
 engine, so each of a rank's sessions would hold a transposed copy. ONNX Runtime's com.microsoft.FusedMatMul reads a
@@ -10,8 +10,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import is_onnx
-from splitc.compiler.frontend.origins import take_place
+from splitc.compiler.frontend.matching import is_onnx, value_before
+from splitc.compiler.frontend.origins import origin_of, take_place
+from splitc.compiler.operators.dequantized import is_fused
+from splitc.compiler.operators.registry import operator_of
 
 DOMAIN, OPERATOR = "com.microsoft", "FusedMatMul"
 # The types that the operator's kernels on GPUs take.
@@ -44,3 +46,24 @@ def _is_transpose(node: ir.Node) -> bool:
     value = node.inputs[0]
     tensor = None if value is None else value.const_value
     return tensor is not None and list(node.attributes.get_ints("perm", (1, 0))) == [1, 0] and len(tensor.shape) == 2
+
+
+def keep_weights_unfused(graph: ir.Graph) -> ir.Graph:
+    """Insert a Flatten, which changes nothing, after each dequantized matrix that is fused only here, in place."""
+    editor = Editor(graph)
+    for node in list(graph):
+        if not operator_of(node).dequantizes or not _is_matrix(node.inputs[0]):
+            continue
+        origin = origin_of(node)
+        if origin is not None and is_fused(node) and not is_fused(origin):
+            dtype, shape = node.outputs[0].type, node.outputs[0].shape
+            flat = editor.wrap(node.outputs[0], "Flatten", [node.outputs[0]], "unfused", axis=1)
+            flat.type, flat.shape = dtype, shape
+            flat.producer().name = f"{flat.name}/unfused"  # type: ignore[union-attr]  # it was just made
+    return graph
+
+
+def _is_matrix(value: ir.Value | None) -> bool:
+    """Whether a value is a matrix of weights, or its Transpose, which ONNX Runtime folds when it loads the model."""
+    weight = value_before(value, "Transpose") or value
+    return weight is not None and weight.is_initializer() and len(weight.shape or ()) == 2
