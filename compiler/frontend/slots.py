@@ -14,9 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph, complete
-from splitc.compiler.frontend.layer_places import Place, place_of
 from splitc.compiler.frontend.linear_layers import LinearLayer, find_linear_layers
-from splitc.compiler.frontend.matching import is_onnx, only_user, other_input
+from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, other_input, value_before
 from splitc.compiler.frontend.optional import add_optional, optional_inputs, source_of
 from splitc.compiler.frontend.origins import origin_of, take_place
 from splitc.compiler.frontend.shapes import shape_of
@@ -35,6 +34,9 @@ USUAL_RANK = 16
 MOST_RANK = 1 << 16
 # The attributes of a convolution's windows. A's convolution has the layer's; B's is 1 x 1 over its result.
 _PLACES = ("strides", "pads", "dilations", "auto_pad")
+# Products of dynamically quantized inputs.
+_INTEGER = ("MatMulInteger", "ConvInteger")
+_TO_FLOAT = ("com.microsoft", "MatMulIntegerToFloat")
 
 
 def planned_rank(asked: int | None) -> int:
@@ -219,3 +221,63 @@ def need_slots(graph: ir.Graph, inputs: Collection[str]) -> None:
         if source is not None and source.input in inputs:
             del graph.initializers[value.name or ""]
             value.const_value = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node that multiplies by a layer's weight, the layer's input `data`, and the producer `last` of its result.
+
+    These are the node's own input and the node itself, unless the input is quantized dynamically.
+    """
+
+    node: ir.Node
+    data: ir.Value
+    last: ir.Node
+
+
+def place_of(node: ir.Node) -> Place | str:
+    """The place of a node that multiplies by a weight, or the reason why it has none."""
+    data = node.inputs[0]
+    if data is None or node.attributes.get_int("transA", 0) == 1:
+        return "its input is transposed (transA)"
+    if (groups := node.attributes.get_int("group", 1)) != 1:
+        return f"its convolution has {groups} groups"
+    if "activation" in node.attributes:
+        return "its activation is fused into it"
+    if node.op_type.startswith("QLinear"):
+        return "its output is quantized"
+    if node.op_type not in _INTEGER and (node.domain, node.op_type) != _TO_FLOAT:
+        return Place(node, data, node)
+    quantize, source = made_by(data, "DynamicQuantizeLinear"), value_before(data, "DynamicQuantizeLinear")
+    if quantize is None or source is None or data is not quantize.outputs[0]:
+        return "its input is not quantized by a DynamicQuantizeLinear"
+    last = node if node.op_type not in _INTEGER else _scaled(node, quantize.outputs[1])
+    return (
+        Place(node, source, last)
+        if last is not None
+        else "its integer result is not followed by a Cast and a product with both scales"
+    )
+
+
+def _scaled(node: ir.Node, scale: ir.Value) -> ir.Node | None:
+    """The producer of the integer product times the input's `scale` and a constant; None if there is none.
+
+    The integers are cast to floating point first. The two factors may be multiplied with each other before.
+    """
+    last = only_user(node.outputs[0], "Cast")
+    factors: list[ir.Value] = []
+    while last is not None and len(factors) < 2:
+        made = last.outputs[0]
+        last = only_user(made, "Mul")
+        other = None if last is None else other_input(last, made)
+        if other is None:
+            return None
+        factors += _leaves(other)
+    constants = [value for value in factors if value.is_initializer()]
+    return last if len(factors) == 2 and len(constants) == 1 and any(value is scale for value in factors) else None
+
+
+def _leaves(value: ir.Value) -> list[ir.Value]:
+    """The factors of a product of two values; for any other value, the value."""
+    maker = made_by(value, "Mul")
+    return [value] if maker is None else [factor for factor in maker.inputs if factor is not None]

@@ -16,8 +16,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.narrowed import halves_of
-from splitc.compiler.fusion.norm import cast_to_halves
+from splitc.compiler.fusion.norm import cast_to_halves, halves_of
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 

@@ -21,9 +21,8 @@ from splitc.compiler.fusion.divided import find_divided, write_divided
 from splitc.compiler.fusion.kernels import Gains, Types
 from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
 from splitc.compiler.fusion.modulation import find_modulation, write_modulation
-from splitc.compiler.fusion.narrowed import find_narrowed, write_narrowed
 from splitc.compiler.fusion.norm import OPERATOR as NORM
-from splitc.compiler.fusion.norm import find_norm, find_turned, write_norm, write_turned
+from splitc.compiler.fusion.norm import find_narrowed, find_norm, find_turned, write_narrowed, write_norm, write_turned
 from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
 from splitc.compiler.fusion.rotary import find_rotary, looks_rotary, merged_heads, pairs_among
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY

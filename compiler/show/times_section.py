@@ -1,11 +1,16 @@
-"""A plan's predicted time by rank, by block and by operator; and a search for single nodes."""
+"""A plan's predicted time by rank, by block, by operator and by node; and a search for single nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import onnx_ir as ir
+
+from splitc.compiler.analysis.costs import nominal_speed
+from splitc.compiler.nodes import operator_name
 from splitc.compiler.planning.plan import Plan
-from splitc.compiler.show.node_costs import NodeCost, find_costs
+from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.runtime.reports.contents import Chart, Search, Section, Table
 from splitc.runtime.reports.strips import colour_of
 from splitc.runtime.reports.theme import SECONDS, altair, finished, unit_for
@@ -14,6 +19,8 @@ from splitc.runtime.units import format_bytes, format_seconds
 # The most rows of a table that show at once, and the most nodes that can be searched for: their names add half a
 # megabyte to a page.
 FEW, MOST_NODES = 6, 5000
+# The block of nodes that several stages compute, each for itself.
+EVERYWHERE = "rematerialized"
 
 
 def times_sections(plan: Plan) -> tuple[Section, Section] | None:
@@ -105,3 +112,55 @@ def _search(costs: Sequence[NodeCost]) -> Section:
         [] if len(listed) == len(costs) else [f"The {len(listed)} slowest of {len(costs)} nodes, the slowest first."]
     )
     return Section("Find a node", notes, search=search)
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """A node of the model, its block, the ranks that run it, and its cost on them.
+
+    - `weights`: the bytes of weights that it reads, before they are split.
+    - `made`: the bytes of its outputs, before they are split.
+    """
+
+    name: str
+    operator: str
+    block: str
+    ranks: str
+    seconds: float
+    weights: int
+    made: int
+
+
+def find_costs(plan: Plan) -> list[NodeCost]:
+    """The nodes of all stages in order. A rank's predicted time is divided among its nodes by operations and bytes."""
+    ranks = plan.written.ranks
+    groups = [[rank for rank in ranks if rank.group == group] for group in sorted({rank.group for rank in ranks})]
+    return [cost for members in groups for cost in _costs_of(plan, members)]
+
+
+def _costs_of(plan: Plan, members: Sequence[RankPlan]) -> list[NodeCost]:
+    """The nodes of a stage. Nodes that its ranks share take as long as on the slowest rank."""
+    costs, stage = plan.analysis.costs, members[0].stage
+    speed = nominal_speed(members[0].device.kind)
+    blocks = {node: block.name for block in stage.blocks for node in block.nodes}
+    numbers = [plan.written.ranks.index(rank) for rank in members]
+    named = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+    running = [node for node in stage.nodes if node not in costs.graph.folded]
+    shares = [costs.seconds(node, speed) for node in running]
+    worth = max(rank.seconds for rank in members) / (sum(shares) or 1.0)
+    return [
+        NodeCost(
+            _name(node),
+            operator_name(node),
+            blocks.get(node, EVERYWHERE),
+            named,
+            share * worth,
+            costs.weight_bytes([node]),
+            sum(map(costs.value_bytes, node.outputs)),
+        )
+        for node, share in zip(running, shares, strict=True)
+    ]
+
+
+def _name(node: ir.Node) -> str:
+    return node.name or node.outputs[0].name or ""
