@@ -13,6 +13,11 @@ def operator_name(node: ir.Node) -> str:
     return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
 
 
+def name_of(node: ir.Node) -> str:
+    """A node's name; without one, that of its output."""
+    return node.name or node.outputs[0].name or ""
+
+
 def describe_node(node: ir.Node) -> str:
     """A node for messages: its name and operator; without a name, its operator and its output."""
     if not node.name:

@@ -91,14 +91,6 @@ class _Step:
         return axis if 0 <= axis < ndim else None
 
 
-def _same(step: _Step, read: list[Places]) -> Places:
-    return read[0]
-
-
-def _negated(step: _Step, read: list[Places]) -> Places:
-    return -read[0]
-
-
 def _scaled(step: _Step, read: list[Places]) -> Places | None:
     number = constant(step.node.inputs[1])
     return read[0] * int(number) if number in (1, -1) else None
@@ -148,9 +140,9 @@ def _gathered(step: _Step, read: list[Places]) -> Places | None:
 
 
 RULES: Mapping[str, Callable[[_Step, list[Places]], Places | None]] = {
-    **dict.fromkeys(PASSED, _same),
+    **dict.fromkeys(PASSED, lambda step, read: read[0]),
     **dict.fromkeys(VIEWS, _viewed),
-    "Neg": _negated,
+    "Neg": lambda step, read: -read[0],
     "Mul": _scaled,
     "Concat": _joined,
     "Split": _divided,

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.matching import is_onnx, readers_of, value_before
 from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
 from splitc.compiler.fusion.product import RankOf
+from splitc.compiler.nodes import name_of
 
 # What a number a row passes on its way from its reduction to where it is used.
 _SPREADS = VIEWS | PASSED | {"Expand"}
@@ -26,7 +27,7 @@ class Softmax:
 
 def find_softmax(node: ir.Node, rank_of: RankOf, opset: int) -> Softmax | None:
     """The Softmax that a node is, or that ends at it."""
-    name = node.name or node.outputs[0].name or ""
+    name = name_of(node)
     if is_onnx(node, "Softmax") and node.inputs[0] is not None:
         # Before opset 13 the default is axis 1, of which a Softmax with the last axis is a special case.
         axis = node.attributes.get_int("axis", -1 if opset >= 13 else 1)

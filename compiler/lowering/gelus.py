@@ -53,7 +53,8 @@ def fuse_gated_gelus(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
         left = None if gelu is None or gated is None else other_input(gated, gelu[1])
         if gelu is None or gated is None or left is None or not _are_halves(left, gelu[0], shapes):
             continue
-        halves = _find_split(left, gelu[0]) or _join(left, gelu[0], _reads(node), gated, editor)
+        reads = 2 if node.op_type == "Erf" else 1  # around an Erf a Gelu reads its input twice, as an operator once
+        halves = _find_split(left, gelu[0]) or _join(left, gelu[0], reads, gated, editor)
         if halves is not None:
             take_place(call(editor, gated, GATED, *halves), gated.outputs[0])
 
@@ -87,11 +88,6 @@ def _slices(one: ir.Node, other: ir.Node) -> bool:
     (data, start, end, axis), (same, middle, _, also) = one.inputs, other.inputs
     from_start = constant_numbers(start) == [0] and end is not None and end is middle
     return data is same and from_start and all(constant_numbers(value) in ([-1], [ROWS]) for value in (axis, also))
-
-
-def _reads(gelu: ir.Node) -> int:
-    """How often a Gelu reads its input: once as an operator, and twice around an Erf."""
-    return 2 if gelu.op_type == "Erf" else 1
 
 
 def _join(

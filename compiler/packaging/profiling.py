@@ -81,14 +81,10 @@ def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> 
     )
     lines = [platform.node(), platform.processor(), ort.__version__, where]
     for node in stage.nodes:
-        values = [*analysis.graph.reads[node], *node.outputs]
+        values = [f"{value.dtype}{shape_of(value, shapes)}" for value in (*analysis.graph.reads[node], *node.outputs)]
         attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
-        lines.append(repr((node.domain, node.op_type, attributes, [_signature(value, shapes) for value in values])))
+        lines.append(repr((node.domain, node.op_type, attributes, values)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _signature(value: ir.Value, shapes: Any) -> str:
-    return f"{value.dtype}{shape_of(value, shapes)}"
 
 
 def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> EngineCosts:

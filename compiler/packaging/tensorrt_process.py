@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from splitc.compiler.nodes import name_of
 from splitc.compiler.packaging.build_messages import BLOCK, Failed, Finished, Job, Order, Progress, Refusal
 from splitc.runtime.engines.kinds import TENSORRT_RTX, find_kind
 from splitc.runtime.hardware.gpus import find_cupy
@@ -231,7 +232,7 @@ def _nodes(job: Job) -> list[Refusal]:
     from splitc.compiler.nodes import operator_name
 
     return [
-        Refusal(node.name or node.outputs[0].name or "", operator_name(node), node.metadata_props.get(BLOCK, "?"), "")
+        Refusal(name_of(node), operator_name(node), node.metadata_props.get(BLOCK, "?"), "")
         for node in ir.load(job.source).graph
     ]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import onnx_ir as ir
-
 from splitc.compiler.analysis.costs import nominal_speed
-from splitc.compiler.nodes import operator_name
+from splitc.compiler.nodes import name_of, operator_name
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.runtime.reports.contents import Chart, Search, Section, Table
@@ -30,32 +28,27 @@ def times_sections(plan: Plan) -> tuple[Section, Section] | None:
     if not whole:
         return None
     columns = ("time", "share", "weights", "makes")
-    blocks = _table("Slowest blocks", ("block", *columns), _summed(costs, lambda cost: (cost.block,)), whole)
-    operators = _table("Slowest operators", ("operator", "nodes", *columns), _summed(costs, _operator, True), whole)
+    by_block, by_operator = _summed(costs, "block"), _summed(costs, "operator", counted=True)
+    blocks = _table("Slowest blocks", ("block", *columns), by_block, whole)
+    operators = _table("Slowest operators", ("operator", "nodes", *columns), by_operator, whole)
     notes = ["Predicted for a request. Blocks and operators share a rank's time by their operations and bytes."]
     times = Section("Time of each rank", notes, chart=_chart(plan), tables=[*blocks, *operators])
     return times, _search(costs)
 
 
-def _operator(cost: NodeCost) -> tuple[str]:
-    return (cost.operator,)
-
-
-def _summed(
-    costs: Sequence[NodeCost], key: Callable[[NodeCost], tuple[str]], counted: bool = False
-) -> list[tuple[list[str], float, int, int]]:
-    """Sums over nodes with equal keys: names, seconds, bytes of weights and bytes of outputs, slowest first."""
-    alike: dict[tuple[str], list[NodeCost]] = {}
+def _summed(costs: Sequence[NodeCost], by: str, counted: bool = False) -> list[tuple[list[str], float, int, int]]:
+    """Sums over the nodes of a block or an operator: names, seconds, bytes of weights and of outputs, slowest first."""
+    alike: dict[str, list[NodeCost]] = {}
     for cost in costs:
-        alike.setdefault(key(cost), []).append(cost)
+        alike.setdefault(getattr(cost, by), []).append(cost)
     sums = [
         (
-            [*names, *([str(len(own))] if counted else [])],
+            [name, *([str(len(own))] if counted else [])],
             sum(cost.seconds for cost in own),
             sum(cost.weights for cost in own),
             sum(cost.made for cost in own),
         )
-        for names, own in alike.items()
+        for name, own in alike.items()
     ]
     return sorted(sums, key=lambda row: -row[1])
 
@@ -150,7 +143,7 @@ def _costs_of(plan: Plan, members: Sequence[RankPlan]) -> list[NodeCost]:
     worth = max(rank.seconds for rank in members) / (sum(shares) or 1.0)
     return [
         NodeCost(
-            _name(node),
+            name_of(node),
             operator_name(node),
             blocks.get(node, EVERYWHERE),
             named,
@@ -160,7 +153,3 @@ def _costs_of(plan: Plan, members: Sequence[RankPlan]) -> list[NodeCost]:
         )
         for node, share in zip(running, shares, strict=True)
     ]
-
-
-def _name(node: ir.Node) -> str:
-    return node.name or node.outputs[0].name or ""

@@ -52,11 +52,8 @@ def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mappin
         results = try_forms(new, versions, axis_map.bound)
         keep_trials({digest: why for digest, why in results.items() if not why.startswith(UNTRIED)})
         known = {**known, **results}
-    return {node: _reason(why) for node, form in forms if (why := known[form.digest])}
-
-
-def _reason(why: str) -> str:
-    return why if why.startswith(UNTRIED) else f"{BROKEN}{why}"
+    reasons = {digest: why if why.startswith(UNTRIED) else f"{BROKEN}{why}" for digest, why in known.items() if why}
+    return {node: reasons[form.digest] for node, form in forms if form.digest in reasons}
 
 
 def broken_rules(broken: Mapping[ir.Node, str]) -> list[str]:
