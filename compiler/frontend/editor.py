@@ -67,7 +67,7 @@ class Editor:
     def weight(self, tensor: ir.TensorProtocol) -> ir.Value:
         """A new initializer with the name of a tensor, or a similar one if that is taken."""
         tensor.name = unused_name(tensor.name, self.graph.initializers)
-        return add_initializer(self.graph, tensor)
+        return self.add((tensor.name, b""), tensor)
 
     def before(
         self,
