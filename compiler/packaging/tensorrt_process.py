@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from splitc.compiler.nodes import name_of
 from splitc.compiler.packaging.build_messages import BLOCK, Failed, Finished, Job, Order, Progress, Refusal
 from splitc.runtime.engines.kinds import TENSORRT_RTX, find_kind
 from splitc.runtime.hardware.gpus import find_cupy
@@ -229,7 +228,7 @@ def _nodes(job: Job) -> list[Refusal]:
     """The nodes of the job's ONNX file, without a reason."""
     import onnx_ir as ir
 
-    from splitc.compiler.nodes import operator_name
+    from splitc.compiler.nodes import name_of, operator_name
 
     return [
         Refusal(name_of(node), operator_name(node), node.metadata_props.get(BLOCK, "?"), "")
