@@ -46,23 +46,18 @@ def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequenc
     )
 
 
-def open_alone(content: bytes) -> ort.InferenceSession:
-    """A session of a serialized model of one node, with one thread. Raises ONNX Runtime's errors."""
+def open_alone(graph: ir.Graph) -> ort.InferenceSession:
+    """A session of a small graph, with one thread. Raises ONNX Runtime's errors."""
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
+    content = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
     return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
-def run_alone(content: bytes, feeds: Mapping[str | None, Array]) -> list[Array]:
-    """The results of a serialized model of one node, in one thread. Raises ONNX Runtime's errors."""
-    arrays: list[Array] = open_alone(content).run(None, feeds)
+def run_alone(graph: ir.Graph, feeds: Mapping[str | None, Array]) -> list[Array]:
+    """The results of a small graph, in one thread. Raises ONNX Runtime's errors."""
+    arrays: list[Array] = open_alone(graph).run(None, feeds)
     return arrays
-
-
-def serialized(graph: ir.Graph) -> bytes:
-    """A graph of one node as a serialized model."""
-    content: bytes = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
-    return content
 
 
 def nodes_between(known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -> set[ir.Node]:
@@ -91,7 +86,7 @@ def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[
         for value in (value for node in part for value in node.outputs):
             value.shape = None  # it may be of the planned sizes
         feeds = {value.name: known[value] for value in inputs}
-        made.update(zip(asked, run_alone(serialized(part), feeds), strict=True))
+        made.update(zip(asked, run_alone(part, feeds), strict=True))
     return [made[value] for value in wanted]
 
 

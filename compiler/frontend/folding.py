@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.alone import node_alone, run_alone
 from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.frontend.reads import read_sizes
 from splitc.compiler.frontend.unused import disconnect_subgraphs
@@ -112,7 +112,7 @@ def _content(node: ir.Node) -> Hashable:
 def _run(node: ir.Node) -> list[Array] | None:
     """The results of a node with known inputs in ONNX Runtime; None if it fails."""
     try:
-        return run_alone(serialized(node_alone(node, lambda _: True)), {})
+        return run_alone(node_alone(node, lambda _: True), {})
     except ERRORS:
         # Invalid with these shapes, as in a branch that is not taken. Leaving it unknown does no harm.
         return None

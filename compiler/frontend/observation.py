@@ -13,7 +13,7 @@ import onnx_ir as ir
 import sympy
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
-from splitc.compiler.frontend.alone import node_alone, open_alone, serialized
+from splitc.compiler.frontend.alone import node_alone, open_alone
 from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
@@ -165,7 +165,7 @@ def refusal(
     reason = ""
     try:
         graph, examples = node_alone(node, _is_kept, made_up), _examples(node, shapes, made)
-        session = open_alone(serialized(graph))
+        session = open_alone(graph)
     except onnxruntime_build.NotImplemented:
         return None
     except FAILURES as error:
@@ -198,7 +198,7 @@ def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
     """The outputs' shapes and types for inputs of these shapes; None if zeros and ones differ in these, or it fails."""
     graph = node_alone(node, _is_kept, shapes)
     try:
-        session = open_alone(serialized(graph))
+        session = open_alone(graph)
         made = [
             [(tuple(array.shape), ir.DataType.from_numpy(array.dtype)) for array in arrays]
             for arrays in (session.run(None, _filled(graph, fill)) for fill in (np.zeros, np.ones))

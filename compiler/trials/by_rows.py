@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.alone import node_alone, run_alone
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
@@ -89,4 +89,4 @@ def _cut(arrays: Sequence[Array | None], places: Sequence[int | None], part: sli
 def _run(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array]:
     given = {number: np.ascontiguousarray(array) for number, array in enumerate(arrays) if array is not None}
     graph = node_alone(node, lambda value: value.const_value is not None, [array.shape for array in given.values()])
-    return run_alone(serialized(graph), {f"input{number}": array for number, array in given.items()})
+    return run_alone(graph, {f"input{number}": array for number, array in given.items()})
