@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime as ort
 
 from splitc.compiler.frontend.reads import view_of
 from splitc.compiler.frontend.walks import ancestors, producers
-
-Array = npt.NDArray[Any]
+from splitc.runtime.arrays.array import Array
 
 
 def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequence[Sequence[int]] = ()) -> ir.Graph:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import hand_over, origin_of, stand_for
 from splitc.compiler.nodes import unused_name
+from splitc.runtime.arrays.array import Array
 
 # The opsets from which on operators take their lists as inputs. Before, these are attributes.
 LISTS_AS_INPUTS = {"Slice": 10, "Pad": 11, "ReduceSum": 13, "Split": 13, "ReduceSumSquare": 18}
@@ -32,7 +32,7 @@ class Editor:
         # Added initializers by content, so that equal ones are shared.
         self._added: dict[tuple[str, bytes], ir.Value] = {}
 
-    def constant(self, array: npt.NDArray[Any]) -> ir.Value:
+    def constant(self, array: Array) -> ir.Value:
         """A small constant as an initializer."""
         key = (f"{array.dtype}{array.shape}", array.tobytes())
         known = self._added.get(key)

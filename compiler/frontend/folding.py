@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.alone import node_alone, run_alone
@@ -19,9 +17,8 @@ from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.frontend.reads import read_sizes
 from splitc.compiler.frontend.unused import disconnect_subgraphs
 from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
-
-Array = npt.NDArray[Any]
 
 # The most elements of a shape vector. Anything longer is data. With 64, or without a limit, the plans of 43 models are
 # the same; without one, tables would be folded too.

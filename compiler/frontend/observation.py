@@ -18,12 +18,12 @@ from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
 # The most elements of a constant that is a list of sizes, scales or axes: no tensor has as many axes. Longer ones are
 # data. With 16 the plans of 43 models are the same, and without a limit all but one.
 MOST_SIZES = 64
-Shape = tuple[int, ...]
 Size = int | ir.SymbolicDim
 # The origin of an output's size: a fixed number, or (input, axis); None if neither.
 Origin = None | int | tuple[int, int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
 from splitc.compiler.fusion.sizes import Sizes
+from splitc.runtime.arrays.array import Array
 
 Places = npt.NDArray[np.int64]
 # The most nodes between both values. A choice: exporters write a rotation with up to a dozen.
@@ -27,7 +27,7 @@ class Rotation:
 
     data: ir.Value
     sizes: Sizes
-    known: Mapping[str, npt.NDArray[Any]]
+    known: Mapping[str, Array]
 
     def of(self, value: ir.Value) -> Places | None:
         """For each place of a value's last axis, the element of the data there; None if it holds anything else."""

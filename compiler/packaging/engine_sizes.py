@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.errors import ModelError
@@ -16,6 +15,7 @@ from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.request.shapes import Shape
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.collectives.threads import connect
 from splitc.runtime.package.manifest import Sizes
 from splitc.runtime.package.parts import part_shape
@@ -28,7 +28,7 @@ class Known:
     """A value's shape, and its numbers if they follow from shapes. None is unknown."""
 
     shape: Shape | None
-    numbers: npt.NDArray[Any] | None = None
+    numbers: Array | None = None
 
 
 class ShapeEngine:

@@ -16,10 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.alone import nodes_between, run_part
@@ -33,8 +31,8 @@ from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
+from splitc.runtime.arrays.array import Array
 
-Array = npt.NDArray[Any]
 # The operators that gather or scatter by an index, which is their second input.
 PUTTING = "ScatterND"
 PICKING = ("Gather", "GatherND", PUTTING)

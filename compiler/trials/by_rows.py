@@ -7,10 +7,8 @@ another length than its rule says. Here such bounds are the model's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.alone import node_alone, run_alone
@@ -21,9 +19,8 @@ from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.trials.forms import is_tried
 from splitc.compiler.trials.made_up import made_up
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.tools.compare import compare
-
-Array = npt.NDArray[Any]
 
 
 def holds_by_rows(
