@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.origins import hand_over, origin_of, stand_for
+from splitc.compiler.frontend.origins import hand_over, origin_of, put_behind, stand_for
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.nodes import unused_name
 from splitc.runtime.arrays.array import Array
 
@@ -97,19 +98,12 @@ class Editor:
 
         The `suffix` is appended to the old value's name. The result has its type, unless `dtype` is given.
         """
-        uses = list(old.uses())
         node = ir.node(operator, inputs, attributes)
-        producer = old.producer()
-        assert producer is not None
-        self.graph.insert_after(producer, node)
+        self.graph.insert_after(producer_of(old), node)
         new = node.outputs[0]
         hand_over(old, new, suffix)
         new.shape, new.type = old.shape, new.type if dtype is None else ir.TensorType(dtype)
-        for user, number in uses:
-            user.replace_input_with(number, new)
-        for number, value in enumerate(self.graph.outputs):
-            if value is old:
-                self.graph.outputs[number] = new
+        put_behind(node, old)
         return new
 
     def replace(self, node: ir.Node, replacement: ir.Node) -> ir.Value:

@@ -17,7 +17,7 @@ from splitc.compiler.frontend.graph import Graph, complete
 from splitc.compiler.frontend.linear_layers import LinearLayer, find_linear_layers
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, other_input, value_before
 from splitc.compiler.frontend.optional import add_optional, optional_inputs, source_of
-from splitc.compiler.frontend.origins import origin_of, take_place
+from splitc.compiler.frontend.origins import origin_of, put_behind, take_place
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.runtime.adapters.loaded import padded_rank
@@ -101,7 +101,7 @@ def _shapes(layer: Layer) -> tuple[list[Any], list[Any]]:
 def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
     """Add the product of a layer's input with A and B to its result. The sum replaces the result."""
     made, attributes = place.last.outputs[0], place.node.attributes
-    name, uses = made.name or "", list(made.uses())
+    name = made.name or ""
     operator = "Conv" if "Conv" in place.node.op_type else "MatMul"
     where = [attributes[key] for key in _PLACES if operator == "Conv" and key in attributes]
     down = ir.Node("", operator, [place.data, a], where, name=f"{name}/slot_down")
@@ -113,11 +113,7 @@ def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
     new = total.outputs[0]
     made.name, new.name, new.type, new.shape = f"{name}/slot_without", name, made.type, made.shape
     down.outputs[0].name, up.outputs[0].name = f"{name}/slot_down", f"{name}/slot_up"
-    for user, number in uses:
-        user.replace_input_with(number, new)
-    for number, value in enumerate(graph.outputs):
-        if value is made:
-            graph.outputs[number] = new
+    put_behind(total, made)
 
 
 def _described(layer: Layer, a: ir.Value, b: ir.Value, factor: float = 1.0) -> Slot:
