@@ -1,10 +1,12 @@
-"""Matches nodes by their operators: what makes a value, and what reads it."""
+"""Matches nodes by their operators: what makes a value, and what reads it; and weights by what else reads them."""
 
 from __future__ import annotations
 
 from typing import TypeGuard
 
 import onnx_ir as ir
+
+from splitc.compiler.frontend.optional import source_of
 
 
 def is_onnx(node: ir.Node | None, *operators: str) -> TypeGuard[ir.Node]:
@@ -47,3 +49,21 @@ def combined(value: ir.Value, operator: str) -> tuple[ir.Value, ir.Value] | None
     node = only_user(value, operator)
     other = None if node is None else other_input(node, value)
     return None if node is None or other is None else (other, node.outputs[0])
+
+
+def is_own(value: ir.Value, rank: int) -> bool:
+    """Whether a value is a weight with so many axes that has one reader, and that no request overrides."""
+    constant = value.const_value
+    return (
+        value.is_initializer()
+        and constant is not None
+        and len(constant.shape) == rank
+        and len(value.uses()) == 1
+        and source_of(value) is None
+    )
+
+
+def tensor_of(weight: ir.Value) -> ir.TensorProtocol:
+    """The tensor of a value that is known to be a weight."""
+    assert weight.const_value is not None
+    return weight.const_value

@@ -13,8 +13,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import CutTensor
-from splitc.compiler.frontend.matching import combined, is_onnx, only_user
-from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.matching import combined, is_onnx, is_own, only_user, tensor_of
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
@@ -54,24 +53,6 @@ def find_divided(product: ir.Node) -> Divided | None:
     return Divided(product, data, weight, bias, whole, tuple(split.outputs))
 
 
-def is_own(value: ir.Value, rank: int) -> bool:
-    """Whether a value is a weight with so many axes that has one reader, and that no request overrides."""
-    constant = value.const_value
-    return (
-        value.is_initializer()
-        and constant is not None
-        and len(constant.shape) == rank
-        and len(value.uses()) == 1
-        and source_of(value) is None
-    )
-
-
-def tensor_of(weight: ir.Value) -> ir.TensorProtocol:
-    """The tensor of a value that is known to be a weight."""
-    assert weight.const_value is not None
-    return weight.const_value
-
-
 def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
     """Replace the product and the Split by a product for each part.
 
@@ -108,8 +89,7 @@ def _write_part(divided: Divided, columns: slice, axes: Sequence[Axis], work: Wr
 
 def _columns(weight: ir.Value, columns: slice, editor: Editor) -> ir.Value:
     """Columns of a weight, which are read only when they are written."""
-    tensor = weight.const_value
-    assert tensor is not None
+    tensor = tensor_of(weight)
     shape = ir.Shape([*tensor.shape.numpy()[:-1], columns.stop - columns.start])
     name = f"{weight.name}[{columns.start}:{columns.stop}]"
     return editor.weight(CutTensor(tensor, {len(shape) - 1: columns}, shape, name))

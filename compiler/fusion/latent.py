@@ -18,11 +18,10 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import computed
-from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
+from splitc.compiler.frontend.matching import is_onnx, is_own, made_by, tensor_of, value_before
 from splitc.compiler.fusion.attention import Attention, NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Held
-from splitc.compiler.fusion.divided import is_own
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check_attention
@@ -251,8 +250,7 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
 
 def _by_heads(part: Projected, heads: int, turned: bool, editor: Editor) -> ir.Value:
     """A projection's weight, as one matrix for each head."""
-    tensor, columns = part.weight.const_value, part.columns
-    assert tensor is not None
+    tensor, columns = tensor_of(part.weight), part.columns
     rows, count = int(tensor.shape.numpy()[0]), columns.stop - columns.start
 
     def chosen(array: Array) -> Array:

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, value_before
+from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, tensor_of, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import Operand, constant, seen_through, whole
@@ -257,8 +257,4 @@ def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
 
 def _in_halves(value: ir.Value, editor: Editor) -> ir.Value:
     """A weight in half precision."""
-    source = halves_of(value)
-    if source is not None:
-        return source
-    assert value.const_value is not None
-    return editor.constant(value.const_value.numpy().astype(np.float16))
+    return halves_of(value) or editor.constant(tensor_of(value).numpy().astype(np.float16))

@@ -13,10 +13,10 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import JoinedTensor
+from splitc.compiler.frontend.matching import is_own, tensor_of
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.frontend.walks import producers, reached
-from splitc.compiler.fusion.divided import is_own
 from splitc.compiler.fusion.masks import PAST
 from splitc.compiler.nodes import settings_of
 from splitc.compiler.operators.registry import operator_of
@@ -71,8 +71,8 @@ def _has_own_weight(product: ir.Node) -> bool:
 def _weight(product: ir.Node) -> tuple[ir.Value, ir.TensorProtocol]:
     """A product's weight, and its tensor."""
     weight = product.inputs[1]
-    assert weight is not None and weight.const_value is not None
-    return weight, weight.const_value
+    assert weight is not None
+    return weight, tensor_of(weight)
 
 
 def _columns(product: ir.Node) -> int:

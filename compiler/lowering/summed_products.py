@@ -15,9 +15,8 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import CutTensor
-from splitc.compiler.frontend.matching import is_onnx, made_by, only_user
+from splitc.compiler.frontend.matching import is_onnx, is_own, made_by, only_user, tensor_of
 from splitc.compiler.frontend.origins import planned_shape, take_place
-from splitc.compiler.fusion.divided import is_own, tensor_of
 from splitc.compiler.fusion.kernels import ON_GPUS
 from splitc.compiler.request.shapes import Shape
 
