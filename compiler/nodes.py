@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Any
 
 import onnx_ir as ir
 
@@ -12,11 +13,21 @@ def operator_name(node: ir.Node) -> str:
     return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
 
 
+def name_of(node: ir.Node) -> str:
+    """A node's name; without one, that of its output."""
+    return node.name or node.outputs[0].name or ""
+
+
 def describe_node(node: ir.Node) -> str:
     """A node for messages: its name and operator; without a name, its operator and its output."""
     if not node.name:
         return f"the {node.op_type} node that makes '{node.outputs[0].name}'"
     return f"node '{node.name}' ({node.op_type})"
+
+
+def settings_of(node: ir.Node) -> dict[str, Any]:
+    """A node's attributes, as plain values."""
+    return {name: attribute.value for name, attribute in node.attributes.items()}
 
 
 def unused_name(name: str | None, used: Container[str | None]) -> str:

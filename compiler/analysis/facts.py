@@ -22,8 +22,7 @@ from splitc.compiler.frontend.passed_types import check_ends
 from splitc.compiler.frontend.shapes import BoundShapes, infer_shapes, read_symbols, reconcile
 from splitc.compiler.frontend.sizes_tried import LARGEST, Trial
 from splitc.compiler.frontend.slots import Grafted, find_slots, graft_slots, planned_rank
-from splitc.compiler.frontend.state_sizes import settle_state_sizes
-from splitc.compiler.frontend.states import find_states, growing_symbols, written_in_place
+from splitc.compiler.frontend.states import find_states, growing_symbols, settle_state_sizes, written_in_place
 from splitc.compiler.fusion.fuse import Fate, Fused, fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.fusion.preamble import Preamble

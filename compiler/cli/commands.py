@@ -344,7 +344,7 @@ def build_command(
     """Build the TensorRT engines of a package here, from the ONNX files that it holds."""
     _need_libraries()
     from splitc.compiler.packaging.building import build_package
-    from splitc.compiler.pipelines.builder import build_pipeline
+    from splitc.compiler.pipelines.writer import build_pipeline
 
     pipeline = read_pipeline(package)
     with shown_bars():

@@ -107,14 +107,6 @@ class Arena:
                 self._gaps = [*(self._gaps[:-1] if self._is_open else self._gaps), size]
                 self._is_open = True
 
-    def turned(self, place: Place, size: int, then: int) -> Place:
-        """The place of a chunk once it has `then` bytes: a new one if that differs. The old one is freed last."""
-        if then == size:
-            return place
-        after = self.allocate(then)
-        self.free(place)
-        return after
-
     def _extend(self, size: int) -> None:
         is_enough = size <= self._step
         while size > self._step:

@@ -19,7 +19,8 @@ from splitc.compiler.execution.fused import Fused
 from splitc.compiler.execution.gelus import GELUS
 from splitc.compiler.execution.image_axes import Origin, is_enlarged_in_blocks, new_origins, origins_after
 from splitc.compiler.execution.liveness import Reads
-from splitc.compiler.execution.steps import DOMAIN as STEP
+from splitc.compiler.execution.norms import DOMAIN as STEP
+from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.operators.scratch import CHANNELS, in_blocks, reads_image, takes_blocks
 
@@ -192,8 +193,8 @@ class BlockWalk:
 
     def _with_channels_last(self, image: ir.Value) -> ir.Value:
         """The image before a Transpose that the reorder node can do, if nothing else reads it; else the image."""
-        maker = image.producer() if image in self._made and self._uses[image] == 1 else None
-        if maker is None or maker.op_type != "Transpose" or maker.domain:
+        maker = made_by(image, "Transpose") if image in self._made and self._uses[image] == 1 else None
+        if maker is None:
             return image
         if tuple(maker.attributes.get_ints("perm", ())) != CHANNELS_FIRST:
             return image

@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from splitc.compiler.execution.liveness import Reads, Size
+from splitc.compiler.execution.liveness import Alike, Reads, Size
 from splitc.compiler.execution.rounds import Round
 from splitc.compiler.operators.operator import Shapes
 
-# Whether two values have the same shape in each request, as far as the file says.
-Alike = Callable[[ir.Value, ir.Value], bool]
 # The shapes of a node's inputs and outputs.
 NodeShapes = Callable[[ir.Node], tuple[Shapes, Shapes]]
 

@@ -1,4 +1,4 @@
-"""Gelus that ONNX Runtime fuses to one node, with the bias before them."""
+"""Activations that ONNX Runtime fuses to one node: Gelus, with the bias before them, and x sigmoid(x), QuickGelu."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from functools import partial
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes
+from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.walks import ancestors, producer_of
 from splitc.compiler.fusion.gelu import find_by_tanh, find_written
+from splitc.compiler.fusion.operand import factor_of
 
 GELUS = ("Gelu", "FastGelu")
 
@@ -46,8 +48,8 @@ def biased_gelus(
     made = set(nodes.order)
     biased = {}
     for node, added in gelus.items():
-        maker = added.producer()
-        if maker is None or maker not in made or maker.op_type != "Add" or maker in products:
+        maker = made_by(added, "Add")
+        if maker is None or maker not in made or maker in products:
             continue
         # Exporters leave out shapes that ONNX Runtime infers: only the bias, which is stored, has to have one.
         ends = [value for value in maker.inputs if value is not None]
@@ -67,3 +69,35 @@ def find_gelus(nodes: Nodes, came: Mapping[ir.Value, ir.Value]) -> tuple[Nodes, 
         if node.op_type in GELUS and len(node.inputs) == 1 and node.inputs[0] is not None:
             gelus[node] = came.get(node.inputs[0], node.inputs[0])
     return nodes.without(inner, lambda node: [gelus[node]] if node in written else nodes.reads(node)), gelus
+
+
+def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
+    """The nodes with one for each x sigmoid(x) or x sigmoid(a x), and these.
+
+    The values between have no other readers (QuickGeluFusion, core/optimizer/quick_gelu_fusion.cc). In half precision
+    on CPUs, casts between the nodes prevent it.
+    """
+    silus = set[ir.Node]()
+    between = set[ir.Value]()
+    for node in nodes.order:
+        if is_onnx(node, "Mul") and node.outputs[0].dtype == ir.DataType.FLOAT:
+            for gate, data in (node.inputs, node.inputs[::-1]):
+                inner = _gates(gate, data)
+                if data is not None and inner and all(map(nodes.only_reader, inner)):
+                    silus.add(node)
+                    between.update(inner)
+                    break
+
+    def read(node: ir.Node) -> list[ir.Value]:
+        return [value for value in nodes.reads(node) if value not in between]
+
+    return nodes.without({producer_of(value) for value in between}, read), silus
+
+
+def _gates(gate: ir.Value | None, data: ir.Value | None) -> list[ir.Value]:
+    """The values from x to sigmoid(x) or sigmoid(a x), the last one included; none for any other pattern."""
+    inner = value_before(gate, "Sigmoid")
+    if gate is None or inner is None or inner is data:
+        return [] if gate is None or inner is None else [gate]
+    scaling = factor_of(made_by(inner, "Mul"))
+    return [inner, gate] if scaling is not None and scaling[0] is data else []

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import is_onnx
+
 # The value that an axis is of, its number, and how often it was halved since.
 Origin = tuple[ir.Value, int, int]
 
@@ -40,7 +42,7 @@ def is_enlarged_in_blocks(node: ir.Node) -> bool:
 
     See NchwcTransformerImpl::TransformResize.
     """
-    if node.op_type not in ("Resize", "Upsample") or node.domain:
+    if not is_onnx(node, "Resize", "Upsample"):
         return False
     asked, is_old = node.attributes, len(node.inputs) == 2
     mode, places = asked.get_string("mode", "nearest"), asked.get_string("coordinate_transformation_mode", "half_pixel")

@@ -14,6 +14,8 @@ from splitc.compiler.operators.registry import operator_of
 
 Reads = Callable[[ir.Node], Iterable[ir.Value]]
 Size = Callable[[ir.Value], int]
+# Whether two values have the same shape in each request, as far as the file says.
+Alike = Callable[[ir.Value, ir.Value], bool]
 
 
 @dataclass(frozen=True)

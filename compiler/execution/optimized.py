@@ -11,11 +11,11 @@ import onnx_ir as ir
 from splitc.compiler.execution.blocks import DOMAIN as BLOCKS
 from splitc.compiler.execution.blocks import Blocks, BlockWalk, may_have_blocks
 from splitc.compiler.execution.convolutions import resolve
-from splitc.compiler.execution.engine_graph import Alike, EngineGraph
+from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.exchange import DOMAIN as EXCHANGE
 from splitc.compiler.execution.fused import Fused, fuse
 from splitc.compiler.execution.gelus import biased_gelus
-from splitc.compiler.execution.liveness import Nodes, Reads, Size
+from splitc.compiler.execution.liveness import Alike, Nodes, Reads, Size
 from splitc.compiler.execution.order import depth_first
 from splitc.compiler.operators.registry import operator_of
 
@@ -64,7 +64,10 @@ def optimize(graph: EngineGraph, overwrites: bool) -> Optimized:
         reads, ends, over = blocks.reads, {blocks.plain.get(value, value) for value in ends}, dict(blocks.sums)
         order = depth_first(blocks.nodes, reads, blocks.position)
         same = {**same, **blocks.parts}
-    size = _sizes(graph.size, {**fused.bytes, **(blocks.bytes if blocks is not None else {})})
+    own = {**fused.bytes, **(blocks.bytes if blocks is not None else {})}
+
+    def size(value: ir.Value) -> int:
+        return own[value] if value in own else graph.size(value)
 
     def first(node: ir.Node) -> ir.Value | None:
         """What a node reads first."""
@@ -92,10 +95,6 @@ def _copying(fused: Fused, reads: Reads, alike: Alike) -> dict[ir.Node, ir.Value
     """The Gelus that add a bias first, with its other summand. If that was exchanged, its width must be known."""
     biased = biased_gelus(fused.gelus, Nodes(fused.nodes.order, reads), fused.biased)
     return {node: data for node, data in biased.items() if data not in fused.exchange.came or alike(data, data)}
-
-
-def _sizes(size: Size, own: Mapping[ir.Value, int]) -> Size:
-    return lambda value: own[value] if value in own else size(value)
 
 
 def _viewed(node: ir.Node, first: ir.Value | None, size: Size, made: Container[ir.Value]) -> ir.Value | None:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.execution.gelus import GELUS
 from splitc.compiler.execution.liveness import Nodes, Reads
 from splitc.compiler.execution.products import biased_products
+from splitc.compiler.frontend.matching import is_onnx, made_by
 
 _ENDS_GELU = (*GELUS, "Mul")
 
@@ -63,8 +64,7 @@ def depth_first(nodes: Sequence[ir.Node], reads: Reads, position: Mapping[ir.Nod
 
 def _follows_view(node: ir.Node) -> bool:
     """Whether ONNX Runtime merges a Reshape with the one before it."""
-    maker = node.inputs[0].producer() if node.op_type == "Reshape" and node.inputs[0] is not None else None
-    return maker is not None and maker.op_type == "Reshape"
+    return is_onnx(node, "Reshape") and made_by(node.inputs[0], "Reshape") is not None
 
 
 def _producers(node: ir.Node, reads: Reads, position: Mapping[ir.Node, int]) -> list[ir.Node]:

@@ -7,6 +7,7 @@ from collections.abc import Container
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes, Reads
+from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.fusion.operand import factor_of
 
 # The types of products that are scaled in one node; in half precision only on GPUs.
@@ -21,17 +22,11 @@ def biased_products(nodes: Nodes) -> dict[ir.Node, ir.Node]:
     """
     biased = {}
     for node in nodes.order:
-        product, bias = (*node.inputs, None, None)[:2] if node.op_type == "Add" else (None, None)
+        product, bias = node.inputs if is_onnx(node, "Add") else (None, None)
         if product is not None and product.producer() is None:
             product, bias = bias, product
-        maker = product.producer() if product is not None else None
-        if (
-            product is None
-            or bias is None
-            or maker is None
-            or maker.op_type != "MatMul"
-            or product not in nodes.reads(node)
-        ):
+        maker = made_by(product, "MatMul")
+        if product is None or bias is None or maker is None or product not in nodes.reads(node):
             continue
         image, weight = (value.shape if value is not None else None for value in maker.inputs[:2])
         is_alone = nodes.only_reader(product) is node and not product.is_graph_output()
@@ -54,7 +49,7 @@ def scaled_products(nodes: Nodes, biased: Container[ir.Node]) -> tuple[dict[ir.V
     scaled: dict[ir.Value, ir.Value] = {}
     last = set[ir.Node]()
     for node in nodes.order:
-        if node.op_type != "MatMul" or node.domain or node.outputs[0].dtype not in SCALED:
+        if not is_onnx(node, "MatMul") or node.outputs[0].dtype not in SCALED:
             continue
         for side in node.inputs:
             if side is None or side not in made or nodes.only_reader(side) is not node:
@@ -71,7 +66,5 @@ def scaled_products(nodes: Nodes, biased: Container[ir.Node]) -> tuple[dict[ir.V
 
 def _scaled_by_number(node: ir.Node | None, reads: Reads) -> ir.Value | None:
     """The input that a node scales by a number; None for any other node, and for one that ends a pattern."""
-    if node is None or node.domain or node.op_type not in ("Mul", "Div"):
-        return None
     scaling = factor_of(node)
-    return scaling[0] if scaling is not None and scaling[0] in reads(node) else None
+    return scaling[0] if node is not None and scaling is not None and scaling[0] in reads(node) else None

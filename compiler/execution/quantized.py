@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.operand import constant
 
@@ -90,7 +91,7 @@ def _only_bounds(node: ir.Node, after: ir.Node | None) -> bool:
 
     See clip_quantizelinear.cc and relu_quantizelinear.cc in core/optimizer/qdq_transformer.
     """
-    if node.domain or node.op_type not in ("Relu", "Clip") or after is None or after.op_type != "QuantizeLinear":
+    if not is_onnx(node, "Relu", "Clip") or after is None or after.op_type != "QuantizeLinear":
         return False
     scale, zero = (constant(value) for value in (*after.inputs[1:3], None, None)[:2])
     dtype = after.outputs[0].dtype

@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from splitc.compiler.execution.arena import Arena, Place
 from splitc.compiler.execution.engine_graph import EngineGraph
-from splitc.compiler.execution.noops import without_noops
 from splitc.compiler.execution.optimized import Optimized, optimize
+from splitc.compiler.execution.removed import without_noops
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.operators.scratch import between_integers
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
@@ -31,7 +32,7 @@ def _agree(node: ir.Node, shapes: Mapping[str, Shape]) -> bool:
     if operator_of(node).is_attention:
         lengths = {shape[-2] for shape in read[1:3] if shape and len(shape) > 2}  # keys and values may be left out
         return len(lengths) <= 1
-    if node.domain or node.op_type not in ("MatMul", "Concat", "Reshape"):
+    if not is_onnx(node, "MatMul", "Concat", "Reshape"):
         return True
     if node.op_type == "Reshape":
         made = shapes.get(node.outputs[0].name or "")

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
@@ -18,10 +17,9 @@ from splitc.compiler.frontend.folding import fold_from, known_array, stand_in, t
 from splitc.compiler.frontend.optional import defaults_hidden, optional_inputs, unmark
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.arrays.settings import setting_array
 from splitc.runtime.errors import MisuseError
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

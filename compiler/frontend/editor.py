@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.origins import hand_over, origin_of, stand_for
+from splitc.compiler.frontend.origins import hand_over, origin_of, put_behind, stand_for
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.nodes import unused_name
+from splitc.runtime.arrays.array import Array
 
 # The opsets from which on operators take their lists as inputs. Before, these are attributes.
 LISTS_AS_INPUTS = {"Slice": 10, "Pad": 11, "ReduceSum": 13, "Split": 13, "ReduceSumSquare": 18}
@@ -32,7 +33,7 @@ class Editor:
         # Added initializers by content, so that equal ones are shared.
         self._added: dict[tuple[str, bytes], ir.Value] = {}
 
-    def constant(self, array: npt.NDArray[Any]) -> ir.Value:
+    def constant(self, array: Array) -> ir.Value:
         """A small constant as an initializer."""
         key = (f"{array.dtype}{array.shape}", array.tobytes())
         known = self._added.get(key)
@@ -40,6 +41,10 @@ class Editor:
             name = unused_name(f"splitc_constant_{len(self._added)}", self.graph.initializers)
             self._added[key] = add_initializer(self.graph, ir.Tensor(array, name=name))
         return self._added[key]
+
+    def numbers(self, *numbers: int) -> ir.Value:
+        """A list of integers, such as sizes, as a constant."""
+        return self.constant(np.array(numbers, np.int64))
 
     def scalar(self, number: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the same type as `like`, or float32 if that is not known."""
@@ -49,7 +54,7 @@ class Editor:
         """An operator's lists of numbers, as in the graph's opset: as inputs after its data, or as attributes."""
         if self.graph.opset_imports.get("", 17) < LISTS_AS_INPUTS[operator]:
             return [], lists
-        return [self.constant(np.array(numbers, np.int64)) for numbers in lists.values()], {}
+        return [self.numbers(*numbers) for numbers in lists.values()], {}
 
     def find(self, key: tuple[str, bytes]) -> ir.Value | None:
         """An initializer that was added under this key."""
@@ -59,6 +64,11 @@ class Editor:
         """A new initializer, which `find` returns for this key."""
         self._added[key] = add_initializer(self.graph, tensor)
         return self._added[key]
+
+    def weight(self, tensor: ir.TensorProtocol) -> ir.Value:
+        """A new initializer with the name of a tensor, or a similar one if that is taken."""
+        tensor.name = unused_name(tensor.name, self.graph.initializers)
+        return self.add((tensor.name, b""), tensor)
 
     def before(
         self,
@@ -88,19 +98,12 @@ class Editor:
 
         The `suffix` is appended to the old value's name. The result has its type, unless `dtype` is given.
         """
-        uses = list(old.uses())
         node = ir.node(operator, inputs, attributes)
-        producer = old.producer()
-        assert producer is not None
-        self.graph.insert_after(producer, node)
+        self.graph.insert_after(producer_of(old), node)
         new = node.outputs[0]
         hand_over(old, new, suffix)
         new.shape, new.type = old.shape, new.type if dtype is None else ir.TensorType(dtype)
-        for user, number in uses:
-            user.replace_input_with(number, new)
-        for number, value in enumerate(self.graph.outputs):
-            if value is old:
-                self.graph.outputs[number] = new
+        put_behind(node, old)
         return new
 
     def replace(self, node: ir.Node, replacement: ir.Node) -> ir.Value:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import onnx
 import onnx_ir as ir
@@ -153,6 +155,22 @@ def with_full_path(tensor: ir.ExternalTensor, path: Path) -> ir.ExternalTensor:
     return ir.ExternalTensor(
         path, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=tensor.name or ""
     )
+
+
+def load_settled(path: Path) -> ir.Model:
+    """A model whose data were checked, read anew."""
+    model = ir.load(path)
+    settle_weights(model, path.parent)
+    return model
+
+
+@contextmanager
+def saved(model: ir.Model, name: str) -> Iterator[Path]:
+    """A file of a model, with its data beside it, that exists inside the context."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.onnx"
+        ir.save(model, path, external_data=f"{name}.data")
+        yield path
 
 
 def settle_weights(model: ir.Model, folder: Path) -> None:

@@ -11,10 +11,8 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
@@ -32,6 +30,7 @@ from splitc.compiler.frontend.sizes_tried import (
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.nodes import describe_node
 from splitc.compiler.request.shapes import Shape
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.package.manifest import Fill
 
 # The most sizes that are changed, one after the other, and the most tries for each. These are counts, not seconds, so
@@ -285,7 +284,7 @@ def _number_fills(trial: Trial) -> Iterator[dict[str, Fill]]:
         yield dict.fromkeys(names, fill)
 
 
-def _known(trial: Trial, fills: Mapping[str, Fill]) -> dict[str, npt.NDArray[Any]]:
+def _known(trial: Trial, fills: Mapping[str, Fill]) -> dict[str, Array]:
     """The fills as arrays."""
     inputs = {tensor.name: tensor for tensor in trial.inputs}
     return {name: np.full(len(inputs[name].shape or ()) * (1,), f.low, inputs[name].dtype) for name, f in fills.items()}

@@ -8,20 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.alone import node_alone, run_alone
 from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.frontend.reads import read_sizes
 from splitc.compiler.frontend.unused import disconnect_subgraphs
 from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
-
-Array = npt.NDArray[Any]
 
 # The most elements of a shape vector. Anything longer is data. With 64, or without a limit, the plans of 43 models are
 # the same; without one, tables would be folded too.
@@ -112,7 +109,7 @@ def _content(node: ir.Node) -> Hashable:
 def _run(node: ir.Node) -> list[Array] | None:
     """The results of a node with known inputs in ONNX Runtime; None if it fails."""
     try:
-        return run_alone(serialized(node_alone(node, lambda _: True)), {})
+        return run_alone(node_alone(node, lambda _: True), {})
     except ERRORS:
         # Invalid with these shapes, as in a branch that is not taken. Leaving it unknown does no harm.
         return None

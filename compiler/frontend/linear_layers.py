@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -9,13 +10,15 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.scopes import modules_of
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.adapters.matching import Layer
 
 QUANTIZED = "its weight is quantized: --lora-slots adds adapters beside it"
+# The key of torch's newer exporter for a node's modules, outermost first, as the text of a list.
+_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def _layer_of(node: ir.Node) -> LinearLayer | None:
 def _turns(node: ir.Node) -> bool:
     """Whether a node transposes a matrix."""
     order = node.attributes.get_ints("perm", None)
-    return node.op_type == "Transpose" and not node.domain and (order is None or list(order) == [1, 0])
+    return is_onnx(node, "Transpose") and (order is None or list(order) == [1, 0])
 
 
 def _product(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], turned: bool) -> LinearLayer | None:
@@ -141,3 +144,12 @@ def _names(node: ir.Node, weight: ir.Value) -> Iterator[str]:
     if "/" in (name := node.name or ""):
         yield name.rpartition("/")[0]
     yield from modules_of(node)[-1:]
+
+
+def modules_of(node: ir.Node) -> list[str]:
+    """The names of the modules that a node belongs to, outermost first."""
+    try:
+        scopes = json.loads(node.metadata_props.get(_SCOPES, "[]").replace("'", '"'))
+    except ValueError:
+        scopes = []
+    return [scope for scope in scopes[:-1] if isinstance(scope, str) and scope]

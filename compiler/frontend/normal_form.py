@@ -9,6 +9,7 @@ import onnx_ir.passes.common as passes
 
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
 from splitc.compiler.frontend.uniform import part_picks
@@ -39,7 +40,7 @@ def replace_cast_like(model: ir.Model) -> None:
     torch's exporter casts constants so, if it does not optimize. They would seem to depend on the data of the value
     whose type they get.
     """
-    casts = [node for node in all_nodes(model.graph) if node.op_type == "CastLike" and not node.domain]
+    casts = [node for node in all_nodes(model.graph) if is_onnx(node, "CastLike")]
     if any(node.inputs[1] is not None and node.inputs[1].dtype in UNKNOWN for node in casts):
         add_types(model)
     for node in casts:

@@ -41,15 +41,11 @@ def name_numbered_sizes(graph: Graph, given: Mapping[str, Shape]) -> None:
             return
     for value in (*graph.graph.inputs, *graph.graph.outputs):
         if value.shape is not None:
-            value.shape = ir.Shape([_named(size) if _is_numbered(size) else size for size in value.shape])
+            value.shape = ir.Shape([f"size_{size}" if _is_numbered(size) else size for size in value.shape])
 
 
 def _is_numbered(size: int | ir.SymbolicDim) -> bool:
     return isinstance(size, ir.SymbolicDim) and size.value is not None and size.value.isdigit()
-
-
-def _named(size: int | ir.SymbolicDim) -> str:
-    return f"size_{size}"
 
 
 def _say_others(graph: Graph, given: Mapping[str, Shape]) -> bool:

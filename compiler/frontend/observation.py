@@ -13,17 +13,17 @@ import onnx_ir as ir
 import sympy
 from onnxruntime.capi import onnxruntime_pybind11_state as onnxruntime_build
 
-from splitc.compiler.frontend.node_alone import node_alone, open_alone, serialized
+from splitc.compiler.frontend.alone import node_alone, open_alone
 from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.operators.axes import new_axis
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 
 # The most elements of a constant that is a list of sizes, scales or axes: no tensor has as many axes. Longer ones are
 # data. With 16 the plans of 43 models are the same, and without a limit all but one.
 MOST_SIZES = 64
-Shape = tuple[int, ...]
 Size = int | ir.SymbolicDim
 # The origin of an output's size: a fixed number, or (input, axis); None if neither.
 Origin = None | int | tuple[int, int]
@@ -165,7 +165,7 @@ def refusal(
     reason = ""
     try:
         graph, examples = node_alone(node, _is_kept, made_up), _examples(node, shapes, made)
-        session = open_alone(serialized(graph))
+        session = open_alone(graph)
     except onnxruntime_build.NotImplemented:
         return None
     except FAILURES as error:
@@ -198,7 +198,7 @@ def _run(node: ir.Node, shapes: Sequence[Shape]) -> Made | None:
     """The outputs' shapes and types for inputs of these shapes; None if zeros and ones differ in these, or it fails."""
     graph = node_alone(node, _is_kept, shapes)
     try:
-        session = open_alone(serialized(graph))
+        session = open_alone(graph)
         made = [
             [(tuple(array.shape), ir.DataType.from_numpy(array.dtype)) for array in arrays]
             for arrays in (session.run(None, _filled(graph, fill)) for fill in (np.zeros, np.ones))

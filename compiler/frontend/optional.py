@@ -14,8 +14,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from splitc.compiler.frontend.cut_tensor import runs_of
 from splitc.compiler.frontend.editor import add_initializer
+from splitc.compiler.frontend.lazy_tensors import runs_of
 from splitc.compiler.frontend.reads import has_subgraphs
 from splitc.runtime.package.manifest import Override
 

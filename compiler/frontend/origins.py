@@ -59,6 +59,14 @@ def hand_over(old: ir.Value, new: ir.Value, suffix: str) -> None:
     stand_for(new, old.meta.pop(_ORIGIN, None))
 
 
+def put_behind(node: ir.Node, value: ir.Value) -> None:
+    """Let the other readers of a value, and the graph's outputs, have a node's result instead. The node reads it."""
+    own = [number for number, read in enumerate(node.inputs) if read is value]
+    value.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
+    for number in own:
+        node.replace_input_with(number, value)
+
+
 def take_place(new: ir.Value, old: ir.Value) -> None:
     """Replace an old value by a new one for all readers. The new one gets its name, type, shape and origin."""
     hand_over(old, new, "replaced")

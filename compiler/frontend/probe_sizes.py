@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.agreement import fits
@@ -31,7 +29,6 @@ MOST_ELEMENTS = 1 << 16
 
 # Returns sizes of symbols, from the `smallest` prime on.
 Way = Callable[..., dict[str, int]]
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,14 @@ class Contents:
 def contents_of(proto: onnx.ModelProto) -> Contents:
     """All graphs and nodes of a model, collected once: that takes longer than most uses of them."""
     loose = tuple(chain.from_iterable(function.node for function in proto.functions))
-    graphs = (proto.graph, *_graphs_inside(proto.graph.node))
-    in_functions = tuple(_graphs_inside(loose))
+    graphs = (proto.graph, *graphs_inside(proto.graph.node))
+    in_functions = tuple(graphs_inside(loose))
     inside = chain.from_iterable(graph.node for graph in (*graphs, *in_functions))
     return Contents(graphs, in_functions, (*loose, *inside))
 
 
-def _graphs_inside(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
+def graphs_inside(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
+    """The graphs inside nodes, and those inside them."""
     stack = list(chain.from_iterable(map(inner_graphs, nodes)))
     while stack:
         graph = stack.pop()

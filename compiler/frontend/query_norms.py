@@ -6,16 +6,14 @@ takes them, but models are tried on CPUs, and packages may run there.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.external_data import settle_weights
+from splitc.compiler.frontend.external_data import load_settled, saved
 from splitc.compiler.nodes import operator_name
 
 OPERATOR, NORM = "com.microsoft.GroupQueryAttention", "SimplifiedLayerNormalization"
@@ -56,18 +54,15 @@ def runnable_file(model: ir.Model, path: Path) -> Iterator[tuple[Path, bool]]:
     if not took_out_norms(model):
         yield path, True
         return
-    copy = ir.load(path)
-    settle_weights(copy, path.parent)
+    copy = load_settled(path)
     take_out_norms(copy)
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "model.onnx"
-        ir.save(copy, made, external_data="model.data")
+    with saved(copy, "model") as made:
         yield made, False
 
 
 def _take_apart(node: ir.Node, heads: list[int], size: int, editor: Editor) -> None:
     """Split packed queries, keys and values before the operator."""
-    counts = editor.constant(np.array([heads[0], heads[1], heads[1]], np.int64) * size)
+    counts = editor.numbers(heads[0] * size, heads[1] * size, heads[1] * size)
     split = ir.node("Split", [node.inputs[0], counts], {"axis": -1}, num_outputs=3)
     editor.graph.insert_before(node, split)
     for place, (made, role) in enumerate(zip(split.outputs, ("query", "key", "value"), strict=True)):
@@ -78,10 +73,10 @@ def _take_apart(node: ir.Node, heads: list[int], size: int, editor: Editor) -> N
 def _norm(node: ir.Node, place: int, weight: ir.Value | None, by_heads: list[int], editor: Editor) -> None:
     """Norm each head of one of the operator's inputs [batch, length, heads x size]."""
     name, value = f"{node.outputs[0].name}/norm{place}", node.inputs[place]
-    apart = editor.before(node, "Reshape", value, editor.constant(np.array(by_heads, np.int64)))
+    apart = editor.before(node, "Reshape", value, editor.numbers(*by_heads))
     epsilon = node.attributes.get_float(EPSILON, 1e-6)
     normed = editor.before(node, NORM, apart, weight, axis=-1, epsilon=epsilon)
-    flat = editor.constant(np.array([0, 0, by_heads[2] * by_heads[3]], np.int64))
+    flat = editor.numbers(0, 0, by_heads[2] * by_heads[3])
     made = editor.before(node, "Reshape", normed, flat)
     for one, role in ((apart, "apart"), (normed, "normed"), (made, "made")):
         one.name = f"{name}/{role}"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.operators.registry import draws
+from splitc.runtime.arrays.array import Array
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def given_sizes(node: ir.Node, sizes: Iterable[T]) -> list[T]:
     return list(sizes)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
 
 
-def read_sizes(node: ir.Node, shape: Sequence[int]) -> npt.NDArray[Any]:
+def read_sizes(node: ir.Node, shape: Sequence[int]) -> Array:
     """The result of a node that reads sizes, for a value of this shape."""
     if node.op_type == "Size":
         return np.array(np.prod(shape, dtype=np.int64))

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Any
 
-import numpy.typing as npt
 import onnx_ir as ir
 import sympy
 
@@ -20,6 +18,7 @@ from splitc.compiler.frontend.inference import infer_shapes_and_types
 from splitc.compiler.frontend.optional import optional_inputs
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs
 from splitc.compiler.request.shapes import Shape
+from splitc.runtime.arrays.array import Array
 
 # The characters of the longest dimension that is parsed as an expression (by sympy, which onnx_ir depends on).
 # A choice, against models that are damaged or made to harm. With 40 the plans of 11 models are the same.
@@ -40,7 +39,7 @@ class BoundShapes:
 
     shapes: Mapping[str, Shape]
     uncertain: frozenset[str]
-    constants: Mapping[str, npt.NDArray[Any]]
+    constants: Mapping[str, Array]
     observed: frozenset[str] = frozenset()
     unknown: Mapping[str, frozenset[int]] = field(default_factory=dict)
     mixed: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
@@ -135,7 +134,7 @@ def reconcile(model: ir.Model, bound: BoundShapes) -> None:
 def bind_shapes(
     model: ir.Model,
     inputs: Mapping[str, Shape],
-    known: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
+    known: Mapping[str, Array | None] = MappingProxyType({}),
     defaults: bool = False,
 ) -> BoundShapes:
     """The shape of every value of the main graph, with the inputs' shapes bound to `inputs`.
@@ -151,7 +150,7 @@ def bind_shapes(
 def bound_model(
     model: ir.Model,
     inputs: Mapping[str, Shape],
-    known: Mapping[str, npt.NDArray[Any] | None] = MappingProxyType({}),
+    known: Mapping[str, Array | None] = MappingProxyType({}),
     defaults: bool = False,
 ) -> Iterator[tuple[ir.Model, BoundShapes]]:
     """As `bind_shapes`, with a model whose values have these shapes, and the results of shape arithmetic."""
@@ -184,7 +183,7 @@ def _scratch(model: ir.Model) -> Iterator[ir.Model]:
 
 
 def _bind(
-    bound: ir.Model, inputs: Mapping[str, Shape], known: Mapping[str, npt.NDArray[Any] | None], defaults: bool
+    bound: ir.Model, inputs: Mapping[str, Shape], known: Mapping[str, Array | None], defaults: bool
 ) -> BoundShapes:
     """As `bind_shapes`, in place."""
     for value in optional_inputs(bound.graph):

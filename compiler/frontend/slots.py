@@ -14,13 +14,12 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph, complete
-from splitc.compiler.frontend.layer_places import Place, place_of
 from splitc.compiler.frontend.linear_layers import LinearLayer, find_linear_layers
+from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, other_input, value_before
 from splitc.compiler.frontend.optional import add_optional, optional_inputs, source_of
-from splitc.compiler.frontend.origins import origin_of, take_place
+from splitc.compiler.frontend.origins import origin_of, put_behind, take_place
 from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.frontend.walks import only_reader
 from splitc.runtime.adapters.loaded import padded_rank
 from splitc.runtime.adapters.matching import Layer
 from splitc.runtime.errors import MisuseError
@@ -35,6 +34,9 @@ USUAL_RANK = 16
 MOST_RANK = 1 << 16
 # The attributes of a convolution's windows. A's convolution has the layer's; B's is 1 x 1 over its result.
 _PLACES = ("strides", "pads", "dilations", "auto_pad")
+# Products of dynamically quantized inputs.
+_INTEGER = ("MatMulInteger", "ConvInteger")
+_TO_FLOAT = ("com.microsoft", "MatMulIntegerToFloat")
 
 
 def planned_rank(asked: int | None) -> int:
@@ -99,7 +101,7 @@ def _shapes(layer: Layer) -> tuple[list[Any], list[Any]]:
 def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
     """Add the product of a layer's input with A and B to its result. The sum replaces the result."""
     made, attributes = place.last.outputs[0], place.node.attributes
-    name, uses = made.name or "", list(made.uses())
+    name = made.name or ""
     operator = "Conv" if "Conv" in place.node.op_type else "MatMul"
     where = [attributes[key] for key in _PLACES if operator == "Conv" and key in attributes]
     down = ir.Node("", operator, [place.data, a], where, name=f"{name}/slot_down")
@@ -111,11 +113,7 @@ def _graft(graph: ir.Graph, place: Place, a: ir.Value, b: ir.Value) -> None:
     new = total.outputs[0]
     made.name, new.name, new.type, new.shape = f"{name}/slot_without", name, made.type, made.shape
     down.outputs[0].name, up.outputs[0].name = f"{name}/slot_down", f"{name}/slot_up"
-    for user, number in uses:
-        user.replace_input_with(number, new)
-    for number, value in enumerate(graph.outputs):
-        if value is made:
-            graph.outputs[number] = new
+    put_behind(total, made)
 
 
 def _described(layer: Layer, a: ir.Value, b: ir.Value, factor: float = 1.0) -> Slot:
@@ -132,14 +130,14 @@ def find_slots(graph: Graph, rank: int) -> tuple[Slot, ...]:
     Olive and others write them, with empty defaults. Their sums are marked, in place, and memory is planned for
     adapters of this rank.
     """
-    slots = (_own_slot(node, rank) for node in graph.nodes if node.op_type == "MatMul" and not node.domain)
+    slots = (_own_slot(node, rank) for node in graph.nodes if is_onnx(node, "MatMul"))
     return tuple(slot for slot in slots if slot is not None)
 
 
 def _own_slot(down: ir.Node, rank: int) -> Slot | None:
     """The slot whose first product is this node; None if there is none."""
-    up = only_reader(down.outputs[0])
-    if up is None or up.op_type != "MatMul" or up.domain or up.inputs[0] is not down.outputs[0]:
+    up = only_user(down.outputs[0], "MatMul")
+    if up is None or up.inputs[0] is not down.outputs[0]:
         return None
     a, b = down.inputs[1], up.inputs[1]
     first, second = source_of(a), source_of(b)
@@ -147,17 +145,16 @@ def _own_slot(down: ir.Node, rank: int) -> Slot | None:
         return None
     if first.is_fixed(1) or second.is_fixed(0) or not (first.is_fixed(0) and second.is_fixed(1)):
         return None
-    factor, total, inside = 1.0, only_reader(up.outputs[0]), [down, up]
-    made = up.outputs[0]
-    if total is not None and total.op_type == "Mul":  # a scale
-        others = [value for value in total.inputs if value is not None and value is not made]
-        number = others[0].const_value if others and others[0].is_initializer() else None
+    factor, made, inside = 1.0, up.outputs[0], [down, up]
+    if (scaled := only_user(made, "Mul")) is not None:
+        other = other_input(scaled, made)
+        number = other.const_value if other is not None and other.is_initializer() else None
         if number is None or number.size != 1:
             return None
-        factor, made = float(number.numpy().reshape(())), total.outputs[0]
-        inside.append(total)
-        total = only_reader(made)
-    if total is None or total.op_type != "Add" or not factor:
+        factor, made = float(number.numpy().reshape(())), scaled.outputs[0]
+        inside.append(scaled)
+    total = only_user(made, "Add")
+    if total is None or other_input(total, made) is None or not factor:
         return None
     total.meta[_SLOT] = 1 if total.inputs[0] is made else 0
     for node in inside:
@@ -220,3 +217,63 @@ def need_slots(graph: ir.Graph, inputs: Collection[str]) -> None:
         if source is not None and source.input in inputs:
             del graph.initializers[value.name or ""]
             value.const_value = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node that multiplies by a layer's weight, the layer's input `data`, and the producer `last` of its result.
+
+    These are the node's own input and the node itself, unless the input is quantized dynamically.
+    """
+
+    node: ir.Node
+    data: ir.Value
+    last: ir.Node
+
+
+def place_of(node: ir.Node) -> Place | str:
+    """The place of a node that multiplies by a weight, or the reason why it has none."""
+    data = node.inputs[0]
+    if data is None or node.attributes.get_int("transA", 0) == 1:
+        return "its input is transposed (transA)"
+    if (groups := node.attributes.get_int("group", 1)) != 1:
+        return f"its convolution has {groups} groups"
+    if "activation" in node.attributes:
+        return "its activation is fused into it"
+    if node.op_type.startswith("QLinear"):
+        return "its output is quantized"
+    if node.op_type not in _INTEGER and (node.domain, node.op_type) != _TO_FLOAT:
+        return Place(node, data, node)
+    quantize, source = made_by(data, "DynamicQuantizeLinear"), value_before(data, "DynamicQuantizeLinear")
+    if quantize is None or source is None or data is not quantize.outputs[0]:
+        return "its input is not quantized by a DynamicQuantizeLinear"
+    last = node if node.op_type not in _INTEGER else _scaled(node, quantize.outputs[1])
+    return (
+        Place(node, source, last)
+        if last is not None
+        else "its integer result is not followed by a Cast and a product with both scales"
+    )
+
+
+def _scaled(node: ir.Node, scale: ir.Value) -> ir.Node | None:
+    """The producer of the integer product times the input's `scale` and a constant; None if there is none.
+
+    The integers are cast to floating point first. The two factors may be multiplied with each other before.
+    """
+    last = only_user(node.outputs[0], "Cast")
+    factors: list[ir.Value] = []
+    while last is not None and len(factors) < 2:
+        made = last.outputs[0]
+        last = only_user(made, "Mul")
+        other = None if last is None else other_input(last, made)
+        if other is None:
+            return None
+        factors += _leaves(other)
+    constants = [value for value in factors if value.is_initializer()]
+    return last if len(factors) == 2 and len(constants) == 1 and any(value is scale for value in factors) else None
+
+
+def _leaves(value: ir.Value) -> list[ir.Value]:
+    """The factors of a product of two values; for any other value, the value."""
+    maker = made_by(value, "Mul")
+    return [value] if maker is None else [factor for factor in maker.inputs if factor is not None]

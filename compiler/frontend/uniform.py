@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.frontend.cut_tensor import read_alone
+from splitc.compiler.frontend.lazy_tensors import read_alone
 from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered

@@ -38,12 +38,6 @@ def producer_of(value: ir.Value) -> ir.Node:
     return node
 
 
-def only_reader(value: ir.Value) -> ir.Node | None:
-    """The only reader of a value, if it reads it once and the value is no output; else None."""
-    uses = value.uses()
-    return None if len(uses) != 1 or value.is_graph_output() else next(iter(uses)).node
-
-
 def ancestors(nodes: Iterable[ir.Node], reads: Callable[[ir.Node], Iterable[ir.Value]]) -> set[ir.Node]:
     """The nodes and all nodes that they depend on. `reads` returns the values that a node reads."""
     return set(reached(nodes, lambda node: producers(reads(node))))

@@ -14,6 +14,8 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import VIEWS, Operand, seen_through, whole
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
@@ -99,7 +101,7 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
     turned = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
     order = turned[-1].axes
     back = [order.index(number) for number in range(len(order))]
-    work = Writer(assembled.slices[-1].node, output.name or "", (), editor, sizes)
+    work = Writer.of(output, (), editor, sizes)
     natural, place = [assembled.axes[number] for number in back], order[axis]
     parts_of = dict(enumerate(turned)) | {-1: base}
     rows = {n: work.ordered(parts_of[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
@@ -112,9 +114,7 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
         parts = [_cut(rows[number], place, start, end, work) for number, start, end in runs]
         made = joined = work.add("joined", OPERATOR, parts, parts[0], natural, axis=place)
     _replace(output, Operand(made, order), work)
-    node = joined.producer()
-    assert node is not None
-    return node
+    return producer_of(joined)
 
 
 def _taking_turns(rows: Sequence[ir.Value], axis: int, work: Writer) -> ir.Value:
@@ -128,7 +128,7 @@ def _taking_turns(rows: Sequence[ir.Value], axis: int, work: Writer) -> ir.Value
 
 def _find_slice(node: ir.Node, sizes: Sizes, tables: Tables) -> Slice | None:
     """The assignment that a ScatterND makes; None for other operators, and for places that are no slice."""
-    if node.op_type != "ScatterND" or node.domain or node.attributes.get_string("reduction", "none") != "none":
+    if not is_onnx(node, "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
         return None
     data, indices, rows = node.inputs
     if data is None or indices is None or rows is None or not sizes.differ:
@@ -169,8 +169,8 @@ def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> lis
     listed, value = sizes.of(indices), indices
     assert listed is not None
     if len(listed) > 2:
-        node = indices.producer()
-        if node is None or node.op_type != "Concat" or len(node.inputs) != len(listed) - 1:
+        node = made_by(indices, "Concat")
+        if node is None or len(node.inputs) != len(listed) - 1:
             return None
         joined = node.inputs[number]
         if joined is None or node.attributes.get_int("axis", 0) not in (-1, len(listed) - 1):
@@ -188,21 +188,15 @@ def _places(indices: ir.Value, number: int, sizes: Sizes, tables: Tables) -> lis
 
 def _before_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
     """The value before an Expand to all elements and an Unsqueeze."""
-    node = value.producer()
-    own, source = sizes.of(value), None if node is None else node.inputs[0]
-    if node is not None and node.op_type in VIEWS and source is not None and own == (*(sizes.of(source) or ()), ONE):
-        value, node = source, source.producer()
-    if node is not None and node.op_type == "Expand" and not node.domain and node.inputs[0] is not None:
-        return node.inputs[0]
-    return value
+    source = value_before(value, *VIEWS)
+    if source is not None and sizes.of(value) == (*(sizes.of(source) or ()), ONE):
+        value = source
+    return value_before(value, "Expand") or value
 
 
 def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
     """The value before nodes that do not change it."""
-    while (node := value.producer()) is not None and node.op_type in VIEWS | {"Expand"} and not node.domain:
-        source = node.inputs[0]
-        if source is None or sizes.of(source) != sizes.of(value):
-            return value
+    while (source := value_before(value, "Expand", *VIEWS)) is not None and sizes.of(source) == sizes.of(value):
         value = source
     return value
 
@@ -210,10 +204,11 @@ def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
 def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
     """The assignment before this one, to the same axis, if nothing else reads its result."""
     source = seen_through(whole(one.data, len(sizes.of(one.data) or ())), scaled=False)
-    node = source.value.producer()
-    while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:  # instead of two transposes
-        node = node.inputs[0].producer()
-    before = None if node is None or not source.is_value else _find_slice(node, sizes, tables)
+    data = source.value
+    while (same := value_before(data, "Identity")) is not None:  # instead of two transposes
+        data = same
+    node = data.producer() if source.is_value else None
+    before = None if node is None else _find_slice(node, sizes, tables)
     return before if before is not None and before.axis == one.axis else None
 
 
@@ -225,7 +220,7 @@ def _is_written_to(node: ir.Node, axis: int, sizes: Sizes, tables: Tables) -> bo
         after = (_find_slice(user, sizes, tables) for user in users if user.op_type == node.op_type)
         if any(one is not None and one.axis == axis for one in after):
             return True
-        level = [user.outputs[0] for user in users if user.op_type in ("Transpose", "Identity") and not user.domain]
+        level = [user.outputs[0] for user in users if is_onnx(user, "Transpose", "Identity")]
     return False
 
 
@@ -241,13 +236,13 @@ def _cut(rows: ir.Value, axis: int, start: int, end: int, work: Writer) -> ir.Va
     if (start, end) == (0, axes[axis].fixed):
         return rows
     axes[axis] = fixed_axis(end - start)
-    bounds = [work.editor.constant(np.array([number], np.int64)) for number in (start, end, axis)]
+    bounds = map(work.editor.numbers, (start, end, axis))
     return work.add("left", "Slice", [rows, *bounds], rows, axes)
 
 
 def _replace(old: ir.Value, operand: Operand, work: Writer) -> None:
     """Replace a value by an operand. A Transpose that undoes the operand's own is replaced by its source."""
-    for node in [user for user, _ in old.uses() if user.op_type == "Transpose" and not user.domain]:
+    for node in [user for user, _ in old.uses() if is_onnx(user, "Transpose")]:
         turned = node.outputs[0]
         order = node.attributes.get_ints("perm", tuple(reversed(range(len(operand.axes)))))
         if operand.transposed(order).is_value:

@@ -7,10 +7,18 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from splitc.compiler.fusion.nearby import comes_from_product, readers_of, weighs
+from splitc.compiler.frontend.matching import made_by, readers_of, value_before
 from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_halves
-from splitc.compiler.fusion.product import Product, RankOf, is_product, multiplies, read_product
-from splitc.compiler.fusion.softmax import Softmax, is_row_maximum, leaves_out_last
+from splitc.compiler.fusion.product import (
+    Product,
+    RankOf,
+    comes_from_product,
+    is_product,
+    multiplies,
+    read_product,
+    weighs,
+)
+from splitc.compiler.fusion.softmax import Softmax, is_row_maximum, leaves_out_last, without_nan
 
 # More nodes between a Softmax and its product are not looked through. A choice: an addition is looked through both
 # ways, so that the time may double with each.
@@ -234,18 +242,6 @@ def _swaps_last(node: ir.Node) -> bool:
     return tuple(order) == (*range(rank - 2), rank - 1, rank - 2)
 
 
-def without_nan(value: ir.Value) -> ir.Value | None:
-    """The value with zeros in place of NaN, if that is all that a value is read for."""
-    users = readers_of(value)
-    kinds = {node.op_type: node for node in users if not node.domain}
-    if len(users) != 2 or kinds.keys() != {"IsNaN", "Where"}:
-        return None
-    where = kinds["Where"]
-    asked, zero, kept = where.inputs
-    fits = asked is kinds["IsNaN"].outputs[0] and constant(zero) == 0.0 and kept is value
-    return where.outputs[0] if fits else None
-
-
 def _find_scores(value: ir.Value, deepest: int, rank_of: RankOf) -> _Scores:
     """The product of two computed values that scores come from, and what happens to it on the way."""
     node = value.producer()
@@ -363,14 +359,11 @@ def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
 
 def _kept_by(path: ir.Value, bias: ir.Value) -> ir.Value | None:
     """The scores in mask x scores + low x (not mask), which is a Where in other words; None for any other sum."""
-    kept, lows = path.producer(), bias.producer()
-    if kept is None or lows is None or kept.op_type != "Mul" or lows.op_type != "Mul" or kept.domain or lows.domain:
+    kept, hidden = made_by(path, "Mul"), factor_of(made_by(bias, "Mul"))
+    if kept is None or hidden is None or hidden[1] > HIDDEN:
         return None
-    hidden = factor_of(lows)
-    if hidden is None or hidden[1] > HIDDEN or (mask := _cast_of(hidden[0])) is None:
-        return None
-    negation = mask.producer()
-    if negation is None or negation.op_type != "Not":
+    negation = made_by(_cast_of(hidden[0]), "Not")
+    if negation is None:
         return None
     for one, other in (kept.inputs, kept.inputs[::-1]):
         if one is not None and _cast_of(one) is negation.inputs[0]:
@@ -380,10 +373,8 @@ def _kept_by(path: ir.Value, bias: ir.Value) -> ir.Value | None:
 
 def _cast_of(value: ir.Value) -> ir.Value | None:
     """The booleans that a value is a cast of."""
-    node = value.producer()
-    if node is None or node.op_type != "Cast" or node.inputs[0] is None:
-        return None
-    return node.inputs[0] if node.inputs[0].dtype == ir.DataType.BOOL else None
+    source = value_before(value, "Cast")
+    return source if source is not None and source.dtype == ir.DataType.BOOL else None
 
 
 def _find_masked(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:

@@ -10,6 +10,7 @@ import math
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import is_onnx, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias, NotFusedError
 from splitc.compiler.fusion.operand import VIEWS, Operand, whole
@@ -27,7 +28,7 @@ NO_HEADS = "the number or the size of its heads is dynamic"
 
 def is_operator(node: ir.Node) -> bool:
     """Whether a node is ONNX's Attention."""
-    return node.op_type == OPERATOR and not node.domain
+    return is_onnx(node, OPERATOR)
 
 
 def read_operator(node: ir.Node, work: Writer) -> Attention:
@@ -108,10 +109,9 @@ def _axes(operand: Operand, work: Writer) -> list[Axis]:
 
 def _hides_nothing(mask: ir.Value) -> bool:
     """Whether a mask is always True: exporters write one for encoders without a mask."""
-    value: ir.Value | None = mask
-    while value is not None and (node := value.producer()) is not None:
-        value = node.inputs[0] if node.op_type in VIEWS | {"Expand", "Identity"} and not node.domain else None
-    tensor = None if value is None or source_of(value) is not None else value.const_value
+    while (source := value_before(mask, "Expand", "Identity", *VIEWS)) is not None:
+        mask = source
+    tensor = None if mask.producer() is not None or source_of(mask) is not None else mask.const_value
     if tensor is None or tensor.dtype != ir.DataType.BOOL or tensor.size > LARGEST:
         return False
     return bool(tensor.numpy().all())

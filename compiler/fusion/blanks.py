@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from splitc.compiler.frontend.matching import is_onnx, readers_of
 from splitc.compiler.fusion.attention import Attention, Blanks
-from splitc.compiler.fusion.nearby import readers_of
 from splitc.compiler.fusion.operand import constant
 from splitc.compiler.fusion.sizes import ONE, Sizes
 
@@ -21,7 +21,7 @@ def with_blanks(attention: Attention, sizes: Sizes) -> Attention:
     if len(readers) != 1 or output.is_graph_output() or attention.is_flat or attention.order != (0, 1, 2, 3)[:rank]:
         return attention
     where = readers[0]
-    if where.op_type != "Where" or where.domain or where.inputs[2] is not output or constant(where.inputs[1]) != 0.0:
+    if not is_onnx(where, "Where") or where.inputs[2] is not output or constant(where.inputs[1]) != 0.0:
         return attention
     rows = where.inputs[0]
     own, made = None if rows is None else sizes.of(rows), sizes.of(output)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.attention_operator import is_operator
 from splitc.compiler.fusion.operand import VIEWS, Operand, factor_of
@@ -88,7 +89,7 @@ def _added(past: ir.Value, present: ir.Value) -> ir.Value | None:
         old = operator_of(node).states.get(place, len(node.inputs))
         return node.inputs[place] if old < len(node.inputs) and node.inputs[old] is past else None
     axis = node.attributes.get_int("axis", 0)
-    fits = node.op_type == "Concat" and not node.domain and len(node.inputs) == 2 and axis in (ROWS, ROWS - 4)
+    fits = is_onnx(node, "Concat") and len(node.inputs) == 2 and axis in (ROWS, ROWS - 4)
     return node.inputs[1] if fits and node.inputs[0] is past else None
 
 
@@ -147,7 +148,7 @@ def _find_cache(operand: Operand, held: Held, shape_of: ShapeOf) -> Cache | None
         if node is None or node.domain:
             return None
         source = node.inputs[0] if node.inputs else None
-        if node.op_type in ("Mul", "Div") and (product := factor_of(node)) is not None:
+        if (product := factor_of(node)) is not None:
             source, factor = product[0], factor * product[1]
         elif node.op_type in ("Mul", "Div") and (scale := node.inputs[1]) and set(shape_of(scale) or (1,)) == {1}:
             scales.append(RowScale(scale, node.outputs[0], node.op_type == "Div"))
@@ -165,7 +166,7 @@ def _check_readers(cache: Cache, attention: Attention) -> None:
     maker = cache.present.producer()
     last = 0 if maker is attention.output.producer() else 1  # an attention does not read what it makes itself
     for value, reader in zip([cache.past, cache.present, *cache.between], [maker, *cache.path, None], strict=True):
-        readers = {node for node, _ in value.uses() if node.op_type != "Shape" or node.domain}
+        readers = {node for node, _ in value.uses() if not is_onnx(node, "Shape")}
         if len(readers) != (last if reader is None else 1) or (reader is not None and readers != {reader}):
             raise NotFusedError("its cache has other readers")
         if value.is_graph_output() and value is not cache.present:

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.lazy_tensors import CutTensor
+from splitc.compiler.frontend.matching import combined, is_onnx, is_own, only_user, tensor_of
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import only_user, other_input
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
-from splitc.compiler.nodes import unused_name
 
 OPERATOR = "MatMul"
 
@@ -37,40 +36,21 @@ class Divided:
 
 def find_divided(product: ir.Node) -> Divided | None:
     """The product with its parts; None if its result has other readers."""
-    if product.op_type != OPERATOR or product.domain or len(product.inputs) != 2:
+    if not is_onnx(product, OPERATOR) or len(product.inputs) != 2:
         return None
     data, weight = product.inputs
     if data is None or weight is None or not is_own(weight, 2) or weight.is_graph_output():
         return None
     whole, bias = product.outputs[0], None
-    total = only_user(whole, "Add")
-    if total is not None:
-        bias = other_input(total, whole)
-        if bias is None or not is_own(bias, 1):
+    if only_user(whole, "Add") is not None:
+        total = combined(whole, "Add")
+        if total is None or not is_own(total[0], 1):
             return None
-        whole = total.outputs[0]
+        bias, whole = total
     split = only_user(whole, "Split")
     if split is None or len(split.outputs) < 2:
         return None
     return Divided(product, data, weight, bias, whole, tuple(split.outputs))
-
-
-def is_own(value: ir.Value, rank: int) -> bool:
-    """Whether a value is a weight with so many axes that has one reader, and that no request overrides."""
-    constant = value.const_value
-    return (
-        value.is_initializer()
-        and constant is not None
-        and len(constant.shape) == rank
-        and len(value.uses()) == 1
-        and source_of(value) is None
-    )
-
-
-def tensor_of(weight: ir.Value) -> ir.TensorProtocol:
-    """The tensor of a value that is known to be a weight."""
-    assert weight.const_value is not None
-    return weight.const_value
 
 
 def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
@@ -78,11 +58,10 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
 
     Raises NotFusedError if the parts are not its columns; then nothing is changed.
     """
-    axes, split = sizes.axes(divided.whole), divided.parts[0].producer()
-    columns = [sizes.axes(part) for part in divided.parts]
-    if axes is None or split is None or any(own is None for own in columns):
+    axes, columns = sizes.axes(divided.whole), [sizes.axes(part) for part in divided.parts]
+    if axes is None or any(own is None for own in columns):
         raise NotFusedError("the sizes of its parts are not known")
-    if split.attributes.get_int("axis", 0) not in (-1, len(axes) - 1):
+    if producer_of(divided.parts[0]).attributes.get_int("axis", 0) not in (-1, len(axes) - 1):
         raise NotFusedError("its Split is not along the last axis")
     if any(part.is_graph_output() for part in divided.parts):
         raise NotFusedError("one of its parts is an output of the model")
@@ -92,7 +71,7 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
     start = 0
     for number, (part, count) in enumerate(zip(divided.parts, counts, strict=True)):
         assert count is not None
-        work = Writer(split, part.name or f"{divided.whole.name}/{number}", (), editor, sizes)
+        work = Writer.of(part, (), editor, sizes, part.name or f"{divided.whole.name}/{number}")
         made = _write_part(divided, slice(start, start + count), [*axes[:-1], fixed_axis(count)], work)
         work.take_place(made, part)
         start += count
@@ -110,9 +89,7 @@ def _write_part(divided: Divided, columns: slice, axes: Sequence[Axis], work: Wr
 
 def _columns(weight: ir.Value, columns: slice, editor: Editor) -> ir.Value:
     """Columns of a weight, which are read only when they are written."""
-    tensor = weight.const_value
-    assert tensor is not None
+    tensor = tensor_of(weight)
     shape = ir.Shape([*tensor.shape.numpy()[:-1], columns.stop - columns.start])
-    name = unused_name(f"{weight.name}[{columns.start}:{columns.stop}]", editor.graph.initializers)
-    cut = CutTensor(tensor, {len(shape) - 1: columns}, shape, name)
-    return editor.add((name, b""), cut)
+    name = f"{weight.name}[{columns.start}:{columns.stop}]"
+    return editor.weight(CutTensor(tensor, {len(shape) - 1: columns}, shape, name))

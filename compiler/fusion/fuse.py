@@ -36,6 +36,7 @@ from splitc.compiler.fusion.softmax import find_softmax
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.views import join_views
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import name_of
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.package.manifest import Role
 from splitc.runtime.package.states import Length, State
@@ -174,7 +175,7 @@ class _Work:
 
     def part(self, node: ir.Node) -> Fate | None:
         """The fate of a pattern other than attention that begins or ends at a node; None if there is none."""
-        place = node.name or node.outputs[0].name or ""
+        place = name_of(node)
         for kind, attempt in self._parts.attempts:
             try:
                 if (operator := attempt(node)) is not None:
@@ -207,7 +208,7 @@ class _Work:
         """The fates of an attention operator that may become another one, and of its caches."""
         if not self.held and not self.gains.attention:
             return []
-        place = node.name or node.outputs[0].name or ""
+        place = name_of(node)
         work = Writer(node, node.outputs[0].name or place, (), self.editor, self._sizes)
         try:
             fates = list(self._replaced(place, read_operator(node, work)))

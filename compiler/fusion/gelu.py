@@ -10,7 +10,7 @@ import math
 
 import onnx_ir as ir
 
-from splitc.compiler.fusion.norm import only_user, other_input
+from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, other_input
 from splitc.compiler.fusion.operand import constant, factor_of
 
 # Relative, of a constant in half precision.
@@ -20,81 +20,75 @@ ROOT, CUBE = math.sqrt(2 / math.pi), 0.044715
 
 def find_written(erf: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     """The input and the output of a decomposed Gelu around an Erf; None if the Erf is part of none."""
-    scaled = erf.inputs[0].producer() if erf.op_type == "Erf" and not erf.domain and erf.inputs[0] is not None else None
-    product = factor_of(scaled) if scaled is not None and scaled.op_type in ("Mul", "Div") else None
+    product = factor_of(made_by(erf.inputs[0], "Mul", "Div")) if is_onnx(erf, "Erf") else None
     if product is None or not math.isclose(product[1], math.sqrt(0.5), rel_tol=CLOSE):
         return None
-    data, more = product[0], only_user(erf.outputs[0], "Add")
-    if more is None or 1.0 not in map(constant, more.inputs):
+    data, first = product[0], _times_one_more(erf.outputs[0])
+    if first is None:
         return None
-    first = only_user(more.outputs[0], "Mul")
-    other = None if first is None else other_input(first, more.outputs[0])
-    if first is None or other is None:
+    if _is_half_of(first[0], data):
+        return data, first[1]
+    second = combined(first[1], "Mul")
+    if second is None:
         return None
-    if _is_half_of(other, data):
-        return data, first.outputs[0]
-    second = only_user(first.outputs[0], "Mul")
-    last = None if second is None else other_input(second, first.outputs[0])
-    if second is None or last is None:
-        return None
-    halved = (other is data and constant(last) == 0.5) or (constant(other) == 0.5 and last is data)
-    return (data, second.outputs[0]) if halved else None
+    halved = (first[0] is data and constant(second[0]) == 0.5) or (constant(first[0]) == 0.5 and second[0] is data)
+    return (data, second[1]) if halved else None
 
 
 def find_by_tanh(tanh: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     """The input and the output of a decomposed Gelu around a Tanh; None if the Tanh is part of none."""
-    inner = tanh.inputs[0].producer() if tanh.op_type == "Tanh" and not tanh.domain and tanh.inputs[0] else None
-    more = only_user(tanh.outputs[0], "Add")
-    if inner is None or inner.op_type != "Mul" or more is None or 1.0 not in map(constant, more.inputs):
-        return None
-    last = only_user(more.outputs[0], "Mul")
-    half = None if last is None else other_input(last, more.outputs[0])
-    data = _scaled_cubic(inner)
-    if last is None or half is None or data is None or not _is_half_of(half, data):
-        return None
-    return data, last.outputs[0]
+    data = _scaled_cubic(tanh.inputs[0]) if is_onnx(tanh, "Tanh") else None
+    product = None if data is None else _times_one_more(tanh.outputs[0])
+    return (data, product[1]) if data is not None and product and _is_half_of(product[0], data) else None
 
 
-def _scaled_cubic(product: ir.Node) -> ir.Value | None:
+def _times_one_more(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """The other factor of a product of 1 + a value, and the product, if nothing else reads the value."""
+    more = only_user(value, "Add")
+    return combined(more.outputs[0], "Mul") if more is not None and 1.0 in map(constant, more.inputs) else None
+
+
+def _scaled_cubic(value: ir.Value | None) -> ir.Value | None:
     """The x of ROOT (x + CUBE x^3), with x^3 as a power, or as ROOT x (1 + CUBE x x)."""
-    total = _multiple(product, ROOT)
+    product = made_by(value, "Mul")
+    if product is None:
+        return None
+    total = _multiple(value, ROOT)
     if total is not None:
-        return _cubed(total.producer())
-    for value, other in (product.inputs, reversed(product.inputs)):
-        data = _multiple(value.producer() if value is not None else None, ROOT)
-        if data is not None and other is not None and _is_one_and_square(other.producer(), data):
+        return _cubed(total)
+    for one, other in (product.inputs, product.inputs[::-1]):
+        data = _multiple(one, ROOT)
+        if data is not None and _is_one_and_square(other, data):
             return data
     return None
 
 
-def _cubed(total: ir.Node | None) -> ir.Value | None:
+def _cubed(value: ir.Value) -> ir.Value | None:
     """The x of x + CUBE x^3."""
-    for data, more in (total.inputs, reversed(total.inputs)) if total is not None and total.op_type == "Add" else ():
-        power = _multiple(more.producer() if more is not None else None, CUBE)
-        node = power.producer() if power is not None else None
-        if node is not None and node.op_type == "Pow" and node.inputs[0] is data and constant(node.inputs[1]) == 3:
+    total = made_by(value, "Add")
+    for data, more in () if total is None else (total.inputs, total.inputs[::-1]):
+        power = made_by(_multiple(more, CUBE), "Pow")
+        if power is not None and power.inputs[0] is data and constant(power.inputs[1]) == 3:
             return data
     return None
 
 
-def _is_one_and_square(total: ir.Node | None, data: ir.Value) -> bool:
-    """Whether a node computes 1 + CUBE x x of a value x."""
-    if total is None or total.op_type != "Add" or 1.0 not in map(constant, total.inputs):
+def _is_one_and_square(value: ir.Value | None, data: ir.Value) -> bool:
+    """Whether a value is 1 + CUBE x x of a value x."""
+    total = made_by(value, "Add")
+    if total is None or 1.0 not in map(constant, total.inputs):
         return False
-    square = next((value.producer() for value in total.inputs if value is not None and constant(value) is None), None)
-    if square is None or square.op_type != "Mul" or data not in square.inputs:
-        return False
-    other = other_input(square, data)
-    return other is not None and _multiple(other.producer(), CUBE) is data
+    square = next((made_by(one, "Mul") for one in total.inputs if one is not None and constant(one) is None), None)
+    other = other_input(square, data) if square is not None and data in square.inputs else None
+    return _multiple(other, CUBE) is data
 
 
-def _multiple(node: ir.Node | None, number: float) -> ir.Value | None:
-    """The value that a node multiplies by a number; None for any other node."""
-    scaling = factor_of(node) if node is not None and node.op_type == "Mul" and not node.domain else None
+def _multiple(value: ir.Value | None, number: float) -> ir.Value | None:
+    """The value that a value is so many times as large as; None if it is no such multiple."""
+    scaling = factor_of(made_by(value, "Mul"))
     is_close = scaling is not None and math.isclose(scaling[1], number, rel_tol=CLOSE)
     return scaling[0] if scaling is not None and is_close else None
 
 
 def _is_half_of(value: ir.Value, data: ir.Value) -> bool:
-    node = value.producer()
-    return node is not None and node.op_type == "Mul" and not node.domain and factor_of(node) == (data, 0.5)
+    return factor_of(made_by(value, "Mul")) == (data, 0.5)

@@ -12,12 +12,13 @@ Runtime's ContribOperators.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import value_before
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_layout
@@ -41,24 +42,19 @@ def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: 
     Raises NotFusedError if the operator can't say it; then nothing is changed.
     """
     attention = cached.attention
-    at = attention.result.producer()
-    assert at is not None
     filled = lengths.of(cached.keys)
     query = seen_through_merged(attention.query, sizes, scaled=True)
     before = unmerged(query, sizes, scaled=True)
-    own = (operand.value for operand in (query, before) if operand is not None)
-    sources = tuple(value for value in own if sizes.of(value) is not None)
-    work = Writer(at, attention.output.name or "", (*sources, *lengths.read), editor, sizes, known=filled.known)
+    sources = [*(operand.value for operand in (query, before) if operand is not None), *lengths.read]
+    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
+    work = replace(work, known=filled.known)
     frame = _check(cached, work)
     stale = [value for one in (cached.keys, cached.values) for value in (one.past, one.present, *one.between)]
     lengths.check_sizes([*stale, *attention.passed], filled)
     writing = Writing(attention, frame, work)
-    try:
+    with work.undone_if_refused():
         made, keys, values = _write(cached, writing, filled)
         views = writing.views(writing.finished(made))
-    except NotFusedError:
-        work.undo()
-        raise
     lengths.rewrite_sizes([*stale, *attention.passed], filled)
     for old, natural, order in views:
         writing.replace(old, natural, order)
@@ -168,10 +164,8 @@ def _check_sinks(sinks: ir.Value, frame: Frame, work: Writer) -> None:
 
 def _unrepeated(sinks: ir.Value) -> ir.Value:
     """Sinks before they were repeated for all rows."""
-    while (node := sinks.producer()) is not None and node.op_type in {"Expand", *PASSED} and not node.domain:
-        if node.inputs[0] is None:
-            break
-        sinks = node.inputs[0]
+    while (source := value_before(sinks, "Expand", *PASSED)) is not None:
+        sinks = source
     return sinks
 
 
@@ -189,16 +183,17 @@ def _merged(cache: Cache, work: Writer, role: str, again: Again | None) -> ir.Va
         value = work.ordered(seen_through(whole(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows")
     else:
         value = work.viewed(cache.new, [batch, rows, heads, size], f"{role}_by_rows")
-    width = fixed_axis((heads.fixed or 1) * (size.fixed or 1))
+    columns = (heads.fixed or 1) * (size.fixed or 1)
+    width = fixed_axis(columns)
     value = work.viewed(value, [batch, rows, width], role)
     if again is None:
         return value
-    begin, axis = (work.editor.constant(np.array([number], np.int64)) for number in (0, ROWS))
+    begin, axis = map(work.editor.numbers, (0, ROWS))
     none = [batch, heads, fixed_axis(0), size]
     before = work.add(f"{role}_before", "Slice", [cache.past, begin, again.count, axis], value, none)
     before = work.ordered(whole(before, 4).transposed(BY_ROWS), f"{role}_before_by_rows")
     # Not as four axes: the rows themselves are often a view of three.
-    as_many = work.editor.constant(np.array([0, 0, width.fixed], np.int64))
+    as_many = work.editor.numbers(0, 0, columns)
     before = work.add(f"{role}_before_rows", "Reshape", [before, as_many], value, [batch, fixed_axis(0), width])
     # With the planned sizes there are none, with the others all. So the rows count as no fixed number, as those of a
     # model of a fixed number of new tokens would.

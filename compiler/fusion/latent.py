@@ -17,18 +17,18 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.heads_tensor import HeadsTensor
+from splitc.compiler.frontend.lazy_tensors import computed
+from splitc.compiler.frontend.matching import is_onnx, is_own, made_by, tensor_of, value_before
 from splitc.compiler.fusion.attention import Attention, NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Held
-from splitc.compiler.fusion.divided import is_own
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check_attention
 from splitc.compiler.fusion.operand import VIEWS, Operand, seen_through, seen_through_merged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, size_readers
 from splitc.compiler.fusion.writing import Writer
-from splitc.compiler.nodes import unused_name
+from splitc.runtime.arrays.array import Array
 
 OPERATOR = "FusedMatMul"
 # What may stand between the product and the attention.
@@ -82,10 +82,9 @@ def find_latent(attention: Attention, held: Held, sizes: Sizes) -> LatentAttenti
     values = _projected(seen_through_merged(attention.values, sizes, scaled=False), sizes)
     if values is None or values.latent not in held or len(keys.axes) != 4 or len(query.axes) != 4:
         return None
-    node = keys.value.producer()
-    is_joined = node is not None and node.op_type == "Concat" and not node.domain
-    joined_parts = node.inputs if node is not None and is_joined else [keys.value]
-    if node is not None and is_joined and node.attributes.get_int("axis", 0) not in (keys.axes[-1], keys.axes[-1] - 4):
+    node = made_by(keys.value, "Concat")
+    joined_parts = [keys.value] if node is None else node.inputs
+    if node is not None and node.attributes.get_int("axis", 0) not in (keys.axes[-1], keys.axes[-1] - 4):
         return None
     parts = [_part(Operand(value, keys.axes), sizes) for value in joined_parts if value is not None]
     counts = [axes[keys.axes[-1]].fixed for value in joined_parts if value is not None and (axes := sizes.axes(value))]
@@ -107,9 +106,8 @@ def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
     if (projected := _projected(operand, sizes)) is not None:
         return projected
     seen = seen_through(operand, scaled=False)
-    node = seen.value.producer()
-    if node is not None and node.op_type == "Expand" and not node.domain and node.inputs[0] is not None:
-        seen = Operand(node.inputs[0], seen.axes)
+    if (source := value_before(seen.value, "Expand")) is not None:
+        seen = Operand(source, seen.axes)
     own = sizes.of(seen.value)
     return seen.value if own is not None and len(own) == 4 and seen.is_value and own[1] == ONE else None
 
@@ -121,20 +119,16 @@ def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
     if own is None or len(own) != 4 or len(seen.axes) != 4:
         return None
     size = own[seen.axes[-1]].fixed
-    node = seen.value.producer()
-    if node is not None and node.op_type == "Split" and not node.domain and node.inputs[0] is not None:
+    node = made_by(seen.value, "Split")
+    if node is not None and node.inputs[0] is not None:
         before = [sizes.axes(value) for value in node.outputs[: node.outputs.index(seen.value)]]
         counts = [axes[seen.axes[-1]].fixed for axes in before if axes is not None]
         if node.attributes.get_int("axis", 0) not in (seen.axes[-1], seen.axes[-1] - 4) or len(counts) != len(before):
             return None
         start = sum(count or 0 for count in counts)
         seen = seen_through(Operand(node.inputs[0], seen.axes), scaled=False)
-        node = seen.value.producer()
-    divided = sizes.of(seen.value)
-    if node is None or node.op_type not in VIEWS or node.domain or seen.axes != SWAP_HEADS or divided is None:
-        return None
-    product = None if node.inputs[0] is None else node.inputs[0].producer()
-    if product is None or product.op_type != "MatMul" or product.domain or size is None:
+    divided, product = sizes.of(seen.value), made_by(value_before(seen.value, *VIEWS), "MatMul")
+    if seen.axes != SWAP_HEADS or divided is None or product is None or size is None:
         return None
     latent, weight = product.inputs
     made, rows = sizes.of(product.outputs[0]), None if latent is None else sizes.of(latent)
@@ -153,8 +147,6 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     Raises NotFusedError if that would compute something else; then nothing is changed.
     """
     attention = latent.attention
-    at = attention.result.producer()
-    assert at is not None
     is_more = attention.softcap or attention.is_causal or attention.row_scales or attention.sinks is not None
     if is_more or attention.groups != 1 or attention.is_flat:
         raise NotFusedError("its scores are not only scaled and masked (softcap, sinks or shared heads)")
@@ -162,8 +154,7 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     if {value.dtype for value in (latent.latent, *shared)} != {latent.query.value.dtype}:
         raise NotFusedError("its latent and its queries differ in type")
     sources = [latent.latent, latent.query.value, *editor.graph.inputs]
-    known = tuple(value for value in sources if sizes.of(value) is not None)
-    work = Writer(at, attention.output.name or "", known, editor, sizes)
+    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
     frame = check_attention(attention, work)
     heads = frame.heads.fixed
     if frame.divided(frame.leading) != 1 or frame.divided(frame.weighed) != 1 or len(frame.leading) != 2:
@@ -175,11 +166,8 @@ def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
     if not all(axes and all(map(work.has, axes)) for axes in readers.values()):
         raise NotFusedError("a node reads sizes of its keys or values that no other value has")
     writing = Writing(attention, frame, work)
-    try:
+    with work.undone_if_refused():
         made = _attended(latent, heads, writing)
-    except NotFusedError:
-        work.undo()
-        raise
     for node, axes in readers.items():
         listed = replace(work, at=node, name=node.outputs[0].name or "").list_of(axes or (), "sizes")
         node.outputs[0].replace_all_uses_with(listed)
@@ -197,8 +185,8 @@ def _between(latent: LatentAttention, ends: Collection[ir.Node | None]) -> Itera
             continue
         seen.add(value)
         yield value
-        users = {node for node, _ in value.uses() if node not in ends and (node.op_type != "Shape" or node.domain)}
-        if value.is_graph_output() or not all(node.op_type in PASSED and not node.domain for node in users):
+        users = {node for node, _ in value.uses() if node not in ends and not is_onnx(node, "Shape")}
+        if value.is_graph_output() or not all(is_onnx(node, *PASSED) for node in users):
             raise NotFusedError("keys or values projected from its latent have other readers")
         pending += [made for node in users for made in node.outputs]
 
@@ -244,8 +232,8 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
     """The parts of the queries [batch, heads, length, size], one for each part of the keys."""
     query = latent.query
     leading = [frame.batch, frame.heads, frame.length]
-    node, last = query.value.producer(), query.axes[-1]
-    if node is not None and node.op_type == "Concat" and node.attributes.get_int("axis", 0) in (last, last - 4):
+    node, last = made_by(query.value, "Concat"), query.axes[-1]
+    if node is not None and node.attributes.get_int("axis", 0) in (last, last - 4):
         parts = [value for value in node.inputs if value is not None]
         if [work.axes(value)[last].fixed for value in parts] == [*latent.sizes]:
             return [work.ordered(Operand(value, query.axes), "query") for value in parts]
@@ -255,14 +243,19 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
     made = []
     for number, count in enumerate(latent.sizes):
         begin = sum(latent.sizes[:number])
-        bounds = [work.editor.constant(np.array([at], np.int64)) for at in (begin, begin + count, 3)]
+        bounds = map(work.editor.numbers, (begin, begin + count, 3))
         made.append(work.add("query", "Slice", [value, *bounds], value, [*leading, fixed_axis(count)]))
     return made
 
 
 def _by_heads(part: Projected, heads: int, turned: bool, editor: Editor) -> ir.Value:
     """A projection's weight, as one matrix for each head."""
-    tensor = part.weight.const_value
-    assert tensor is not None
-    name = unused_name(f"{part.weight.name}[{part.columns.start}:{part.columns.stop}]", editor.graph.initializers)
-    return editor.add((name, b""), HeadsTensor(tensor, heads, part.columns, turned, name))
+    tensor, columns = tensor_of(part.weight), part.columns
+    rows, count = int(tensor.shape.numpy()[0]), columns.stop - columns.start
+
+    def chosen(array: Array) -> Array:
+        by_heads = array.reshape(rows, heads, -1)[:, :, columns]
+        return np.transpose(by_heads, (1, 2, 0) if turned else (1, 0, 2))
+
+    shape = [heads, count, rows] if turned else [heads, rows, count]
+    return editor.weight(computed(tensor, shape, f"{part.weight.name}[{columns.start}:{columns.stop}]", chosen))

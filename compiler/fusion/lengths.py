@@ -248,11 +248,11 @@ def _add_int32(work: Writer, after: ir.Value, counted: ir.Value, batch: Axis) ->
 
 def _add_again(work: Writer, value: ir.Value, before: ir.Value, new: Axis) -> Again:
     """The rows that are given again: all before the request, if the input's second axis says so."""
-    place, none = (work.editor.constant(np.array([number], np.int64)) for number in (1, 0))
+    place, none = map(work.editor.numbers, (1, 0))
     sizes = work.integers("sizes", "Shape", [value], 2)
     count = work.integers("again", "Mul", [before, work.integers("asked", "Gather", [sizes, place], 1)], 1)
     rows = work.integers("given", "Add", [count, work.list_of([new], "new")], 1)
-    scalar = work.editor.constant(np.array([], np.int64))
+    scalar = work.editor.numbers()
     start, end = (
         work.integers(f"{role}_end", "Reshape", [v, scalar], 1) for role, v in (("again", count), ("given", rows))
     )

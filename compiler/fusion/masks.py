@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
-from splitc.compiler.fusion.attention import without_nan
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion.cache import ROWS
 from splitc.compiler.fusion.grouped import OPERATOR
 from splitc.compiler.fusion.lengths import Filled
 from splitc.compiler.fusion.multi_head import DOMAIN
 from splitc.compiler.fusion.operand import constant
 from splitc.compiler.fusion.sizes import Sizes
+from splitc.compiler.fusion.softmax import without_nan
 
 # The places of the operator's inputs: the keys of the past, and what is added to the scores.
 PAST, BIAS = 3, 10
@@ -48,11 +49,11 @@ def find_blanks(made: Iterable[ir.Value], masks: Collection[str]) -> list[str]:
 
 def _blanks(node: ir.Node, rows: ir.Value, masks: Collection[str]) -> bool:
     """Whether a node sets these rows of an attention's result to zero."""
-    if node.op_type != "Where" or node.domain or node.inputs[0] is not rows or constant(node.inputs[1]) != 0.0:
+    if not is_onnx(node, "Where") or node.inputs[0] is not rows or constant(node.inputs[1]) != 0.0:
         return False
     kept = node.inputs[KEPT]
     above = None if kept is None else kept.producer()
-    if above is not None and above.op_type == "Where" and not above.domain:  # zeros for its NaN
+    if is_onnx(above, "Where"):  # zeros for its NaN
         kept = above.inputs[KEPT]
         above = above if kept is None or without_nan(kept) is not above.outputs[0] else kept.producer()
     if above is None or (above.op_type, above.domain) != (OPERATOR, DOMAIN) or len(above.inputs) <= BIAS:

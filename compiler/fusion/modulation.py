@@ -13,10 +13,10 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import combined, is_onnx
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.narrowed import cast_to_halves, halves_of
-from splitc.compiler.fusion.norm import only_user, other_input
+from splitc.compiler.fusion.norm import cast_to_halves, halves_of
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -43,21 +43,20 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
 
     Raises NotFusedError for a form that the operator does not have.
     """
-    if norm.op_type != OPERATOR or norm.domain or any(value.uses() for value in norm.outputs[1:]):
+    if not is_onnx(norm, OPERATOR) or any(value.uses() for value in norm.outputs[1:]):
         return None
     data, normal = norm.inputs[0], norm.outputs[0]
     halves = None if data is None else halves_of(data)
     if halves is not None and (narrow := cast_to_halves(normal)) is not None:
         data, normal = halves, narrow
-    product = only_user(normal, "Mul")
-    total = None if product is None else only_user(product.outputs[0], "Add")
-    if data is None or product is None or total is None:
+    product = combined(normal, "Mul")
+    total = product and combined(product[1], "Add")
+    if data is None or not product or not total:
         return None
-    output = total.outputs[0]
+    (scale, _), (shift, output) = product, total
     if halves is not None and data is not halves and (narrow := cast_to_halves(output)) is not None:
         data, output = halves, narrow
-    scale, shift = other_input(product, normal), other_input(total, product.outputs[0])
-    if scale is None or shift is None or scale.const_value is not None or shift.const_value is not None:
+    if scale.const_value is not None or shift.const_value is not None:
         return None
     weights, bias = (*norm.inputs[1:], None, None)[:2]
     own = (
@@ -80,8 +79,6 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
     norm, data, output = modulation.norm, modulation.data, modulation.output
-    at = output.producer()
-    assert at is not None
     axes = sizes.axes(data)
     if axes is None or len(axes) != 3 or norm.attributes.get_int("axis", -1) not in (-1, 2):
         raise NotFusedError("the input of its norm does not have three axes, of which it normalizes the last")
@@ -90,7 +87,7 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
     if data.dtype != output.dtype or not (given == {data.dtype} or may_be_cast):
         raise NotFusedError("its norm, scale and shift differ in type")
     row = _row(modulation, axes, sizes)
-    work = Writer(at, output.name or "", (data,), editor, sizes)
+    work = Writer.of(output, (data,), editor, sizes)
     scale, shift = (
         work.viewed(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
         for role, value in (("scale", modulation.scale), ("shift", modulation.shift))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
@@ -31,8 +32,6 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     Raises NotFusedError if the operator can't express it, or if heads are larger than the `largest`; then nothing is
     changed.
     """
-    at = attention.result.producer()
-    assert at is not None
     if attention.softcap:
         raise NotFusedError("the operator has no softcap (Tanh)")
     if attention.sinks is not None:
@@ -45,17 +44,13 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
     before = unmerged(seen[0], sizes, scaled=True)
     # Inputs come last: what reads them needs them on each device.
     sources = [*(operand.value for operand in (*seen, before) if operand is not None), *editor.graph.inputs]
-    known = tuple(value for value in sources if sizes.of(value) is not None)
-    work = Writer(at, attention.output.name or "", known, editor, sizes)
+    work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
     frame = check_attention(attention, work)
     if max(frame.size, frame.value_size) > largest:
         raise NotFusedError(f"no kernel is faster for heads larger than {largest}")
     writing = Writing(attention, frame, work)
-    try:
+    with work.undone_if_refused():
         views = writing.views(writing.rows())
-    except NotFusedError:
-        work.undo()
-        raise
     _rewrite_sizes(attention, work)
     for old, natural, order in views:
         writing.replace(old, natural, order)
@@ -236,20 +231,20 @@ class Writing:
         divided = [  # what undoes the merged heads
             (node.outputs[0], natural, SWAP_HEADS)
             for node in dict.fromkeys(node for node, _ in attention.result.uses())
-            if node.op_type in VIEWS and not node.domain and work.has_sizes(node.outputs[0], by_heads)
+            if is_onnx(node, *VIEWS) and work.has_sizes(node.outputs[0], by_heads)
         ]
         return [*divided, (attention.result, merged, attention.order)]
 
     def _same_views(self, value: ir.Value) -> list[ir.Value]:
         """A value and its views with the same axes, as torch's exporter writes behind an operator."""
-        views = [node.outputs[0] for node, _ in value.uses() if node.op_type in VIEWS and not node.domain]
+        views = [node.outputs[0] for node, _ in value.uses() if is_onnx(node, *VIEWS)]
         own = self.work.sizes.axes(value)
         return [value, *(view for view in views if own is not None and self.work.has_sizes(view, own))]
 
     def replace(self, old: ir.Value, natural: ir.Value, order: tuple[int, ...]) -> None:
         """Replace an old value by a new one with permuted axes. Transposes that undo the order are removed."""
         for node in [node for value in self._same_views(old) for node, _ in value.uses()]:
-            undone = node.attributes.get_ints("perm", ()) if node.op_type == "Transpose" and not node.domain else ()
+            undone = node.attributes.get_ints("perm", ()) if is_onnx(node, "Transpose") else ()
             fits = len(undone) == len(order) and Operand(natural, order).transposed(undone).is_value
             if fits and not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(natural)

@@ -3,6 +3,9 @@
 ONNX Runtime itself fuses the form that divides by the root. Torch's exporters multiply by the reciprocal, which it
 leaves as six or more nodes, in single precision between casts. A norm may also have no weights, or get them later, for
 several groups at once.
+
+Other norms move from single to half precision, between casts from and to half precision: diffusers norms in single
+precision, the operators compute in it anyway, and they read and write halves.
 """
 
 from __future__ import annotations
@@ -14,11 +17,14 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, tensor_of, value_before
+from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.operand import Operand, constant, seen_through, whole
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import settings_of
 
 OPERATOR = "SimplifiedLayerNormalization"
 
@@ -40,8 +46,7 @@ class Norm:
     @property
     def source(self) -> ir.Value:
         """The data before a cast to single precision, in which the operator computes anyway."""
-        node = self.data.producer()
-        value = node.inputs[0] if node is not None and node.op_type == "Cast" and not node.domain else None
+        value = value_before(self.data, "Cast")
         return value if value is not None and value.dtype == self.output.dtype else self.data
 
     @property
@@ -56,9 +61,9 @@ OPERATORS = frozenset({"LayerNormalization", "RMSNormalization", OPERATOR})
 
 def find_turned(norm: ir.Node) -> Operand | None:
     """The input of a Transpose before a norm that moves other axes than the norm's; None if there is none."""
-    value = norm.inputs[0] if norm.op_type in OPERATORS and not norm.domain else None
-    node = None if value is None else value.producer()
-    if value is None or node is None or node.op_type != "Transpose" or node.domain or len(value.uses()) > 1:
+    value = norm.inputs[0] if is_onnx(norm, *OPERATORS) else None
+    node = made_by(value, "Transpose")
+    if value is None or node is None or len(value.uses()) > 1:
         return None
     rank = len(node.attributes.get_ints("perm", ()))
     seen = seen_through(whole(value, rank), scaled=False)
@@ -72,9 +77,8 @@ def write_turned(norm: ir.Node, seen: Operand, editor: Editor, sizes: Sizes) -> 
     output, own = norm.outputs[0], sizes.axes(seen.value)
     if sizes.axes(output) is None or own is None:
         raise NotFusedError("its shape is not known")
-    work = Writer(norm, output.name or "", (), editor, sizes)
-    how = {name: attribute.value for name, attribute in norm.attributes.items()}
-    made = work.add("norm", norm.op_type, [seen.value, *norm.inputs[1:]], output, own, **how)
+    work = Writer.of(output, (), editor, sizes)
+    made = work.add("norm", norm.op_type, [seen.value, *norm.inputs[1:]], output, own, **settings_of(norm))
     made = work.ordered(Operand(made, seen.axes), "norm_turned")
     work.take_place(made, output)
 
@@ -84,7 +88,7 @@ def find_norm(mean: ir.Node) -> Norm | None:
 
     Raises NotFusedError for a form that the operator does not have.
     """
-    if mean.op_type != "ReduceMean" or mean.domain or not is_over_last(mean, None):
+    if not is_onnx(mean, "ReduceMean") or not is_over_last(mean, None):
         return None
     data = _squared(mean.inputs[0])
     root = None if data is None else _find_root(mean.outputs[0])
@@ -103,13 +107,10 @@ def find_norm(mean: ir.Node) -> Norm | None:
 
 def _squared(value: ir.Value | None) -> ir.Value | None:
     """The value that a value is the square of."""
-    node = None if value is None else value.producer()
-    if node is None or node.domain:
-        return None
-    one, other = node.inputs[:2] if len(node.inputs) > 1 else (None, None)
-    if (node.op_type == "Mul" and one is other) or (node.op_type == "Pow" and constant(other) == 2):
-        return one
-    return None
+    node = made_by(value, "Mul", "Pow")
+    one, other = (None, None) if node is None else node.inputs
+    is_square = node is not None and (one is other if node.op_type == "Mul" else constant(other) == 2)
+    return one if is_square else None
 
 
 def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
@@ -143,28 +144,17 @@ def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | 
 
     It is not cast again if it was before, which `may_narrow` says.
     """
-    product = only_user(normal, "Mul")
-    weights = None if product is None else other_input(product, normal)
-    if product is None or weights is None:
+    product = combined(normal, "Mul")
+    if product is None:
         return normal, None
-    after = only_user(product.outputs[0], "Cast") if may_narrow else None
-    if after is not None and after.outputs[0].dtype == ir.DataType.FLOAT16:
-        return after.outputs[0], weights
-    return product.outputs[0], weights
+    weights, weighted = product
+    return (cast_to_halves(weighted) or weighted) if may_narrow else weighted, weights
 
 
-def only_user(value: ir.Value, operator: str) -> ir.Node | None:
-    """The only reader of a value, if it is this operator."""
-    users = dict.fromkeys(node for node, _ in value.uses())
-    node = next(iter(users), None)
-    fits = node is not None and len(users) == 1 and node.op_type == operator and not node.domain
-    return node if fits and not value.is_graph_output() else None
-
-
-def other_input(node: ir.Node, value: ir.Value) -> ir.Value | None:
-    """The other input of a node with two; None if both are the same value."""
-    one, other = node.inputs
-    return other if one is value and other is not value else one if other is value and one is not value else None
+def cast_to_halves(value: ir.Value) -> ir.Value | None:
+    """The value in half precision that a value is cast to, if that is its only use; None if it is not."""
+    cast = only_user(value, "Cast")
+    return None if cast is None or cast.outputs[0].dtype != ir.DataType.FLOAT16 else cast.outputs[0]
 
 
 def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
@@ -182,23 +172,25 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     size = axes[-1].fixed
     if size is None:
         raise NotFusedError("the size of the axis that it normalizes is dynamic")
-    at, data = norm.output.producer(), norm.source
-    assert at is not None
-    work = Writer(at, norm.output.name or "", (), editor, sizes)
+    data, work = norm.source, Writer.of(norm.output, (), editor, sizes)
     if norm.weights is None:
         scale = editor.constant(np.ones(size, np.float16 if data.dtype == ir.DataType.FLOAT16 else np.float32))
     else:
         scale = work.viewed(norm.weights, axes[-1:], "norm_row")
         scale = scale if scale.dtype == data.dtype else work.cast(scale, data, "norm_weights")
-    # Before a transpose of the other axes, which may be one with what follows.
-    seen = seen_through(whole(data, len(axes)), scaled=False)
-    before = seen if seen.axes[-1] == len(axes) - 1 and sizes.axes(seen.value) is not None else whole(data, len(axes))
+    before = before_turn(data, len(axes), sizes)
     own, small = work.axes(before.value), norm.epsilon
     made = work.add("norm", OPERATOR, [before.value, scale], data, own, axis=-1, epsilon=small, stash_type=1)
     made = work.ordered(Operand(made, before.axes), "norm_turned")
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")
     work.take_place(made, norm.output)
+
+
+def before_turn(data: ir.Value, rank: int, sizes: Sizes) -> Operand:
+    """A value before a Transpose of all axes but the last, which may be one with what follows its norm."""
+    seen = seen_through(whole(data, rank), scaled=False)
+    return seen if seen.axes[-1] == rank - 1 and sizes.axes(seen.value) is not None else whole(data, rank)
 
 
 def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
@@ -208,3 +200,61 @@ def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
         return False
     one_row = weights[-1].size == axes[-1].size and is_one(weights[:-1])
     return one_row and [axis.size for axis in output] == [axis.size for axis in axes]
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A `norm` of `data` in half precision, cast to single and back: `output` is the result in half precision."""
+
+    norm: ir.Node
+    data: ir.Value
+    weights: tuple[ir.Value | None, ...]
+    output: ir.Value
+
+
+def find_narrowed(norm: ir.Node) -> Narrowed | None:
+    """A norm between casts; None for any other node, and if its weights have more digits than halves."""
+    if not is_onnx(norm, *OPERATORS) or any(value.uses() for value in norm.outputs[1:]):
+        return None
+    data, output = None if norm.inputs[0] is None else halves_of(norm.inputs[0]), cast_to_halves(norm.outputs[0])
+    if data is None or output is None:
+        return None
+    given: Sequence[ir.Value | None] = norm.inputs[1:]
+    if any(value is not None and halves_of(value) is None and not _is_exact(value) for value in given):
+        return None
+    return Narrowed(norm, data, tuple(given), output)
+
+
+def halves_of(value: ir.Value) -> ir.Value | None:
+    """The value in half precision that a value is cast from; None if it is not."""
+    source = value_before(value, "Cast")
+    return source if source is not None and source.dtype == ir.DataType.FLOAT16 else None
+
+
+def _is_exact(value: ir.Value) -> bool:
+    """Whether a weight has only numbers that halves have, and no request overrides it."""
+    if value.const_value is None or source_of(value) is not None:
+        return False
+    numbers = value.const_value.numpy()
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(numbers.astype(np.float16).astype(numbers.dtype), numbers))
+
+
+def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
+    """Replace the norm and its casts by the norm of halves, in place.
+
+    Raises NotFusedError if sizes are not known.
+    """
+    norm, data, output = narrowed.norm, narrowed.data, narrowed.output
+    axes = sizes.axes(data)
+    if axes is None or sizes.axes(output) is None:
+        raise NotFusedError("it has no known sizes")
+    work = Writer.of(output, (), editor, sizes)
+    weights = [value if value is None else _in_halves(value, editor) for value in narrowed.weights]
+    made = work.add("norm", norm.op_type, [data, *weights], data, axes, **settings_of(norm))
+    work.take_place(made, output)
+
+
+def _in_halves(value: ir.Value, editor: Editor) -> ir.Value:
+    """A weight in half precision."""
+    return halves_of(value) or editor.constant(tensor_of(value).numpy().astype(np.float16))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.sizes import Axis, Sizes
 
@@ -47,10 +48,8 @@ def in_halves(operand: Operand, scaled: bool) -> Operand | None:
     if operand.value.dtype == ir.DataType.FLOAT16:
         return operand
     seen = seen_through(operand, scaled)
-    node = seen.value.producer()
-    if node is None or node.domain or node.op_type != "Cast" or node.inputs[0] is None:
-        return None
-    return replace(seen, value=node.inputs[0]) if node.inputs[0].dtype == ir.DataType.FLOAT16 else None
+    source = value_before(seen.value, "Cast")
+    return None if source is None or source.dtype != ir.DataType.FLOAT16 else replace(seen, value=source)
 
 
 def seen_through(operand: Operand, scaled: bool) -> Operand:
@@ -63,7 +62,7 @@ def seen_through(operand: Operand, scaled: bool) -> Operand:
         if node.op_type == "Transpose":
             first = node.attributes.get_ints("perm", tuple(reversed(range(len(operand.axes)))))
             operand = replace(operand, axes=tuple(first[axis] for axis in operand.axes))
-        elif scaled and node.op_type in ("Mul", "Div") and (product := factor_of(node)) is not None:
+        elif scaled and (product := factor_of(node)) is not None:
             source = product[0]
             operand = replace(operand, factor=operand.factor * product[1])
         else:
@@ -96,8 +95,8 @@ def _before_turn(value: ir.Value, sizes: Sizes) -> ir.Value | None:
     chain = []
     source: ir.Value | None = value
     for kinds in (VIEWS, {"Transpose"}, VIEWS):
-        node = None if source is None else source.producer()
-        if node is None or node.domain or node.op_type not in kinds:
+        node = made_by(source, *kinds)
+        if node is None:
             return None
         chain.append(node)
         source = node.inputs[0]
@@ -117,9 +116,7 @@ def unmerged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand | None:
     if operand.axes[:-2] != tuple(range(rank - 2)):
         return None
     axes, value = sizes.of(operand.value), operand.value
-    while (node := value.producer()) is not None and not node.domain and node.op_type in VIEWS:
-        source = node.inputs[0]
-        assert source is not None
+    while (source := value_before(value, *VIEWS)) is not None:
         value, above = source, sizes.of(source)
         if axes is None or above is None or len(above) <= rank or above[-2:] != axes[-2:]:
             continue
@@ -135,8 +132,10 @@ def axes_of(operand: Operand, sizes: Sizes) -> tuple[Axis, ...] | None:
     return None if axes is None or len(axes) != len(operand.axes) else tuple(axes[axis] for axis in operand.axes)
 
 
-def factor_of(node: ir.Node) -> tuple[ir.Value, float] | None:
+def factor_of(node: ir.Node | None) -> tuple[ir.Value, float] | None:
     """The value and the constant number that a Mul or Div scales it by; None for any other node."""
+    if not is_onnx(node, "Mul", "Div"):
+        return None
     one, other = node.inputs
     if node.op_type == "Mul" and constant(one) is not None:
         one, other = other, one

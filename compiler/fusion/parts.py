@@ -10,6 +10,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion import rotary_embedding
 from splitc.compiler.fusion.assembled import OPERATOR as ASSEMBLED
 from splitc.compiler.fusion.assembled import find_assembled, write_assembled
@@ -20,9 +21,8 @@ from splitc.compiler.fusion.divided import find_divided, write_divided
 from splitc.compiler.fusion.kernels import Gains, Types
 from splitc.compiler.fusion.modulation import OPERATOR as MODULATED
 from splitc.compiler.fusion.modulation import find_modulation, write_modulation
-from splitc.compiler.fusion.narrowed import find_narrowed, write_narrowed
 from splitc.compiler.fusion.norm import OPERATOR as NORM
-from splitc.compiler.fusion.norm import find_norm, find_turned, write_norm, write_turned
+from splitc.compiler.fusion.norm import find_narrowed, find_norm, find_turned, write_narrowed, write_norm, write_turned
 from splitc.compiler.fusion.parted_norms import find_parted_norms, write_parted_norms
 from splitc.compiler.fusion.rotary import find_rotary, looks_rotary, merged_heads, pairs_among
 from splitc.compiler.fusion.rotary_embedding import OPERATOR as ROTARY
@@ -139,8 +139,7 @@ class Parts:
 
     def _turned_rotary(self, node: ir.Node) -> str | None:
         """Write ONNX's operator of whole heads, before their Transpose. Returns it; None if it stays as it is."""
-        is_operator = node.op_type == ROTARY and not node.domain
-        turned = rotary_embedding.find_turned(node, self.sizes, self.tables) if is_operator else None
+        turned = rotary_embedding.find_turned(node, self.sizes, self.tables) if is_onnx(node, ROTARY) else None
         if turned is None:
             return None
         check_type(turned.data, self.gains.parts)

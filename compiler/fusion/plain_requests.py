@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.alone import open_alone, with_own_tensors
 from splitc.compiler.frontend.folding import fold_shapes
-from splitc.compiler.frontend.node_alone import open_alone, serialized
-from splitc.compiler.frontend.part_alone import with_own_tensors
 from splitc.compiler.frontend.walks import reached
 from splitc.compiler.fusion.lengths import Filled
 from splitc.compiler.fusion.sizes import Axis, Size, Sizes
@@ -154,7 +153,7 @@ class _Tried:
         """
         windows = None
         try:
-            session = open_alone(serialized(with_own_tensors(self.graph)))
+            session = open_alone(with_own_tensors(self.graph))
             for numbers in self._requests(most):
                 feeds = self._feeds(numbers)
                 if feeds is None:

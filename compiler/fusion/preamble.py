@@ -12,6 +12,7 @@ from itertools import chain
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.reads import holds_graphs
@@ -113,7 +114,7 @@ def _read_sizes_off_inputs(
     """Read sizes off inputs: exporters read the batch off hidden states. Returns the early values."""
     early = _find_early(graph, inputs)
     for node in list(graph):
-        if node.op_type == "Shape" and not node.domain and node.inputs[0] not in early:
+        if is_onnx(node, "Shape") and node.inputs[0] not in early:
             axes, writer = sizes_read(node, sizes), lengths.writer(node, *lengths.filled)
             if axes and all(map(writer.has, axes)) and not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(writer.list_of(axes, "sizes"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import readers_of
 from splitc.compiler.fusion.operand import Operand, whole
 from splitc.compiler.nodes import operator_name
 
@@ -47,6 +48,30 @@ def is_product(node: ir.Node) -> bool:
         and len(node.inputs) == 2
         and all(factor is not None and not factor.is_initializer() for factor in node.inputs)
     )
+
+
+def weighs(value: ir.Value) -> bool:
+    """Whether a product with a computed value follows within a few nodes of a Softmax."""
+    level = [value]
+    for _ in range(6):
+        readers = [node for one in level for node in readers_of(one)]
+        if any(is_product(node) for node in readers):
+            return True
+        ends = ("TopK", "ReduceSum", "ArgMax", "Gather")
+        level = [node.outputs[0] for node in readers if not node.domain and node.op_type not in ends]
+    return False
+
+
+def comes_from_product(value: ir.Value) -> bool:
+    """Whether a product of two computed values precedes a Softmax within a few nodes."""
+    level = [value]
+    for _ in range(10):
+        above = [node for one in level if (node := one.producer()) is not None]
+        if any(is_product(node) for node in above):
+            return True
+        passing = (node for node in above if not node.domain and node.op_type not in ("MatMul", "Gemm", "Conv"))
+        level = [one for node in passing for one in node.inputs[:2] if one]
+    return False
 
 
 def read_product(node: ir.Node, rank_of: RankOf) -> Product | None:

@@ -17,9 +17,9 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import is_onnx, made_by, only_user, readers_of, value_before
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.nearby import readers_of
-from splitc.compiler.fusion.norm import only_user
+from splitc.compiler.fusion.norm import cast_to_halves
 from splitc.compiler.fusion.operand import PASSED, VIEWS
 from splitc.compiler.fusion.rotation import Places, Rotation
 from splitc.compiler.fusion.sizes import Sizes
@@ -66,8 +66,7 @@ def merged_heads(node: ir.Node, sizes: Sizes) -> ir.Value | None:
     for a, _, _ in _joined_sums(node):
         of_five = (value for value in _above(a) if len(sizes.of(value) or ()) == 5)
         pairs = next((value for value in of_five if (sizes.of(value) or ())[-1] == (2, 2)), None)
-        maker = None if pairs is None else pairs.producer()
-        source = None if maker is None or maker.op_type != "Reshape" else maker.inputs[0]
+        source = value_before(pairs, "Reshape")
         own, before = None if pairs is None else sizes.axes(pairs), None if source is None else sizes.of(source)
         if own is not None and own[-2].fixed is not None and len(before or ()) == 3:
             return pairs
@@ -147,7 +146,7 @@ def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, 
         return None
     if not (tables.agree(cosines, interleaved) and tables.agree(sines, interleaved)):
         raise NotFusedError("its tables may have different cosines or sines for the two elements of a pair")
-    return Rotary(source, cosines, sines, interleaved, _narrow(node.outputs[0]))
+    return Rotary(source, cosines, sines, interleaved, cast_to_halves(node.outputs[0]) or node.outputs[0])
 
 
 def _joined_sums(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value, Factors]]:
@@ -161,7 +160,7 @@ def pairs_among(node: ir.Node) -> int | None:
 
     TorchScript's exporter writes one Concat if rotated elements are then concatenated with others.
     """
-    if node.op_type != "Concat" or node.domain or len(node.inputs) < 3:
+    if not is_onnx(node, "Concat") or len(node.inputs) < 3:
         return None
     pairs = enumerate(pairwise(node.inputs))
     return next((place for place, (a, b) in pairs if any(_rotated_pairs(a, b))), None)
@@ -199,14 +198,15 @@ def _from_pairs(
         if not np.array_equal(np.sort(order), np.arange(1, len(order) + 1)):
             raise NotFusedError("it leaves out some elements, or rotates them in the opposite direction")
         places = None if np.array_equal(order, np.sort(order)) else tuple((order - 1).tolist())
-        return Rotary(data, *numbers, interleaved, _narrow(output), by_pairs=True, places=places, thin=thin)
+        output = cast_to_halves(output) or output
+        return Rotary(data, *numbers, interleaved, output, by_pairs=True, places=places, thin=thin)
     return None
 
 
 def _above(value: ir.Value) -> Iterator[ir.Value]:
     """The values that a value may be cut from, nearest first."""
-    while (node := value.producer()) is not None and node.op_type in CUTS and not node.domain and node.inputs[0]:
-        value = node.inputs[0]
+    while (source := value_before(value, *CUTS)) is not None:
+        value = source
         yield value
 
 
@@ -226,34 +226,30 @@ def _flat(node: ir.Node, data: ir.Value, sizes: Sizes) -> tuple[ir.Value, bool] 
 
 def _unstacked(value: ir.Value | None) -> ir.Node | None:
     """The node that makes a value, before a view for the Concat."""
-    node = None if value is None else value.producer()
-    if node is not None and node.op_type in ("Unsqueeze", "Reshape") and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    return node
+    value = value_before(value, "Unsqueeze", "Reshape") or value
+    return None if value is None else value.producer()
 
 
 def _factors(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
     """The two factors of an elementwise product."""
-    node = None if value is None else value.producer()
-    if node is None or node.domain or node.op_type != "Mul":
-        return None
-    one, other = node.inputs
+    node = made_by(value, "Mul")
+    one, other = (None, None) if node is None else node.inputs
     return None if one is None or other is None else (one, other)
 
 
 def _uncast(value: ir.Value) -> ir.Value:
     """The value before casts."""
-    while (node := value.producer()) is not None and node.op_type == "Cast" and node.inputs[0] is not None:
-        value = node.inputs[0]
+    while (source := value_before(value, "Cast")) is not None:
+        value = source
     return value
 
 
 def _is_joined(value: ir.Value) -> bool:
     """Whether a value is a Concat, seen through casts and views."""
-    node = _uncast(value).producer()
-    while node is not None and node.op_type in ("Reshape", "Flatten") and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    return node is not None and node.op_type == "Concat" and not node.domain
+    value = _uncast(value)
+    while (source := value_before(value, "Reshape", "Flatten")) is not None:
+        value = source
+    return made_by(value, "Concat") is not None
 
 
 def _is_interleaved(places: Places) -> bool | None:
@@ -266,9 +262,3 @@ def _is_interleaved(places: Places) -> bool | None:
         return False
     one, other = numbers[::2], numbers[1::2]
     return True if np.array_equal(places, np.stack([-other, one], 1).reshape(-1)) else None
-
-
-def _narrow(value: ir.Value) -> ir.Value:
-    """The value after a cast to half precision, if that is its only reader."""
-    only = only_user(value, "Cast")
-    return value if only is None or only.outputs[0].dtype != ir.DataType.FLOAT16 else only.outputs[0]

@@ -15,6 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import made_by
+from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
@@ -22,8 +24,8 @@ from splitc.compiler.fusion.operand import Operand, seen_through, whole
 from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
-from splitc.compiler.fusion.transposes import behind_split
 from splitc.compiler.fusion.writing import Writer
+from splitc.compiler.nodes import settings_of
 
 DOMAIN, OPERATOR = "com.microsoft", "RotaryEmbedding"
 
@@ -41,21 +43,16 @@ def write_rotary_among(concat: ir.Node, place: int, editor: Editor, sizes: Sizes
     count = sum(own[axis].fixed or 0 for own in pair if own is not None)
     joined_axes = list(axes)
     joined_axes[axis] = fixed_axis(count)
-    work = Writer(concat, output.name or "", (), editor, sizes)
+    work = Writer.of(output, (), editor, sizes)
     made = work.add("pairs", "Concat", parts[place : place + 2], output, joined_axes, axis=axis)
     parts[place : place + 2] = [made]
     whole_again = work.add("joined", "Concat", parts, output, axes, axis=axis)
-    node = made.producer()
-    assert node is not None
-    try:
-        rotary = find_rotary(node, sizes, tables)
+    with work.undone_if_refused():
+        rotary = find_rotary(producer_of(made), sizes, tables)
         if rotary is None or rotary.output not in (made, whole_again):
             work.undo()
             return False
         rotated = write_rotary(rotary, editor, sizes, tables)
-    except NotFusedError:
-        work.undo()
-        raise
     work.take_place(rotated if rotary.output is whole_again else whole_again, output)
     return True
 
@@ -65,12 +62,8 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
 
     Raises NotFusedError if the operator can't express it; then nothing is changed.
     """
-    at = rotary.output.producer()
-    assert at is not None
     sources = (rotary.data, rotary.cosines, *editor.graph.inputs)
-    known = tuple(value for value in sources if sizes.of(value) is not None)
-    work = Writer(at, rotary.output.name or "", known, editor, sizes)
-    own = sizes.axes(rotary.data)
+    work, own = Writer.of(rotary.output, sources, editor, sizes), sizes.axes(rotary.data)
     if own is None or len(own) not in (3, 4) or own[-1].fixed is None:
         raise NotFusedError("its input does not have three or four axes, the last of a fixed size")
     frame = _find_frame(rotary, _four(own), sizes)
@@ -80,9 +73,9 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
     if differ and not all(map(replace(work, sources=_inputs(work)).has, frame.rows)):
         raise NotFusedError("no axis of an input has the length of its tables")
     data = behind_split(rotary.data, editor, sizes)
-    rotary, work = replace(rotary, data=data), replace(work, sources=(data, *known[1:]))
+    rotary, work = replace(rotary, data=data), replace(work, sources=(data, *work.sources[1:]))
     if rotary.places is not None:
-        places = editor.constant(np.array(rotary.places, np.int64))
+        places = editor.numbers(*rotary.places)
         rotary = replace(rotary, data=work.add("pairs", "Gather", [rotary.data, places], rotary.data, own, axis=-1))
     if len(own) == 3:
         batch = work.viewed(rotary.data, frame.axes, "batch_of_one")
@@ -95,11 +88,9 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
 
 def write_heads(pairs: ir.Value, editor: Editor, sizes: Sizes) -> None:
     """Make pairs [..., heads, pairs, 2] a view of heads [..., heads, 2 x pairs], which are a view of merged ones."""
-    at = pairs.producer()
-    source = None if at is None else at.inputs[0]
-    assert at is not None and source is not None
-    known = tuple(value for value in (source, *editor.graph.inputs) if sizes.of(value) is not None)
-    work = Writer(at, pairs.name or "", known, editor, sizes)
+    source = producer_of(pairs).inputs[0]
+    assert source is not None
+    work = Writer.of(pairs, (source, *editor.graph.inputs), editor, sizes)
     own = work.axes(pairs)
     heads = work.viewed(source, [*own[:3], joined(own[3:])], "heads")
     work.take_place(work.viewed(heads, own, "pairs"), pairs)
@@ -162,7 +153,7 @@ def _rotated(
     data: ir.Value, axes: Sequence[Axis], rotary: Rotary, frame: _Frame, work: Writer, tables: Tables
 ) -> ir.Value:
     """The operator's result for data with axes that it takes."""
-    first = work.editor.constant(np.array([0], np.int64))
+    first = work.editor.numbers(0)
     cosines = _rows(rotary.cosines, "cosines", rotary, frame, work, tables)
     sines = _rows(rotary.sines, "sines", rotary, frame, work, tables)
     how = {"interleaved": int(rotary.interleaved), "num_heads": frame.heads.fixed}
@@ -258,8 +249,7 @@ def find_turned(node: ir.Node, sizes: Sizes, tables: Tables) -> Turned | None:
         whole_heads = find_whole(data, output, sizes, tables)
     if whole_heads is not None:
         return Turned(*whole_heads, own[3].fixed)
-    turn = data.producer()
-    if turn is None or turn.op_type != "Transpose" or len(data.uses()) > 1 or data.is_graph_output():
+    if made_by(data, "Transpose") is None or len(data.uses()) > 1 or data.is_graph_output():
         return None
     return Turned(data, output, None) if seen_through(whole(data, 4), scaled=False).axes == SWAP_HEADS else None
 
@@ -270,14 +260,11 @@ def write_turned(node: ir.Node, turned: Turned, editor: Editor, sizes: Sizes) ->
     Raises NotFusedError if sizes are not known.
     """
     output, own = turned.output, sizes.axes(turned.data)
-    at = output.producer()
     if own is None or sizes.axes(output) is None or own[1].fixed is None or own[3].fixed is None:
         raise NotFusedError("its number of heads is dynamic")
-    assert at is not None
     data = behind_split(turned.data, editor, sizes)
-    work = Writer(at, output.name or "", (data,), editor, sizes)
-    how = {name: attribute.value for name, attribute in node.attributes.items()}
-    how["num_heads"] = own[1].fixed
+    work = Writer.of(output, (data,), editor, sizes)
+    how = {**settings_of(node), "num_heads": own[1].fixed}
     if turned.part is not None:
         how["rotary_embedding_dim"] = turned.part
     seen = seen_through(whole(data, 4), scaled=False)
@@ -289,3 +276,26 @@ def write_turned(node: ir.Node, turned: Turned, editor: Editor, sizes: Sizes) ->
     if seen.axes == SWAP_HEADS:
         made = work.ordered(Operand(work.viewed(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
     work.take_place(made, output)
+
+
+def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
+    """A part of a Split, with the Transpose before that moved behind it, in place; any other value as it is."""
+    node, own = made_by(value, "Split"), sizes.axes(value)
+    source = None if node is None else node.inputs[0]
+    if node is None or source is None or own is None or len(source.uses()) > 1 or source.is_graph_output():
+        return value
+    seen = seen_through(whole(source, len(own)), scaled=False)
+    axes = [sizes.axes(part) for part in node.outputs]
+    if seen.is_value or sizes.axes(seen.value) is None or None in axes:
+        return value
+    how = {**settings_of(node), "axis": seen.axes[node.attributes.get_int("axis", 0)]}
+    split = ir.node("Split", [seen.value, *node.inputs[1:]], how, num_outputs=len(node.outputs))
+    work = Writer(node, value.name or "", (), editor, sizes)
+    work.insert(split)
+    turned = []
+    for part, new, part_axes in zip(node.outputs, split.outputs, axes, strict=True):
+        assert part_axes is not None
+        work.name_value(new, "part", part, [part_axes[seen.axes.index(n)] for n in range(len(own))])
+        turned.append(work.ordered(Operand(new, seen.axes), "part_turned"))
+        work.take_place(turned[-1], part)
+    return turned[node.outputs.index(value)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +11,7 @@ import onnx_ir as ir
 
 from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
 from splitc.compiler.fusion.sizes import Sizes
+from splitc.runtime.arrays.array import Array
 
 Places = npt.NDArray[np.int64]
 # The most nodes between both values. A choice: exporters write a rotation with up to a dozen.
@@ -27,7 +27,7 @@ class Rotation:
 
     data: ir.Value
     sizes: Sizes
-    known: Mapping[str, npt.NDArray[Any]]
+    known: Mapping[str, Array]
 
     def of(self, value: ir.Value) -> Places | None:
         """For each place of a value's last axis, the element of the data there; None if it holds anything else."""
@@ -91,14 +91,6 @@ class _Step:
         return axis if 0 <= axis < ndim else None
 
 
-def _same(step: _Step, read: list[Places]) -> Places:
-    return read[0]
-
-
-def _negated(step: _Step, read: list[Places]) -> Places:
-    return -read[0]
-
-
 def _scaled(step: _Step, read: list[Places]) -> Places | None:
     number = constant(step.node.inputs[1])
     return read[0] * int(number) if number in (1, -1) else None
@@ -148,9 +140,9 @@ def _gathered(step: _Step, read: list[Places]) -> Places | None:
 
 
 RULES: Mapping[str, Callable[[_Step, list[Places]], Places | None]] = {
-    **dict.fromkeys(PASSED, _same),
+    **dict.fromkeys(PASSED, lambda step, read: read[0]),
     **dict.fromkeys(VIEWS, _viewed),
-    "Neg": _negated,
+    "Neg": lambda step, read: -read[0],
     "Mul": _scaled,
     "Concat": _joined,
     "Split": _divided,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx, made_by, only_user
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import only_user
 from splitc.compiler.fusion.operand import Operand, seen_through
 from splitc.compiler.fusion.sizes import Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
@@ -34,14 +34,14 @@ class Scattered:
 
 def find_scattered(node: ir.Node, states: Collection[str]) -> Scattered | None:
     """What a ScatterND writes to one of the `states` (names of inputs), in this form; None if it does not."""
-    if node.op_type != "ScatterND" or node.domain or node.attributes.get_string("reduction", "none") != "none":
+    if not is_onnx(node, "ScatterND") or node.attributes.get_string("reduction", "none") != "none":
         return None
     data, indices, rows = node.inputs
-    turn = None if data is None else data.producer()
+    turn = made_by(data, "Transpose")
     back = only_user(node.outputs[0], "Transpose")
     if data is None or indices is None or rows is None or turn is None or back is None:
         return None
-    if turn.op_type != "Transpose" or turn.domain or only_user(data, node.op_type) is not node:
+    if only_user(data, node.op_type) is not node:
         return None
     order, last = (list(one.attributes.get_ints("perm", ())) for one in (turn, back))
     past, present = turn.inputs[0], back.outputs[0]
@@ -59,20 +59,15 @@ def write_scattered(scattered: Scattered, editor: Editor, sizes: Sizes) -> None:
     """
     past, present = scattered.past, scattered.present
     axes, places = sizes.axes(past), sizes.axes(scattered.indices)
-    at = present.producer()
-    assert at is not None
     if axes is None or places is None or sizes.axes(scattered.rows.value) is None:
         raise NotFusedError("the shape of its cache is not known")
     if len(places) != 2 or places[1].fixed != 1:
         raise NotFusedError("its cache is written along several axes")
     own = [places[0] if axis == scattered.axis else size for axis, size in enumerate(axes)]
-    work = Writer(at, present.name or "", (past, scattered.indices), editor, sizes)
-    try:
+    work = Writer.of(present, (past, scattered.indices), editor, sizes)
+    with work.undone_if_refused():
         rows = work.ordered(seen_through(scattered.rows, scaled=False), "rows")
         listed = [places[0] if axis == scattered.axis else fixed_axis(1) for axis in range(len(axes))]
         indices = work.expanded(work.viewed(scattered.indices, listed, "places"), own, "indices")
-    except NotFusedError:
-        work.undo()
-        raise
     made = work.add("written", OPERATOR, [past, indices, rows], past, axes, axis=scattered.axis)
     work.take_place(made, present)

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.request.shapes import Shape
 
@@ -122,4 +123,4 @@ def known_shapes(bound: BoundShapes) -> dict[str, Shape]:
 
 def size_readers(value: ir.Value) -> list[ir.Node]:
     """The nodes that read a value's sizes."""
-    return [node for node, _ in value.uses() if node.op_type == "Shape" and not node.domain]
+    return [node for node, _ in value.uses() if is_onnx(node, "Shape")]

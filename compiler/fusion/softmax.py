@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.matching import is_onnx, readers_of, value_before
 from splitc.compiler.fusion.operand import PASSED, VIEWS, constant
 from splitc.compiler.fusion.product import RankOf
+from splitc.compiler.nodes import name_of
 
 # What a number a row passes on its way from its reduction to where it is used.
 _SPREADS = VIEWS | PASSED | {"Expand"}
@@ -25,15 +27,13 @@ class Softmax:
 
 def find_softmax(node: ir.Node, rank_of: RankOf, opset: int) -> Softmax | None:
     """The Softmax that a node is, or that ends at it."""
-    name = node.name or node.outputs[0].name or ""
-    if node.op_type == "Softmax" and not node.domain and node.inputs[0] is not None:
+    name = name_of(node)
+    if is_onnx(node, "Softmax") and node.inputs[0] is not None:
         # Before opset 13 the default is axis 1, of which a Softmax with the last axis is a special case.
         axis = node.attributes.get_int("axis", -1 if opset >= 13 else 1)
         rank = rank_of(node.outputs[0])
         return Softmax(name, node.inputs[0], node.outputs[0], axis == -1 or (rank is not None and axis == rank - 1))
-    if node.op_type == "Div" and not node.domain:
-        return _find_written(node, name, rank_of)
-    return None
+    return _find_written(node, name, rank_of) if is_onnx(node, "Div") else None
 
 
 def _find_written(node: ir.Node, name: str, rank_of: RankOf) -> Softmax | None:
@@ -41,12 +41,12 @@ def _find_written(node: ir.Node, name: str, rank_of: RankOf) -> Softmax | None:
     exponential, total = node.inputs
     if exponential is None or total is None:
         return None
-    above, total_node = exponential.producer(), _reduction(total)
-    if above is None or above.op_type != "Exp" or above.domain or total_node is None or above.inputs[0] is None:
+    scores, total_node = value_before(exponential, "Exp"), _reduction(total)
+    if scores is None or total_node is None:
         return None
     if total_node.op_type != "ReduceSum" or total_node.inputs[0] is not exponential:
         return None
-    return Softmax(name, above.inputs[0], node.outputs[0], is_over_last(total_node, rank_of(exponential)))
+    return Softmax(name, scores, node.outputs[0], is_over_last(total_node, rank_of(exponential)))
 
 
 def is_row_maximum(value: ir.Value | None, scores: ir.Value) -> bool:
@@ -58,7 +58,7 @@ def is_row_maximum(value: ir.Value | None, scores: ir.Value) -> bool:
 
 def leaves_out_last(node: ir.Node, rank_of: RankOf) -> bool:
     """Whether a node drops the last element of each row, and nothing else."""
-    if node.op_type != "Slice" or node.domain or len(node.inputs) < 4:
+    if not is_onnx(node, "Slice") or len(node.inputs) < 4:
         return False
     starts, ends, axes, *steps = (constant(value) for value in node.inputs[1:])
     rank = rank_of(node.outputs[0])
@@ -93,3 +93,15 @@ def is_over_last(node: ir.Node, rank: int | None) -> bool:
     if rank is None and node.inputs[0] is not None and node.inputs[0].shape is not None:
         rank = len(node.inputs[0].shape)
     return len(axes) == 1 and (axes[0] == -1 or (rank is not None and axes[0] == rank - 1))
+
+
+def without_nan(value: ir.Value) -> ir.Value | None:
+    """The value with zeros in place of NaN, if that is all that a value is read for."""
+    users = readers_of(value)
+    kinds = {node.op_type: node for node in users if not node.domain}
+    if len(users) != 2 or kinds.keys() != {"IsNaN", "Where"}:
+        return None
+    where = kinds["Where"]
+    asked, zero, kept = where.inputs
+    fits = asked is kinds["IsNaN"].outputs[0] and constant(zero) == 0.0 and kept is value
+    return where.outputs[0] if fits else None

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.alone import run_part
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_tensor
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.part_alone import run_part
 from splitc.compiler.frontend.reads import holds_graphs, read_sizes
 from splitc.compiler.frontend.roles import find_roles
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.package.manifest import Fill, Role
@@ -30,8 +29,6 @@ from splitc.runtime.package.manifest import Fill, Role
 MOST_NODES, MOST_ELEMENTS = 512, 1 << 24
 # Positions are made up to before this one where no table has rows for them. A choice: any that are not 0 would do.
 SOME_POSITIONS = 100
-
-Array = npt.NDArray[Any]
 
 
 class Tables:

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.operand import VIEWS
@@ -58,7 +59,7 @@ def join_views(editor: Editor, sizes: Sizes) -> None:
         for source in reversed(sources[1:]) if _is_view(node) else ():
             if (numbers := _shape_for(node, source, sizes)) is not None:
                 node.replace_input_with(0, source)
-                node.replace_input_with(1, editor.constant(np.array(numbers, np.int64)))
+                node.replace_input_with(1, editor.numbers(*numbers))
                 break
     _join_parts(editor, sizes)
 
@@ -67,7 +68,7 @@ def _join_parts(editor: Editor, sizes: Sizes) -> None:
     """Let readers of a Concat read the value whose parts it joins again, as between two blocks of two streams."""
     for node in list(editor.graph):
         joined = node.outputs[0]
-        source = _source_of_parts(node, sizes) if node.op_type == "Concat" and not node.domain else None
+        source = _source_of_parts(node, sizes) if is_onnx(node, "Concat") else None
         if source is not None and not joined.is_graph_output():
             joined.replace_all_uses_with(source)
 
@@ -75,7 +76,7 @@ def _join_parts(editor: Editor, sizes: Sizes) -> None:
 def _source_of_parts(concat: ir.Node, sizes: Sizes) -> ir.Value | None:
     """The value that a Concat's inputs are all parts of, in order; None if there is none."""
     makers = [None if value is None else value.producer() for value in concat.inputs]
-    source = makers[0].inputs[0] if makers[0] is not None and makers[0].op_type == "Slice" else None
+    source = value_before(concat.inputs[0], "Slice")
     axes = None if source is None else sizes.axes(source)
     if source is None or not axes:
         return None
@@ -92,7 +93,7 @@ def _source_of_parts(concat: ir.Node, sizes: Sizes) -> ir.Value | None:
 
 def _part(node: ir.Node, source: ir.Value, axis: int, rank: int) -> tuple[int, int] | None:
     """The constant bounds, from the front, of a Slice of this value along this axis alone; None for other nodes."""
-    if node.op_type != "Slice" or node.domain or node.inputs[0] is not source or len(node.inputs) < 4:
+    if not is_onnx(node, "Slice") or node.inputs[0] is not source or len(node.inputs) < 4:
         return None
     _, starts, ends, along, steps = (*node.inputs, None)[:5]
     bounds = [constant_numbers(value) for value in (starts, ends, along)]
@@ -110,12 +111,12 @@ def _are_same(axes: Sequence[Axis] | None, others: Sequence[Axis] | None) -> boo
 
 
 def _is_view(node: ir.Node) -> bool:
-    return node.op_type in VIEWS and not node.domain
+    return is_onnx(node, *VIEWS)
 
 
 def _keeps(node: ir.Node, sizes: Sizes) -> bool:
     """Whether a Slice takes all of its input, or an Expand repeats nothing, for all sizes."""
-    if node.op_type not in ("Slice", "Expand") or node.domain or len(node.inputs) < 2 or node.inputs[0] is None:
+    if not is_onnx(node, "Slice", "Expand") or len(node.inputs) < 2 or node.inputs[0] is None:
         return False
     axes = sizes.axes(node.inputs[0])
     if axes is None or sizes.of(node.inputs[0]) != sizes.of(node.outputs[0]):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,24 @@ class Writer:
     sizes: Sizes
     added: list[ir.Node] = field(default_factory=list)
     known: Mapping[Size, ir.Value] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        value: ir.Value, sources: Iterable[ir.Value], editor: Editor, sizes: Sizes, name: str | None = None
+    ) -> Writer:
+        """Adds nodes before the one that makes a value, named after it. Sources of unknown sizes don't count."""
+        at, known = value.producer(), tuple(source for source in sources if sizes.of(source) is not None)
+        assert at is not None
+        return Writer(at, name or value.name or "", known, editor, sizes)
+
+    @contextmanager
+    def undone_if_refused(self) -> Iterator[None]:
+        """Remove all added nodes, which nothing else reads, if NotFusedError is raised."""
+        try:
+            yield
+        except NotFusedError:
+            self.undo()
+            raise
 
     def add(
         self,
@@ -151,7 +170,7 @@ class Writer:
         """A list of one size."""
         fixed = number.fixed if isinstance(number, Axis) else number
         if fixed is not None:
-            return self.editor.constant(np.array([fixed], np.int64))
+            return self.editor.numbers(fixed)
         assert isinstance(number, Axis)
         if number.size in self.known:
             return self.known[number.size]
@@ -159,11 +178,11 @@ class Writer:
         if source is None:
             raise NotFusedError("no known value has one of its dynamic sizes")
         sizes = self.integers(f"{role}_of", "Shape", [source.value], len(self.axes(source.value)))
-        place = self.editor.constant(np.array([source.place], np.int64))
+        place = self.editor.numbers(source.place)
         size = self.integers(role, "Gather", [sizes, place], 1)
         for operator, factor in (("Mul", source.times), ("Div", source.over)):
             if factor != 1:
-                size = self.integers(role, operator, [size, self.editor.constant(np.array([factor], np.int64))], 1)
+                size = self.integers(role, operator, [size, self.editor.numbers(factor)], 1)
         return size
 
     def integers(self, role: str, operator: str, inputs: Sequence[ir.Value], count: int, **attributes: Any) -> ir.Value:

@@ -31,13 +31,12 @@ class Read:
 
 @dataclass(frozen=True)
 class Placement:
-    """The values in host memory, and the reads that need a copy.
+    """The reads that need a copy between the host's memory and the GPU's.
 
     - `sizes`: values on the CPU that follow from sizes alone. Their number of elements is the same in every request.
     - `to_gpu`, `to_cpu`: reads of a value that lies in the other memory.
     """
 
-    on_cpu: frozenset[ir.Value]
     sizes: frozenset[ir.Value]
     to_gpu: tuple[Read, ...]
     to_cpu: tuple[Read, ...]
@@ -73,7 +72,7 @@ def place_values(graph: ir.Graph) -> Placement:
             on_host = host_inputs(node)
             to_gpu += [read for read in reads if read.value in on_cpu and read.number not in on_host]
             to_cpu += [read for read in reads if read.value not in on_cpu and read.number in on_host]
-    return Placement(frozenset(on_cpu), frozenset(sizes), tuple(to_gpu), tuple(to_cpu))
+    return Placement(frozenset(sizes), tuple(to_gpu), tuple(to_cpu))
 
 
 def why_not_captured(graph: ir.Graph) -> str:

@@ -9,9 +9,8 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.lowering.bias_gelu import fuse_bias_gelus
 from splitc.compiler.lowering.channels_last import use_channels_last
-from splitc.compiler.lowering.gated_gelus import fuse_gated_gelus
+from splitc.compiler.lowering.gelus import fuse_bias_gelus, fuse_gated_gelus
 from splitc.compiler.lowering.gpu_functions import OPSET
 from splitc.compiler.lowering.skip_norms import fuse_skips
 from splitc.compiler.lowering.summed_products import sum_products

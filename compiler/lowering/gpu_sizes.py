@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
@@ -23,8 +22,7 @@ from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.cpu_values import SMALL, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.operators.gpu_kernels import host_inputs
 from splitc.compiler.request.shapes import Shape
-
-Array = npt.NDArray[Any]
+from splitc.runtime.arrays.array import Array
 
 WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
 # The most elements of a list of sizes, which has one or a few for each axis of a value. Larger values are copied.

@@ -12,13 +12,13 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.joined_tensor import JoinedTensor
+from splitc.compiler.frontend.lazy_tensors import JoinedTensor
+from splitc.compiler.frontend.matching import is_own, tensor_of
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.frontend.walks import producers, reached
-from splitc.compiler.fusion.divided import is_own
 from splitc.compiler.fusion.masks import PAST
-from splitc.compiler.nodes import unused_name
+from splitc.compiler.nodes import settings_of
 from splitc.compiler.operators.registry import operator_of
 
 PRODUCTS = {("", "MatMul"), ("com.microsoft", "FusedMatMul")}
@@ -71,8 +71,8 @@ def _has_own_weight(product: ir.Node) -> bool:
 def _weight(product: ir.Node) -> tuple[ir.Value, ir.TensorProtocol]:
     """A product's weight, and its tensor."""
     weight = product.inputs[1]
-    assert weight is not None and weight.const_value is not None
-    return weight, weight.const_value
+    assert weight is not None
+    return weight, tensor_of(weight)
 
 
 def _columns(product: ir.Node) -> int:
@@ -90,10 +90,9 @@ def _join(products: list[ir.Node], editor: Editor) -> None:
     """Replace the products by one product and a Split, in the place of the first one."""
     first, axis = products[0], _columns(products[0])
     weights = [_weight(product) for product in products]
-    name = unused_name("+".join(weight.name or "" for weight, _ in weights), editor.graph.initializers)
-    joined = editor.add((name, b""), JoinedTensor([tensor for _, tensor in weights], axis, name))
-    attributes = {key: attribute.value for key, attribute in first.attributes.items()}
-    made = editor.before(first, first.op_type, first.inputs[0], joined, domain=first.domain, **attributes)
+    name = "+".join(weight.name or "" for weight, _ in weights)
+    joined = editor.weight(JoinedTensor([tensor for _, tensor in weights], axis, name))
+    made = editor.before(first, first.op_type, first.inputs[0], joined, domain=first.domain, **settings_of(first))
     made.name, made.type = f"{first.outputs[0].name}/joined", first.outputs[0].type
     sizes, how = editor.lists("Split", split=[tensor.shape.numpy()[axis] for _, tensor in weights])
     split = ir.node("Split", [made, *sizes], {"axis": -1, **how}, num_outputs=COUNT)

@@ -11,8 +11,8 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.lowering.communication import RECEIVE, SEND, kind_of
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.segments import Segment
+from splitc.compiler.lowering.session_weights import keep_weights_unfused
 from splitc.compiler.lowering.transfers import Transfer
-from splitc.compiler.lowering.unfused_weights import keep_weights_unfused
 from splitc.compiler.planning.rank_plan import RankPlan
 from splitc.compiler.planning.split import RankProgram
 from splitc.runtime.package.states import State

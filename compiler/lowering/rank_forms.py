@@ -193,7 +193,7 @@ def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:
     assert data is not None
     number, op = np.float32, functools.partial(editor.before, node, dtype=ir.DataType.FLOAT)
     zero, last = editor.constant(np.array(0, number)), editor.constant(np.array(255, number))
-    one, shape = editor.constant(np.array(1, number)), editor.constant(np.array([1], np.int64))
+    one, shape = editor.constant(np.array(1, number)), editor.numbers(1)
     ends = [op("ReduceMax", signed, keepdims=0) for signed in (data, op("Neg", data))]
     partial = op("Concat", *(op("Reshape", end, shape) for end in ends), axis=0)
     whole = op(COLLECTIVE, partial, **all_reduce("max", ranks))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
@@ -12,14 +14,13 @@ from splitc.compiler.frontend.optional import mark_part
 from splitc.compiler.frontend.origins import origin_of, restore_types
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
-from splitc.compiler.frontend.walks import ancestors, producers
+from splitc.compiler.frontend.walks import ancestors, producer_of, producers
 from splitc.compiler.lowering import borders
 from splitc.compiler.lowering import rank_forms as forms
 from splitc.compiler.lowering.communication import communicates
-from splitc.compiler.lowering.joined_sums import join_sums
 from splitc.compiler.lowering.size_rewriter import SizeRewriter
 from splitc.compiler.lowering.stage_graph import stage_graph
-from splitc.compiler.nodes import unused_name
+from splitc.compiler.nodes import settings_of, unused_name
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation
@@ -75,7 +76,7 @@ class _RankGraph:
         for first, second in self._split.sums.paired:
             if first in self._sums and second in self._sums:
                 counts = [self._split.axis_map.operations[norm].statistics for norm in (first, second)]
-                join_sums(self._editor, self._sums[first], self._sums[second], counts)
+                _join_sums(self._editor, self._sums[first], self._sums[second], counts)
         self._globalize_outputs()
         for value in [*self._graph.inputs, *(value for node in self._graph for value in node.outputs)]:
             self._fit_shape(value)
@@ -189,3 +190,27 @@ def _collectives(graph: ir.Graph) -> int:
 def _depends_on_sum(value: ir.Value | None) -> bool:
     """Whether the value is computed from a collective's result."""
     return any(map(communicates, ancestors(producers([value]), node_reads)))
+
+
+def _join_sums(editor: Editor, one: ir.Value, other: ir.Value, counts: Sequence[int]) -> None:
+    """Replace the all-reduces of two norms' sums, [..., 1] or [..., 2], by one. `other` is computed later than `one`.
+
+    So few numbers per token cost the latency of a collective, not its traffic. `counts` are their numbers of sums for
+    each row. Nodes between them that the later one needs move before both.
+    """
+    graph, first, second = editor.graph, producer_of(one), producer_of(other)
+    nodes, needed = list(graph), ancestors([second], node_reads)
+    for node in nodes[nodes.index(first) + 1 : nodes.index(second)]:
+        if node in needed:
+            graph.remove(node)
+            graph.insert_before(first, node)
+    partial = editor.before(first, "Concat", first.inputs[0], second.inputs[0], axis=-1)
+    whole = editor.before(first, first.op_type, partial, **settings_of(first))
+    partial.type = whole.type = one.type
+    # These names must be the same on all ranks.
+    partial.name, whole.name = (f"{one.name}+{other.name}{end}" for end in ("/part", ""))
+    for old, own in zip((one, other), np.split(np.arange(sum(counts)), counts[:1]), strict=True):
+        new = editor.before(first, "Gather", whole, editor.constant(own), axis=-1)
+        new.type, new.shape = old.type, old.shape
+        old.replace_all_uses_with(new)
+    graph.remove([first, second], safe=True)

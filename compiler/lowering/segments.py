@@ -62,7 +62,8 @@ def cut_segments(
     repeated = _repeated_nodes(flow)
     position = {node: number for number, node in enumerate(graph)}
     given = {value for value in graph.outputs if value.name in outputs}
-    members = _members(flow, repeated, _needed(flow, given))
+    needed = ancestors([*flow.joints, *producers(given)], flow.reads.__getitem__)
+    members = _members(flow, repeated, needed)
     # The last segment that reads each value.
     last = {value: level for level, nodes in enumerate(members) for node in nodes for value in reads[node]}
     segments = []
@@ -125,11 +126,6 @@ def _is_short_constant(value: ir.Value, constant: Collection[ir.Node]) -> bool:
     if not value.is_initializer() and value.producer() not in constant:
         return False
     return value.shape is not None and value.shape.is_static() and math.prod(value.shape.numpy()) <= LONGEST
-
-
-def _needed(flow: Flow, given: Collection[ir.Value]) -> set[ir.Node]:
-    """The joints, the producers of the given values, and the ancestors of both."""
-    return ancestors([*flow.joints, *producers(given)], flow.reads.__getitem__)
 
 
 def _levels(flow: Flow, repeated: Collection[ir.Node]) -> dict[ir.Node, int]:

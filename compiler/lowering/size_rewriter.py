@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
@@ -22,8 +21,8 @@ from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Axes, Operation, Sizes
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.shards import Shards
+from splitc.runtime.arrays.array import Array
 
-Array = npt.NDArray[Any]
 # The first opset with the operator Where.
 WHERE = 9
 

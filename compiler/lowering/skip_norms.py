@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx.helper import make_node
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.origins import described, take_place
 
 DOMAIN = "com.microsoft"
@@ -80,11 +81,11 @@ def write_out(node: onnx.NodeProto) -> list[onnx.NodeProto]:
 def _find_addition(norm: ir.Node) -> _Addition | None:
     """The addition before a norm; None if both can't become one operator."""
     total = norm.inputs[0] if norm.inputs else None
-    if norm.op_type not in OPERATORS or norm.domain or total is None or any(v.uses() for v in norm.outputs[1:]):
+    if not is_onnx(norm, *OPERATORS) or total is None or any(value.uses() for value in norm.outputs[1:]):
         return None
-    node, shape = total.producer(), known_shape(total)
+    node, shape = made_by(total, "Add"), known_shape(total)
     weights = [known_shape(value) for value in norm.inputs[1:] if value is not None]
-    if node is None or node.op_type != "Add" or node.domain or shape is None or not weights:
+    if node is None or shape is None or not weights:
         return None
     if described(total).dtype != ir.DataType.FLOAT16 or len(shape) not in (2, 3):
         return None
@@ -112,8 +113,8 @@ def known_shape(value: ir.Value) -> tuple[int | str, ...] | None:
 def _with_bias(addition: _Addition) -> _Addition:
     """The addition, with the bias that was added to one of its two inputs, if there is one."""
     for one, other in ((addition.first, addition.second), (addition.second, addition.first)):
-        node = one.producer()
-        if node is None or node.op_type != "Add" or node.domain or len(one.uses()) > 1 or one.is_graph_output():
+        node = made_by(one, "Add")
+        if node is None or len(one.uses()) > 1 or one.is_graph_output():
             continue
         shape = known_shape(one) or ()
         for data, bias in (node.inputs, node.inputs[::-1]):

@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.lazy_tensors import CutTensor
+from splitc.compiler.frontend.matching import is_onnx, is_own, made_by, only_user, tensor_of
 from splitc.compiler.frontend.origins import planned_shape, take_place
-from splitc.compiler.fusion.divided import is_own, tensor_of
 from splitc.compiler.fusion.kernels import ON_GPUS
-from splitc.compiler.fusion.norm import only_user
-from splitc.compiler.nodes import unused_name
 from splitc.compiler.request.shapes import Shape
 
 
@@ -36,11 +34,11 @@ def sum_products(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
 
 def _parts(product: ir.Node, shapes: Mapping[str, Shape]) -> Sequence[tuple[ir.Value, int]]:
     """The values whose columns are joined before a product, with their numbers; none unless a sum moves fewer bytes."""
-    if product.op_type != "MatMul" or product.domain or None in product.inputs:
+    if not is_onnx(product, "MatMul"):
         return ()
     data, weight = product.inputs
-    joined = None if data is None else data.producer()
-    if data is None or joined is None or joined.op_type != "Concat" or only_user(data, "MatMul") is not product:
+    joined = made_by(data, "Concat")
+    if data is None or joined is None or only_user(data, "MatMul") is not product:
         return ()
     if weight is None or not is_own(weight, 2) or weight.dtype != ir.DataType.FLOAT16:
         return ()
@@ -63,9 +61,9 @@ def _write(product: ir.Node, parts: Sequence[tuple[ir.Value, int]], editor: Edit
     columns, total, end = tensor_of(weight).shape.numpy()[1], None, 0
     for part, width in parts:
         start, end = end, end + width
-        name = unused_name(f"{weight.name}[{start}:{end}]", editor.graph.initializers)
+        name = f"{weight.name}[{start}:{end}]"
         rows = CutTensor(tensor_of(weight), {0: slice(start, end)}, ir.Shape([width, columns]), name)
-        made = editor.before(product, "MatMul", part, editor.add((name, b""), rows))
+        made = editor.before(product, "MatMul", part, editor.weight(rows))
         total = made if total is None else editor.before(product, "Add", total, made)
     assert total is not None
     take_place(total, product.outputs[0])

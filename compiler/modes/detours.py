@@ -16,8 +16,8 @@ from splitc.compiler.analysis.memory import Held, StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.errors import CannotSplitError
 from splitc.compiler.lowering.transfers import Transfer, find_teams
+from splitc.compiler.placement.experts import reliefs
 from splitc.compiler.placement.placed import with_placed
-from splitc.compiler.placement.relief import reliefs
 from splitc.compiler.planning.clock import Clock, Prediction, find_pace
 from splitc.compiler.planning.measured import as_measured
 from splitc.compiler.planning.plan import Plan

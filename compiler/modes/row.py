@@ -15,14 +15,15 @@ from typing import Any
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
+from splitc.compiler.analysis.memory import StageMemory, stage_memory
 from splitc.compiler.analysis.stages import Stage, divide_blocks
 from splitc.compiler.errors import CannotSplitError
+from splitc.compiler.execution.rounds import Round
 from splitc.compiler.lowering.engine_segments import engine_segments
 from splitc.compiler.lowering.programs import names, rank_program
 from splitc.compiler.lowering.row_graphs import row_graph
 from splitc.compiler.lowering.row_slices import find_rounds, product_stage
 from splitc.compiler.modes.mode import Mode, Way, WholeValues
-from splitc.compiler.modes.row_memory import sliced_memory
 from splitc.compiler.planning.assembly import assemble, check_memory
 from splitc.compiler.planning.clock import Clock, Prediction, block_seconds, find_pace
 from splitc.compiler.planning.host_groups import single_groups
@@ -36,6 +37,7 @@ from splitc.compiler.planning.stage_search import Assignment
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.request import Request
 from splitc.compiler.sharding.choice import Choice
+from splitc.compiler.sharding.held import held_shards
 from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.products import Product, Products, find_products
 from splitc.compiler.sharding.report import sliced_weights
@@ -52,6 +54,8 @@ WHOLE = "on the main device"
 LEAST_SHARE = 0.1
 # How many weights, and how many kinds of readers, the error names if too little can be sliced.
 NAMED, KINDS = 5, 3
+# About the number of nodes that send a product's input, receive its result, and join its columns.
+PASSING = 3
 
 
 @dataclass(frozen=True)
@@ -332,3 +336,35 @@ def _ways(hosts: Sequence[int], numbers: Sequence[int]) -> list[Way]:
 
 
 MODE = Mode(stages=lambda request, devices: request.pipeline_stages, ways=_ways, plan=plan_rows, replan=_replan)
+
+
+def sliced_memory(analysis: Analysis, split: SlicedProducts, stage: Stage, number: int) -> StageMemory:
+    """A rank's memory. The main rank holds everything except the other ranks' slices.
+
+    Any other rank holds its slices, the inputs of its products, and its columns of their results.
+    """
+    products = list(split.products.values())
+    own = split.of_rank(number, products)
+    if number == 0:
+        elsewhere = {product.node for product in products} - {product.node for product in own}
+        held = held_shards(analysis.costs, split.columns, [node for node in stage.nodes if node not in elsewhere], 0)
+        states = analysis.states
+    else:
+        # Exchanged values are computed inside the engine.
+        stage, states, products = replace(product_stage(analysis.graph, own), receives=(), sends=()), (), own
+        held = held_shards(analysis.costs, split.columns, stage.nodes, number)
+    held = replace(held, size=analysis.costs.value_bytes, rounds=_rounds_of(split, number))
+    memory = stage_memory(analysis.costs, states, stage, held)
+    return replace(memory, nodes=memory.nodes + PASSING * len(products))
+
+
+def _rounds_of(split: SlicedProducts, number: int) -> list[Round]:
+    """A rank's products, sends and receives in each round."""
+    works = [split.work(rank) for rank in range(split.columns.ranks)]
+    rounds = []
+    for (products, *others), own in zip(zip(split.rounds, *works[1:], strict=True), works[number], strict=True):
+        of_rank = own.products if number else products
+        shares = {one.node: {rank: split.share(rank, one) for rank in split.ranks(one)} for one in of_rank}
+        sent = [] if number else [work.takes for work in others]
+        rounds.append(Round(shares, sent, own.takes if number else (), number))
+    return rounds

@@ -7,6 +7,7 @@ k key-value heads; g query heads for each of them; h heads if there are as many 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import onnx_ir as ir
 
@@ -14,7 +15,7 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import Operation
-from splitc.compiler.operators.operator import Operator, Shapes
+from splitc.compiler.operators.operator import AxesRule, Operator, Shapes
 
 
 def _heads(op: Operation, queries: int, keys: int) -> dict[str, Axis] | None:
@@ -218,75 +219,45 @@ def _count_keys(inputs: Shapes, outputs: Shapes) -> int:
     return max(own, *(shape[-2] for shape in outputs[1:3] if len(shape) > 3), 1)
 
 
+def _attention(name: str, axes: AxesRule | None = None, **more: Any) -> Operator:
+    """An entry. Kernels in half precision on GPUs keep all scores in registers."""
+    return Operator(
+        name, axes, attention_flops, is_product=True, is_attention=True, half_scratch=scratch.nothing, **more
+    )
+
+
 OPERATORS = (
-    Operator(
-        "Attention",
-        attention,
-        attention_flops,
-        masks=(3,),
-        is_product=True,
-        is_attention=True,
-        scratch=scratch.attention,
-        half_scratch=scratch.nothing,
-        states={1: 4, 2: 5},
-    ),
-    Operator(
+    _attention("Attention", attention, masks=(3,), states={1: 4, 2: 5}, scratch=scratch.attention),
+    _attention(
         "com.microsoft.Attention",
         fused_attention,
-        attention_flops,
         masks=(3, 5),
-        is_product=True,
-        is_attention=True,
+        states={1: 4},
         crashes_without=2,
         scratch=scratch.fused_attention,
-        half_scratch=scratch.nothing,
-        states={1: 4},
     ),
-    Operator(
-        "com.microsoft.DecoderMaskedMultiHeadAttention",
-        flops=attention_flops,
-        masks=(3, 4),
-        is_product=True,
-        is_attention=True,
-        states={1: 5, 2: 6},
-    ),
-    Operator(
+    _attention("com.microsoft.DecoderMaskedMultiHeadAttention", masks=(3, 4), states={1: 5, 2: 6}),
+    _attention(
         "com.microsoft.GroupQueryAttention",
         group_query_attention,
-        attention_flops,
         masks=(5, 6, 10),
         positions=(9,),
         tables=(7, 8),
-        is_product=True,
-        is_attention=True,
-        writes_in_place=True,
-        example_input=key_lengths,
-        scratch=scratch.group_query_attention,
-        half_scratch=scratch.nothing,
         states={1: 3, 2: 4},
         state_sizes=cache_sizes,
+        writes_in_place=True,
+        example_input=key_lengths,
         crashes_empty=(0,),
+        scratch=scratch.group_query_attention,
     ),
-    Operator(
+    _attention(
         "com.microsoft.MultiHeadAttention",
         multi_head_attention,
-        attention_flops,
         masks=(4, 5),
-        is_product=True,
-        is_attention=True,
-        scratch=scratch.multi_head_attention,
-        half_scratch=scratch.nothing,
         states={1: 6, 2: 7},
+        scratch=scratch.multi_head_attention,
     ),
-    Operator(
-        "com.microsoft.QAttention",
-        flops=attention_flops,
-        quantizes=True,
-        masks=(5,),
-        is_product=True,
-        is_attention=True,
-        states={1: 8},
-    ),
+    _attention("com.microsoft.QAttention", masks=(5,), states={1: 8}, quantizes=True),
     Operator("RotaryEmbedding", rotary_embedding, positions=(3,), tables=(1, 2)),
     Operator(
         "com.microsoft.RotaryEmbedding", rotary_embedding, positions=(1,), tables=(2, 3), example_input=first_position

@@ -15,7 +15,7 @@ from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators import scratch
 from splitc.compiler.operators.axes import Axis
 from splitc.compiler.operators.operation import LINEAR, Operation
-from splitc.compiler.operators.operator import AxesRule, Operator, ShapeFunction, Shapes
+from splitc.compiler.operators.operator import AxesRule, Flops, Operator, ShapeFunction, Shapes
 
 
 def product(op: Operation, left: tuple[Axis, ...], right: tuple[Axis, ...]) -> None:
@@ -280,77 +280,39 @@ def integer_product_shape(context: Any, node: ir.Node) -> None:
         node.outputs[0].dtype = scale.dtype
 
 
+def _matrix(name: str, axes: AxesRule, flops: Flops, shapes: ShapeFunction | None = None, **more: Any) -> Operator:
+    """An entry of a product whose kernel packs a matrix, its second input."""
+    return Operator(name, axes, flops, shapes, is_product=True, matrix_input=1, padding=scratch.matrix_padding, **more)
+
+
+def _convolution(name: str, axes: AxesRule, shapes: ShapeFunction | None = None, **more: Any) -> Operator:
+    """An entry of a convolution whose kernel may have channels in blocks."""
+    return Operator(
+        name,
+        axes,
+        convolution_flops,
+        shapes,
+        is_product=True,
+        scratch=scratch.convolution,
+        padding=scratch.kernel_in_blocks,
+        takes_blocks=True,
+        nodes=3,
+        **more,
+    )
+
+
 OPERATORS = (
-    Operator(
-        "MatMul",
-        matmul,
-        product_flops,
-        is_product=True,
-        may_make_angles=True,
-        matrix_input=1,
-        padding=scratch.matrix_padding,
-    ),
-    Operator(
-        "MatMulInteger",
-        matmul_integer,
-        product_flops,
-        is_product=True,
-        matrix_input=1,
-        padding=scratch.matrix_padding,
-    ),
+    _matrix("MatMul", matmul, product_flops, may_make_angles=True),
+    _matrix("MatMulInteger", matmul_integer, product_flops),
     Operator(
         "com.microsoft.MatMulIntegerToFloat", matmul_integer, product_flops, integer_product_shape, matrix_input=1
     ),
-    Operator(
-        "com.microsoft.FusedMatMul",
-        fused_matmul,
-        fused_product_flops,
-        is_product=True,
-        matrix_input=1,
-        padding=scratch.matrix_padding,
-    ),
-    Operator(
-        "Gemm",
-        gemm,
-        gemm_flops,
-        is_product=True,
-        matrix_input=1,
-        scaling_attributes={2: "beta"},
-        padding=scratch.matrix_padding,
-    ),
-    Operator(
-        "com.microsoft.FusedGemm",
-        activated(gemm),
-        gemm_flops,
-        shape_of("Gemm"),
-        is_product=True,
-        matrix_input=1,
-        padding=scratch.matrix_padding,
-    ),
+    _matrix("com.microsoft.FusedMatMul", fused_matmul, fused_product_flops),
+    _matrix("Gemm", gemm, gemm_flops, scaling_attributes={2: "beta"}),
+    _matrix("com.microsoft.FusedGemm", activated(gemm), gemm_flops, shape_of("Gemm")),
     Operator("Einsum", einsum, einsum_flops, is_product=True, may_make_angles=True, scratch=scratch.einsum),
-    Operator(
-        "Conv",
-        convolution,
-        convolution_flops,
-        is_product=True,
-        gpu_bias=2,
-        scratch=scratch.convolution,
-        half_scratch=scratch.half_convolution,
-        padding=scratch.kernel_in_blocks,
-        takes_blocks=True,
-        nodes=3,
-    ),
-    Operator(
-        "com.microsoft.FusedConv",
-        activated(convolution),
-        convolution_flops,
-        shape_of("Conv"),
-        is_product=True,
-        scratch=scratch.convolution,
-        padding=scratch.kernel_in_blocks,
-        takes_blocks=True,
-        nodes=3,
-    ),
+    _convolution("Conv", convolution, half_scratch=scratch.half_convolution, gpu_bias=2),
+    _convolution("com.microsoft.FusedConv", activated(convolution), shape_of("Conv")),
     Operator("DeformConv", deformed_convolution, convolution_flops, is_product=True),
     Operator("ConvInteger", convolution, convolution_flops, scratch=scratch.integer_convolution),
     Operator(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis, Pin
+from splitc.runtime.arrays.array import Array
 
 # The axes of a value; None if its shape is not known.
 Axes = tuple[Axis, ...] | None
@@ -52,7 +51,7 @@ class Operation:
     node: ir.Node
     inputs: Sequence[Axes]
     outputs: Sequence[Axes]
-    constants: Sequence[npt.NDArray[Any] | None]
+    constants: Sequence[Array | None]
     weights: Collection[int] = ()
     mixed: Mapping[int, Sequence[int | None] | None] = field(default_factory=dict)
     contracted: Axis = ()

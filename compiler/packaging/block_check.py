@@ -10,17 +10,15 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
 from splitc.compiler.analysis.blocks import Block
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.cut_tensor import take
+from splitc.compiler.frontend.lazy_tensors import take
 from splitc.compiler.frontend.reads import is_random
 from splitc.compiler.frontend.shapes import BoundShapes, shape_of
 from splitc.compiler.frontend.walks import ancestors
@@ -30,6 +28,7 @@ from splitc.compiler.nodes import describe_node, operator_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, reads_of
 from splitc.compiler.planning.plan import Plan
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.gpu_operators import FUNCTIONS
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
@@ -39,7 +38,6 @@ from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.rounding import excuse, nudged
 from splitc.runtime.units import format_bytes
 
-Array = npt.NDArray[Any]
 # The types of shape arithmetic.
 SIZES = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 # Weights of at least this many bytes are fed, not copied into the graphs that are run. A choice: most lists of sizes

@@ -1,4 +1,4 @@
-"""The manifest's entry for an engine, from its graph."""
+"""The manifest's entry for an engine, from its graph, and the weights that several of its sessions may share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from splitc.compiler.lowering.cpu_values import why_not_captured
 from splitc.compiler.lowering.gpu_sizes import convolves
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.operators.registry import operator_of
-from splitc.compiler.packaging.shared_weights import is_left_alone
 from splitc.runtime.arrays.onnx_types import KNOWN
+from splitc.runtime.engines.gpu_operators import FUNCTIONS
 from splitc.runtime.gpu.weight_places import PASSED_ON
 from splitc.runtime.package import manifest as m
 
@@ -88,3 +88,21 @@ def are_shareable(weights: Mapping[str, ir.TensorProtocol], graph: ir.Graph) -> 
 
 def _type(tensor: ir.TensorProtocol) -> str:
     return str(tensor.dtype.numpy())
+
+
+def is_left_alone(weight: ir.Value) -> bool:
+    """Whether ONNX Runtime's optimizers never change a weight: only products, lookups, norms and GPU operators read it.
+
+    A shared weight replaces a session's own weight of the same name. The transpose optimizer may have transposed that
+    in place, when it moved a Transpose through an Add. The shared weight is as in the file, so results would be wrong.
+    """
+    return all(_keeps_inputs(use.node) for use in weight.uses())
+
+
+def _keeps_inputs(node: ir.Node) -> bool:
+    if node.domain == FUNCTIONS:
+        return True
+    operator = operator_of(node)
+    if operator.dequantizes:
+        return all(map(is_left_alone, node.outputs))
+    return operator.flops is not None or bool(operator.lookups) or operator.is_norm

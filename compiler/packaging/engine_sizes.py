@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes
+from splitc.compiler.frontend.shapes import bind_shapes
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.planning.split import RankProgram
 from splitc.compiler.request.shapes import Shape
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.collectives.threads import connect
 from splitc.runtime.package.manifest import Sizes
 from splitc.runtime.package.parts import part_shape
@@ -28,7 +28,7 @@ class Known:
     """A value's shape, and its numbers if they follow from shapes. None is unknown."""
 
     shape: Shape | None
-    numbers: npt.NDArray[Any] | None = None
+    numbers: Array | None = None
 
 
 class ShapeEngine:
@@ -56,11 +56,8 @@ class ShapeEngine:
                 "engines need known sizes: use --engine onnxruntime"
             )
         bound = bind_shapes(self._model, shapes, {name: known.numbers for name, known in self.given.items()})
-        return {name: _known(name, bound) for name in self.outputs}
-
-
-def _known(name: str, bound: BoundShapes) -> Known:
-    return Known(None if name in bound.uncertain else bound.shapes.get(name), bound.constants.get(name))
+        certain = {name: shape for name, shape in bound.shapes.items() if name not in bound.uncertain}
+        return {name: Known(certain.get(name), bound.constants.get(name)) for name in self.outputs}
 
 
 def engine_sizes(

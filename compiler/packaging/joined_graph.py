@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import onnx
@@ -15,6 +16,7 @@ import onnx_ir as ir
 from onnx.helper import make_node
 
 from splitc.compiler.frontend.external_data import with_full_path
+from splitc.compiler.frontend.protos import graphs_inside
 from splitc.compiler.lowering.communication import ALL_REDUCE, DOMAIN, HALF, RECEIVE, SEND
 from splitc.compiler.lowering.skip_norms import write_out
 from splitc.runtime.package.manifest import Manifest
@@ -158,36 +160,27 @@ def join_ranks(package: Path, manifest: Manifest) -> JoinedGraph:
     return JoinedGraph(joiner.nodes, joiner.weights, dict(joiner.inside), joiner.opsets)
 
 
-def _graphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield attribute.g
-        yield from attribute.graphs
-
-
 def _rename(node: onnx.NodeProto, rename: Callable[[str], str]) -> None:
     """Rename all values that a node and the graphs inside it read and compute."""
-    node.name = rename(node.name) if node.name else ""
-    node.input[:] = [rename(name) if name else "" for name in node.input]
-    node.output[:] = [rename(name) if name else "" for name in node.output]
-    for graph in _graphs(node):
+    graphs = list(graphs_inside([node]))
+    for own in (node, *chain.from_iterable(graph.node for graph in graphs)):
+        own.name = rename(own.name) if own.name else ""
+        own.input[:] = [rename(name) if name else "" for name in own.input]
+        own.output[:] = [rename(name) if name else "" for name in own.output]
+    for graph in graphs:
         for value in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
             value.name = rename(value.name)  # type: ignore[attr-defined]  # each of these has a name
-        for inner in graph.node:
-            _rename(inner, rename)
 
 
 def reads_of(node: onnx.NodeProto) -> Iterator[str]:
+    """The names that a node and the graphs inside it read."""
     yield from node.input
-    for graph in _graphs(node):
+    for graph in graphs_inside([node]):
         yield from (value.name for value in graph.output)
-        for inner in graph.node:
-            yield from reads_of(inner)
+        yield from chain.from_iterable(inner.input for inner in graph.node)
 
 
 def _made_inside(node: onnx.NodeProto) -> Iterator[str]:
-    for graph in _graphs(node):
+    for graph in graphs_inside([node]):
         yield from (value.name for value in (*graph.input, *graph.initializer))  # type: ignore[attr-defined]
-        for inner in graph.node:
-            yield from inner.output
-            yield from _made_inside(inner)
+        yield from chain.from_iterable(inner.output for inner in graph.node)

@@ -58,11 +58,7 @@ def make_manifest(
         ranks=list(ranks),
         cuts=plan.named_cuts,
         collectives=plan.split.collectives,
-        unsplit=[
-            m.UnsplitWeight(weight.name, weight.bytes - weight.split, weight.reason)
-            for weight in plan.weights
-            if weight.reason and weight.bytes - weight.split >= LISTED
-        ],
+        unsplit=[m.UnsplitWeight(*weight) for weight in plan.whole_weights if weight[1] >= LISTED],
         files=list(files),
         build=m.Build(options) if built else None,
         fixed=[describe_fixed(fixed) for fixed in graph.fixed],

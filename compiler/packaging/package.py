@@ -21,14 +21,13 @@ from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.compiler.lowering.joined_products import join_products
-from splitc.compiler.lowering.transposed_weights import multiply_as_stored
+from splitc.compiler.lowering.session_weights import multiply_as_stored
 from splitc.compiler.packaging.builder import find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
 from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry, shareable_weights
 from splitc.compiler.packaging.manifest_entries import make_manifest, rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
-from splitc.compiler.packaging.planned_sizes import check_sizes_tried
-from splitc.compiler.packaging.self_check import check_loads, check_outputs
+from splitc.compiler.packaging.self_check import check_loads, check_outputs, check_sizes_tried
 from splitc.compiler.packaging.staging import check_disk_space, full_disk_explained, written_aside
 from splitc.compiler.packaging.unmasked import without_masks, write_preamble
 from splitc.compiler.packaging.weight_files import WeightFile, write_weight_files

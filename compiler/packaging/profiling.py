@@ -8,11 +8,9 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import onnxruntime as ort
 
@@ -26,6 +24,7 @@ from splitc.compiler.packaging.onnx_files import write_model_files
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.planning.measured import single_blocks
 from splitc.compiler.remembered import remembered
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.fills import fill_array
 from splitc.runtime.files.cache import read_cache, write_cache
@@ -81,14 +80,10 @@ def _content(analysis: Analysis, stage: Stage, device: Device, threads: int) -> 
     )
     lines = [platform.node(), platform.processor(), ort.__version__, where]
     for node in stage.nodes:
-        values = [*analysis.graph.reads[node], *node.outputs]
+        values = [f"{value.dtype}{shape_of(value, shapes)}" for value in (*analysis.graph.reads[node], *node.outputs)]
         attributes = sorted((name, str(attribute.value)) for name, attribute in node.attributes.items())
-        lines.append(repr((node.domain, node.op_type, attributes, [_signature(value, shapes) for value in values])))
+        lines.append(repr((node.domain, node.op_type, attributes, values)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _signature(value: ir.Value, shapes: Any) -> str:
-    return f"{value.dtype}{shape_of(value, shapes)}"
 
 
 def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> EngineCosts:
@@ -105,7 +100,7 @@ def _measure(analysis: Analysis, stage: Stage, device: Device, threads: int) -> 
         return measure_engine(path, device, threads, feeds, in_place)
 
 
-def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[str, npt.NDArray[Any]]]:
+def _inputs(analysis: Analysis, values: Iterable[ir.Value]) -> Iterable[tuple[str, Array]]:
     """Arrays for a block's inputs: constants that follow from sizes, and 0 for other integers, a valid index."""
     generator = np.random.default_rng(0)
     sizes = analysis.costs.bound.constants

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS
-from splitc.compiler.packaging.adapted_check import adapted_file, random_adapter
+from splitc.compiler.frontend.fitted_sizes import WHOLE
+from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS, Trial
 from splitc.compiler.packaging.block_check import compare_blocks
-from splitc.compiler.packaging.unsplit_file import unsplit_file
+from splitc.compiler.packaging.unsplit_file import adapted_file, random_adapter, unsplit_file
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.kinds import find_kind
@@ -25,7 +26,7 @@ from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import OutputsDifferError, PackageError, SplitcError
 from splitc.runtime.feeds.fills import make_inputs
 from splitc.runtime.hardware.devices import free_bytes, host_memory, host_numbers
-from splitc.runtime.package.manifest import Manifest, Tensor
+from splitc.runtime.package.manifest import Fill, Manifest, Tensor
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.verification import NEVER
 from splitc.runtime.requests.lengths import needs_one_row
@@ -34,7 +35,7 @@ from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.judge import Judged, judge
 from splitc.runtime.tools.rounding import Arrays
 from splitc.runtime.tools.unsplit import Reference, open_reference
-from splitc.runtime.units import first_few
+from splitc.runtime.units import first_few, format_shape
 
 # The most bytes of weights of a model that is compared whole, since it is loaded twice. A choice: larger ones
 # are compared a block of each form at a time.
@@ -228,3 +229,21 @@ def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     for shapes in (plan.split.probe_shapes.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
             yield [msgspec.structs.replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]
+
+
+def check_sizes_tried(analysis: Analysis, fills: Mapping[str, Fill], say: Callable[[str], None]) -> None:
+    """Report how the planned sizes were tried. Raises ModelError if the model does not run, even with `fills`."""
+    fitted = analysis.fitted
+    problem = fitted.problem
+    if problem is not None and fills and fitted.tried == WHOLE:
+        problem = Trial(analysis.graph).refusal(analysis.shapes, {**fitted.fills, **fills})
+    if problem is None:
+        say(f"the model runs with the planned sizes: {fitted.tried}")
+        return
+    by_user = [name for name in analysis.shapes if name in fitted.inputs.given]
+    sizes = ", ".join(f"{name} {format_shape(shape)}" for name, shape in analysis.shapes.items() if name not in by_user)
+    made_up = f" (made up: {sizes})" if sizes else ""
+    raise ModelError(
+        f"the model does not run with the planned sizes{made_up}: {problem}\nNothing was written. Give the sizes "
+        "that it takes with --shapes, or the numbers with --fill; --no-verify writes the package as it is."
+    )

@@ -159,7 +159,7 @@ def _read(order: Order, process: subprocess.Popen[bytes], log: IO[bytes]) -> Ite
 def _explain(order: Order, failed: Failed) -> str:
     where = order.jobs[failed.job].where
     if failed.message:
-        named = f"\nIt names {_list(failed.refused)}." if failed.refused else ""
+        named = f"\nIt names {', '.join(map(str, failed.refused[:LISTED]))}." if failed.refused else ""
         return (
             f"{order.kind} can't build {where}: {failed.message}{named}\nIf it ran out of memory, allow more with "
             "--workspace, or plan for smaller inputs (--shapes); else try another --builder-optimization-level, or "
@@ -171,7 +171,3 @@ def _explain(order: Order, failed: Failed) -> str:
         + ("\n  ..." if len(failed.refused) > LISTED else "")
         + "\nExport the model without such operators, or use --engine onnxruntime."
     )
-
-
-def _list(nodes: Sequence[Refusal]) -> str:
-    return ", ".join(map(str, nodes[:LISTED]))

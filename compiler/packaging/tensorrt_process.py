@@ -228,10 +228,10 @@ def _nodes(job: Job) -> list[Refusal]:
     """The nodes of the job's ONNX file, without a reason."""
     import onnx_ir as ir
 
-    from splitc.compiler.nodes import operator_name
+    from splitc.compiler.nodes import name_of, operator_name
 
     return [
-        Refusal(node.name or node.outputs[0].name or "", operator_name(node), node.metadata_props.get(BLOCK, "?"), "")
+        Refusal(name_of(node), operator_name(node), node.metadata_props.get(BLOCK, "?"), "")
         for node in ir.load(job.source).graph
     ]
 

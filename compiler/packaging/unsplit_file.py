@@ -1,17 +1,30 @@
-"""The file of the unsplit model that a package is compared with."""
+"""The files of the unsplit model that a package is compared with: as it is, and with slots for a random adapter."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
-from splitc.compiler.frontend.external_data import settle_weights
+from splitc.compiler.frontend.external_data import load_settled, saved
+from splitc.compiler.frontend.graph import open_graph
+from splitc.compiler.frontend.loading import read_model
+from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.query_norms import runnable_file, take_out_norms
+from splitc.compiler.frontend.slots import graft_slots, need_slots, planned_rank
+from splitc.runtime.adapters.loaded import LoadedAdapter
+from splitc.runtime.package.manifest import Slot, slot_tensors
+
+# The rank of the random adapter. A choice: few numbers, padded with zeros to the slots' rank as most adapters are.
+RANK = 4
+# The size of its updates, relative to a layer's results. A choice: outputs change well above the tolerance, and no
+# softmax saturates.
+SIZE = 0.25
 
 
 @contextmanager
@@ -26,8 +39,7 @@ def unsplit_file(analysis: Analysis) -> Iterator[tuple[Path, bool]]:
         with runnable_file(graph.model, graph.path) as (path, is_own):
             yield path, is_own and graph.trusts_data
         return
-    model = ir.load(graph.path)
-    settle_weights(model, graph.path.parent)
+    model = load_settled(graph.path)
     constants = {node.outputs[0].name: node for node in model.graph if node.op_type == "Constant" and not node.domain}
     for name, tensor in (item for merged in analysis.merged for item in merged.weights.items()):
         if name in model.graph.initializers:
@@ -35,7 +47,33 @@ def unsplit_file(analysis: Analysis) -> Iterator[tuple[Path, bool]]:
         else:
             constants[name].attributes["value"] = ir.AttrTensor("value", ir.Tensor(tensor.numpy(), tensor.dtype))
     take_out_norms(model)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "merged.onnx"
-        ir.save(model, path, external_data="merged.data")
+    with saved(model, "merged") as path:
         yield path, False
+
+
+@contextmanager
+def adapted_file(analysis: Analysis, path: Path, trusts_data: bool) -> Iterator[Path]:
+    """The unsplit model at `path` with the package's slots, in a file that exists inside the context.
+
+    The slots are grafted to the model as its file has it, so that the comparison covers fusion too.
+    """
+    settings = {fixed.input.name or "": fixed.value for fixed in analysis.graph.fixed if fixed.value is not None}
+    graph = open_graph(path, *read_model(path, trusts_data), settings, trusts_data)
+    if analysis.slot_rank is not None:
+        graph, _ = graft_slots(graph, planned_rank(analysis.slot_rank))
+    make_overridable(graph.graph)
+    need_slots(graph.graph, [tensor.name for tensor in slot_tensors(analysis.slots)])
+    with saved(graph.model, "adapted") as file:
+        yield file
+
+
+def random_adapter(slots: Sequence[Slot]) -> LoadedAdapter:
+    """An adapter with an update for all slots."""
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for number, slot in enumerate(slots):
+        inputs = slot.inputs * math.prod(slot.kernel)
+        a = generator.standard_normal((RANK, inputs), np.float32) * inputs**-0.5
+        b = generator.standard_normal((RANK, slot.outputs), np.float32) * (SIZE * RANK**-0.5 / slot.factor)
+        arrays[number] = a, b
+    return LoadedAdapter(1.0, arrays, {})

@@ -6,23 +6,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.cut_tensor import CutTensor, Indices, as_slice, take
-from splitc.compiler.frontend.joined_tensor import JoinedTensor
+from splitc.compiler.frontend.lazy_tensors import CutTensor, Indices, JoinedTensor, as_slice, take
 from splitc.compiler.packaging.writer import PackageWriter
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.threads.executor import Executor
 from splitc.runtime.threads.futures import first_error
 from splitc.runtime.threads.progress import Bytes, counting
 
 # The bytes that are cut, hashed and written at a time: they stay in a core's own cache meanwhile.
 PIECE = 1 << 20
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

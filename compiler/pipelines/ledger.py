@@ -82,11 +82,8 @@ def sum_devices(
         for device, ranks in own.items():
             moved = sum(rank.memory.held_weights for rank in ranks if swap and can_swap(plan, rank))
             sums[device] = _add(sums.get(device, DeviceSum(device, None)), ranks, moved)
-    return [_spare(device_sum, spared.get(device_sum.device, 0)) for device_sum in sums.values()]
-
-
-def _spare(device_sum: DeviceSum, common: int) -> DeviceSum:
-    return replace(device_sum, weights=device_sum.weights - common, common=common)
+    both = [(device_sum, spared.get(device_sum.device, 0)) for device_sum in sums.values()]
+    return [replace(device_sum, weights=device_sum.weights - common, common=common) for device_sum, common in both]
 
 
 def can_swap(plan: Plan, rank: RankPlan) -> bool:

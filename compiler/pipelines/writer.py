@@ -1,4 +1,7 @@
-"""Writes the package of a folder: the package of each module, the files that travel, and pipeline.json last."""
+"""Writes the package of a folder: the package of each module, the files that travel, and pipeline.json last.
+
+Its engines may be built later, on the machine where they will run.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,23 @@ from types import MappingProxyType
 
 import msgspec
 
-from splitc.compiler.packaging.building import BuildSettings, timing_cache_beside
+from splitc.compiler.packaging.building import (
+    BuildSettings,
+    copy_package,
+    finish_package,
+    read_sources,
+    timing_cache_beside,
+)
 from splitc.compiler.packaging.package import compile_model
 from splitc.compiler.packaging.staging import check_target, full_disk_explained, written_aside
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.pipelines.plan import PipelinePlan, module_named
 from splitc.compiler.pipelines.requests import divide_by_input
-from splitc.runtime.engines.kinds import TENSORRT
+from splitc.runtime.engines.kinds import TENSORRT, find_kind
 from splitc.runtime.errors import MisuseError, SplitcError, collected, raise_all
 from splitc.runtime.files.written import try_link
 from splitc.runtime.package.manifest import EngineFile, File, Fill, Manifest
-from splitc.runtime.package.manifest_file import FILE_NAME, encode, read_seal
+from splitc.runtime.package.manifest_file import FILE_NAME, encode, read_manifest, read_seal
 from splitc.runtime.package.pipeline_file import FILE_NAME as PIPELINE
 from splitc.runtime.package.pipeline_file import Module, PipelineFile, write_pipeline
 from splitc.runtime.threads.garbage import rare_garbage
@@ -129,3 +138,28 @@ def _copy_files(plan: PipelinePlan, folder: Path) -> list[File]:
         target.parent.mkdir(parents=True, exist_ok=True)
         writer.copy(source, target)
     return writer.files
+
+
+def build_pipeline(
+    package: Path, pipeline: PipelineFile, timing_cache: Path | None = None, jobs: int | None = None
+) -> dict[str, Manifest]:
+    """Build the engines of all modules that have built ones. Returns their manifests by name. The package is replaced.
+
+    Arguments and errors are those of `build_package`.
+    """
+    names = [
+        module.name for module in pipeline.modules if find_kind(read_manifest(package / module.name).engine).is_built
+    ]
+    if not names:
+        raise MisuseError(f"all modules of {package} have engines that are ONNX files: there is nothing to build")
+    manifests = {}
+    with full_disk_explained(package, 0), written_aside(package, replace=True) as folder:
+        copy_package(package, folder)
+        for name in names:
+            with module_named(name):
+                manifest, settings = read_sources(package / name, timing_cache)
+                manifests[name] = finish_package(folder / name, manifest, settings, package, jobs)
+        modules = [msgspec.structs.replace(module, seal=read_seal(folder / module.name)) for module in pipeline.modules]
+        (folder / PIPELINE).unlink()  # it may be a hard link to the old package's file
+        write_pipeline(folder, msgspec.structs.replace(pipeline, modules=modules))
+    return manifests

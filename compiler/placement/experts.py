@@ -4,6 +4,8 @@ A router is a product, followed by a TopK (or an ArgMax) over the experts. The m
 where all paths from its choice meet again: it is computed from the router's input or from its choice. The experts'
 weights are those of products in the mixture that have as many copies of one shape as there are experts, or an axis of
 that size. For operators that are a whole mixture, the registry lists these inputs.
+
+Experts, and tables, are what the planner may place by itself if blocks alone do not fit the budgets.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from splitc.compiler.placement.weights import WeightUse, placeable
 
 # The fewest experts of a router.
 FEWEST = 2
+# Minimum share of the weights of a table that is placed. A choice: less relieves hardly any device.
+LEAST_SHARE = 0.01
 
 
 def find_experts(costs: Costs) -> list[list[ir.Value]]:
@@ -166,3 +170,24 @@ def _source(graph: Graph, router: ir.Node) -> ir.Value | None:
             break
         value = maker.inputs[0]
     return value
+
+
+def reliefs(costs: Costs) -> list[list[ir.Value]]:
+    """Groups of weights that need little traffic, those that relieve a device most first.
+
+    Tokens go to the experts of a layer and come back, and rows come from a table: about the same traffic for each. So
+    the largest groups move the fewest bytes for their size. Weights that stay in files relieve no device.
+    """
+    uses = placeable(costs)
+    experts = find_experts(costs)
+    known = {weight for layer in experts for weight in layer}
+    least = LEAST_SHARE * sum(map(costs.value_bytes, uses))
+    tables = [
+        [weight]
+        for weight, use in uses.items()
+        if weight not in known
+        and costs.value_bytes(weight) >= least
+        and any(node.inputs[table] is weight for node in use.readers for _, table in operator_of(node).lookups)
+    ]
+    groups = [[weight for weight in group if weight not in costs.in_files] for group in (*experts, *tables)]
+    return sorted(filter(None, groups), key=lambda group: -sum(map(costs.value_bytes, group)))

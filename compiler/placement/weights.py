@@ -10,7 +10,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.analysis.rematerialization import NEGLIGIBLE_WEIGHT_BYTES
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.scopes import modules_of
+from splitc.compiler.frontend.linear_layers import modules_of
 from splitc.compiler.frontend.slots import is_slot_input
 
 

@@ -228,7 +228,7 @@ def check_memory(plan: Plan, whole: str = "") -> None:
     if not lacking:
         return
     rank = plan.ranks[number]
-    unsplit = format_bytes(sum(weight.bytes - weight.split for weight in plan.weights))
+    unsplit = format_bytes(sum(weight.whole for weight in plan.weights))
     why = f"; {unsplit} of weights can't be split and are {whole}" if whole else ""
     lines = [
         f"  rank {n} {r.device}: {format_bytes(r.memory.total)} of {format_bytes(r.budget)}"

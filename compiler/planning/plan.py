@@ -88,6 +88,11 @@ class Plan(Listed):
     prediction: Prediction | None = None
 
     @property
+    def whole_weights(self) -> list[tuple[str, int, str]]:
+        """The weights that are not completely split: their names, the bytes that are whole, and why."""
+        return [(weight.name, weight.whole, weight.reason) for weight in self.weights if weight.reason]
+
+    @property
     def written(self) -> Plan:
         """The plan from which the package's files are written: that of one replica, if there are several."""
         return self if self.replicas is None else self.replicas.first

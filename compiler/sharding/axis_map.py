@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
 
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.analysis.facts import Analysis
@@ -26,6 +24,7 @@ from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.operators.registry import relate_axes
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
+from splitc.runtime.arrays.array import Array
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,7 @@ def _whole(size: int, reason: str) -> Axis:
     return axis
 
 
-def _constant(value: ir.Value | None, bound: BoundShapes) -> npt.NDArray[Any] | None:
+def _constant(value: ir.Value | None, bound: BoundShapes) -> Array | None:
     """The value as an array if the bound shapes determine it and it is a few integers; else None."""
     if value is None or source_of(value) is not None:
         return None

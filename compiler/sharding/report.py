@@ -38,6 +38,11 @@ class WeightFate:
     units: str
     reason: str | None
 
+    @property
+    def whole(self) -> int:
+        """The bytes that are not split."""
+        return self.bytes - self.split
+
 
 def block_weights(analysis: Analysis) -> set[ir.Value]:
     """The weights that repeated blocks read."""

@@ -16,15 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
+from splitc.compiler.frontend.alone import nodes_between, run_part
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.optional import source_of
-from splitc.compiler.frontend.part_alone import nodes_between, run_part
 from splitc.compiler.frontend.reads import holds_graphs, is_random, read_sizes
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.operators import axes as ax
@@ -32,8 +31,8 @@ from splitc.compiler.operators.axes import Axis, Factor
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes
+from splitc.runtime.arrays.array import Array
 
-Array = npt.NDArray[Any]
 # The operators that gather or scatter by an index, which is their second input.
 PUTTING = "ScatterND"
 PICKING = ("Gather", "GatherND", PUTTING)
@@ -111,7 +110,7 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     A whole mask may follow from sizes too, if rows were indexed by their numbers in it.
     """
     nodes = nodes_from_sizes(graph)
-    picking = [node for node in graph.nodes if node not in nodes and node.op_type in PICKING and not node.domain]
+    picking = [node for node in graph.nodes if node not in nodes and is_onnx(node, *PICKING)]
     indices = {node: _parts(node, nodes) for node in picking}
     indices = {node: parts for node, parts in indices.items() if any(part.producer() in nodes for part in parts)}
     turning = {
@@ -171,10 +170,9 @@ def _data_readers(value: ir.Value) -> set[ir.Node]:
 
 def _choice(index: ir.Value) -> ir.Node | None:
     """The ArgMax or ArgMin behind an index, which is thus below the size of its axis; None for any other index."""
-    node = index.producer()
-    while node is not None and node.op_type == "Cast":
-        node = node.inputs[0].producer() if node.inputs[0] is not None else None
-    return node if node is not None and node.op_type in ("ArgMax", "ArgMin") else None
+    while (uncast := value_before(index, "Cast")) is not None:
+        index = uncast
+    return made_by(index, "ArgMax", "ArgMin")
 
 
 def _count_below(index: ir.Value, bound: BoundShapes) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from splitc.compiler.planning.plan import Plan
+from splitc.compiler.sharding.report import sharded_share
 from splitc.compiler.show.candidates_chart import candidates_section
 from splitc.compiler.show.fused_section import fused_section
 from splitc.compiler.show.plan_tables import how_timed
@@ -49,14 +50,13 @@ def plan_chapter(title: str, plan: Plan, verdict: Sequence[str], why: Sequence[s
         for rank in plan.ranks
     ]
     words = words_of(plan.split_mode)
-    whole = [(weight.name, weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]
     labels = [f"{number} {rank.device}" for number, rank in enumerate(ranks)]
     times, find = times_sections(plan) or (None, None)
     sections: list[Section | None] = [
         strip_section(ranks, plan.named_cuts, plan.split.is_radial, plan.groups),
         memory_section(labels, ranks, BUDGET),
         times,
-        whole_section(whole, words.whole),
+        whole_section(plan.whole_weights, words.whole),
         fused_section(plan.analysis.fates),
         candidates_section(plan),
         find,
@@ -71,8 +71,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     facts.append(("times", how_timed(plan)))
     held = sum(weight.bytes for weight in plan.weights)
     if held:
-        share = sum(weight.split for weight in plan.weights) / held
-        facts.append(("weights split", f"{share:.0%} of {format_bytes(held)}"))
+        facts.append(("weights split", f"{sharded_share(plan.weights):.0%} of {format_bytes(held)}"))
     if plan.split.collectives:
         size = format_bytes(sum(plan.split.exchanged(plan.cuts)))
         facts.append((words_of(plan.split_mode).exchanges, f"{plan.split.collectives} a run, {size}"))

@@ -16,7 +16,7 @@ from splitc.compiler.placement.weights import weight_uses
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.planning.resources import Budget
 from splitc.compiler.request.request import DISK
-from splitc.compiler.sharding.report import AxisFate
+from splitc.compiler.sharding.report import AxisFate, sharded_share
 from splitc.compiler.show.fused_section import by_kind, fused_in_words, reasons_not_fused
 from splitc.runtime.cli.tables import RANK_SIZES, print_cuts, print_whole, replays_text
 from splitc.runtime.cli.terminal import fitted, is_narrow, out, print_warning, table
@@ -201,15 +201,14 @@ SHOWN = 4 << 10
 def _print_split(plan: Plan) -> None:
     """Print the share of the weights that is split, the bytes that ranks exchange, and the whole weights."""
     inside = [weight for weight in plan.weights if weight.in_block]
-    shares = []
-    for what, weights in (("the blocks", inside), ("all", plan.weights)):
-        held, divided = sum(weight.bytes for weight in weights), sum(weight.split for weight in weights)
-        shares.append(f"{divided / max(1, held):.1%} of {what} ({format_bytes(held)})")
+    shares = [
+        f"{sharded_share(weights):.1%} of {what} ({format_bytes(sum(weight.bytes for weight in weights))})"
+        for what, weights in (("the blocks", inside), ("all", plan.weights))
+    ]
     size = format_bytes(sum(plan.split.exchanged(plan.cuts)))
     exchanged = f"{plan.split.collectives} {words_of(plan.split_mode).exchanges}, {size} a run"
     out.print(f"weights split: {', '.join(shares)}; {exchanged}")
-    whole = [(weight.name, weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]
-    print_whole(whole, plan.split_mode)
+    print_whole(plan.whole_weights, plan.split_mode)
 
 
 def check_explained(plan: Plan) -> None:

@@ -98,12 +98,11 @@ def _others(plan: Plan) -> Iterator[str]:
 def _whole(plan: Plan) -> Iterator[str]:
     """A sentence about weights that are not split, although that would save memory."""
     held = sum(weight.bytes for weight in plan.weights)
-    whole = [(weight.bytes - weight.split, weight.reason) for weight in plan.weights if weight.reason]
-    size = sum(own for own, _ in whole)
+    size = sum(own for _, own, _ in plan.whole_weights)
     if len(plan.ranks) < 2 or not held or size < WORTH * held:
         return
     why: dict[str, int] = {}
-    for own, reason in whole:
+    for _, own, reason in plan.whole_weights:
         why[reason] = why.get(reason, 0) + own
     reason, most = max(why.items(), key=lambda item: item[1])
     saved = size - size // len(plan.ranks)

@@ -7,13 +7,11 @@ another length than its rule says. Here such bounds are the model's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
-from splitc.compiler.frontend.node_alone import node_alone, run_alone, serialized
+from splitc.compiler.frontend.alone import node_alone, run_alone
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Factor
@@ -21,9 +19,8 @@ from splitc.compiler.operators.operation import Axes, Operation
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.trials.forms import is_tried
 from splitc.compiler.trials.made_up import made_up
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.tools.compare import compare
-
-Array = npt.NDArray[Any]
 
 
 def holds_by_rows(
@@ -89,4 +86,4 @@ def _cut(arrays: Sequence[Array | None], places: Sequence[int | None], part: sli
 def _run(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array]:
     given = {number: np.ascontiguousarray(array) for number, array in enumerate(arrays) if array is not None}
     graph = node_alone(node, lambda value: value.const_value is not None, [array.shape for array in given.values()])
-    return run_alone(serialized(graph), {f"input{number}": array for number, array in given.items()})
+    return run_alone(graph, {f"input{number}": array for number, array in given.items()})

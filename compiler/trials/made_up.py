@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
+from splitc.runtime.arrays.array import Array
 
-Array = npt.NDArray[Any]
 # The scale of quantized numbers, and the largest quantized number: sums do not saturate.
 SCALE, LARGEST = 0.37, 3
 # The largest integer that is a sum of the ranks' parts. A choice: it fits into 8 bits, and is more than the parts.

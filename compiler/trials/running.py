@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from splitc.compiler.frontend.cut_tensor import take
+from splitc.compiler.frontend.lazy_tensors import take
 from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 from splitc.compiler.lowering.rank_graph import rank_graph
@@ -20,10 +19,10 @@ from splitc.compiler.operators.operation import Axes
 from splitc.compiler.sharding.sharded_model import ShardedModel
 from splitc.compiler.trials.forms import Form
 from splitc.compiler.trials.tiny import RANKS, SIZINGS, CannotTryError, Sizing, TinyModel, tiny_model
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.tools.compare import compare
 
-Array = npt.NDArray[Any]
 # The beginning of the result for a form that does not run whole at any of the made-up sizes.
 UNTRIED = "it could not be tried: "
 # The number of forms in one session. All of them run again for each one that fails. Measured on models with 24 to 250

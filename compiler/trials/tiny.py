@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
@@ -27,8 +25,7 @@ from splitc.compiler.sharding.shards import Shards
 from splitc.compiler.sharding.shares import Range, Ranges, divide_units, ranges_of
 from splitc.compiler.trials.forms import LARGE, PARTNER, SHARDED, Form, content_of, is_tried, mixed_of
 from splitc.compiler.trials.made_up import made_up, made_up_sum, parts_of
-
-Array = npt.NDArray[Any]
+from splitc.runtime.arrays.array import Array
 
 # Ranks of a trial: one is neither the first nor the last, and one may have nothing.
 RANKS = 3

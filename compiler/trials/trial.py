@@ -1,10 +1,20 @@
-"""Tries the rules of the nodes that a choice of axes shards."""
+"""Tries the rules of the nodes that a choice of axes shards.
+
+Results are kept in the user's cache: a form is tried once per version of splitc and ONNX Runtime.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache, lru_cache
+from pathlib import Path
 
+import msgspec
 import onnx_ir as ir
+import onnxruntime as ort
+from blake3 import blake3
+from msgspec import Struct
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.nodes import operator_name
@@ -12,10 +22,19 @@ from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.trials.forms import Form, find_forms
-from splitc.compiler.trials.known import keep_trials, known_trials
 from splitc.compiler.trials.running import UNTRIED, try_forms
+from splitc.runtime.errors import MisuseError
+from splitc.runtime.files.cache import read_cache, write_cache
+from splitc.runtime.version import VERSION
 
 BROKEN = "its rule did not hold: "
+# The cache's file of trials.
+FILE = "trials.json"
+# The most trials in a cache; with more, it is dropped as a whole. A choice: such a file takes 2 ms to read, and a model
+# adds hundreds.
+MOST = 20_000
+# The rooms whose code decides the results.
+ROOMS = ("operators", "sharding", "lowering", "trials")
 
 
 def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mapping[str, Shape]) -> dict[ir.Node, str]:
@@ -33,11 +52,8 @@ def find_broken(graph: Graph, axis_map: AxisMap, choice: Choice, planned: Mappin
         results = try_forms(new, versions, axis_map.bound)
         keep_trials({digest: why for digest, why in results.items() if not why.startswith(UNTRIED)})
         known = {**known, **results}
-    return {node: _reason(why) for node, form in forms if (why := known[form.digest])}
-
-
-def _reason(why: str) -> str:
-    return why if why.startswith(UNTRIED) else f"{BROKEN}{why}"
+    reasons = {digest: why if why.startswith(UNTRIED) else f"{BROKEN}{why}" for digest, why in known.items() if why}
+    return {node: reasons[form.digest] for node, form in forms if form.digest in reasons}
 
 
 def broken_rules(broken: Mapping[ir.Node, str]) -> list[str]:
@@ -51,3 +67,44 @@ def broken_rules(broken: Mapping[ir.Node, str]) -> list[str]:
         "than they need to: please report it"
         for name, own in reasons.items()
     ]
+
+
+class Trials(Struct, frozen=True):
+    """The result for each form, by digest, with these versions: empty if its rule holds, else the error."""
+
+    versions: str = ""
+    results: dict[str, str] = {}
+
+
+def known_trials() -> Mapping[str, str]:
+    """The results of earlier trials with the same code."""
+    with suppress(msgspec.DecodeError):
+        trials = _decoded(read_cache(FILE))
+        if trials.versions == _versions():
+            return trials.results
+    return {}
+
+
+@lru_cache(maxsize=1)
+def _decoded(content: bytes) -> Trials:
+    """The content of the file. A plan reads it several times."""
+    return msgspec.json.decode(content, type=Trials)
+
+
+def keep_trials(results: Mapping[str, str]) -> None:
+    """Add results to those of earlier trials. If the cache can't be written, forms are tried again next time."""
+    both = {**known_trials(), **results}
+    if len(both) > MOST:
+        both = dict(results)
+    with suppress(MisuseError):
+        write_cache(FILE, msgspec.json.encode(Trials(_versions(), both)))
+
+
+@cache
+def _versions() -> str:
+    """The versions of splitc and ONNX Runtime, and a hash of the code in ROOMS."""
+    folder = Path(__file__).resolve().parent.parent
+    code = blake3()
+    for path in sorted(path for room in ROOMS for path in (folder / room).glob("*.py")):
+        code.update(path.read_bytes())
+    return f"{VERSION} {ort.__version__} {code.hexdigest()[:16]}"

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
-from splitc.compiler.lowering.transposed_weights import multiply_as_stored
+from splitc.compiler.lowering.session_weights import multiply_as_stored
 from splitc.runtime import Session
 from splitc.runtime.gpu.weight_places import can_share
 from splitc.runtime.package.manifest_file import read_manifest

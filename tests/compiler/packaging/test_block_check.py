@@ -14,7 +14,7 @@ import pytest
 from onnx import numpy_helper
 
 from splitc.compiler import Plan, Request, compile_model, plan_model
-from splitc.compiler.frontend.cut_tensor import CutTensor
+from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.packaging import self_check
 from splitc.compiler.sharding import shards

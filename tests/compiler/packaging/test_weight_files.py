@@ -12,8 +12,7 @@ import pytest
 from blake3 import blake3
 
 from splitc.compiler.analysis.costs import MAPPED_AROUND
-from splitc.compiler.frontend.cut_tensor import CutTensor
-from splitc.compiler.frontend.joined_tensor import JoinedTensor
+from splitc.compiler.frontend.lazy_tensors import CutTensor, JoinedTensor
 from splitc.compiler.packaging import weight_files
 from splitc.compiler.packaging import writer as package_writer
 from splitc.compiler.packaging.weight_files import WeightFile, in_source_order, write_weight_files

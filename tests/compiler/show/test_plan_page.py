@@ -9,9 +9,8 @@ import pytest
 
 from splitc.compiler import Request, plan_model
 from splitc.compiler.planning.plan import Alternative, Plan
-from splitc.compiler.show.node_costs import EVERYWHERE, find_costs
 from splitc.compiler.show.plan_verdict import plan_verdict
-from splitc.compiler.show.times_section import times_sections
+from splitc.compiler.show.times_section import EVERYWHERE, find_costs, times_sections
 
 
 @pytest.fixture(scope="module")

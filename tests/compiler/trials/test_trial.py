@@ -18,7 +18,7 @@ from splitc.compiler import Plan, Request, plan_model
 from splitc.compiler.operators import registry
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import AxesRule
-from splitc.compiler.trials import known, running, tiny, trial
+from splitc.compiler.trials import running, tiny, trial
 from splitc.compiler.trials.forms import Form
 from splitc.compiler.trials.running import try_forms
 from splitc.compiler.trials.tiny import TinyModel, tiny_model
@@ -164,10 +164,10 @@ def test_results_are_kept_until_the_code_changes(tmp_path: Path, monkeypatch: py
     plan()
     plan()
     assert len(tried) == 1
-    cache_file(known.FILE).write_bytes(b"no JSON")
+    cache_file(trial.FILE).write_bytes(b"no JSON")
     plan()
     assert len(tried) == 2
-    monkeypatch.setattr(known, "_versions", lambda: "other code")
+    monkeypatch.setattr(trial, "_versions", lambda: "other code")
     plan()
     assert tried[1:] == [tried[0], tried[0]]
 

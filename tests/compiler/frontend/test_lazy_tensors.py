@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from splitc.compiler.frontend.cut_tensor import Indices, take
+from splitc.compiler.frontend.lazy_tensors import Indices, take
 
 
 def test_elements_are_those_at_the_indices() -> None:

@@ -1,4 +1,4 @@
-"""Multiplies by stored weights without their Transpose, on GPUs.
+"""Weights as ONNX Runtime's sessions hold them: without a Transpose on GPUs, and unfused where the model's are.
 
 Exporters write a linear layer as a weight, a Transpose and a product. ONNX Runtime folds the Transpose when it loads an
 engine, so each of a rank's sessions would hold a transposed copy. ONNX Runtime's com.microsoft.FusedMatMul reads a
@@ -10,7 +10,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.origins import take_place
+from splitc.compiler.frontend.matching import is_onnx, value_before
+from splitc.compiler.frontend.origins import origin_of, take_place
+from splitc.compiler.operators.dequantized import is_fused
+from splitc.compiler.operators.registry import operator_of
 
 DOMAIN, OPERATOR = "com.microsoft", "FusedMatMul"
 # The types that the operator's kernels on GPUs take.
@@ -28,7 +31,7 @@ def multiply_as_stored(graph: ir.Graph) -> None:
         if weight.dtype not in TYPES or not readers or not all(map(_is_transpose, readers)) or weight.is_graph_input():
             continue
         products = [use for node in readers for use in node.outputs[0].uses()]
-        if not all(_is_product(node) and place == 1 for node, place in products):
+        if not all(is_onnx(node, "MatMul") and place == 1 for node, place in products):
             continue
         for node, _ in products:
             made = editor.before(node, OPERATOR, node.inputs[0], weight, domain=DOMAIN, transB=1)
@@ -38,12 +41,29 @@ def multiply_as_stored(graph: ir.Graph) -> None:
 
 def _is_transpose(node: ir.Node) -> bool:
     """Whether a node transposes a constant matrix, and its result is no output of the graph."""
-    if node.op_type != "Transpose" or node.domain or node.outputs[0].is_graph_output():
+    if not is_onnx(node, "Transpose") or node.outputs[0].is_graph_output():
         return False
     value = node.inputs[0]
     tensor = None if value is None else value.const_value
     return tensor is not None and list(node.attributes.get_ints("perm", (1, 0))) == [1, 0] and len(tensor.shape) == 2
 
 
-def _is_product(node: ir.Node) -> bool:
-    return node.op_type == "MatMul" and not node.domain
+def keep_weights_unfused(graph: ir.Graph) -> ir.Graph:
+    """Insert a Flatten, which changes nothing, after each dequantized matrix that is fused only here, in place."""
+    editor = Editor(graph)
+    for node in list(graph):
+        if not operator_of(node).dequantizes or not _is_matrix(node.inputs[0]):
+            continue
+        origin = origin_of(node)
+        if origin is not None and is_fused(node) and not is_fused(origin):
+            dtype, shape = node.outputs[0].type, node.outputs[0].shape
+            flat = editor.wrap(node.outputs[0], "Flatten", [node.outputs[0]], "unfused", axis=1)
+            flat.type, flat.shape = dtype, shape
+            flat.producer().name = f"{flat.name}/unfused"  # type: ignore[union-attr]  # it was just made
+    return graph
+
+
+def _is_matrix(value: ir.Value | None) -> bool:
+    """Whether a value is a matrix of weights, or its Transpose, which ONNX Runtime folds when it loads the model."""
+    weight = value_before(value, "Transpose") or value
+    return weight is not None and weight.is_initializer() and len(weight.shape or ()) == 2

@@ -15,7 +15,7 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import compile_model, plan_model
-from splitc.compiler.packaging.shared_weights import is_left_alone
+from splitc.compiler.packaging.engine_entries import is_left_alone
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.conftest import LAYER, Arrays
 from tests.helpers.blocks import Block

@@ -1,13 +1,14 @@
-"""Parts of weights: they refer to the tensor that they are cut from, and are read when they are needed."""
+"""Weights made from stored ones: they refer to these, and are read when they are needed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
+
+from splitc.runtime.arrays.array import Array
 
 # Indices along an axis, ascending.
 Indices = slice | npt.NDArray[np.int64]
@@ -29,21 +30,49 @@ class CutTensor(ir.LazyTensor):
         return ir.Tensor(take(read_alone(self.source), self.places), self.dtype, name=self.name)
 
 
-def read_alone(tensor: ir.TensorProtocol) -> npt.NDArray[Any]:
+class JoinedTensor(ir.LazyTensor):
+    """Tensors of one type, concatenated along an axis. It takes no memory."""
+
+    __slots__ = ("axis", "parts")
+
+    def __init__(self, parts: Sequence[ir.TensorProtocol], axis: int, name: str) -> None:
+        sizes = [part.shape.numpy() for part in parts]
+        shape = [*sizes[0]]
+        shape[axis] = sum(size[axis] for size in sizes)
+        super().__init__(self._read, parts[0].dtype, ir.Shape(shape), name=name)
+        self.parts, self.axis = tuple(parts), axis
+
+    def _read(self) -> ir.TensorProtocol:
+        arrays = [read_alone(part) for part in self.parts]
+        return ir.Tensor(np.concatenate(arrays, self.axis), self.dtype, name=self.name)
+
+
+def computed(
+    source: ir.TensorProtocol, shape: Sequence[int], name: str, compute: Callable[[Array], Array]
+) -> ir.LazyTensor:
+    """What `compute` makes of another tensor's elements. It takes no memory."""
+
+    def read() -> ir.TensorProtocol:
+        return ir.Tensor(np.ascontiguousarray(compute(read_alone(source))), source.dtype)
+
+    return ir.LazyTensor(read, source.dtype, ir.Shape(shape), name=name)
+
+
+def read_alone(tensor: ir.TensorProtocol) -> Array:
     """A tensor's elements. A copy of an ExternalTensor is read: the original would keep all touched pages mapped."""
     if isinstance(tensor, ir.ExternalTensor):
         tensor = part_of_file(tensor, 0, tensor.nbytes, ir.Shape(tensor.shape.numpy()), tensor.name or "")
     return tensor.numpy()
 
 
-def take(array: npt.NDArray[Any], places: Mapping[int, Indices]) -> npt.NDArray[Any]:
+def take(array: Array, places: Mapping[int, Indices]) -> Array:
     """The array's elements at these indices along some axes."""
     for number, place in places.items():
         array = _take(array, number, place)
     return array
 
 
-def _take(array: npt.NDArray[Any], number: int, place: Indices) -> npt.NDArray[Any]:
+def _take(array: Array, number: int, place: Indices) -> Array:
     """The array's elements at these indices along one axis.
 
     Products with gates, or with packed queries, keys and values, have two or three runs of indices. As slices these are

@@ -1,0 +1,97 @@
+"""Models of a single node, or of a part of a graph, run in ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import onnx_ir as ir
+import onnxruntime as ort
+
+from splitc.compiler.frontend.reads import view_of
+from splitc.compiler.frontend.walks import ancestors, producers
+from splitc.runtime.arrays.array import Array
+
+
+def node_alone(node: ir.Node, keeps: Callable[[ir.Value], bool], shapes: Sequence[Sequence[int]] = ()) -> ir.Graph:
+    """A graph of the node alone. It is equal for all nodes that compute the same.
+
+    Constants for which `keeps` is true are initializers. Other inputs are inputs of the graph, with these `shapes`.
+    """
+    remaining = iter(shapes)
+    inputs: list[ir.Value | None] = []
+    for number, value in enumerate(node.inputs):
+        if value is None:
+            inputs.append(None)
+        elif keeps(value) and (tensor := value.const_value) is not None:
+            # A tensor of its own: it gets the input's name, and holds its data.
+            own = ir.Tensor(tensor.numpy(), tensor.dtype)
+            kind = ir.TensorType(own.dtype)  # a value that was just folded has none yet
+            inputs.append(ir.Value(name=f"input{number}", shape=own.shape, type=kind, const_value=own))
+        else:
+            inputs.append(ir.Value(name=f"input{number}", shape=ir.Shape(next(remaining)), type=value.type))
+    copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs))
+    for number, value in enumerate(copy.outputs):
+        value.name = f"output{number}" if node.outputs[number].name else ""
+    values = [value for value in inputs if value is not None]
+    return ir.Graph(
+        [value for value in values if value.const_value is None],
+        [value for value in copy.outputs if value.name],
+        nodes=[copy],
+        initializers=[value for value in values if value.const_value is not None],
+        opset_imports=dict(node.graph.opset_imports) if node.graph is not None else {"": 21, node.domain: 1},
+        name="alone",
+    )
+
+
+def open_alone(graph: ir.Graph) -> ort.InferenceSession:
+    """A session of a small graph, with one thread. Raises ONNX Runtime's errors."""
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    content = ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString()
+    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"], enable_fallback=0)
+
+
+def run_alone(graph: ir.Graph, feeds: Mapping[str | None, Array]) -> list[Array]:
+    """The results of a small graph, in one thread. Raises ONNX Runtime's errors."""
+    arrays: list[Array] = open_alone(graph).run(None, feeds)
+    return arrays
+
+
+def nodes_between(known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -> set[ir.Node]:
+    """The nodes that compute the `wanted` values from the `known` ones and from weights."""
+
+    def above(node: ir.Node) -> list[ir.Value]:
+        return [value for value in node.inputs if value is not None and value not in known]
+
+    return ancestors(producers(value for value in wanted if value not in known), above)
+
+
+def run_part(graph: ir.Graph, known: Mapping[ir.Value, Array], wanted: Sequence[ir.Value]) -> list[Array]:
+    """Compute the `wanted` values from the `known` ones and from weights. Only the nodes between them are copied.
+
+    Raises ONNX Runtime's errors, and ValueError if a value is needed but not known.
+    """
+    made = dict(known)
+    if asked := [value for value in wanted if value not in known]:
+        needed = nodes_between(known, asked)
+        nodes = [node for node in graph if node in needed]
+        read = dict.fromkeys(value for node in nodes for value in node.inputs if value is not None)
+        inputs = [value for value in read if value in known]
+        part = with_own_tensors(view_of(graph, inputs, asked, nodes))
+        for copy, value in zip(part.inputs, inputs, strict=True):
+            copy.shape = ir.Shape(known[value].shape)
+        for value in (value for node in part for value in node.outputs):
+            value.shape = None  # it may be of the planned sizes
+        feeds = {value.name: known[value] for value in inputs}
+        made.update(zip(asked, run_alone(part, feeds), strict=True))
+    return [made[value] for value in wanted]
+
+
+def with_own_tensors(graph: ir.Graph | ir.GraphView) -> ir.Graph:
+    """A copy of a graph with copies of its weights: those of the model may lie in a file, or have other names."""
+    copy = graph.clone()
+    for value in copy.initializers.values():
+        if (tensor := value.const_value) is not None:
+            value.const_value = ir.Tensor(tensor.numpy(), tensor.dtype, name=value.name)
+            value.shape, value.type = value.const_value.shape, ir.TensorType(tensor.dtype)
+    return copy
