@@ -214,8 +214,9 @@ def _write_convolution(node: ir.Node, editor: Editor) -> None:
     shape = (channels + missing, *sizes[2:], sizes[1])
 
     def padded(array: Array) -> Array:
-        whole: Array = np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
-        return whole.transpose(CHANNELS_LAST)
+        whole = np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
+        last: Array = whole.transpose(CHANNELS_LAST)
+        return last
 
     moved = editor.weight(computed(stored, shape, f"{weight.name}/last", padded))
     made = call(editor, node, "NhwcConv", last, moved, **attributes)
