@@ -37,6 +37,10 @@ class Loading:
     optimizing: int = 0
     made: int = 0
 
+    def beside(self, folded: int) -> Loading:
+        """The same beside this many bytes of further folded constants, which no product packs."""
+        return Loading(self.most + folded, self.optimizing + folded, self.made + folded) if folded else self
+
 
 def find_loading(
     costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes

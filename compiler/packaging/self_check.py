@@ -18,6 +18,7 @@ from splitc.compiler.packaging.adapted_check import adapted_file, random_adapter
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.packaging.unsplit_file import unsplit_file
 from splitc.compiler.planning.plan import Plan
+from splitc.compiler.sharding.axis_map import small_sizes
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
@@ -223,8 +224,9 @@ def _check_all(differences: Sequence[Difference], unsteady: str = "") -> None:
 
 
 def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The inputs with each set of shapes to try: probe sizes first, then the planned shapes."""
+    """The inputs with each set of shapes to try: small sizes first, then probe sizes, then the planned shapes."""
     analysis = plan.analysis
-    for shapes in (plan.split.probe_shapes.shapes, analysis.shapes):
+    small = [bound.shapes for bound in small_sizes(analysis)]
+    for shapes in (*small, plan.split.probe_shapes.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
             yield [msgspec.structs.replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]

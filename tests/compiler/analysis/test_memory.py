@@ -209,9 +209,12 @@ def test_rows_of_a_table_of_halves_are_singles_on_cpus(tmp_path: Path) -> None:
         (first, *others), outputs = costs.shapes_of(node)
         return [(4096, 64) if node.op_type == "Gather" else first, *others], outputs
 
-    held = Held({table: size}, costs.value_bytes, shapes)
-    memory = stage_memory(costs, plan.analysis.states, plan.ranks[0].stage, held)
-    assert (memory.weights, memory.in_files) == (2 * size, 0)
+    products = {weight: size for weight, size in costs.held(plan.ranks[0].stage.nodes).items() if weight != table}
+    held, less = (Held({**own, **products}, costs.value_bytes, shapes) for own in ({table: size}, {table: 0}))
+    memory, without = (stage_memory(costs, plan.analysis.states, plan.ranks[0].stage, one) for one in (held, less))
+    assert (memory.weights - without.weights, memory.in_files) == (2 * size, 0)
+    # It is there while the products' weights are packed.
+    assert memory.loading.most - without.loading.most == memory.loading.made - without.loading.made == 2 * size
 
 
 def test_cache_that_is_written_in_place_is_one_array(tmp_path: Path) -> None:

@@ -13,12 +13,17 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
+from models.llama import build
+from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.frontend.cut_tensor import CutTensor
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.packaging import self_check
+from splitc.compiler.packaging.block_inputs import BlockInputs
 from splitc.compiler.sharding import shards
-from splitc.runtime.errors import OutputsDifferError
+from splitc.runtime.errors import FeedError, OutputsDifferError
+from splitc.runtime.package.manifest_file import read_manifest
+from tests.conftest import DECODER
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +79,23 @@ def test_blocks_with_operators_of_gpus_are_compared(tmp_path: Path) -> None:
     shapes |= {f"down{number}": (32, 64, 3, 3) for number in range(4)}
     _add_weights(model, shapes)
     assert b"GroupNorm" in compared_engine(model, tmp_path)
+
+
+def test_blocks_of_decoders_read_filled_caches(tmp_path: Path) -> None:
+    """On GPUs' operators too, which take several tokens behind a cache in a batch of one row only."""
+    save(build(replace(DECODER, layers=4, dtype=ir.DataType.FLOAT16)), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", "2xcuda", Request(split_mode="tensor", memory=["1GiB"]))
+    compile_model(plan, tmp_path / "package", verify=False)
+    manifest = read_manifest(tmp_path / "package")
+    inputs = BlockInputs(plan, tmp_path / "package", manifest)
+    several, one, *_ = inputs.sizes(plan.ranks[0].stage)
+    with pytest.raises(FeedError, match="one row only"):
+        inputs.make([], several)
+    feeds = inputs.make([], one)
+    assert feeds["input_ids"].shape == (1, 7)
+    assert feeds["past_key_values.0.key"].shape[2] == 3
+    (lengths,) = (array for name, array in feeds.items() if name.endswith("lasts"))
+    assert lengths.tolist() == [9]  # the place of the last token, as the preamble computes it
 
 
 MLP = """
