@@ -35,6 +35,7 @@ from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.threads.progress import counted
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.rounding import excuse, nudged
 from splitc.runtime.units import format_bytes
@@ -69,7 +70,7 @@ def compare_blocks(plan: Plan, package: Path, manifest: Manifest, most: int) -> 
     differences: dict[str, Sequence[Difference]] = {}
     skipped: dict[str, str] = {}
     distinct = dict(_distinct(plan))
-    for block in distinct.values():
+    for block in counted("comparing blocks", list(distinct.values())):
         stage = _stage_of(plan, block)
         size = plan.analysis.costs.weight_bytes(stage.nodes)
         if size > most:

@@ -40,6 +40,9 @@ from splitc.runtime.units import first_few
 # The most bytes of weights of a model that is compared whole, since it is loaded twice. A choice: larger ones
 # are compared a block of each form at a time.
 LARGEST = 2 << 30
+# A block of this share of the free memory is compared, though it be larger: its weights are mapped, and copied one at a
+# time. A choice: measured peaks are up to twice a block's bytes, but its values are not counted.
+BLOCK_SHARE = 6
 FAULT = "This is a fault of splitc; please report it, and see what was split with 'splitc plan'"
 # The name of the adapter with which packages with slots are compared.
 ADAPTER = "a random adapter"
@@ -105,7 +108,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
             return Verdict(
                 True, "the model is too large to be compared whole: each node was tried alone, on shards of its rows"
             )
-        return _check_blocks(plan.written, package, limit)
+        return _check_blocks(plan.written, package, max(limit, host_memory()[1] // BLOCK_SHARE))
     with (
         _open_package(plan, package) as session,
         unsplit_file(plan.analysis) as (path, trusts_data),

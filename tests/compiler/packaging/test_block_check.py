@@ -23,6 +23,7 @@ from splitc.compiler.packaging.block_inputs import BlockInputs
 from splitc.compiler.sharding import shards
 from splitc.runtime.errors import FeedError, OutputsDifferError
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.threads.progress import listening
 from tests.conftest import DECODER
 
 
@@ -47,8 +48,12 @@ def said_of(plan: Plan, package: Path) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("mode", ["tensor", "row"])
 def test_blocks_of_each_form_are_compared(mode: str, decoder: Path, tmp_path: Path) -> None:
-    said, warnings = said_of(plan_of(decoder, mode), tmp_path / "package")
+    heard: list[tuple[str, float, int]] = []
+    with listening(lambda *progress: heard.append(progress)):
+        said, warnings = said_of(plan_of(decoder, mode), tmp_path / "package")
     assert len(said) == 1
+    (count,) = {total for what, done, total in heard if what == "comparing blocks" and done == total}
+    assert f"{count} of its" in said[0]
     assert "of each form, agree with the model's own (largest error" in said[0]
     assert warnings == []
 
@@ -168,8 +173,19 @@ def test_shard_of_the_wrong_rows_is_found(decoder: Path, tmp_path: Path, monkeyp
         compile_model(plan, tmp_path / "package")
 
 
+def test_blocks_may_be_larger_than_a_model_that_is_compared_whole(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the middle of SDXL's U-Net, which is nearly half of the model."""
+    monkeypatch.setattr(self_check, "LARGEST", 1000)
+    said, warnings = said_of(plan_of(decoder, "tensor"), tmp_path / "package")
+    assert "of each form, agree" in said[0] and "not loaded" not in said[0]
+    assert warnings == []
+
+
 def test_blocks_that_are_too_large_are_named(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "LARGEST", 1000)
+    monkeypatch.setattr(self_check, "BLOCK_SHARE", 1 << 60)
     said, warnings = said_of(plan_of(decoder, "tensor"), tmp_path / "package")
     assert said == []
     assert any("unverified: the model is too large to be compared whole, and no block could be" in w for w in warnings)
