@@ -217,6 +217,25 @@ def test_rows_of_a_table_of_halves_are_singles_on_cpus(tmp_path: Path) -> None:
     assert memory.loading.most - without.loading.most == memory.loading.made - without.loading.made == 2 * size
 
 
+def test_weights_in_8_bits_are_packed_with_scales_for_blocks(tmp_path: Path) -> None:
+    """ONNX Runtime makes a DequantizeLinear and a product one node, in place of values in single precision."""
+    w = Writer(17)
+    x = w.input("x", ir.DataType.FLOAT, ["n", 256])
+    for name in "ab":
+        scales = w.weight(f"{name}_scales", ir.tensor(np.ones(256, np.float32)))
+        weight = w.weight(name, ir.tensor(np.ones((256, 256), np.int8)))
+        x = w.op("MatMul", w.op("Relu", x), w.op("DequantizeLinear", weight, scales, axis=1))
+    w.output(x, "y", ir.DataType.FLOAT, ["n", 256])
+    save(w.model(), tmp_path / "model.onnx")
+    request = Request(split_mode="layer", shapes={"x": (2, 256)}, memory=["1GiB"])
+    memory = plan_model(tmp_path / "model.onnx", "1xcpu", request).ranks[0].memory
+    own, scales_bytes = 256 * 256, 2 * 256 * 4
+    assert memory.weights == 2 * own * 11 // 8 + scales_bytes
+    assert memory.loading.made == 2 * own * 9 // 8  # in no file
+    assert memory.loading.most == 2 * own * 11 // 8 + own * 9 // 8
+    assert memory.activations < own
+
+
 def test_cache_that_is_written_in_place_is_one_array(tmp_path: Path) -> None:
     size = Size(layers=2, hidden=64, heads=4, kv_heads=2)
     save(build_fused(size), tmp_path / "model.onnx")
