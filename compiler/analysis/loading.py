@@ -11,6 +11,7 @@ from splitc.compiler.analysis.costs import Costs
 from splitc.compiler.execution.convolutions import find_parts, resolve
 from splitc.compiler.execution.engine_graph import NodeShapes
 from splitc.compiler.execution.liveness import Nodes
+from splitc.compiler.execution.quantized import REPACKED, repacked_weights
 from splitc.compiler.frontend.reads import holds_graphs
 from splitc.compiler.frontend.slots import is_slot_input
 from splitc.compiler.frontend.walks import producer_of
@@ -37,6 +38,10 @@ class Loading:
     optimizing: int = 0
     made: int = 0
 
+    def beside(self, folded: int) -> Loading:
+        """The same beside this many bytes of further folded constants, which no product packs."""
+        return Loading(self.most + folded, self.optimizing + folded, self.made + folded) if folded else self
+
 
 def find_loading(
     costs: Costs, nodes: Collection[ir.Node], weights: Mapping[ir.Value, int], shapes: NodeShapes
@@ -52,9 +57,10 @@ def find_loading(
     if not costs.maps_weights:
         return Loading()
     # float16 weights are cast, and the casts are folded too.
-    scaled = _scaled_kernels(costs, nodes)
+    scaled, repacked = _scaled_kernels(costs, nodes), set(repacked_weights(nodes).values())
     made = [w for w in weights if w.producer() is not None or costs.weight_in_memory(w, 1) > 1 or w in scaled]
     folded = {weight: costs.weight_in_memory(weight, weights[weight]) for weight in made}
+    folded |= {weight: int(size * REPACKED[0]) for weight, size in weights.items() if weight in repacked}
     most, waiting, done = _folding(costs, nodes, weights), sum(folded.values()), 0
     packed = list(_packed(costs, nodes, weights, shapes))
     for own in (own for own in packed if own.is_kernel):
@@ -88,7 +94,12 @@ def _packed(
 ) -> Iterator[_Packed]:
     """The weights that products pack, in the order of packing."""
     seen, scales = set[ir.Value](), costs.packed_scales(nodes)
+    repacked = repacked_weights(nodes) if costs.maps_weights else {}
     for node in nodes:
+        if (weight := repacked.get(node)) is not None and weight in weights:
+            first, last = (int(weights[weight] * share) for share in REPACKED)
+            yield _Packed(weight, weights[weight], last, first, False)
+            continue
         padding = costs.padding_of(node, *shapes(node)) if costs.is_product(node) else None
         if padding is None:
             continue

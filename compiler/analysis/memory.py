@@ -128,12 +128,13 @@ def _memory(costs: Costs, states: Sequence[State], stage: Stage, held: Held | No
     given = sum(size(value) for value in ends if value in made and value.name not in names)
     fed = sum(size(value) for value in ends if value.name not in names and value not in made)
     cast = frozenset[ir.Value]() if held is None else _cast_tables(costs, running, held)
+    single = 2 * sum(weights[value] for value in cast)  # folded, and in no file: held from the beginning of a load on
     memory = StageMemory(
         weights=packed_bytes(costs, running, weights, shapes) + sum(weights[value] for value in cast),
         activations=fed + max(arena - states_made, given),
         # If requests may feed a past without room, the engine allocates another one for the present.
         cache=sum(size(v) for v in ends if v.name in names and (v.name not in over or may_have_room(v))),
-        loading=find_loading(costs, stage.nodes, weights, shapes),
+        loading=find_loading(costs, stage.nodes, weights, shapes).beside(single),
         passed=fed + given,
         nodes=costs.count_run(stage.nodes),
         few_bits=have_few_bits(weights),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 
 from splitc.compiler.execution.liveness import Nodes
-from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.matching import is_onnx, made_by
+from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.operand import constant
 
@@ -23,6 +24,7 @@ _MOVING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Gather", 
 _ALL_DATA = ("Concat",)
 # Products that give singles where nothing quantizes their result.
 _PRODUCTS = ("MatMul", "Gemm")
+_INTEGERS = (ir.DataType.UINT8, ir.DataType.INT8)
 _RANGES = {
     ir.DataType.UINT8: (0, 255),
     ir.DataType.INT8: (-128, 127),
@@ -31,11 +33,45 @@ _RANGES = {
 }
 
 
+# The bytes of a weight that MatMulNBits packs, relative to its own: as ONNX Runtime first makes it, and packed. 32
+# elements have a scale of 4 bytes, which the kernel for int8 on CPUs holds two more times.
+REPACKED = (1 + 4 / 32, 1 + 3 * 4 / 32)
+
+
+def repacked_weights(nodes: Collection[ir.Node]) -> dict[ir.Node, ir.Value]:
+    """The weights in 8 bits that products read dequantized, where ONNX Runtime makes both a MatMulNBits.
+
+    It does in engines without a QuantizeLinear, for matrices with a scale for each column that nothing else reads
+    (DQMatMulToMatMulNBits in qdq_selector_action_transformer.cc). Those with one scale do not count: equal ones are
+    shared by then.
+    """
+    if any(node.op_type == "QuantizeLinear" for node in nodes):
+        return {}
+    weights = ((node, _repacked(node)) for node in nodes if is_onnx(node, "MatMul"))
+    return {node: weight for node, weight in weights if weight is not None}
+
+
+def _repacked(product: ir.Node) -> ir.Value | None:
+    first, second = (made_by(value, "DequantizeLinear") for value in product.inputs)
+    if second is None or first is not None:
+        return None
+    weight, scale, *_ = read = [value for value in second.inputs if value is not None]
+    if any(map(_has_other_readers, (*read, second.outputs[0]))) or not weight.is_initializer():
+        return None
+    by_columns = shape_of(scale) == shape_of(weight)[1:] and second.attributes.get_int("axis", 1) in (1, -1)
+    is_matrix = len(shape_of(weight)) == 2 and weight.dtype in _INTEGERS
+    return weight if is_matrix and by_columns and not second.attributes.get_int("block_size", 0) else None
+
+
+def _has_other_readers(value: ir.Value) -> bool:
+    return value.is_graph_output() or len(value.uses()) != 1
+
+
 def find_quantized(nodes: Nodes) -> tuple[Nodes, dict[ir.Node, ir.Node]]:
     """The nodes that run on CPUs, and those that compute in integers, with the node of the file that each replaces.
 
     A node whose data are all dequantized reads the quantized values. If its result is only quantized again, the
-    QuantizeLinear represents both.
+    QuantizeLinear represents both. A product may read its weight quantized, and compute in floating point.
     """
     sources = {node.outputs[0]: node.inputs[0] for node in nodes.order if node.op_type == "DequantizeLinear"}
     if not sources:
@@ -43,6 +79,8 @@ def find_quantized(nodes: Nodes) -> tuple[Nodes, dict[ir.Node, ir.Node]]:
     own: dict[ir.Node, list[ir.Value]] = {}
     stands_for: dict[ir.Node, ir.Node] = {}
     inner = set[ir.Node]()
+    for node in repacked_weights(nodes.order):
+        own[node] = [sources.get(value) or value for value in nodes.reads(node)]
     for node in nodes.order:
         if not _reads_only(node, sources):
             continue
@@ -71,7 +109,7 @@ def _reads_only(node: ir.Node, sources: Mapping[ir.Value, ir.Value | None]) -> b
     if node.domain or not data or any(value not in sources for value in data):
         return False
     types = {source.dtype for value in data[:2] if (source := sources[value]) is not None}
-    return moves or types <= {ir.DataType.UINT8, ir.DataType.INT8}
+    return moves or types <= {*_INTEGERS}
 
 
 def _quantized_by(node: ir.Node, nodes: Nodes) -> tuple[ir.Node, list[ir.Node]]:

@@ -19,6 +19,8 @@ from splitc.compiler.request.shapes import Shape
 
 # Multiples of the given sizes to try: sizes of an image may have to be multiples of these, or of a divisor.
 FACTORS = (3, 5, 7, 2)
+# Powers of two to try: models reduce the sides of images to a 64th.
+POWERS = (1, 2, 4, 8, 16, 32, 64)
 # Shapes are inferred for each size of each symbol: more symbols would take too long.
 MOST_SYMBOLS = 6
 # The smallest primes, in this order, for symbols from which axes of less than two elements follow. Models reduce the
@@ -82,6 +84,35 @@ class Probes:
         """
         return None if probed is not self.bound and self._fits(probed) else self._multiplied()
 
+    def small(self) -> list[BoundShapes]:
+        """Shapes of few elements, to run a model or a part of it with: the first that fit, and those for one row.
+
+        A distinct small prime for each symbol, the same one for all caches and for the rows of all inputs, or else for
+        the same axis of all inputs, or for all symbols of one given size. If a model makes images smaller and larger
+        again, these times a power of two where the given size is a multiple. Some operators take several tokens behind
+        a cache of one row only. Constants are those of these sizes.
+        """
+        made = [self._first_small(keeps_ones) for keeps_ones in ((False, True) if self._symbols else ())]
+        return [bound for bound in made if bound is not None]
+
+    def _first_small(self, keeps_ones: bool) -> BoundShapes | None:
+        rows, firsts = self._same_axes(lambda axis: axis != 1), dict[int, str]()
+        alike = {name: firsts.setdefault(size, name) for name, size in self._symbols.items()}
+        equal = {name: first for name, first in alike.items() if first != name}
+        kept = {name: 1 for name, size in self._symbols.items() if size == 1 and keeps_ones}
+        for same, least in itertools.product((rows, self._same, self._caches, equal), (0, 1)):
+            numbers = {**self._numbers(True, same, least, primes=_primes(3)), **kept}
+            for factor in POWERS:
+                scaled = {name: size * factor if self._scales(name, factor) else size for name, size in numbers.items()}
+                made = self._bind(scaled) if factor == 1 or scaled != numbers else None
+                if made is not None and self._fits(made):
+                    return made
+        return None
+
+    def _scales(self, name: str, factor: int) -> bool:
+        """Whether a symbol's given size is a multiple of this, as the sides of images are."""
+        return self._symbols[name] >= factor and self._symbols[name] % factor == 0
+
     def different(self) -> BoundShapes:
         """Shapes with another size for each symbol of the inputs, distinct if possible.
 
@@ -109,22 +140,22 @@ class Probes:
 
     @cached_property
     def _same(self) -> Mapping[str, str]:
-        return self._same_axes(0)
+        return self._same_axes(lambda _: True)
 
     @cached_property
     def _caches(self) -> Mapping[str, str]:
         """As `_same`, for axes after those of the batch and of heads."""
-        return self._same_axes(2)
+        return self._same_axes(lambda axis: axis >= 2)
 
-    def _same_axes(self, first: int) -> dict[str, str]:
-        """Symbols of inputs' axes from the `first` on, each with the first symbol of the same axis and given size."""
+    def _same_axes(self, counts: Callable[[int], bool]) -> dict[str, str]:
+        """Symbols of those inputs' axes that count, each with the first symbol of the same axis and given size."""
         firsts: dict[tuple[int, int], str] = {}
         same: dict[str, str] = {}
         for value in self.graph.graph.inputs:
             for axis, size in enumerate(value.shape or ()):
                 name = size.value if isinstance(size, ir.SymbolicDim) else None
-                if name is not None and name in self._symbols and axis >= first:
-                    same.setdefault(name, firsts.setdefault((axis, self._symbols[name]), name))
+                if name is not None and name in self._symbols and name not in same:  # its first axis says what it is
+                    same[name] = firsts.setdefault((axis, self._symbols[name]), name) if counts(axis) else name
         return {name: other for name, other in same.items() if name != other}
 
     def _fits(self, made: BoundShapes) -> bool:
@@ -257,6 +288,7 @@ class Probes:
         least: int = 1,
         skipped: int = 0,
         smallest: int = 3,
+        primes: Iterator[int] | None = None,
     ) -> dict[str, int]:
         """A probe size for each symbol: a prime, or with `sums` the sum of two others' if the given sizes are so.
 
@@ -264,10 +296,13 @@ class Probes:
         - `least`: the least given size of a summand.
         - `skipped`: the number of primes to skip.
         - `smallest`: the first prime.
+        - `primes`: these, in place of those that divide no size of a weight.
         """
-        primes = itertools.islice(primes_of(self.graph, smallest), skipped, None)
+        primes = itertools.islice(primes or primes_of(self.graph, smallest), skipped, None)
         symbols, numbers = self._symbols, dict[str, int]()
         for symbol, size in sorted(symbols.items(), key=lambda item: item[1]):
+            if symbol in same:
+                continue  # it takes no prime, so that those of the others stay small
             parts = [
                 (a, b)
                 for a, b in itertools.combinations(numbers, 2)
@@ -351,7 +386,11 @@ def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
 def primes_of(graph: Graph, smallest: int = 3) -> Iterator[int]:
     """The odd primes from `smallest` on that divide no size of a weight."""
     avoid = {size for weight in graph.graph.initializers.values() for size in shape_of(weight)}
+    yield from (number for number in _primes(smallest) if not any(size % number == 0 for size in avoid if size))
+
+
+def _primes(smallest: int) -> Iterator[int]:
+    """The odd primes from `smallest` on."""
     for number in itertools.count(smallest, 2):
-        is_prime = all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2))
-        if is_prime and not any(size % number == 0 for size in avoid if size):
+        if all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2)):
             yield number

@@ -6,7 +6,6 @@ engines between the same values. Weights are mapped from their files.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +19,22 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.lazy_tensors import take
 from splitc.compiler.frontend.reads import is_random
-from splitc.compiler.frontend.shapes import BoundShapes, shape_of
+from splitc.compiler.frontend.shapes import shape_of
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.lowering.gpu_functions import OPSET, written_functions
 from splitc.compiler.lowering.stage_graph import stage_graph
 from splitc.compiler.nodes import describe_node, operator_name
 from splitc.compiler.operators.registry import operator_of
+from splitc.compiler.packaging.block_inputs import BlockInputs, CannotCompareError
 from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, reads_of
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.arrays.array import Array
 from splitc.runtime.engines.gpu_operators import FUNCTIONS
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
-from splitc.runtime.feeds.fills import fill_array
-from splitc.runtime.package.manifest import Fill, Manifest
+from splitc.runtime.errors import SplitcError
+from splitc.runtime.package.manifest import Manifest
+from splitc.runtime.threads.progress import counted
 from splitc.runtime.tools.compare import Difference, compare
 from splitc.runtime.tools.rounding import excuse, nudged
 from splitc.runtime.units import format_bytes
@@ -45,12 +46,8 @@ SIZES = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
 LARGE = 1 << 10
 
 
-class CannotCompareError(Exception):
-    """A block can't be compared."""
-
-
 # The errors that running the model's own block may raise.
-FAILURES: tuple[type[Exception], ...] = (*ERRORS, ValueError, CannotCompareError)
+FAILURES: tuple[type[Exception], ...] = (*ERRORS, ValueError, SplitcError)
 
 
 @dataclass(frozen=True)
@@ -67,11 +64,11 @@ def compare_blocks(plan: Plan, package: Path, manifest: Manifest, most: int) -> 
 
     Peak memory is about what the engines of one block hold, whole and in shards, and its values.
     """
-    joined = join_ranks(package, manifest)
+    joined, inputs = join_ranks(package, manifest), BlockInputs(plan, package, manifest)
     differences: dict[str, Sequence[Difference]] = {}
     skipped: dict[str, str] = {}
     distinct = dict(_distinct(plan))
-    for block in distinct.values():
+    for block in counted("comparing blocks", list(distinct.values())):
         stage = _stage_of(plan, block)
         size = plan.analysis.costs.weight_bytes(stage.nodes)
         if size > most:
@@ -80,7 +77,7 @@ def compare_blocks(plan: Plan, package: Path, manifest: Manifest, most: int) -> 
             )
             continue
         try:
-            differences[block.name] = _compare_block(plan, joined, manifest, stage)
+            differences[block.name] = _compare_block(plan, joined, inputs, stage)
         except CannotCompareError as error:
             skipped[block.name] = str(error)
     return BlockVerdict(differences, skipped, len(plan.analysis.partition.blocks))
@@ -125,17 +122,17 @@ def _stage_of(plan: Plan, block: Block) -> Stage:
     return Stage((block,), tuple(nodes), tuple(feeds), (), (), tuple(gives), ())
 
 
-def _compare_block(plan: Plan, joined: JoinedGraph, manifest: Manifest, stage: Stage) -> list[Difference]:
+def _compare_block(plan: Plan, joined: JoinedGraph, inputs: BlockInputs, stage: Stage) -> list[Difference]:
     if drawing := next((node for node in stage.nodes if is_random(node)), None):
         raise CannotCompareError(f"{describe_node(drawing)} draws random numbers")
-    run, feeds, whole = _run_whole(plan, manifest, stage)
+    run, feeds, whole = _run_whole(plan, inputs, stage)
     own = {rank.part: number for number, rank in enumerate(plan.ranks) if stage.blocks[0] in rank.stage.blocks}
     outputs: dict[str, tuple[ir.Value, int]] = {}
     for value in stage.outputs:
         for number in own.values():
             outputs.update(dict.fromkeys(joined.names(number, value.name or "")[:1], (value, number)))
     actual = _run_ranks(plan, joined, stage, feeds, list(outputs))
-    differences = list(_differences(plan, whole, actual, outputs, manifest.number_type))
+    differences = list(_differences(plan, whole, actual, outputs, inputs.manifest.number_type))
     if all(difference.passed for difference in differences):
         return differences
     moved = [compare(whole, run(moved_feeds)) for moved_feeds in nudged(feeds)]
@@ -201,11 +198,11 @@ def _differences(
 
 
 def _run_whole(
-    plan: Plan, manifest: Manifest, stage: Stage
+    plan: Plan, inputs: BlockInputs, stage: Stage
 ) -> tuple[Callable[[Mapping[str, Array]], dict[str, Array]], dict[str, Array], dict[str, Array]]:
     """A function that runs a block as the model has it, made-up feeds, and the block's results for these.
 
-    The feeds have probe sizes, or the planned ones if the block does not run at those.
+    The feeds have the first sizes that the block runs at (see `BlockInputs.sizes`).
     """
     graph = plan.analysis.graph
     part = stage_graph(graph, stage)
@@ -216,30 +213,14 @@ def _run_whole(
     def run(feeds: Mapping[str, Array]) -> dict[str, Array]:
         return _run(nodes, weights, feeds, outputs, opsets)
 
-    taken = dict.fromkeys([*stage.feeds, *graph.graph.inputs])
     reason = ""
-    for bound in (plan.split.probe_shapes, plan.analysis.costs.bound):
+    for bound in inputs.sizes(stage):
         try:
-            feeds = {value.name or "": _made_up(value, bound, manifest) for value in taken}
+            feeds = inputs.make(stage.feeds, bound)
             return run, feeds, run(feeds)
         except FAILURES as error:
             reason = " ".join(str(error).split())[:200]
     raise CannotCompareError(f"it does not run alone: {reason}")
-
-
-def _made_up(value: ir.Value, bound: BoundShapes, manifest: Manifest) -> Array:
-    """An array for a value that a block takes: a constant if sizes determine it, else filled as for an input."""
-    name = value.name or ""
-    generator = np.random.default_rng(zlib.crc32(name.encode()))
-    dtype = value.dtype or ir.DataType.FLOAT
-    if name not in bound.shapes:
-        raise CannotCompareError(f"the sizes of '{name}' are not known")
-    if (constant := bound.constants.get(name)) is not None:
-        return constant.astype(dtype.numpy()).reshape(bound.shapes[name])
-    own = next((tensor.fill for tensor in manifest.inputs if tensor.name == name), None)
-    fallback = Fill("randint", 0, 8) if dtype.bitwidth <= 8 and dtype != ir.DataType.BOOL else Fill("ones")
-    fill = own or (Fill("normal") if dtype.is_floating_point() else fallback)
-    return fill_array(fill, str(dtype.numpy()), bound.shapes[name], generator)
 
 
 def _run(

@@ -81,7 +81,7 @@ def compile_model(
     _check_request(plan, weights, build, fills, warn)
     if verify:
         check_sizes_tried(plan.analysis, fills, say)
-    needed = sum(rank.memory.weights for rank in plan.written.ranks) if weights == "copy" else 0
+    needed = least_bytes(plan) if weights == "copy" else 0
     with full_disk_explained(target, needed), written_aside(target, force) as folder:
         writer = PackageWriter(folder)
         written = [
@@ -138,6 +138,11 @@ def _write_weights(
     for number, rank in enumerate(written):
         if rank.weights.copies:
             warn(f"{writer.folder.parent} can't hold hard links to the model's data, so rank {number} has a copy")
+
+
+def least_bytes(plan: Plan) -> int:
+    """The bytes that a package has at least, if it has copies of the weights: they may take more in memory."""
+    return plan.analysis.costs.weight_bytes(plan.analysis.graph.nodes)
 
 
 def _compare(

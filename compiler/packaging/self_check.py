@@ -19,6 +19,7 @@ from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS, Trial
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.packaging.unsplit_file import adapted_file, random_adapter, unsplit_file
 from splitc.compiler.planning.plan import Plan
+from splitc.compiler.sharding.axis_map import small_sizes
 from splitc.runtime.collectives.meeting import Meeting
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS, open_session
@@ -40,6 +41,9 @@ from splitc.runtime.units import first_few, format_shape
 # The most bytes of weights of a model that is compared whole, since it is loaded twice. A choice: larger ones
 # are compared a block of each form at a time.
 LARGEST = 2 << 30
+# A block of this share of the free memory is compared, though it be larger: its weights are mapped, and copied one at a
+# time. A choice: measured peaks are up to twice a block's bytes, but its values are not counted.
+BLOCK_SHARE = 6
 FAULT = "This is a fault of splitc; please report it, and see what was split with 'splitc plan'"
 # The name of the adapter with which packages with slots are compared.
 ADAPTER = "a random adapter"
@@ -105,7 +109,7 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
             return Verdict(
                 True, "the model is too large to be compared whole: each node was tried alone, on shards of its rows"
             )
-        return _check_blocks(plan.written, package, limit)
+        return _check_blocks(plan.written, package, max(limit, host_memory()[1] // BLOCK_SHARE))
     with (
         _open_package(plan, package) as session,
         unsplit_file(plan.analysis) as (path, trusts_data),
@@ -224,9 +228,10 @@ def _check_all(differences: Sequence[Difference], unsteady: str = "") -> None:
 
 
 def _candidates(plan: Plan, inputs: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The inputs with each set of shapes to try: probe sizes first, then the planned shapes."""
+    """The inputs with each set of shapes to try: small sizes first, then probe sizes, then the planned shapes."""
     analysis = plan.analysis
-    for shapes in (plan.split.probe_shapes.shapes, analysis.shapes):
+    small = [bound.shapes for bound in small_sizes(analysis)]
+    for shapes in (*small, plan.split.probe_shapes.shapes, analysis.shapes):
         if all(np.prod(shapes[tensor.name]) <= MOST_ELEMENTS for tensor in inputs):
             yield [msgspec.structs.replace(tensor, sample_shape=list(shapes[tensor.name])) for tensor in inputs]
 

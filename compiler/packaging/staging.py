@@ -119,14 +119,14 @@ def full_disk_explained(target: Path, needed: int) -> Iterator[None]:
     Raises MisuseError if the folder does not exist.
     """
     free = check_disk_space(target, needed)
-    weights = f"the package's weights alone take {format_bytes(needed)}"
+    weights = f", and the package's weights alone take {format_bytes(needed)}" if needed else ""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
             raise SplitcError(
-                f"can't write {target}: its disk is full ({error.strerror}). It had {format_bytes(free)} free, and "
-                f"{weights}. Nothing was written"
+                f"can't write {target}: its disk is full ({error.strerror}). It had {format_bytes(free)} "
+                f"free{weights}. Nothing was written"
             ) from error
         if error.filename is None:  # a write, which the system does not name
             raise SplitcError(f"can't write {target}: {error.strerror or error}. Nothing was written") from error

@@ -19,7 +19,7 @@ from splitc.compiler.packaging.building import (
     read_sources,
     timing_cache_beside,
 )
-from splitc.compiler.packaging.package import compile_model
+from splitc.compiler.packaging.package import compile_model, least_bytes
 from splitc.compiler.packaging.staging import check_target, full_disk_explained, written_aside
 from splitc.compiler.packaging.writer import PackageWriter
 from splitc.compiler.pipelines.plan import PipelinePlan, module_named
@@ -57,7 +57,7 @@ def compile_pipeline(
     target = Path(package)
     check_target(target, force)
     divided = divide_by_input(plan.folder.modules, fills, "--fill")
-    needed = sum(device.weights for device in plan.devices) if weights == "copy" else 0
+    needed = sum(least_bytes(module.plan) for module in plan.modules) if weights == "copy" else 0
     manifests: dict[str, Manifest] = {}
     with full_disk_explained(target, needed), written_aside(target, force) as folder:
         errors: list[SplitcError] = []

@@ -91,6 +91,12 @@ def probe_sizes(analysis: Analysis) -> BoundShapes:
     return Probes(analysis.graph, analysis.shapes, analysis.costs.certain).distinct()
 
 
+@remembered
+def small_sizes(analysis: Analysis) -> list[BoundShapes]:
+    """Shapes of few elements to run the model, or a part of it, with."""
+    return Probes(analysis.graph, analysis.shapes, analysis.costs.certain).small()
+
+
 def find_axes_separately(
     graph: Graph, bound: BoundShapes, nodes: Collection[ir.Node], opaque: Mapping[ir.Node, str] = MappingProxyType({})
 ) -> AxisMap:

@@ -209,9 +209,31 @@ def test_rows_of_a_table_of_halves_are_singles_on_cpus(tmp_path: Path) -> None:
         (first, *others), outputs = costs.shapes_of(node)
         return [(4096, 64) if node.op_type == "Gather" else first, *others], outputs
 
-    held = Held({table: size}, costs.value_bytes, shapes)
-    memory = stage_memory(costs, plan.analysis.states, plan.ranks[0].stage, held)
-    assert (memory.weights, memory.in_files) == (2 * size, 0)
+    products = {weight: size for weight, size in costs.held(plan.ranks[0].stage.nodes).items() if weight != table}
+    held, less = (Held({**own, **products}, costs.value_bytes, shapes) for own in ({table: size}, {table: 0}))
+    memory, without = (stage_memory(costs, plan.analysis.states, plan.ranks[0].stage, one) for one in (held, less))
+    assert (memory.weights - without.weights, memory.in_files) == (2 * size, 0)
+    # It is there while the products' weights are packed.
+    assert memory.loading.most - without.loading.most == memory.loading.made - without.loading.made == 2 * size
+
+
+def test_weights_in_8_bits_are_packed_with_scales_for_blocks(tmp_path: Path) -> None:
+    """ONNX Runtime makes a DequantizeLinear and a product one node, in place of values in single precision."""
+    w = Writer(17)
+    x = w.input("x", ir.DataType.FLOAT, ["n", 256])
+    for name in "ab":
+        scales = w.weight(f"{name}_scales", ir.tensor(np.ones(256, np.float32)))
+        weight = w.weight(name, ir.tensor(np.ones((256, 256), np.int8)))
+        x = w.op("MatMul", w.op("Relu", x), w.op("DequantizeLinear", weight, scales, axis=1))
+    w.output(x, "y", ir.DataType.FLOAT, ["n", 256])
+    save(w.model(), tmp_path / "model.onnx")
+    request = Request(split_mode="layer", shapes={"x": (2, 256)}, memory=["1GiB"])
+    memory = plan_model(tmp_path / "model.onnx", "1xcpu", request).ranks[0].memory
+    own, scales_bytes = 256 * 256, 2 * 256 * 4
+    assert memory.weights == 2 * own * 11 // 8 + scales_bytes
+    assert memory.loading.made == 2 * own * 9 // 8  # in no file
+    assert memory.loading.most == 2 * own * 11 // 8 + own * 9 // 8
+    assert memory.activations < own
 
 
 def test_cache_that_is_written_in_place_is_one_array(tmp_path: Path) -> None:

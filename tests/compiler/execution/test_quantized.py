@@ -12,6 +12,7 @@ from onnx_ir.passes.common import ShapeInferencePass
 from models.writer import Writer, save
 from splitc.compiler.execution.engine_graph import EngineGraph
 from splitc.compiler.execution.fused import fuse
+from splitc.compiler.execution.quantized import repacked_weights
 from splitc.compiler.operators.scratch import between_integers
 from tests.helpers.graphs import read_graph
 from tests.helpers.profiles import named, profile, reads
@@ -88,3 +89,24 @@ def test_bytes_of_a_convolution_in_integers(channels: int, bytes_: tuple[int, ..
         assert maker is not None and maker.inputs[0] is not None
         maker.inputs[0].dtype = maker.inputs[0].dtype or ir.DataType.UINT8
     assert between_integers(node, [(2, 4, 32, 32), (channels, 4, 3, 3)], [(2, channels, 30, 30)]) == bytes_
+
+
+def test_products_read_their_weights_quantized(tmp_path: Path) -> None:
+    """Though their data are not: but none with a scale for each row, and none with scales that others have too."""
+    w = Writer(opset=21)
+    x = w.input("x", FLOAT, [2, 64])
+
+    def weight(name: str, scales: str, axis: int) -> ir.Value:
+        own = [w.weight(name, ir.tensor(np.ones((64, 64), np.int8))), shared.get(scales)]
+        own[1] = own[1] or shared.setdefault(scales, w.weight(scales, ir.tensor(np.full(64, len(shared), np.float32))))
+        return w.op("DequantizeLinear", *own, axis=axis)
+
+    shared: dict[str, ir.Value] = {}
+    weights = [weight("A", "a", 1), weight("B", "b", 0), weight("C", "c", 1), weight("D", "c", 1)]
+    products = [w.op("MatMul", x, each) for each in weights]
+    for number, product in enumerate(products):
+        w.output(product, f"y{number}", FLOAT, [2, 64])
+    kernels, ours = kernels_of(tmp_path, w, {"x": np.ones((2, 64), np.float32)})
+    assert sorted(kernels) == sorted(ours) and len(ours) == 7
+    made = repacked_weights([product.producer() for product in products])  # type: ignore[misc]
+    assert [weight.name for weight in made.values()] == ["A"]

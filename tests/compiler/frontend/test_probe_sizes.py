@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from models.writer import save
 from splitc.compiler.frontend.probe_sizes import Probes
 from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes
 from tests.helpers.blocks import Block
 from tests.helpers.graphs import read_graph
+
+POOL = {"kernel_shape": [2, 2], "strides": [2, 2], "ceil_mode": 1}
 
 
 def test_only_what_is_made_small_has_many_elements(tmp_path: Path) -> None:
@@ -116,3 +120,46 @@ def test_output_that_is_named_by_a_symbol_that_it_is_not(tmp_path: Path) -> None
     bound = bind_shapes(graph.model, planned)
     kinds_of, batch, tokens = Probes(graph, planned, bound).different().shapes["y"]
     assert kinds_of == 2 and batch != 1 and tokens != 5
+
+
+def probes_of(b: Block, folder: Path) -> Probes:
+    save(b.model(), folder / "model.onnx")
+    graph = read_graph(folder / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    return Probes(graph, planned, bind_shapes(graph.model, planned))
+
+
+def test_small_sizes_of_a_decoder_that_names_each_cache_anew(tmp_path: Path) -> None:
+    """As torch's exporter does: a prime for each would leave large ones for the rows and tokens."""
+    b = Block()
+    x = b.data("x", (1, 6, 8), ["batch", "tokens", 8])
+    mask = b.op("ReduceSum", b.data("mask", (1, 6), ["rows", "all"]), b.ints(1))
+    hidden = b.op("Add", x, b.op("Unsqueeze", mask, b.ints(2)))
+    for number in range(30):
+        past = b.data(f"past{number}", (1, 2, 0, 8), ["batch", 2, f"rows{number}", 8])
+        rows = b.op("ReduceSum", past, b.ints(1), keepdims=0)
+        hidden = b.op("Add", hidden, b.op("ReduceSum", rows, b.ints(1)))
+    b.give(hidden)
+    several, one = (bound.shapes for bound in probes_of(b, tmp_path).small())
+    assert several["x"] == (5, 7, 8) and several["mask"] == (5, 10)  # the past and the new tokens
+    assert several["past0"] == several["past29"] == (5, 2, 3, 8)
+    assert one["x"] == (1, 7, 8)
+
+
+def test_small_sizes_of_an_image_that_is_made_smaller_and_larger_again(tmp_path: Path) -> None:
+    b = Block()
+    x = b.data("x", (2, 4, 64, 64), ["batch", 4, "height", "width"])
+    half = b.op("AveragePool", b.op("AveragePool", x, **POOL), **POOL)
+    scale = b.constant([1.0, 1.0, 4.0, 4.0], np.float32)
+    b.give(b.op("Concat", b.op("Resize", half, None, scale, mode="nearest"), x, axis=1), shape=["?"] * 4)
+    first, *_ = probes_of(b, tmp_path).small()
+    assert first.shapes["x"] == (3, 4, 5 * 4, 7 * 4)
+
+
+def test_small_sizes_of_lengths_that_are_one_by_their_sizes_alone(tmp_path: Path) -> None:
+    b = Block()
+    tokens, places = b.data("x", (1, 40, 8), [1, "tokens", 8]), b.data("places", (40, 3), ["places", 3])
+    b.give(b.op("Concat", tokens, b.op("Unsqueeze", places, b.ints(0)), axis=2))
+    first, *_ = probes_of(b, tmp_path).small()
+    assert first.shapes["x"] == (1, 3, 8) and first.shapes["places"] == (3, 3)

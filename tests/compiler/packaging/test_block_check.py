@@ -13,12 +13,18 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
+from models.llama import build
+from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.modes.tensor_split import TensorSplit
 from splitc.compiler.packaging import self_check
+from splitc.compiler.packaging.block_inputs import BlockInputs
 from splitc.compiler.sharding import shards
-from splitc.runtime.errors import OutputsDifferError
+from splitc.runtime.errors import FeedError, OutputsDifferError
+from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.threads.progress import listening
+from tests.conftest import DECODER
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +48,12 @@ def said_of(plan: Plan, package: Path) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("mode", ["tensor", "row"])
 def test_blocks_of_each_form_are_compared(mode: str, decoder: Path, tmp_path: Path) -> None:
-    said, warnings = said_of(plan_of(decoder, mode), tmp_path / "package")
+    heard: list[tuple[str, float, int]] = []
+    with listening(lambda *progress: heard.append(progress)):
+        said, warnings = said_of(plan_of(decoder, mode), tmp_path / "package")
     assert len(said) == 1
+    (count,) = {total for what, done, total in heard if what == "comparing blocks" and done == total}
+    assert f"{count} of its" in said[0]
     assert "of each form, agree with the model's own (largest error" in said[0]
     assert warnings == []
 
@@ -74,6 +84,23 @@ def test_blocks_with_operators_of_gpus_are_compared(tmp_path: Path) -> None:
     shapes |= {f"down{number}": (32, 64, 3, 3) for number in range(4)}
     _add_weights(model, shapes)
     assert b"GroupNorm" in compared_engine(model, tmp_path)
+
+
+def test_blocks_of_decoders_read_filled_caches(tmp_path: Path) -> None:
+    """On GPUs' operators too, which take several tokens behind a cache in a batch of one row only."""
+    save(build(replace(DECODER, layers=4, dtype=ir.DataType.FLOAT16)), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", "2xcuda", Request(split_mode="tensor", memory=["1GiB"]))
+    compile_model(plan, tmp_path / "package", verify=False)
+    manifest = read_manifest(tmp_path / "package")
+    inputs = BlockInputs(plan, tmp_path / "package", manifest)
+    several, one, *_ = inputs.sizes(plan.ranks[0].stage)
+    with pytest.raises(FeedError, match="one row only"):
+        inputs.make([], several)
+    feeds = inputs.make([], one)
+    assert feeds["input_ids"].shape == (1, 7)
+    assert feeds["past_key_values.0.key"].shape[2] == 3
+    (lengths,) = (array for name, array in feeds.items() if name.endswith("lasts"))
+    assert lengths.tolist() == [9]  # the place of the last token, as the preamble computes it
 
 
 MLP = """
@@ -146,8 +173,19 @@ def test_shard_of_the_wrong_rows_is_found(decoder: Path, tmp_path: Path, monkeyp
         compile_model(plan, tmp_path / "package")
 
 
+def test_blocks_may_be_larger_than_a_model_that_is_compared_whole(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the middle of SDXL's U-Net, which is nearly half of the model."""
+    monkeypatch.setattr(self_check, "LARGEST", 1000)
+    said, warnings = said_of(plan_of(decoder, "tensor"), tmp_path / "package")
+    assert "of each form, agree" in said[0] and "not loaded" not in said[0]
+    assert warnings == []
+
+
 def test_blocks_that_are_too_large_are_named(decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "LARGEST", 1000)
+    monkeypatch.setattr(self_check, "BLOCK_SHARE", 1 << 60)
     said, warnings = said_of(plan_of(decoder, "tensor"), tmp_path / "package")
     assert said == []
     assert any("unverified: the model is too large to be compared whole, and no block could be" in w for w in warnings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from models.llama import build
 from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.packaging.manifest_entries import number_type
+from splitc.compiler.packaging.package import least_bytes
 from splitc.compiler.packaging.writer import HashedFile
 from splitc.runtime import MisuseError, Session, SplitcError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.threads.progress import listening
-from tests.conftest import LAYER, assert_close, decoder_feeds, run_whole
+from tests.conftest import DECODER, LAYER, assert_close, decoder_feeds, run_whole
 from tests.helpers.blocks import Block
 from tests.helpers.operators import as_float, stored
 
@@ -121,6 +124,16 @@ def test_disk_that_is_too_small_is_noticed_before(
     with pytest.raises(SplitcError, match=r"has 0\.98 KiB free, and the package's weights alone take"):
         compile_model(plan, tmp_path / "package", weights=weights)
     assert not list(tmp_path.iterdir())
+
+
+def test_disk_needs_no_more_than_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs hold half precision in single precision, but files do not."""
+    save(build(replace(DECODER, dtype=ir.DataType.FLOAT16)), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode="layer"))
+    weights, usage = least_bytes(plan), shutil.disk_usage(tmp_path)
+    assert sum(rank.memory.weights for rank in plan.ranks) > 1.5 * weights
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=weights * 3 // 2))
+    compile_model(plan, tmp_path / "package")
 
 
 def test_disk_that_fills_up_leaves_nothing(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.modes.auto import predict
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.packaging import block_check
+from splitc.compiler.packaging.block_inputs import BlockInputs
 from splitc.compiler.packaging.joined_graph import JoinedGraph
 from splitc.compiler.planning.plan_file import to_file, write_plan
 from splitc.compiler.request.places import ExpertsPlace, Place
 from splitc.runtime import Session
 from splitc.runtime.errors import DoesNotFitError, MisuseError
 from splitc.runtime.hardware.machine import Machine
-from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Receive, Reduce, Run, Send
 from splitc.runtime.tools.compare import Difference
@@ -198,9 +198,9 @@ def test_blocks_are_compared_where_the_whole_is_too_large(tmp_path: Path, monkey
     compared: list[str] = []
     compare_block = block_check._compare_block
 
-    def watched(plan: Plan, joined: JoinedGraph, manifest: Manifest, stage: Stage) -> list[Difference]:
+    def watched(plan: Plan, joined: JoinedGraph, inputs: BlockInputs, stage: Stage) -> list[Difference]:
         compared.append(stage.blocks[0].kind)
-        return compare_block(plan, joined, manifest, stage)
+        return compare_block(plan, joined, inputs, stage)
 
     monkeypatch.setattr(block_check, "_compare_block", watched)
     compile_model(plan, tmp_path / "package", say=said.append)
