@@ -6,11 +6,9 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage
@@ -18,6 +16,7 @@ from splitc.compiler.frontend.shapes import BoundShapes
 from splitc.compiler.planning.plan import Plan
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import small_sizes
+from splitc.runtime.arrays.array import Array
 from splitc.runtime.errors import SplitcError
 from splitc.runtime.feeds.fills import fill_array, make_inputs
 from splitc.runtime.feeds.on_gpu import on_host
@@ -25,7 +24,6 @@ from splitc.runtime.package.manifest import Fill, Manifest
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.preamble import PreambleEngine
 
-Array = npt.NDArray[Any]
 # A choice: how many times more elements than with the planned sizes are too many.
 MANY = 8
 
