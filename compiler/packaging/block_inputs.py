@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Mapping
+from itertools import compress
+from operator import not_
 from pathlib import Path
 
 import msgspec
@@ -24,8 +26,9 @@ from splitc.runtime.package.manifest import Fill, Manifest
 from splitc.runtime.requests.lengths import with_lengths
 from splitc.runtime.requests.preamble import PreambleEngine
 
-# A choice: how many times more elements than with the planned sizes are too many.
-MANY = 8
+# The elements of a block's values that are few enough for sizes that make more than the planned ones. A choice: to
+# compute as many takes about a second.
+FEW = 1 << 24
 
 
 class CannotCompareError(SplitcError):
@@ -43,16 +46,18 @@ class BlockInputs:
     def sizes(self, stage: Stage) -> list[BoundShapes]:
         """The sizes to run a block at, in this order: small ones, probe sizes, the planned ones.
 
-        Probe sizes come last if they make many times more than the planned ones, as if each cache has a symbol of its
-        own.
+        Those that make many elements, and more than the planned ones, come last: small ones if most sizes are fixed, as
+        those of images may be, and probe sizes if each cache has a symbol of its own.
         """
-        probe, planned = self._plan.split.probe_shapes, self._plan.analysis.costs.bound
+        planned = self._plan.analysis.costs.bound
 
         def elements(bound: BoundShapes) -> int:
             return sum(math.prod(bound.shapes.get(v.name or "", ())) for node in stage.nodes for v in node.outputs)
 
-        others = [planned, probe] if elements(probe) > MANY * elements(planned) else [probe, planned]
-        return [*small_sizes(self._plan.analysis), *others]
+        most = max(FEW, elements(planned))
+        others = [*small_sizes(self._plan.analysis), self._plan.split.probe_shapes]
+        large = [elements(bound) > most for bound in others]
+        return [*compress(others, map(not_, large)), planned, *compress(others, large)]
 
     def make(self, values: Iterable[ir.Value], bound: BoundShapes) -> dict[str, Array]:
         """Arrays for values, and for the model's inputs, at these sizes.

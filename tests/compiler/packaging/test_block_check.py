@@ -18,7 +18,7 @@ from models.writer import save
 from splitc.compiler import Plan, Request, compile_model, plan_model
 from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.modes.tensor_split import TensorSplit
-from splitc.compiler.packaging import self_check
+from splitc.compiler.packaging import block_inputs, self_check
 from splitc.compiler.packaging.block_inputs import BlockInputs
 from splitc.compiler.sharding import shards
 from splitc.runtime.errors import FeedError, OutputsDifferError
@@ -101,6 +101,19 @@ def test_blocks_of_decoders_read_filled_caches(tmp_path: Path) -> None:
     assert feeds["past_key_values.0.key"].shape[2] == 3
     (lengths,) = (array for name, array in feeds.items() if name.endswith("lasts"))
     assert lengths.tolist() == [9]  # the place of the last token, as the preamble computes it
+
+
+def test_sizes_that_make_many_more_elements_than_the_planned_ones_come_last(
+    decoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {"input_ids": (1, 1), "past_key_values.0.key": (1, 2, 1, 16)}
+    plan = plan_model(decoder, "2xcpu", Request(split_mode="tensor", shapes=shapes))
+    compile_model(plan, tmp_path / "package", verify=False)
+    inputs = BlockInputs(plan, tmp_path / "package", read_manifest(tmp_path / "package"))
+    planned = plan.analysis.costs.bound
+    assert inputs.sizes(plan.ranks[0].stage)[-1] is planned
+    monkeypatch.setattr(block_inputs, "FEW", 0)
+    assert inputs.sizes(plan.ranks[0].stage)[-1] is plan.split.probe_shapes
 
 
 MLP = """
