@@ -92,8 +92,12 @@ def find_upstream(
 
 def find_known_shapes(graph: Graph) -> frozenset[ir.Node]:
     """The Shape nodes whose sizes are all constants or sizes of the model's inputs."""
-    inputs = ((value, axis) for value in graph.graph.inputs for axis in range(len(value.shape or ())))
-    sizes = (value.shape[axis] for value, axis in inputs if value.shape is not None and not says_nothing(value, axis))
+    sizes = (
+        size
+        for value in graph.graph.inputs
+        for axis, size in enumerate(value.shape or ())
+        if not says_nothing(value, axis)
+    )
     known = {size.value for size in sizes if isinstance(size, ir.SymbolicDim) and size.value}
 
     def is_known(value: ir.Value | None) -> bool:

@@ -97,7 +97,9 @@ def find_silus(nodes: Nodes) -> tuple[Nodes, set[ir.Node]]:
 def _gates(gate: ir.Value | None, data: ir.Value | None) -> list[ir.Value]:
     """The values from x to sigmoid(x) or sigmoid(a x), the last one included; none for any other pattern."""
     inner = value_before(gate, "Sigmoid")
-    if gate is None or inner is None or inner is data:
-        return [] if gate is None or inner is None else [gate]
+    if gate is None or inner is None:
+        return []
+    if inner is data:
+        return [gate]
     scaling = factor_of(made_by(inner, "Mul"))
     return [inner, gate] if scaling is not None and scaling[0] is data else []

@@ -24,7 +24,7 @@ _MOVING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Gather", 
 _ALL_DATA = ("Concat",)
 # Products that give singles where nothing quantizes their result.
 _PRODUCTS = ("MatMul", "Gemm")
-_INTEGERS = (ir.DataType.UINT8, ir.DataType.INT8)
+_INTEGERS = {ir.DataType.UINT8, ir.DataType.INT8}
 _RANGES = {
     ir.DataType.UINT8: (0, 255),
     ir.DataType.INT8: (-128, 127),
@@ -109,7 +109,7 @@ def _reads_only(node: ir.Node, sources: Mapping[ir.Value, ir.Value | None]) -> b
     if node.domain or not data or any(value not in sources for value in data):
         return False
     types = {source.dtype for value in data[:2] if (source := sources[value]) is not None}
-    return moves or types <= {*_INTEGERS}
+    return moves or types <= _INTEGERS
 
 
 def _quantized_by(node: ir.Node, nodes: Nodes) -> tuple[ir.Node, list[ir.Node]]:

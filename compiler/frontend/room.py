@@ -19,7 +19,7 @@ def give_room(value: ir.Value, axis: int) -> None:
     value.meta[_ROOM] = axis
 
 
-def may_have_capacity(value: ir.Value, axis: int) -> None:
+def give_capacity(value: ir.Value, axis: int) -> None:
     """Mark a cache that the model itself writes in place: a sequence may give it room along this axis."""
     value.meta[_CAPACITY] = axis
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
-from splitc.compiler.frontend.room import may_have_capacity
+from splitc.compiler.frontend.room import give_capacity
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.states import AskedStates
@@ -54,7 +54,7 @@ def written_in_place(graph: Graph, states: Sequence[State]) -> list[State]:
     in_place = _find_in_place({ends[state.output]: ends[state.input] for state in states})
     for state in states:
         if state.grows is not None and ends[state.output] in in_place:
-            may_have_capacity(ends[state.input], state.grows)
+            give_capacity(ends[state.input], state.grows)
     return [replace(state, in_place=ends[state.output] in in_place) for state in states]
 
 
