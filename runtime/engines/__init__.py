@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from splitc.runtime.arrays.array import Allocate, Zeros
 from splitc.runtime.gpu.weight_places import SwapBuffer
+from splitc.runtime.package.fused import Fused
 from splitc.runtime.package.manifest import Weight
 
 
@@ -92,6 +93,7 @@ class LoadOptions:
     - `weights`: the weights that lie in files beside the engine.
     - `tuned`: whether it has kernels that may be chosen by shape.
     - `replays`: whether runs may be recorded as CUDA graphs.
+    - `fused`: its fused operators, on a GPU.
     """
 
     source: Path | None = None
@@ -100,6 +102,7 @@ class LoadOptions:
     weights: Sequence[Weight] | None = None
     tuned: bool = True
     replays: bool = True
+    fused: Sequence[Fused] = ()
 
 
 class Backend(ABC):

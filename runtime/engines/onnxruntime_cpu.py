@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -88,13 +89,20 @@ def open_session(
         raise PackageError(f"ONNX Runtime can't load {path}: {error}") from error
 
 
-def register_operators(options: ort.SessionOptions, communicator: Communicator | None) -> None:
-    """Register the collective operators with a session if it has a communicator.
+class Registered(Protocol):
+    """Operators of splitc's C library."""
+
+    def registered(self) -> AbstractContextManager[Path]:
+        """The library's path. Sessions that this thread makes inside the context have these operators."""
+
+
+def register_operators(options: ort.SessionOptions, *owners: Registered | None) -> None:
+    """Register the operators of these owners, if there are any, with a session.
 
     Raises PackageError without the library.
     """
-    if communicator is not None:
-        with communicator.registered() as library:
+    with ExitStack() as stack:
+        for library in [stack.enter_context(owner.registered()) for owner in owners if owner is not None][:1]:
             options.register_custom_ops_library(str(library))
 
 

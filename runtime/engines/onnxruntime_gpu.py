@@ -21,13 +21,15 @@ import onnxruntime as ort
 from splitc.runtime.arrays.array import number_type
 from splitc.runtime.arrays.onnx_types import CODES, read_type
 from splitc.runtime.arrays.ort_values import host_array, host_value
-from splitc.runtime.engines import Backend, Communicator, LoadOptions
+from splitc.runtime.engines import Backend, LoadOptions
 from splitc.runtime.engines.attention_kernels import attention_for
+from splitc.runtime.engines.fused_kernels import FusedOperators, compile_fused
 from splitc.runtime.engines.kept_binding import KeptBinding
 from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.onnx_session import open_onnx
 from splitc.runtime.engines.onnxruntime_cpu import (
     ERRORS,
+    Registered,
     failed,
     register_operators,
     run_overridden,
@@ -39,6 +41,7 @@ from splitc.runtime.gpu.swapped_weights import SwappedWeights
 from splitc.runtime.gpu.weight_places import SwapBuffer, can_share
 from splitc.runtime.gpu.weights import place_weights
 from splitc.runtime.hardware.devices import Device
+from splitc.runtime.package.fused import Fused
 from splitc.runtime.package.manifest import Weight
 
 PROVIDER = "CUDAExecutionProvider"
@@ -173,6 +176,8 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         self._limit: int | None = None
         # By their places: an engine with slots for adapters has the weights of the one without.
         self._shared: dict[Any, Mapping[str, ort.OrtValue]] = {}
+        # By the names of their kernels: an engine's forms have the same ones.
+        self._fused: dict[tuple[str, ...], FusedOperators | None] = {}
         # The weights that are only on the GPU while their model is at work.
         self.swapped: SwappedWeights | None = None
         # Of usual runs, and of those after which a session gives unused memory back.
@@ -195,7 +200,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
     def load(self, path: Path, options: LoadOptions = LoadOptions()) -> OnnxRuntimeGpuEngine:
         _load_libraries()
         shared, communicator = self._place(path, options.weights), options.communicator
-        opened = partial(self._open, path, communicator, shared or {})
+        opened = partial(self._open, path, (communicator, self._fuse(options.fused)), shared or {})
         shares = options.tuned and shared is not None
         sessions, capture_blocker = self._open_sessions(path.name, opened, shares, options.replays)
         if communicator is not None and not communicator.capturable:
@@ -208,6 +213,12 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             )
         how = self._options, options.sizes_only, capture_blocker, shared or {}, self._limit
         return OnnxRuntimeGpuEngine(path.name, sessions, self, *how)
+
+    def _fuse(self, kernels: Sequence[Fused]) -> FusedOperators | None:
+        names = tuple(kernel.name for kernel in kernels)
+        if names not in self._fused:
+            self._fused[names] = compile_fused(self, kernels)
+        return self._fused[names]
 
     def _place(self, path: Path, weights: Sequence[Weight] | None) -> Mapping[str, ort.OrtValue] | None:
         """The weights that the engine's sessions share with each other or with other engines; None if none are."""
@@ -256,7 +267,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
     def _open(
         self,
         path: Path,
-        communicator: Communicator | None,
+        operators: Sequence[Registered | None],
         weights: Mapping[str, ort.OrtValue],
         captured: bool,
         known_shapes: bool,
@@ -270,7 +281,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         for name, value in weights.items():
             options.add_initializer(name, value)
-        register_operators(options, communicator)
+        register_operators(options, *operators)
         provider = {
             "device_id": str(self.index),
             "user_compute_stream": str(self.stream.ptr),
@@ -292,6 +303,12 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
                 return open_onnx(path, options, providers, self._trusts_data, NOT_ON_GPUS, on_gpu=True)
             except ERRORS as error:
                 raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error
+
+    def detach(self) -> None:
+        super().detach()
+        for operators in filter(None, self._fused.values()):
+            operators.release()
+        self._fused.clear()
 
     def stop(self) -> None:
         for options in self._options:

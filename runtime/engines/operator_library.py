@@ -11,7 +11,7 @@ from splitc.runtime.errors import EngineError, PackageError
 
 MODULE = "splitc.runtime.collectives._operators"
 # That of native/library.c. An editable install may have a library of older sources than its Python code.
-INTERFACE = 7
+INTERFACE = 8
 _POINTER, _INT, _SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 # The types of its functions, which are defined in native/library.c.
 _FUNCTIONS = {
@@ -27,6 +27,9 @@ _FUNCTIONS = {
     "splitc_end_connect": (None, [_POINTER, _POINTER, _POINTER]),
     "splitc_end_on_gpu": (None, [_POINTER, _POINTER, _POINTER]),
     "splitc_end_register": (None, [_POINTER]),
+    "splitc_fused_make": (_POINTER, [_POINTER, _INT, _INT, _POINTER]),
+    "splitc_fused_register": (None, [_POINTER]),
+    "splitc_fused_release": (None, [_POINTER]),
     "splitc_begin": (None, [_POINTER, ctypes.c_uint64]),
     "splitc_fail": (_INT, [_POINTER, ctypes.c_uint64]),
     "splitc_end_transfers": (None, [_POINTER, _POINTER, _INT, ctypes.c_double, _POINTER, _POINTER]),

@@ -10,6 +10,7 @@ from msgspec import Struct
 from splitc.runtime.package.build import Build as Build
 from splitc.runtime.package.build import BuildOptions as BuildOptions
 from splitc.runtime.package.build import Built as Built
+from splitc.runtime.package.fused import Fused
 from splitc.runtime.package.states import Length, Preamble, State
 from splitc.runtime.package.steps import Run, Step
 
@@ -159,8 +160,7 @@ class Weight(Struct, frozen=True, array_like=True):
 class EngineFile(Struct, frozen=True):
     """An engine of a rank: its file, relative to the package, and the names of its inputs and outputs.
 
-    - `adapted`: the file of this engine with slots for adapters, for requests with adapters.
-    - `unmasked`: the file of this engine without the preamble's masks, for requests without them.
+    - `adapted`, `unmasked`: its files with slots for adapters, and without the preamble's masks.
     - `source`: the ONNX file that it is built from, if the package has it.
     - `sizes`: the input sizes that it is built for.
     - `group`: the ranks of collectives inside the engine, its own included.
@@ -169,8 +169,8 @@ class EngineFile(Struct, frozen=True):
     - `attends`, `convolves`: whether it has attention operators, or convolutions.
     - `data_sizes`: whether sizes inside it depend on data, as NonZero's do.
     - `control_flow`: whether data may decide what it runs.
-    - `not_captured`: a node left on the CPU, which keeps ONNX Runtime from capturing the engine on a GPU, as far as the
-      compiler knows.
+    - `not_captured`: a node on the CPU that keeps ONNX Runtime from capturing the engine on a GPU, if one is known.
+    - `fused`: its fused operators, on a GPU.
     """
 
     path: str
@@ -188,6 +188,7 @@ class EngineFile(Struct, frozen=True):
     not_captured: str = ""
     adapted: str | None = None
     unmasked: str | None = None
+    fused: list[Fused] = []
 
 
 class Rank(Struct, frozen=True):

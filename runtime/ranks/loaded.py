@@ -110,7 +110,7 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
             weights = file.weights if shares_weights(rank, file) else None
             replays = not why_unsafe_to_replay(rank, file)
             tuned = file.attends or file.convolves
-            how = LoadOptions(source, file.sizes_only, communicators.get(group), weights, tuned, replays)
+            how = LoadOptions(source, file.sizes_only, communicators.get(group), weights, tuned, replays, file.fused)
             engines.append(load_engine(backend, setup.package, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()

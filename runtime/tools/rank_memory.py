@@ -158,7 +158,9 @@ def _load(
     choices = choices_of(manifest, rank)
     with backend.loading():
         return [
-            load_engine(backend, package, file, choices, LoadOptions(communicator=ends.get(tuple(file.group))))
+            load_engine(
+                backend, package, file, choices, LoadOptions(communicator=ends.get(tuple(file.group)), fused=file.fused)
+            )
             for file in rank.engines
         ]
 

@@ -1,5 +1,5 @@
 /* The library of the operators in which ranks' engines meet, for ONNX Runtime, on the CPU and on CUDA devices: those of
- * reduce_operators.h and transfer_operators.h.
+ * reduce_operators.h and transfer_operators.h. Fused operators of GPUs are in it too (fused_operators.h).
  *
  * Values in half precision have operators of their own, as AllReduceHalf. ONNX Runtime's CPU provider computes in single
  * precision where it has no kernel for halves, and takes in what lies between such nodes if it takes both: then one rank
@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include "all_reduce.h"
+#include "fused_operators.h"
 #include "kernel_sums.h"
 #include "reduce_operators.h"
 #include "transfer_operators.h"
@@ -22,9 +23,10 @@
 #endif
 
 /* Of the functions and operators that this library has: raised with each change of them, here and in operator_library.py. */
-#define INTERFACE 7
+#define INTERFACE 8
 
 static _Thread_local End* registered;
+static _Thread_local FusedOperators* registered_fused;
 
 EXPORT int splitc_interface(void) { return INTERFACE; }
 
@@ -61,7 +63,9 @@ EXPORT OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase
     }
     OrtStatus* status = make_domain(end, api);
     atomic_flag_clear(&making);
-    return status ? status : ORT(api, AddCustomOpDomain)(options, end->domain);
+    if (status) return status;
+    TRY(ORT(api, AddCustomOpDomain)(options, end->domain));
+    return registered_fused ? add_fused(registered_fused, api, options) : NULL;
 }
 
 /* A rank's end of a meeting: `meeting` is memory for it. NULL where there is no memory left. */
@@ -109,6 +113,14 @@ EXPORT void splitc_end_on_gpu(End* end, CopyAsync copy, Synchronize synchronize)
 
 /* The end that operators get which are registered on this thread from now on; NULL for none. */
 EXPORT void splitc_end_register(End* end) { registered = end; }
+
+/* Operators of kernels of our own, see fused_operators.h. */
+EXPORT FusedOperators* splitc_fused_make(const FusedKernel* kernels, int count, int on_gpu, LaunchKernel launch) {
+    return make_fused(kernels, count, on_gpu, launch);
+}
+/* Those that sessions get which are made on this thread from now on; NULL for none. */
+EXPORT void splitc_fused_register(FusedOperators* all) { registered_fused = all; }
+EXPORT void splitc_fused_release(FusedOperators* all) { release_fused(all); }
 
 EXPORT void splitc_begin(End* end, uint64_t run) { meeting_begin(&end->member, run); }
 
