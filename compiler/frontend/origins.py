@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from splitc.compiler.request.shapes import Shape
 
-_ORIGIN = "splitc.origin"
+_ORIGIN, _SIZES = "splitc.origin", "splitc.sizes"
 
 T = TypeVar("T", ir.Node, ir.Value)
 
@@ -40,6 +40,17 @@ def planned_shape(clone: ir.Value, shapes: Mapping[str, Shape]) -> Shape:
     return shapes.get(described(clone).name or "", ())
 
 
+def note_sizes(value: ir.Value, shape: ir.Shape | None) -> None:
+    """Note the sizes that a value has on its rank. Its `shape` may say less: it is written to the engine's file."""
+    value.meta[_SIZES] = shape
+
+
+def noted_sizes(value: ir.Value) -> ir.Shape | None:
+    """The noted sizes of a value; None if there are none."""
+    shape: ir.Shape | None = value.meta.get(_SIZES)
+    return shape
+
+
 def restore_types(graph: ir.Graph) -> None:
     """Set the model's types on the outputs of all nodes, in place: values between engines need them."""
     for value in (value for node in graph for value in node.outputs):
@@ -53,8 +64,9 @@ def stand_for(value: ir.Value, origin: ir.Value | None) -> None:
 
 
 def hand_over(old: ir.Value, new: ir.Value, suffix: str) -> None:
-    """Move an old value's name, type and origin to a new one. A suffix is appended to the old value's name."""
+    """Move an old value's name, type, sizes and origin to a new one. A suffix is appended to the old value's name."""
     new.name, new.type = old.name, old.type
+    note_sizes(new, noted_sizes(old))
     old.name = f"{old.name}/{suffix}"
     stand_for(new, old.meta.pop(_ORIGIN, None))
 

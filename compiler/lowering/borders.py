@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import note_sizes, noted_sizes
 from splitc.compiler.lowering.rank_forms import sum_over_ranks, summed_type
 from splitc.compiler.operators import axes as ax
 from splitc.compiler.operators.axes import Axis
@@ -25,6 +26,7 @@ def enter(editor: Editor, shards: Shards, ranks: int, node: ir.Node, crossing: C
         copy = editor.before(node, "Identity", value)
         # The name of a joined value must be the same on all ranks.
         copy.name, copy.type, copy.shape = f"{node.outputs[0].name}/input{crossing.place}", value.type, value.shape
+        note_sizes(copy, noted_sizes(value))
         node.replace_input_with(crossing.place, copy)
         leave(editor, shards, ranks, copy, crossing)
 
@@ -96,6 +98,10 @@ def _pad(editor: Editor, value: ir.Value, pads: dict[int, tuple[int, int]], axes
 
 
 def _resize(value: ir.Value, sizes: dict[int, int]) -> None:
-    """Set these sizes in a value's shape, which was copied from the value that it replaces."""
-    if value.shape is not None:
-        value.shape = ir.Shape([sizes.get(number, size) for number, size in enumerate(value.shape)])
+    """Set these sizes in a value's shape and noted sizes, which were copied from the value that it replaces."""
+    value.shape = _with_sizes(value.shape, sizes)
+    note_sizes(value, _with_sizes(noted_sizes(value), sizes))
+
+
+def _with_sizes(shape: ir.Shape | None, sizes: dict[int, int]) -> ir.Shape | None:
+    return None if shape is None else ir.Shape([sizes.get(number, size) for number, size in enumerate(shape)])

@@ -14,6 +14,8 @@ import onnx.parser
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.lowering.fused_functions import DOMAIN as FUSED
+from splitc.compiler.lowering.fused_functions import function_of, kernel_of
 from splitc.runtime.engines.gpu_operators import FUNCTIONS
 
 # The first half of the columns, times Gelu of the second.
@@ -92,11 +94,17 @@ def call(editor: Editor, before: ir.Node, name: str, *inputs: ir.Value, **attrib
 
 def functions_of(graph: ir.Graph) -> list[ir.Function]:
     """The functions that a graph's nodes call."""
-    names = [node.op_type for node in graph if node.domain == FUNCTIONS]
-    return [ir.from_proto(proto) for proto in written_functions(names, graph.opset_imports.get("", OPSET))]
+    nodes = [ir.to_proto(node) for node in graph if node.domain in (FUNCTIONS, FUSED)]
+    return [ir.from_proto(proto) for proto in written_functions(nodes, graph.opset_imports.get("", OPSET))]
 
 
-def written_functions(names: Iterable[str], opset: int) -> list[onnx.FunctionProto]:
-    """The functions of these names, for this opset."""
+def written_functions(nodes: Iterable[onnx.NodeProto], opset: int) -> list[onnx.FunctionProto]:
+    """The functions that some nodes call, for this opset."""
     head = f'<domain: "{FUNCTIONS}", opset_import: ["" : {opset}]>'
-    return [onnx.parser.parse_function(head + BODIES[name]) for name in dict.fromkeys(names)]
+    made: dict[str, onnx.FunctionProto] = {}
+    for node in nodes:
+        if node.domain == FUNCTIONS and node.op_type not in made:
+            made[node.op_type] = onnx.parser.parse_function(head + BODIES[node.op_type])
+        elif node.domain == FUSED and node.op_type not in made:
+            made[node.op_type] = function_of(kernel_of(node), opset)
+    return list(made.values())

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.origins import described
+from splitc.compiler.frontend.origins import described, note_sizes
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.channels_last import use_channels_last
+from splitc.compiler.lowering.fused_rows import fuse_rows
 from splitc.compiler.lowering.gelus import fuse_bias_gelus, fuse_gated_gelus
 from splitc.compiler.lowering.gpu_functions import OPSET
 from splitc.compiler.lowering.skip_norms import fuse_skips
@@ -37,7 +38,11 @@ def fused_away(model: Graph, shapes: Mapping[str, Shape]) -> frozenset[ir.Node]:
     A product always counts, since two that are joined take as long as before, and so does a norm.
     """
     engine = model.graph.clone()
+    for value in (value for node in engine for value in node.outputs):
+        note_sizes(value, value.shape)
     fuse_for_gpus(engine, shapes)
+    remove_unused(engine)
+    fuse_rows(engine, shapes)
     remove_unused(engine)
     left = {described(value) for node in engine for value in node.outputs}
     gone = (node for node in model.nodes if left.isdisjoint(node.outputs))

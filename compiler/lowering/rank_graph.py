@@ -11,7 +11,7 @@ import onnx_ir as ir
 from splitc.compiler.analysis.stages import Stage
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.optional import mark_part
-from splitc.compiler.frontend.origins import origin_of, restore_types
+from splitc.compiler.frontend.origins import note_sizes, noted_sizes, origin_of, restore_types
 from splitc.compiler.frontend.reads import node_reads
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors, producer_of, producers
@@ -172,9 +172,14 @@ class _RankGraph:
         ONNX Runtime lets values whose symbols are equal share a buffer, but shards of equal axes may differ in size.
         """
         axes = self._axes(value)
-        if value.shape is not None and axes is not None and self._shards.splits(axes):
-            pairs = zip(value.shape, axes, strict=True)
-            value.shape = ir.Shape([self._own_size(size, axis) for size, axis in pairs])
+        if axes is not None and self._shards.splits(axes):
+            value.shape = self._own_shape(value.shape, axes)
+            note_sizes(value, self._own_shape(noted_sizes(value), axes))
+
+    def _own_shape(self, shape: ir.Shape | None, axes: Sequence[Axis]) -> ir.Shape | None:
+        if shape is None:
+            return None
+        return ir.Shape([self._own_size(size, axis) for size, axis in zip(shape, axes, strict=True)])
 
     def _own_size(self, size: int | ir.SymbolicDim, axis: Axis) -> int | ir.SymbolicDim | None:
         if not self._shards.is_split(axis):

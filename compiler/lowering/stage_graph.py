@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage, borrowed_sizes, find_size
 from splitc.compiler.frontend.graph import Graph
-from splitc.compiler.frontend.origins import stand_for
+from splitc.compiler.frontend.origins import note_sizes, stand_for
 from splitc.compiler.frontend.reads import view_of
 from splitc.compiler.lowering.open_shapes import note_axes, open_shape
 
@@ -27,6 +27,8 @@ def _restore_shapes(graph: Graph, result: ir.Graph) -> None:
     splitc infers more shapes, with which ONNX Runtime fuses more. Results would then differ from the unsplit model's,
     and take longer on CPUs (SkipLayerNormalization: a tenth of an encoder's time).
     """
+    for value in (*result.inputs, *(value for node in result for value in node.outputs)):
+        note_sizes(value, value.shape)
     whole = {value.name for value in (*graph.graph.inputs, *graph.graph.outputs)}
     for value in (*result.inputs, *result.outputs):
         if value.name not in whole:

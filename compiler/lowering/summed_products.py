@@ -16,7 +16,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.frontend.matching import is_onnx, is_own, made_by, only_user, tensor_of
-from splitc.compiler.frontend.origins import planned_shape, take_place
+from splitc.compiler.frontend.origins import note_sizes, noted_sizes, planned_shape, take_place
 from splitc.compiler.fusion.kernels import ON_GPUS
 from splitc.compiler.request.shapes import Shape
 
@@ -65,5 +65,7 @@ def _write(product: ir.Node, parts: Sequence[tuple[ir.Value, int]], editor: Edit
         rows = CutTensor(tensor_of(weight), {0: slice(start, end)}, ir.Shape([width, columns]), name)
         made = editor.before(product, "MatMul", part, editor.weight(rows))
         total = made if total is None else editor.before(product, "Add", total, made)
+        for value in (made, total):  # later passes fuse values of known sizes
+            note_sizes(value, noted_sizes(product.outputs[0]))
     assert total is not None
     take_place(total, product.outputs[0])

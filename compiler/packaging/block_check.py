@@ -29,7 +29,6 @@ from splitc.compiler.packaging.block_inputs import BlockInputs, CannotCompareErr
 from splitc.compiler.packaging.joined_graph import JoinedGraph, join_ranks, reads_of
 from splitc.compiler.planning.plan import Plan
 from splitc.runtime.arrays.array import Array
-from splitc.runtime.engines.gpu_operators import FUNCTIONS
 from splitc.runtime.engines.onnxruntime_cpu import ERRORS
 from splitc.runtime.engines.unoptimized import load_unoptimized
 from splitc.runtime.errors import SplitcError
@@ -237,8 +236,7 @@ def _run(
     graph = model.graph
     graph.name = "block"
     graph.node.extend(nodes)
-    called = [node.op_type for node in nodes if node.domain == FUNCTIONS]
-    model.functions.extend(written_functions(called, opsets.get("", OPSET)))
+    model.functions.extend(written_functions(nodes, opsets.get("", OPSET)))
     read = {name for node in nodes for name in reads_of(node)}
     fed = {name: array for name, array in feeds.items() if name in read or name in outputs}
     for name, tensor in weights.items():

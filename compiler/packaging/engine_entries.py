@@ -10,6 +10,8 @@ from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.reads import has_subgraphs
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.cpu_values import why_not_captured
+from splitc.compiler.lowering.fused_functions import DOMAIN as FUSED
+from splitc.compiler.lowering.fused_functions import kernel_of
 from splitc.compiler.lowering.gpu_sizes import convolves
 from splitc.compiler.lowering.programs import names
 from splitc.compiler.operators.registry import operator_of
@@ -17,6 +19,7 @@ from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.engines.gpu_operators import FUNCTIONS
 from splitc.runtime.gpu.weight_places import PASSED_ON
 from splitc.runtime.package import manifest as m
+from splitc.runtime.package.fused import Fused
 
 # Weights of types that sessions can't share on a GPU are each session's own if they are less than this share of all
 # bytes. An example: the booleans that mask a rank's rows of an embedding. A choice: otherwise sessions share nothing.
@@ -43,7 +46,14 @@ def engine_entry(
         data_sizes=_has_data_sizes(graph, uncertain),
         control_flow=has_subgraphs(graph),
         not_captured=why_not_captured(graph) if on_gpu else "",
+        fused=_fused(graph),
     )
+
+
+def _fused(graph: ir.Graph) -> list[Fused]:
+    """The kernels of the graph's fused operators."""
+    nodes = {node.op_type: node for node in graph if node.domain == FUSED}
+    return [kernel_of(ir.to_proto(node)) for node in nodes.values()]
 
 
 def _has_data_sizes(graph: ir.Graph, uncertain: Collection[str]) -> bool:
@@ -100,7 +110,7 @@ def is_left_alone(weight: ir.Value) -> bool:
 
 
 def _keeps_inputs(node: ir.Node) -> bool:
-    if node.domain == FUNCTIONS:
+    if node.domain in (FUNCTIONS, FUSED):
         return True
     operator = operator_of(node)
     if operator.dequantizes:

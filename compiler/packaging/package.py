@@ -18,6 +18,7 @@ from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.slots import need_slots, without_slots
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.communication import communicates
+from splitc.compiler.lowering.fused_rows import fuse_rows
 from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.compiler.lowering.joined_products import join_products
@@ -204,6 +205,10 @@ def _suit_gpu(graphs: Sequence[ir.Graph], analysis: Analysis) -> None:
         remove_unused(graph)
         if analysis.fuses:
             join_products(graph)
+        # Slots for adapters are taken out of a graph again, and sums with them may not be part of something else.
+        if analysis.fuses and not analysis.slots:
+            fuse_rows(graph, shapes)
+            remove_unused(graph)
 
 
 def _write_rank(

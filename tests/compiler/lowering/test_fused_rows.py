@@ -1,0 +1,198 @@
+"""Operators that compute row by row are one kernel in engines for GPUs, with the numbers of the model."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+from splitc.compiler import Request, compile_model, plan_model
+from splitc.compiler.lowering import fused_rows
+from splitc.runtime.engines.fused_kernels import FusedOperators
+from splitc.runtime.engines.fused_source import launch_of, source_of
+from splitc.runtime.engines.onnxruntime_cpu import register_operators
+from splitc.runtime.engines.operator_library import is_built
+from splitc.runtime.package.fused import Fused
+from splitc.runtime.package.manifest_file import read_manifest
+from tests.helpers.cuda_on_host import COMPILER, compile_on_host
+
+HEADS, HEAD, BATCH, LENGTH = 3, 32, 2, 5
+WIDE = HEADS * HEAD
+# Bodies by the steps that they become. Values are `x` and `y`, both [batch, length, WIDE].
+BODIES = {
+    "a bias, a norm of heads and a rotary embedding of neighbors": (
+        """biased = Add (x, bias)  heads = Reshape (biased, by_heads)
+        normal = RMSNormalization <epsilon = 1e-6> (heads, head_scale)  rows = Reshape (normal, by_rows)
+        z = com.microsoft.RotaryEmbedding <num_heads = 3, interleaved = 1> (rows, first, cosines, sines)""",
+        ["Add", "RMSNormalization", "RotaryEmbedding"],
+    ),
+    "a rotary embedding of halves, with a position for each token": (
+        "z = com.microsoft.RotaryEmbedding <num_heads = 3> (x, positions, cosines, sines)",
+        ["RotaryEmbedding"],
+    ),
+    "a norm that images scale and shift": (
+        "z = LayerNormalization <axis = -1> (x, scale_by_image, shift_by_image)",
+        ["LayerNormalization"],
+    ),
+    "a gate and a residual": (
+        """biased = Add (bias, x)  gated = Mul (gate, biased)  sum = Add (y, gated)  z = Clip (sum, low, high)""",
+        ["Add", "Mul", "Add", "Clip"],
+    ),
+    "a Gelu of halves of a product": (
+        """gelu = Gelu (x)  up = Sub (y, by_token)  z = Mul (gelu, up)""",
+        ["Gelu", "Sub", "Mul"],
+    ),
+    "approximations of Gelu": (
+        """one = Gelu <approximate = "tanh"> (x)  other = com.microsoft.QuickGelu <alpha = 1.5> (y)  z = Div (one, two)
+        w = Add (z, other)""",
+        ["GeluTanh", "Div", "QuickGelu", "Add"],
+    ),
+    "other activations": (
+        """a = Sigmoid (x)  b = Tanh (y)  c = Neg (a)  d = Relu (x)  e = Mul (b, c)  z = Add (e, d)""",
+        ["Sigmoid", "Tanh", "Neg", "Relu", "Mul", "Add"],
+    ),
+}
+
+
+def weights(columns: int = WIDE) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    shapes = {
+        "bias": (columns,),
+        "head_scale": (HEAD,),
+        "cosines": (7, HEAD // 2),
+        "sines": (7, HEAD // 2),
+        "scale_by_image": (BATCH, 1, columns),
+        "shift_by_image": (BATCH, 1, columns),
+        "gate": (BATCH, 1, columns),
+        "by_token": (LENGTH, 1),
+    }
+    return {
+        **{name: random.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()},
+        "by_heads": np.array([0, 0, HEADS, HEAD]),
+        "by_rows": np.array([0, 0, WIDE]),
+        "first": np.array([2]),
+        "zero": np.array([0]),
+        "second": np.array([1]),
+        "positions": random.integers(0, 7, (BATCH, LENGTH)),
+        **{name: np.float16(number) for name, number in (("low", -1), ("high", 1.5), ("two", 2))},
+    }
+
+
+def engine(body: str, folder: Path, patch: pytest.MonkeyPatch, columns: int = WIDE, dtype: str = "float16") -> Path:
+    """The package for one GPU. Groups of any size are fused."""
+    patch.setattr(fused_rows, "LEAST", 0)
+    results = [name for name in ("z", "w") if f"{name} =" in body]
+    outputs = ", ".join(f"{dtype}[{BATCH}, {LENGTH}, {columns}] {name}" for name in results[-1:])
+    inputs = f"{dtype}[{BATCH}, {LENGTH}, {columns}] x, {dtype}[{BATCH}, {LENGTH}, {columns}] y"
+    head = f'<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]> m ({inputs}) => ({outputs})'
+    model = onnx.parser.parse_model(f"{head} {{ {body} }}")
+    read = {name for node in model.graph.node for name in node.input}
+    for name, array in weights(columns).items():
+        if name in read:
+            kind = array.dtype if array.dtype == np.int64 else {"float": np.float32}.get(dtype, np.float16)
+            model.graph.initializer.append(numpy_helper.from_array(np.asarray(array, kind), name))
+    for value in [value for value in model.graph.input if value.name not in read]:
+        model.graph.input.remove(value)
+    onnx.save(model, folder / "model.onnx")
+    compile_model(plan_model(folder / "model.onnx", ["cuda0"], Request(split_mode="layer")), folder / "package")
+    return folder / "package"
+
+
+def kernels_of(package: Path) -> list[Fused]:
+    return read_manifest(package).ranks[0].engines[0].fused
+
+
+def steps_of(package: Path) -> list[list[str]]:
+    return [[step.operator for step in kernel.steps] for kernel in kernels_of(package)]
+
+
+def feeds_of(path: Path) -> dict[str, Any]:
+    random = np.random.default_rng(1)
+    inputs = onnx.load(path, load_external_data=False).graph.input
+    shapes = {value.name: [size.dim_value for size in value.type.tensor_type.shape.dim] for value in inputs}
+    return {name: random.standard_normal(shape).astype(np.float16) for name, shape in shapes.items()}
+
+
+def run(path: Path, operators: FusedOperators | None = None) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    register_operators(options, operators)
+    session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds_of(path))[0].astype(np.float32)
+
+
+def operators_on_host(kernels: list[Fused], folder: Path) -> FusedOperators:
+    """The operators, whose kernels the host runs."""
+    library = compile_on_host(source_of(kernels), folder)
+    address = lambda name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0  # noqa: E731
+    return FusedOperators(kernels, [address(kernel.name) for kernel in kernels], address("launch"), on_gpu=False)
+
+
+@pytest.mark.parametrize("form", BODIES)
+def test_each_group_is_one_operator_with_the_models_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    body, steps = BODIES[form]
+    package = engine(body, tmp_path, monkeypatch)
+    assert [sorted(own) for own in steps_of(package)] == [sorted(steps)]
+    expected = run(tmp_path / "model.onnx")
+    np.testing.assert_allclose(run(package / "rank0/stage0.onnx"), expected, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.skipif(COMPILER is None or not is_built(), reason="needs a C++ compiler")
+def test_kernels_compute_what_their_functions_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all bodies, and for rows that fill a part of a vector of threads, several vectors, and a block."""
+    norm, gate = (BODIES[name][0] for name in ("a norm that images scale and shift", "a gate and a residual"))
+    sized = {f"{columns}": (norm, columns) for columns in (24, 264, 2056)} | {"wide gate": (gate, 2056)}
+    bodies = {**{name: (body, WIDE) for name, (body, _) in BODIES.items()}, **sized}
+    packages = {}
+    for number, (body, columns) in enumerate(bodies.values()):
+        (folder := tmp_path / str(number)).mkdir()
+        packages[number] = engine(body, folder, monkeypatch, columns)
+    kernels = [kernel for package in packages.values() for kernel in kernels_of(package)]
+    operators = operators_on_host(list({kernel.name: kernel for kernel in kernels}.values()), tmp_path)
+    for package in packages.values():
+        path = package / "rank0/stage0.onnx"
+        np.testing.assert_allclose(run(path, operators), run(path), atol=2e-3, rtol=2e-3)
+    operators.release()
+
+
+@pytest.mark.parametrize(
+    ("body", "steps"),
+    [
+        ("s = Add (x, y)  a = Tanh (s)  z = Mul (a, s)", [["Add", "Tanh", "Mul"]]),
+        ("z = Add (x, y)", []),
+        ("a = ReduceMax (x, second)  b = ReduceMax (x, zero)  t = Mul (a, b)  z = Tanh (t)", []),
+        ("s = Add (x, bias)  t = Softmax (s)  z = Mul (t, s)", []),
+    ],
+    ids=["a value with two readers inside", "one step", "no data in a step", "a value with a reader outside"],
+)
+def test_what_is_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, steps: list[list[str]]) -> None:
+    package = engine(body, tmp_path, monkeypatch)
+    assert steps_of(package) == steps
+    np.testing.assert_allclose(run(package / "rank0/stage0.onnx"), run(tmp_path / "model.onnx"), atol=4e-3, rtol=4e-3)
+
+
+def test_other_types_and_few_numbers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, _ = BODIES["a gate and a residual"]
+    assert steps_of(engine(body, tmp_path, monkeypatch, dtype="float")) == []
+    (small := tmp_path / "small").mkdir()
+    package = engine(body, small, monkeypatch)
+    monkeypatch.undo()
+    plan = plan_model(small / "model.onnx", ["cuda0"], Request(split_mode="layer"))
+    compile_model(plan, package, force=True)
+    assert steps_of(package) == []
+
+
+@pytest.mark.parametrize("columns", [16, 96, 264, 3072, 16384])
+def test_threads_hold_all_columns(columns: int) -> None:
+    launch = launch_of(columns)
+    assert 8 * launch.threads * launch.vectors >= columns
+    assert launch.threads * launch.rows <= 1024
