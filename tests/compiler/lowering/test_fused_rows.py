@@ -131,7 +131,10 @@ def run(path: Path, operators: FusedOperators | None = None) -> Any:
 def operators_on_host(kernels: list[Fused], folder: Path) -> FusedOperators:
     """The operators, whose kernels the host runs."""
     library = compile_on_host(source_of(kernels), folder)
-    address = lambda name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0  # noqa: E731
+
+    def address(name: str) -> int:
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+
     return FusedOperators(kernels, [address(kernel.name) for kernel in kernels], address("launch"), on_gpu=False)
 
 
