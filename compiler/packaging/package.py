@@ -18,10 +18,8 @@ from splitc.compiler.frontend.optional import make_overridable
 from splitc.compiler.frontend.slots import need_slots, without_slots
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.communication import communicates
-from splitc.compiler.lowering.fused_rows import fuse_rows
 from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
-from splitc.compiler.lowering.joined_products import join_products
 from splitc.compiler.lowering.session_weights import multiply_as_stored
 from splitc.compiler.packaging.builder import find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
@@ -199,16 +197,11 @@ def _suit_gpu(graphs: Sequence[ir.Graph], analysis: Analysis) -> None:
     shapes = analysis.costs.bound.shapes
     for graph in graphs:
         keep_on_gpu(graph, analysis.graph.model.opset_imports.get("", 1), shapes)
-        if analysis.fuses:
-            fuse_for_gpus(graph, shapes)
         multiply_as_stored(graph)
         remove_unused(graph)
         if analysis.fuses:
-            join_products(graph)
-        # Slots for adapters are taken out of a graph again, and sums with them may not be part of something else.
-        if analysis.fuses and not analysis.slots:
-            fuse_rows(graph, shapes)
-            remove_unused(graph)
+            # Slots for adapters are taken out of a graph again, so sums with them may not be part of something else.
+            fuse_for_gpus(graph, shapes, rows=not analysis.slots)
 
 
 def _write_rank(

@@ -64,6 +64,7 @@ __device__ long long position(const Arguments& given, int input, unsigned token)
 
 __device__ float sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
 __device__ float tanh_of(float x) { return 1 - 2 * sigmoid(-2 * x); }
+__device__ float power(float x, float y) { return y == 2 ? x * x : y == 3 ? x * x * x : powf(x, y); }
 __device__ float gelu(float x) { return 0.5f * x * (1 + erff(x * 0.70710678f)); }
 __device__ float gelu_tanh(float x) { return 0.5f * x * (1 + tanh_of(0.79788456f * (x + 0.044715f * x * x * x))); }
 """
@@ -73,10 +74,12 @@ POINTWISE: Mapping[str, str] = {
     "Sub": "{0} - {1}",
     "Mul": "{0} * {1}",
     "Div": "{0} / {1}",
+    "Pow": "power({0}, {1})",
     "Neg": "-{0}",
     "Relu": "{0} > 0 ? {0} : 0",
     "Sigmoid": "sigmoid({0})",
     "Tanh": "tanh_of({0})",
+    "Erf": "erff({0})",
     "Gelu": "gelu({0})",
     "GeluTanh": "gelu_tanh({0})",
     "QuickGelu": "{0} * sigmoid({alpha} * {0})",

@@ -25,7 +25,6 @@ import onnxruntime as ort
 from onnx import TensorProto
 
 from splitc.compiler.analysis.facts import analyze
-from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.fusion.fuse import fuse
 from splitc.compiler.fusion.kernels import Gains
 from splitc.compiler.lowering.gpu_functions import functions_of
@@ -157,8 +156,7 @@ def main() -> None:
             assert all(fate.operator for fate in made.fates), made.fates
             engine = made.graph.graph.clone()
             if options.device == "cuda":
-                fuse_for_gpus(engine, analysis.costs.bound.shapes)
-                remove_unused(engine)
+                fuse_for_gpus(engine, analysis.costs.bound.shapes, rows=False)
             ir.save(ir.Model(engine, functions=functions_of(engine), ir_version=made.graph.model.ir_version), fused)
             try:
                 took, outputs = measure([opened(each, inputs, options.device) for each in (path, fused)], options.runs)

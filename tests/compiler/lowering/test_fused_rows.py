@@ -23,6 +23,7 @@ from splitc.runtime.package.fused import Fused
 from splitc.runtime.package.manifest_file import read_manifest
 from tests.helpers.cuda_on_host import COMPILER, compile_on_host
 
+SCALARS = {"low": -1, "high": 1.5, "half": 0.5, "one": 1, "root": 1.4142, "two": 2, "three": 3}
 HEADS, HEAD, BATCH, LENGTH = 3, 32, 2, 5
 WIDE = HEADS * HEAD
 # Bodies by the steps that they become. Values are `x` and `y`, both [batch, length, WIDE].
@@ -50,9 +51,14 @@ BODIES = {
         ["Gelu", "Sub", "Mul"],
     ),
     "approximations of Gelu": (
-        """one = Gelu <approximate = "tanh"> (x)  other = com.microsoft.QuickGelu <alpha = 1.5> (y)  z = Div (one, two)
-        w = Add (z, other)""",
+        """a = Gelu <approximate = "tanh"> (x)  b = com.microsoft.QuickGelu <alpha = 1.5> (y)  z = Div (a, two)
+        w = Add (z, b)""",
         ["GeluTanh", "Div", "QuickGelu", "Add"],
+    ),
+    "Gelus written out": (
+        """a = Add (x, bias)  b = Div (a, root)  c = Erf (b)  d = Add (c, one)  e = Mul (a, d)  f = Mul (e, half)
+        g = Pow (f, three)  h = Mul (g, half)  i = Add (f, h)  j = Tanh (i)  k = Add (j, one)  z = Mul (f, k)""",
+        ["Add", "Div", "Erf", "Add", "Mul", "Mul", "Pow", "Mul", "Add", "Tanh", "Add", "Mul"],
     ),
     "other activations": (
         """a = Sigmoid (x)  b = Tanh (y)  c = Neg (a)  d = Relu (x)  e = Mul (b, c)  z = Add (e, d)""",
@@ -81,7 +87,7 @@ def weights(columns: int = WIDE) -> dict[str, Any]:
         "zero": np.array([0]),
         "second": np.array([1]),
         "positions": random.integers(0, 7, (BATCH, LENGTH)),
-        **{name: np.float16(number) for name, number in (("low", -1), ("high", 1.5), ("two", 2))},
+        **{name: np.float16(number) for name, number in SCALARS.items()},
     }
 
 
