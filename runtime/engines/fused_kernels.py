@@ -27,6 +27,8 @@ class _Kernel(ctypes.Structure):
         ("function", ctypes.c_void_p),
         ("inputs", ctypes.c_uint),
         ("integers", ctypes.c_uint),
+        ("whole", ctypes.c_uint),
+        ("looked_up", ctypes.c_uint),
         ("columns", ctypes.c_uint),
         ("rows", ctypes.c_uint),
         ("threads", ctypes.c_uint),
@@ -86,13 +88,18 @@ def _compile(gpu: GpuDevice, kernels: Sequence[Fused]) -> FusedOperators:
 
 def _describe(kernel: Fused, function: int) -> _Kernel:
     launch = launch_of(kernel.columns)
-    integers = sum(1 << number for number, given in enumerate(kernel.inputs) if given.span == "positions")
     widths = [given.width for given in kernel.inputs]
+
+    def bits(*spans: str) -> int:
+        return sum(1 << number for number, given in enumerate(kernel.inputs) if given.span in spans)
+
     return _Kernel(
         kernel.name.encode(),
         function,
         len(widths),
-        integers,
+        bits("positions"),
+        bits("all"),
+        bits("positions", "table"),
         kernel.columns,
         launch.rows,
         launch.threads * launch.rows,

@@ -57,9 +57,12 @@ __device__ float sum(float part) {
 }
 
 // The row of a rotary embedding's tables for a token: there is an id for each, or that of each sequence's first one.
-__device__ long long position(const Arguments& given, int input, unsigned token) {
+__device__ long long position(const Arguments& given, int input, int cosines, int sines, unsigned token) {
     const long long* ids = (const long long*)given.in[input];
-    return given.count[input] == 1 ? ids[0] + token % given.sequence : ids[token];
+    const unsigned count = given.count[input];
+    const long long row = count == 1 ? ids[0] + token % given.sequence : ids[token % count];
+    const long long last = (long long)min(given.count[cosines], given.count[sines]) - 1;
+    return row < 0 ? 0 : row < last ? row : last;
 }
 
 __device__ float sigmoid(float x) { return __fdividef(1, 1 + __expf(-x)); }
@@ -211,7 +214,7 @@ def _norm(kernel: Fused, step: FusedStep, number: int) -> list[str]:
 
 def _rotary(kernel: Fused, step: FusedStep, number: int) -> list[str]:
     """Rotary embedding of heads that are rows. Pairs are neighbors, or a half of the row apart."""
-    data, positions, *tables = step.reads
+    data, _, *tables = step.reads
     heads, half, vectors = int(step.numbers["heads"]), kernel.columns // 2, launch_of(kernel.columns).vectors
     if step.numbers["interleaved"]:
         load, first, angle = "load_half", "column / 2", "j / 2"
@@ -220,9 +223,10 @@ def _rotary(kernel: Fused, step: FusedStep, number: int) -> list[str]:
         load, first, angle = "load", f"column % {half}", "j"
         partner = f"__shfl_xor_sync(~0u, v{data}[k][j], {half // WIDTH})"
         sign = f"(lane < {half // WIDTH} ? -1 : 1)"
+    places = ", ".join(map(str, step.reads[1:]))
     lines = [
         f"const unsigned token{number} = inside ? row / {heads} : 0;",
-        f"const long long position{number} = position(given, {positions}, token{number});",
+        f"const long long position{number} = position(given, {places}, token{number});",
         f"float cosine{number}[{vectors}][{WIDTH}], sine{number}[{vectors}][{WIDTH}];",
         *_loop(kernel),
         "if (active) {",

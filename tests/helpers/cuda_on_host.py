@@ -36,6 +36,7 @@ inline float __shfl_xor_sync(unsigned, float mine, int away) {
     __syncthreads();
     return other;
 }
+using std::min;
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }

@@ -72,6 +72,16 @@ static OrtStatus* read(const Fused* own, OrtKernelContext* context, unsigned num
     return NULL;
 }
 
+/* Whether all inputs have the rows that the kernel reads. */
+static int fits(const FusedKernel* kernel, const Arguments* given) {
+    for (unsigned number = 0; number < kernel->inputs; number++) {
+        unsigned count = given->count[number], bit = 1u << number;
+        if (kernel->whole & bit && count != given->rows) return 0;
+        if (!count || (!(kernel->looked_up & bit) && given->rows % count)) return 0;
+    }
+    return 1;
+}
+
 static OrtStatus* compute(void* made, OrtKernelContext* context) {
     const Fused* own = made;
     const OrtApi* api = own->all->api;
@@ -88,6 +98,7 @@ static OrtStatus* compute(void* made, OrtKernelContext* context) {
     given.rows = given.count[0];
     given.sequence = axes > 1 ? (unsigned)sizes[1] : 1;
     if (!given.rows) return NULL;
+    if (!fits(&own->kernel, &given)) return fail(api, "the inputs of a fused operator have sizes that don't go together");
     if (own->own.on_gpu) TRY(ORT(api, KernelContext_GetGPUComputeStream)(context, &stream));
     void* parameters[] = {&given};
     unsigned blocks = (given.rows + own->kernel.rows - 1) / own->kernel.rows;

@@ -205,3 +205,23 @@ def test_threads_hold_all_columns(columns: int) -> None:
     launch = launch_of(columns)
     assert 8 * launch.threads * launch.vectors >= columns
     assert launch.threads * launch.rows <= 1024
+
+
+@pytest.mark.skipif(COMPILER is None or not is_built(), reason="needs a C++ compiler")
+def test_inputs_of_other_sizes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel would read memory behind them. The model's file says that sizes are equal, and requests may differ."""
+    package = engine(BODIES["a gate and a residual"][0], tmp_path, monkeypatch)
+    model = onnx.load(package / "rank0/stage0.onnx")
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    onnx.save(model, tmp_path / "open.onnx")
+    operators = operators_on_host(kernels_of(package), tmp_path)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    register_operators(options, operators)
+    session = ort.InferenceSession(tmp_path / "open.onnx", options, providers=["CPUExecutionProvider"])
+    x, y = (np.zeros((BATCH, length, WIDE), np.float16) for length in (LENGTH, LENGTH - 1))
+    with pytest.raises(ort.capi.onnxruntime_pybind11_state.Fail, match="have sizes that don't go together"):
+        session.run(None, {"x": x, "y": y})
+    assert session.run(None, {"x": x[:, :0], "y": y[:, :0]})[0].size == 0
+    operators.release()
