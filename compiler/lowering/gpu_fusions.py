@@ -27,12 +27,13 @@ def fuse_for_gpus(graph: ir.Graph, shapes: Mapping[str, Shape], rows: bool = Tru
     """
     sum_products(graph, shapes)
     fuse_skips(graph)
-    if graph.opset_imports.get("", 1) >= OPSET:
+    has_functions = graph.opset_imports.get("", 1) >= OPSET
+    if has_functions:
         fuse_gated_gelus(graph, shapes)
         use_channels_last(graph, shapes)
     remove_unused(graph)
     join_products(graph)
-    if rows:
+    if rows and has_functions:
         fuse_rows(graph, shapes)
     # What is too small for a kernel of our own, which is 0 to 8 % faster where there are many rows.
     fuse_bias_gelus(graph)

@@ -189,6 +189,18 @@ def test_what_is_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: s
     np.testing.assert_allclose(run(package / "rank0/stage0.onnx"), run(tmp_path / "model.onnx"), atol=4e-3, rtol=4e-3)
 
 
+def test_models_of_old_opsets_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of these opsets can't have all that fused operators stand for."""
+    body = "s = Sigmoid (x)  z = Mul (x, s)"
+    assert steps_of(engine(body, tmp_path, monkeypatch)) == [["Sigmoid", "Mul"]]
+    (old := tmp_path / "old").mkdir()
+    model = onnx.load(tmp_path / "model.onnx")
+    model.opset_import[0].version = 12
+    onnx.save(model, old / "model.onnx")
+    compile_model(plan_model(old / "model.onnx", ["cuda0"], Request(split_mode="layer")), old / "package")
+    assert steps_of(old / "package") == []
+
+
 def test_other_types_and_few_numbers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body, _ = BODIES["a gate and a residual"]
     assert steps_of(engine(body, tmp_path, monkeypatch, dtype="float")) == []
