@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from splitc.runtime.package.fused import INPUTS, WIDTH, Fused, FusedStep
 
-# Threads of a warp, of a block with several rows, and the most of a block with one row. 128 to 512 were as fast.
+# Threads of a warp, of a block with several rows, and the most of a block with one row. A choice: other numbers were
+# not measured.
 WARP, SEVERAL, MOST = 32, 256, 256
 HEAD = """
 #include <cuda_fp16.h>
