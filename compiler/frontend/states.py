@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.room import give_capacity
+from splitc.compiler.frontend.shifted_states import find_shifted
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.states import AskedStates
@@ -111,9 +112,22 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
     for _, _, _, output, value in distances:
         if output not in pairs and value not in pairs.values() and not _is_layer(graph, value, output):
             pairs[output] = value
+    if pairs:  # a value is likely a state that is mixed with an output, if the model has others
+        inputs, outputs = ([v for v in values if v not in {*pairs, *pairs.values()}] for values in _ends(graph))
+        pairs |= find_shifted(graph, outputs, inputs, _is_same)
     if not _has_others(graph, pairs):  # a value that grows is more likely a cache
         pairs = {output: value for output, value in pairs.items() if _grows(value, output) is not None}
     return pairs if _has_others(graph, pairs) else {}
+
+
+def _ends(graph: Graph) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
+    return graph.graph.inputs, graph.graph.outputs
+
+
+def _is_same(past: ir.Value, present: ir.Value) -> bool:
+    """Whether type and sizes are the same, and all but the first are fixed: there is none for tokens."""
+    fixed = past.shape is not None and all(isinstance(size, int) for size in past.shape[1:])
+    return fixed and _is_alike(past, present) and past.shape == present.shape
 
 
 def _has_others(graph: Graph, pairs: Mapping[ir.Value, ir.Value]) -> bool:

@@ -38,6 +38,31 @@ def test_recurrent_state_is_found_and_a_plain_output_is_not(write_model: Callabl
     assert find_states(graph) == [State("h", "hn")]
 
 
+@pytest.mark.parametrize(
+    ("last", "mixed", "is_state"),
+    [
+        ("h", "a = Mul (h, w)  b = Mul (p, w)  m = Add (a, b)", True),
+        ("h", "m = Sub (p, h)", True),
+        ("h", "b = Relu (p)  m = Add (h, b)", False),  # what is read is not the value itself
+        ("Relu (h)", "m = Sub (p, h)", False),
+    ],
+)
+def test_last_value_that_the_next_token_is_mixed_with_is_a_state(
+    last: str, mixed: str, is_state: bool, write_model: Callable[[str], Path]
+) -> None:
+    """RWKV's token shift: the output does not depend on its past."""
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (int64[b] ids, float[b, 4] p, float[b, 4] s) => (float[b, 2] y, float[b, 4] last, float[b, 4] sum)
+        <float[4] w = {{1,2,3,4}}, float[4, 2] v = {{1,2,3,4,5,6,7,8}}, float[2, 4] table = {{1,2,3,4,5,6,7,8}}>
+        {{ h = Gather (table, ids)  last = {last if "(" in last else f"Identity ({last})"}  {mixed}
+           d = Mul (s, w)  sum = Add (d, m)  y = MatMul (sum, v) }}"""
+    )
+    graph = read_graph(path)
+    infer_shapes(graph.model)
+    assert (State("p", "last") in find_states(graph)) == is_state
+
+
 LSTM = "LSTM <hidden_size = 1> (x, w, r, , , h, c)"
 
 
