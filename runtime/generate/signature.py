@@ -66,7 +66,7 @@ def find_token_inputs(manifest: Manifest, prefill: Manifest | None = None) -> To
         raise MisuseError(
             f"can't generate with {manifest.source.name}: it takes {', '.join(tensor.name for tensor in inputs)}, and "
             "splitc knows token ids, an attention mask and position ids (and states). One that has the same value in "
-            "all requests can be bound: splitc compile --set NAME=VALUE"
+            "all requests can be bound when the model is compiled (--set NAME=VALUE)"
         )
     return TokenInputs(ids[0].name, _one(masks), _one(positions), handed)
 

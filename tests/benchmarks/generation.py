@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="of timing; with 0 there is none")
     options = parser.parse_args()
     rows = table("model", "mode", *DRIVES, "first", f"all {options.tokens}", right=("first", f"all {options.tokens}"))
     differ = False
@@ -88,7 +88,7 @@ def measure(model: Path, mode: str, folder: Path, options: argparse.Namespace) -
             unsplit = Unsplit(model, session.manifest, len(session.devices))
             driven = {name: drive(run, session, unsplit) for name, run in DRIVES.items()}
             cells = [cell for cell, _ in driven.values()]
-            if cells[0][0].isdigit():
+            if options.rounds and cells[0][0].isdigit():
                 cells += ratios(session, unsplit, options)
             return cells, [f"{name}: {text}" for name, (_, said) in driven.items() for text in said]
     except SplitcError as error:

@@ -44,7 +44,7 @@ class Step:
         return compare(told, {name: self._told(array) for name, array in actual.items()}, number_type=number_type)
 
     def _told(self, array: Array) -> Array:
-        if not self.padded:
+        if not self.padded or array.ndim < 2:
             return array
         array = array.copy()
         array[0, : self.padded] = 0
@@ -159,7 +159,7 @@ class UnsplitSequence:
 
 
 def _value(array: Array) -> ort.OrtValue:
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+    return ort.OrtValue.ortvalue_from_numpy(np.asarray(array, order="C"))
 
 
 def compare_steps(sequences: Sequence[Sequence[Step]], unsplit: Unsplit) -> Differences:

@@ -47,7 +47,7 @@ def test_masks_that_are_added_to_scores_hide_later_tokens(room: int | str) -> No
 
 
 def test_other_inputs_are_refused_with_what_to_do() -> None:
-    with pytest.raises(MisuseError, match=r"takes ids, keep, and .* can be bound: splitc compile --set NAME=VALUE"):
+    with pytest.raises(MisuseError, match=r"takes ids, keep, and .* can be bound when .* \(--set NAME=VALUE"):
         find_signature(manifest_of(Tensor("keep", "int64", [])))
     with pytest.raises(MisuseError, match="can't generate with a mask of"):
         fed(Tensor("mask", "int64", ["b", 1, "t", "all"], role=Role("mask")), 1, 1)
