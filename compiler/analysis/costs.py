@@ -13,6 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, shape_of, tensor_bytes
+from splitc.compiler.fusion.lengths import BRANCH_NODES, SEVERAL_ROWS
 from splitc.compiler.operators.gpu_kernels import HALVES
 from splitc.compiler.operators.operator import Shapes
 from splitc.compiler.operators.registry import operator_of
@@ -191,7 +192,8 @@ class Costs:
     def count_run(self, nodes: Iterable[ir.Node]) -> int:
         """The number of nodes that an engine on a CPU makes of these, including those of their subgraphs."""
         running = [node for node in nodes if node not in self.graph.folded]
-        return sum(operator_of(node).nodes + sum(map(self.count_run, subgraphs(node))) for node in running)
+        branches = sum(BRANCH_NODES for node in running if SEVERAL_ROWS in node.metadata_props)
+        return branches + sum(operator_of(node).nodes + sum(map(self.count_run, subgraphs(node))) for node in running)
 
     def flops(self, node: ir.Node) -> int:
         """Floating point operations of a node; see `node_flops`."""

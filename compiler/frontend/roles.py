@@ -94,9 +94,9 @@ def _table_rows(value: ir.Value, shapes: Mapping[str, Shape] = MappingProxyType(
 def _picked(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
     """Each node that writes at indices along one axis, or has a list of single indices, with its table."""
     for node, number in _uses(value):
-        places = node.inputs[1].shape if len(node.inputs) > 1 and node.inputs[1] is not None else None
-        if number != 1 or node.inputs[0] is None or not places:
+        if number != 1 or node.inputs[0] is None or node.inputs[1] is None:
             continue
+        places = node.inputs[1].shape or [None]
         listed = node.op_type in ("GatherND", "ScatterND") and not node.attributes.get_int("batch_dims", 0)
         if node.op_type == "ScatterElements" or (listed and places[-1] == 1):
             yield node, node.inputs[0]
@@ -107,10 +107,16 @@ def _are_positions(value: ir.Value) -> bool:
     if value.dtype is None or value.dtype.is_floating_point():
         return False
     if any(node.op_type in ("Cos", "Sin") for node, _ in _uses(value, _may_make_angles)):
-        return True
+        return not _is_total(value)
     if any(number in operator_of(node).positions for node, number in _uses(value)):
         return True
     return any(_rotates(node.outputs[0]) for node, table in _lookups(value) if not table.is_graph_input())
+
+
+def _is_total(value: ir.Value) -> bool:
+    """Whether a number is that of all tokens, so that positions are what is left of it without some."""
+    is_number = value.shape is not None and not value.shape
+    return is_number and any(node.op_type == "Sub" and number == 0 for node, number in value.uses())
 
 
 def _rotates(rows: ir.Value) -> bool:
@@ -161,6 +167,8 @@ def _above_masks(graph: Graph) -> dict[ir.Value, str]:
 
     def unchanged(value: ir.Value) -> Sequence[ir.Value]:
         node = value.producer()
+        if node is not None and node.op_type == "Gather":  # picks rows of it, or repeats some
+            return [read for read in node.inputs[:1] if read is not None]
         return above(value) if node is not None and _rearranges(node) else ()
 
     as_fed = set(reached(masks, unchanged))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from splitc.runtime.arrays.array import Array
 # The characters of the longest dimension that is parsed as an expression (by sympy, which onnx_ir depends on).
 # A choice, against models that are damaged or made to harm. With 40 the plans of 11 models are the same.
 LONGEST = 200
+# The symbols that onnx-shape-inference makes up for sizes that it does not know.
+MADE_UP = re.compile(r"_d\d+")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
     """Infer every value's symbolic shape and type from the inputs, in place.
 
     The file's own shapes are dropped first, since exporters write wrong ones. If inference fails, shapes stay unknown,
-    which later passes allow for; only outputs then keep the file's shape. See `infer_shapes_and_types`.
+    which later passes allow for; only outputs then keep the file's shape, as they do if no size of theirs is known. See
+    `infer_shapes_and_types`.
     """
     declared = {value: value.shape for value in model.graph.outputs}
     for node in all_nodes(model.graph):
@@ -89,9 +93,16 @@ def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
             value.shape = None
     observed = infer_shapes_and_types(model, folds)
     for value, shape in declared.items():
-        if value.shape is None:
+        if value.shape is None or (
+            shape is not None and len(shape) == len(value.shape) and all(map(_is_made_up, value.shape))
+        ):
             value.shape = shape
     return observed
+
+
+def _is_made_up(size: int | ir.SymbolicDim) -> bool:
+    """Whether inference gave a size a symbol because it knows nothing of it."""
+    return isinstance(size, ir.SymbolicDim) and (size.value is None or MADE_UP.fullmatch(size.value) is not None)
 
 
 def evaluate_size(size: ir.SymbolicDim, bindings: Mapping[str, int]) -> int | None:

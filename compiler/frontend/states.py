@@ -9,8 +9,10 @@ import onnx_ir as ir
 from msgspec.structs import replace
 
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.reads import subgraphs
 from splitc.compiler.frontend.room import give_capacity
+from splitc.compiler.frontend.shifted_states import find_shifted
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.states import AskedStates
@@ -20,6 +22,8 @@ from splitc.runtime.units import format_shape
 
 # The most nodes between a past and its present: a concatenation, a scatter, an attention operator, and some reshapes.
 FARTHEST = 8
+# Operators that overwrite parts of their first input.
+SCATTERS = ("ScatterElements", "ScatterND", "TensorScatter")
 
 
 def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]:
@@ -96,7 +100,8 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
     """Inputs, by the outputs that replace them.
 
     An output's past is the nearest input upstream with the same type, rank and fixed sizes, unless a nearer pair has
-    taken it. Of several at the same distance, inputs and outputs are paired in order.
+    taken it. Of several at the same distance, inputs and outputs are paired in order. One that parts are written
+    to is a past however many layers write them.
 
     Likeness is not enough. An output that contains the input's product with a weight is a layer's result (with or
     without a residual), unless it is longer. And a model has an input and an output besides its states.
@@ -107,13 +112,52 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
         for order, (distance, value) in enumerate(_inputs_upstream(graph, output))
         if _is_alike(value, output)
     )
-    pairs: dict[ir.Value, ir.Value] = {}
+    pairs = _overwritten(graph)
     for _, _, _, output, value in distances:
         if output not in pairs and value not in pairs.values() and not _is_layer(graph, value, output):
             pairs[output] = value
+    if pairs:  # a value is likely a state that is mixed with an output, if the model has others
+        inputs, outputs = ([v for v in values if v not in {*pairs, *pairs.values()}] for values in _ends(graph))
+        pairs |= find_shifted(graph, outputs, inputs, _is_same)
+        passed = ((output, _passed_on(output)) for output in outputs)
+        pairs |= {output: kept for output, kept in passed if kept is not None and kept in inputs}
     if not _has_others(graph, pairs):  # a value that grows is more likely a cache
         pairs = {output: value for output, value in pairs.items() if _grows(value, output) is not None}
     return pairs if _has_others(graph, pairs) else {}
+
+
+def _overwritten(graph: Graph) -> dict[ir.Value, ir.Value]:
+    """Inputs, by the outputs that they become when parts of them are overwritten, one after the other."""
+
+    def written(value: ir.Value) -> Sequence[ir.Value]:
+        node = value.producer()
+        passes = node is not None and not node.domain and (node.op_type in ("Identity", *SCATTERS))
+        return [read for read in node.inputs[:1] if read is not None] if passes and node is not None else []
+
+    pairs: dict[ir.Value, ir.Value] = {}
+    for output in graph.graph.outputs:
+        *_, first = reached([output], written)
+        is_past = first is not output and first.is_graph_input() and _is_alike(first, output)
+        if is_past and first not in pairs.values():
+            pairs[output] = first
+    return pairs
+
+
+def _passed_on(output: ir.Value) -> ir.Value | None:
+    """The input that an output is, if nothing else reads it: a setting that belongs to a cache, such as its window."""
+    node = output.producer()
+    value = node.inputs[0] if node is not None and is_onnx(node, "Identity") else None
+    return value if value is not None and value.is_graph_input() and len(value.uses()) == 1 else None
+
+
+def _ends(graph: Graph) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
+    return graph.graph.inputs, graph.graph.outputs
+
+
+def _is_same(past: ir.Value, present: ir.Value) -> bool:
+    """Whether type and sizes are the same, and all but the first are fixed: there is none for tokens."""
+    fixed = past.shape is not None and all(isinstance(size, int) for size in past.shape[1:])
+    return fixed and _is_alike(past, present) and past.shape == present.shape
 
 
 def _has_others(graph: Graph, pairs: Mapping[ir.Value, ir.Value]) -> bool:
@@ -125,9 +169,14 @@ def _grows(past: ir.Value, present: ir.Value) -> int | None:
     """The axis along which a state grows in each run: the first one whose symbol changes. None if it does not grow."""
     for axis, (before, after) in enumerate(zip(past.shape or (), present.shape or (), strict=False)):
         known = isinstance(after, int) or after.value is not None
-        if isinstance(before, ir.SymbolicDim) and known and before != after:
+        if known and _changes(before, after):
             return axis
     return None
+
+
+def _changes(before: int | ir.SymbolicDim, after: int | ir.SymbolicDim) -> bool:
+    """Whether a symbol of a past is another one, or a number, in its present. A symbol may be named by its number."""
+    return isinstance(before, ir.SymbolicDim) and before != after and before.value != str(after)
 
 
 def _inputs_upstream(graph: Graph, output: ir.Value) -> Iterator[tuple[int, ir.Value]]:
@@ -224,7 +273,7 @@ def growing_symbols(graph: Graph, states: list[State]) -> frozenset[str]:
     for state in states:
         past, present = values[state.input].shape, values[state.output].shape
         for before, after in zip(past or (), present or (), strict=False):
-            if isinstance(before, ir.SymbolicDim) and before.value and before != after:
+            if isinstance(before, ir.SymbolicDim) and before.value and _changes(before, after):
                 symbols.add(before.value)
     return frozenset(symbols)
 

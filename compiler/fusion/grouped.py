@@ -23,10 +23,10 @@ from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_layout
 from splitc.compiler.fusion.frame import Frame
-from splitc.compiler.fusion.lengths import Again, Filled, Lengths
+from splitc.compiler.fusion.lengths import SEVERAL_ROWS, Filled, Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
 from splitc.compiler.fusion.operand import PASSED, seen_through, seen_through_merged, unmerged, whole
-from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one
+from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "GroupQueryAttention"
@@ -93,26 +93,22 @@ def _check(cached: CachedAttention, work: Writer) -> Frame:
 
 
 def _check_rows(cache: Cache, sizes: Sizes) -> None:
-    """Raise NotFusedError where the planned request is one for which rows are given again."""
+    """Raise NotFusedError where the operator does not take the planned request."""
     past, new = sizes.axes(cache.past), sizes.axes(cache.new)
     assert past is not None and new is not None
     if all(axis.size[0] > least for axis, least in ((new[0], 1), (new[-2], 1), (past[ROWS], 0))):
         raise NotFusedError(
-            f"the operator is slower for several rows with several tokens after cached ones: {new[0].size[0]} rows of "
+            f"the operator takes no several rows with several tokens after cached ones: {new[0].size[0]} rows of "
             f"{new[-2].size[0]} tokens after {past[ROWS].size[0]} are planned"
         )
 
 
 def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequence[ir.Value]:
     """The operator and its inputs. Returns the attention's rows, the keys' present and the values'."""
-    attention, frame, work, again = cached.attention, writing.frame, writing.work, filled.again
+    attention, frame, work = cached.attention, writing.frame, writing.work
     query, factor = writing.merged_query()
-    keys, values = (_merged(one, work, role, again) for one, role in ((cached.keys, "keys"), (cached.values, "values")))
+    keys, values = (_merged(one, work, role) for one, role in ((cached.keys, "keys"), (cached.values, "values")))
     bias = filled.with_room(write_bias(attention, frame, work), work) if attention.biases else None
-    if again is not None:
-        query = _picked(query, again.queries, 1, work, "query_again")
-        # Once for each layer: one that all of them read would make the first layer unlike the others.
-        bias = None if bias is None else _picked(bias, again.queries, 2, work, "bias_again")
     inputs: list[ir.Value | None] = [
         query,
         keys,
@@ -142,13 +138,13 @@ def _write(cached: CachedAttention, writing: Writing, filled: Filled) -> Sequenc
         domain=DOMAIN,
         num_outputs=3,
     )
+    if filled.has_branch:
+        node.metadata_props[SEVERAL_ROWS] = filled.input.name or ""
     work.insert(node)
     made, *presents = node.outputs
     work.name_value(made, "rows", query, work.axes(query))
     for value, one in zip(presents, (cached.keys, cached.values), strict=True):
         work.name_value(value, "present", one.present, work.axes(one.present))
-    if again is not None:
-        made = _picked(made, again.new, 1, work, "new_rows")
     return made, *presents
 
 
@@ -175,35 +171,15 @@ def _sinks(sinks: ir.Value, like: ir.Value, frame: Frame, work: Writer) -> ir.Va
     return value if value.dtype == like.dtype else work.cast(value, like, "sinks_cast")
 
 
-def _merged(cache: Cache, work: Writer, role: str, again: Again | None) -> ir.Value:
-    """What is added to a cache, behind the rows that are given again, as [batch, length, heads x size]."""
+def _merged(cache: Cache, work: Writer, role: str) -> ir.Value:
+    """What is added to a cache, as [batch, length, heads x size]."""
     batch, *_, rows, _ = work.axes(cache.new)
     _, heads, _, size = work.axes(cache.present)
     if len(work.axes(cache.new)) == 4:
         value = work.ordered(seen_through(whole(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows")
     else:
         value = work.viewed(cache.new, [batch, rows, heads, size], f"{role}_by_rows")
-    columns = (heads.fixed or 1) * (size.fixed or 1)
-    width = fixed_axis(columns)
-    value = work.viewed(value, [batch, rows, width], role)
-    if again is None:
-        return value
-    begin, axis = map(work.editor.numbers, (0, ROWS))
-    none = [batch, heads, fixed_axis(0), size]
-    before = work.add(f"{role}_before", "Slice", [cache.past, begin, again.count, axis], value, none)
-    before = work.ordered(whole(before, 4).transposed(BY_ROWS), f"{role}_before_by_rows")
-    # Not as four axes: the rows themselves are often a view of three.
-    as_many = work.editor.numbers(0, 0, columns)
-    before = work.add(f"{role}_before_rows", "Reshape", [before, as_many], value, [batch, fixed_axis(0), width])
-    # With the planned sizes there are none, with the others all. So the rows count as no fixed number, as those of a
-    # model of a fixed number of new tokens would.
-    all_rows = Axis((rows.size[0], rows.size[1] + work.axes(cache.past)[ROWS].size[1]))
-    return work.add(f"{role}_again", "Concat", [before, value], value, [batch, all_rows, width], axis=1)
-
-
-def _picked(value: ir.Value, places: ir.Value, along: int, work: Writer, role: str) -> ir.Value:
-    """A value's rows at some places, which are as many with the planned sizes."""
-    return work.add(role, "Gather", [value, places], value, work.axes(value), axis=along)
+    return work.viewed(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)
 
 
 @cache

@@ -82,7 +82,8 @@ ON_GPUS = Gains(
 # Caches, by tests/benchmarks/cache_in_place.py, with decoders of 12 and 24 layers of 1,024, as transformers' exporter
 # and optimum's write them:
 # - A token after 64, 512 and 2,000 others, in a sequence with a capacity: 1.04 to 1.08, 1.2, and 1.5 to 1.7. With fed
-#   pasts: 1.01 to 1.45. A prompt of 512: 1.00 to 1.12.
+#   pasts: 1.01 to 1.45. A prompt of 512: 1.00 to 1.12. Two rows of 8 tokens, by their branch: 1.01 to 1.18 after 100,
+#   1.05 to 1.35 after 1,000.
 # - Caches of 2,048 rows of 4 x 64 or 8 x 128 numbers that are written by index: a token takes 0.15 or 0.94 ms with
 #   transposed axes, and 0.01 or 0.02 ms without. A prompt of 512 takes 0.15 or 1.3 ms, and 0.4 or 3.1 ms, some
 #   hundredths of its layer's time.

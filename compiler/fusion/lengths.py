@@ -33,23 +33,11 @@ NAME = "splitc.past"
 ROOM = "splitc.room"
 # What sets the probe of the room apart from other sizes.
 APART = 1009
-# Max takes whole numbers from this opset on.
+# Marks attentions that take several rows with several tokens after cached ones by a branch (lowering/several_rows.py),
+# with the input for the caches' length, in the nodes' metadata; and the most nodes that a branch has, as a rule.
+SEVERAL_ROWS, BRANCH_NODES = "splitc.several_rows", 44
+# From this opset on, there are the operators of such a branch.
 OPSET = 12
-
-
-@dataclass(frozen=True)
-class Again:
-    """The rows of a cache that a request gives the operator again: those before it, or none.
-
-    The operator reads several tokens after others in one row of the batch only. For more rows of the batch, such tokens
-    are given as if none were before them. The runtime asks for it by a second axis of the input that is not 0. So where
-    sizes are planned, there are none. `count` is a list of how many they are. `queries` are the places of the queries,
-    before which any will do. `new` are the places of the new rows.
-    """
-
-    count: ir.Value
-    queries: ir.Value
-    new: ir.Value
 
 
 @dataclass(frozen=True)
@@ -58,9 +46,9 @@ class Filled:
 
     `before` and `after` are lists of one size: the rows before the request, and with those that it adds. `total` is the
     latter as the operator takes it, and `lasts` the last of them for each row of the batch. `step` is how many it adds:
-    a number, or the axis of an input that has as many. `again` is None where no request needs it. With a `room`, of
-    which `rows` is a list, `total` is as large: the operator's bias has that length. The operator then reads `one_row`
-    of the batch, unless for one token.
+    a number, or the axis of an input that has as many. With a `room`, of which `rows` is a list, `total` is as large:
+    the operator's bias has that length. The operator takes no requests of `several` rows with several tokens: where
+    there is no room, engines have a branch for them.
     """
 
     input: ir.Value
@@ -72,10 +60,14 @@ class Filled:
     lasts: ir.Value
     work: Writer
     step: int | tuple[str, int]
-    again: Again | None
+    several: bool
     room: ir.Value | None = None
     rows: ir.Value | None = None
-    one_row: bool = False
+
+    @property
+    def has_branch(self) -> bool:
+        """Whether engines have a branch for several rows with several tokens."""
+        return self.several and self.room is None
 
     @property
     def known(self) -> Mapping[Size, ir.Value]:
@@ -90,9 +82,9 @@ class Filled:
             axis=ROWS,
             adds=self.step if isinstance(self.step, int) else 0,
             reads=None if isinstance(self.step, int) else self.step,
-            room_for_batches=self.again is not None,
+            by_branch=self.has_branch,
             room=None if self.room is None else self.room.name,
-            one_row=self.one_row,
+            one_row=self.several and self.room is not None,
         )
 
     @property
@@ -147,7 +139,7 @@ class Lengths:
         several = tokens.fixed != 1 and new[0].fixed != 1
         if several and graph.opset_imports.get("", 1) < OPSET:
             raise NotFusedError(
-                f"the model's opset is below {OPSET}, and its Max takes no int64: export it with a later one"
+                f"the model's opset is below {OPSET}, whose operators a batch would need: export it with a later one"
             )
         if step is None:
             raise NotFusedError("no axis of an input is the number of tokens that a request adds to its cache")
@@ -166,15 +158,13 @@ class Lengths:
             after = work.integers("after", "Add", [before, work.list_of([tokens], "added")], 1)
             counted = after if room is None else work.list_of([work.axes(room)[0]], "room")
             filled, lasts = _add_int32(work, after, counted, new[0])
-            again = _add_again(work, value, before, tokens) if several and room is None else None
         except NotFusedError:
             work.undo()
             for made in own[: 1 + (room is not None)]:
                 graph.inputs.remove(made)
             raise
-        one_row = several and room is not None
         rows = None if room is None else counted
-        return Filled(value, past, total, before, after, filled, lasts, work, step, again, room, rows, one_row)
+        return Filled(value, past, total, before, after, filled, lasts, work, step, several, room, rows)
 
     def _add_room(self, total: Axis) -> ir.Value:
         """The input for the room, which is as large as what is filled where sizes are planned."""
@@ -244,28 +234,6 @@ def _add_int32(work: Writer, after: ir.Value, counted: ir.Value, batch: Axis) ->
         value.type = ir.TensorType(ir.DataType.INT32)
     last = work.add("last", "Sub", [filled, work.editor.constant(np.array([1], np.int32))], filled, [fixed_axis(1)])
     return total, work.expanded(last, [batch], "lasts")
-
-
-def _add_again(work: Writer, value: ir.Value, before: ir.Value, new: Axis) -> Again:
-    """The rows that are given again: all before the request, if the input's second axis says so."""
-    place, none = map(work.editor.numbers, (1, 0))
-    sizes = work.integers("sizes", "Shape", [value], 2)
-    count = work.integers("again", "Mul", [before, work.integers("asked", "Gather", [sizes, place], 1)], 1)
-    rows = work.integers("given", "Add", [count, work.list_of([new], "new")], 1)
-    scalar = work.editor.numbers()
-    start, end = (
-        work.integers(f"{role}_end", "Reshape", [v, scalar], 1) for role, v in (("again", count), ("given", rows))
-    )
-    first, step = (work.editor.constant(np.array(number, np.int64)) for number in (0, 1))
-    places = work.integers("places", "Range", [first, end, step], 1)
-    behind = work.integers("behind", "Sub", [places, count], 1)
-    queries = work.integers("queries", "Max", [behind, none], 1)
-    own = work.integers("own", "Range", [start, end, step], 1)
-    for scalars in (start, end):
-        work.sizes.put(scalars, [])
-    for of_new in (places, behind, queries, own):
-        work.sizes.put(of_new, [new])
-    return Again(count, queries, own)
 
 
 def sizes_read(node: ir.Node, sizes: Sizes) -> list[Axis] | None:

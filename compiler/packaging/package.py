@@ -21,6 +21,7 @@ from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
 from splitc.compiler.lowering.session_weights import multiply_as_stored
+from splitc.compiler.lowering.several_rows import take_several_rows
 from splitc.compiler.packaging.builder import find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
 from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry, shareable_weights
@@ -218,6 +219,9 @@ def _write_rank(
     on_gpu = plan.engine == ONNXRUNTIME and rank.device.kind == "cuda"
     if on_gpu:
         _suit_gpu(program.graphs, plan.analysis)
+    elif plan.engine == ONNXRUNTIME:
+        for graph in program.graphs:
+            take_several_rows(graph)
     paths = _graph_paths(folder, stem or f"stage{rank.group}", len(program.graphs))
     # Entries come first, since writing a graph changes its weights.
     uncertain = plan.analysis.costs.bound.uncertain

@@ -22,7 +22,7 @@ def find_capacity(manifest: Manifest, signature: LanguageSignature) -> int | Non
     ids = inputs[signature.ids]
     ends: list[int | None] = []
     if signature.mask is not None and inputs[signature.mask].shape != ids.shape:
-        ends.append(_longest(inputs[signature.mask], 1))
+        ends.append(_longest(inputs[signature.mask], -1))
     if signature.positions is not None and (role := inputs[signature.positions].role) is not None:
         ends.append(role.rows or None)
     if not manifest.states and ids.max_shape is not None:

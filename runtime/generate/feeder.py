@@ -12,6 +12,9 @@ from splitc.runtime.generate.signature import TokenInputs, may_have
 from splitc.runtime.package.manifest import Manifest, Tensor
 from splitc.runtime.units import format_shape, whole_number
 
+# Added to scores, hides them: the lowest number of half precision.
+HIDING = -65504.0
+
 
 class Feeder:
     """Makes the feeds of one step, in the number types of the model's inputs."""
@@ -20,7 +23,7 @@ class Feeder:
         self.signature = signature
         self._inputs = {tensor.name: tensor for tensor in manifest.inputs}
         shape = self._inputs[signature.positions].shape if signature.positions is not None else None
-        self._is_vector = shape is not None and len(shape) == 1
+        self._axes = 2 if shape is None else len(shape)
 
     def chunk(self, prompt: int, wanted: int) -> int:
         """The number of prompt tokens in one run.
@@ -42,21 +45,29 @@ class Feeder:
             feeds[self.signature.mask] = self._mask(self._inputs[self.signature.mask], len(new), total)
         if self.signature.positions is not None:
             places = np.arange(total - len(new), total)
-            feeds[self.signature.positions] = places if self._is_vector else places[None]
+            # A single number is the first token's position.
+            feeds[self.signature.positions] = {0: places[0], 1: places}.get(self._axes, places[None])
         return {name: array.astype(self._inputs[name].dtype) for name, array in feeds.items()}
 
     def _mask(self, tensor: Tensor, new: int, total: int) -> Array:
-        """Ones for the tokens so far, and zeros up to a fixed length.
+        """Ones for the tokens so far, and zeros up to a fixed length; or what is added to scores: see `_bias`.
 
-        Raises MisuseError for a mask that is not one number per token, and for a sequence that exceeds the length.
+        Raises MisuseError for a mask of another form, and for a sequence that exceeds the length.
         """
-        if not may_have(tensor, 2):
+        is_bias = tensor.role is not None and tensor.role.kind == "bias"
+        if not may_have(tensor, 4 if is_bias else 2):
             raise MisuseError(f"can't generate with a mask of {format_shape(tensor.shape)} ('{tensor.name}')")
-        length = None if tensor.shape is None else tensor.shape[1]
+        length = None if tensor.shape is None else tensor.shape[-1]
         ids = self._inputs[self.signature.ids]
         if tensor.shape == ids.shape and length is not None:
             return np.ones((1, new))
         room = length if isinstance(length, int) else total
         if total > room:
             raise MisuseError(f"the model has room for {room} tokens, and the sequence comes to {total}")
-        return (np.arange(room) < total)[None]
+        return _bias(new, total, room) if is_bias else (np.arange(room) < total)[None]
+
+
+def _bias(new: int, total: int, room: int) -> Array:
+    """Zeros for what each token sees, and the lowest number for later tokens, [1, 1, new, room]."""
+    seen = np.arange(room) <= np.arange(total - new, total)[:, None]
+    return np.where(seen, 0, HIDING)[None, None]

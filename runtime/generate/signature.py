@@ -59,12 +59,14 @@ def find_token_inputs(manifest: Manifest, prefill: Manifest | None = None) -> To
     states = {state.input for state in manifest.states}
     inputs = [tensor for tensor in manifest.inputs if tensor.name not in states | handed.keys()]
     masks, positions, ids = (of_role(inputs, role) for role in ("mask", "positions", "indices"))
+    masks = [*masks, *of_role(inputs, "bias")]
     rest = [tensor for tensor in inputs if tensor not in (*masks, *positions)]
     ids = ids or [tensor for tensor in rest if "ids" in tensor.name.lower()]
     if len(ids) != 1 or len(rest) > 1 or len(masks) > 1 or len(positions) > 1 or not may_have(ids[0], 2):
         raise MisuseError(
             f"can't generate with {manifest.source.name}: it takes {', '.join(tensor.name for tensor in inputs)}, and "
-            "splitc knows token ids, an attention mask and position ids (and states)"
+            "splitc knows token ids, an attention mask and position ids (and states). One that has the same value in "
+            "all requests can be bound when the model is compiled (--set NAME=VALUE)"
         )
     return TokenInputs(ids[0].name, _one(masks), _one(positions), handed)
 

@@ -49,12 +49,12 @@ def length_feeds(
 ) -> dict[str, Array]:
     """The ranks' inputs for lengths: arrays with one axis as long as the filled rows.
 
-    A second axis of size 1 makes the engines read the filled rows again. An input for the `room` has no bytes.
+    A second axis of size 1 makes the engines run their branch for several rows. An input for the `room` has no bytes.
     """
     made = {}
     for length in lengths:
         before, more = filled[length.input], added(length, feeds)
-        made[length.input] = np.zeros((before, int(_reads_again(length, batch, filled, feeds))), np.bool_)
+        made[length.input] = np.zeros((before, int(_is_apart(length, batch, filled, feeds))), np.bool_)
         if length.room is not None:
             # For a single token all of it, so that the next one has the same sizes. More are read faster without.
             made[length.room] = np.zeros((max(room, before + more) if more == 1 else before + more, 0), np.bool_)
@@ -77,14 +77,19 @@ def room_needed(
     lengths: Sequence[Length], batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]
 ) -> dict[str, int]:
     """The rows that states need for a request, by input. Empty where the engines allocate longer states anyway."""
-    if not any(_reads_again(length, batch, filled, feeds) for length in lengths):
+    if not any(length.room_for_batches and _is_apart(length, batch, filled, feeds) for length in lengths):
         return {}
     return {name: filled[length.input] + added(length, feeds) for length in lengths for name in length.states}
 
 
-def _reads_again(length: Length, batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]) -> bool:
-    """Whether the engines' operator can read a request's tokens only together with the earlier ones."""
-    return length.room_for_batches and batch > 1 and added(length, feeds) > 1 and filled[length.input] > 0
+def _is_apart(length: Length, batch: int, filled: Mapping[str, int], feeds: Mapping[str, Feed]) -> bool:
+    """Whether the engines' operator can't read a request's tokens after the earlier ones."""
+    return (
+        (length.by_branch or length.room_for_batches)
+        and batch > 1
+        and added(length, feeds) > 1
+        and filled[length.input] > 0
+    )
 
 
 def lengthened(array: Array, axis: int, rows: int) -> Array:

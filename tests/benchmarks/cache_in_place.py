@@ -3,7 +3,8 @@
     python -m tests.benchmarks.cache_in_place MODEL.onnx [MODEL.onnx ...] --devices cpu0 --threads 1
 
 Both packages take turns in one process. Prints a line for each case: a token after some others in a sequence, the same
-with caches that the caller feeds, and a prompt; and the largest relative difference of all outputs. `ON_CPUS` in
+with caches that the caller feeds, several rows with several tokens each, and prompts; and the largest relative
+difference of all outputs. `ON_CPUS` in
 `splitc.compiler.fusion.kernels` is based on this.
 """
 
@@ -25,7 +26,9 @@ from splitc.runtime import Session
 from splitc.runtime.cli.terminal import out, table
 from splitc.runtime.generate.feeder import Feeder
 from splitc.runtime.generate.signature import find_signature
+from splitc.runtime.package.manifest import Manifest
 from splitc.runtime.requests.sequence import StateSequence
+from tests.helpers.steps import made_feeds
 
 Arrays = Mapping[str, np.ndarray]
 Run = Callable[[], Arrays]
@@ -38,7 +41,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--mode", default="layer")
     parser.add_argument("--after", type=int, nargs="+", default=[64, 512, 2000])
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[16, 512])
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--chunk", type=int, default=8)
     parser.add_argument("--runs", type=int, default=15)
     options = parser.parse_args()
     rows = table("", "concatenated", "in place", "ratio", "difference", right=("concatenated", "in place", "ratio"))
@@ -51,7 +56,7 @@ def main() -> None:
                 compile_model(plan, Path(place) / name, threads=options.threads)
                 sessions.append(stack.enter_context(Session(Path(place) / name)))
             assert sessions[1].manifest.lengths, f"{model}: {[fate.why for fate in plan.analysis.fates]}"
-            for name, runs in cases(sessions, options.after, options.prompt, stack):
+            for name, runs in cases(sessions, options, stack):
                 times, difference = measure(runs, options.runs)
                 ratio = f"{times[0] / times[1]:.2f}"
                 rows.add_row(f"{model.parent.name}: {name}", *(f"{1e3 * t:.2f} ms" for t in times), ratio, difference)
@@ -71,20 +76,15 @@ def shapes_of(model: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def cases(sessions: list[Session], after: list[int], prompt: int, stack: ExitStack) -> Iterator[tuple[str, list[Run]]]:
+def cases(sessions: list[Session], options: argparse.Namespace, stack: ExitStack) -> Iterator[tuple[str, list[Run]]]:
     """Cases: their names, and a run of each session."""
     manifest = sessions[0].manifest
     feeder = Feeder(manifest, find_signature(manifest))
     ids = next(tensor for tensor in manifest.inputs if tensor.name == feeder.signature.ids)
     generator = np.random.default_rng(0)
-    for count in after:
-        shapes = {tensor.name: tensor.sample_shape or [] for tensor in manifest.inputs}
-        pasts = {
-            state.input: generator.standard_normal(
-                [1, shapes[state.input][1], count, shapes[state.input][3]], np.float32
-            )
-            for state in manifest.states
-        }
+    is_single = ids.shape is not None and ids.shape[1] == 1
+    for count in options.after:
+        pasts = made_pasts(manifest, count, 1, generator)
         runs: list[Run] = []
         for session in sessions:
             sequence = stack.enter_context(session.start(count + 64 if session.manifest.lengths else None))
@@ -93,10 +93,40 @@ def cases(sessions: list[Session], after: list[int], prompt: int, stack: ExitSta
         yield f"a token after {count}", runs
         fed = {**feeder.feeds([5], count + 1), **pasts}
         yield f"a token after {count} that are fed", [partial(session.run, fed) for session in sessions]
-    if ids.shape is not None and ids.shape[1] == 1:
-        return
-    tokens = generator.integers(1, 1000, prompt).tolist()
-    yield f"a prompt of {prompt}", [partial(read, session, feeder, tokens) for session in sessions]
+        if not is_single:
+            yield f"{options.rows} rows of {options.chunk} after {count}", in_rows(sessions, options, count, stack)
+    for prompt in () if is_single else options.prompts:
+        tokens = generator.integers(1, 100, prompt).tolist()
+        yield f"a prompt of {prompt}", [partial(read, session, feeder, tokens) for session in sessions]
+
+
+def made_pasts(manifest: Manifest, count: int, rows: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Caches of so many tokens."""
+    shapes = {tensor.name: tensor.sample_shape or [] for tensor in manifest.inputs}
+    made = {}
+    for state in manifest.states:
+        shape = [rows, *shapes[state.input][1:]]
+        shape[state.grows or 2] = count
+        made[state.input] = generator.standard_normal(shape, np.float32)
+    return made
+
+
+def in_rows(sessions: list[Session], options: argparse.Namespace, count: int, stack: ExitStack) -> list[Run]:
+    """Runs of chunks of prompts in several rows, in a sequence of each session that begins with some tokens."""
+    runs: list[Run] = []
+    for session in sessions:
+        sequence = stack.enter_context(session.start())
+        sequence.load(made_pasts(session.manifest, count, options.rows, np.random.default_rng(0)))
+        befores = iter(range(count, count + 200 * options.chunk, options.chunk))
+        runs.append(partial(step_rows, sequence, session.manifest, options, befores))
+    return runs
+
+
+def step_rows(
+    sequence: StateSequence, manifest: Manifest, options: argparse.Namespace, befores: Iterator[int]
+) -> Arrays:
+    """Run the next chunks of a sequence."""
+    return sequence.run(made_feeds(manifest, options.rows, next(befores), options.chunk))
 
 
 def step(sequence: StateSequence, feeder: Feeder, totals: Iterator[int]) -> Arrays:

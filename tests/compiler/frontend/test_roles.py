@@ -122,6 +122,29 @@ def test_what_is_added_as_it_is_fed_is_a_bias(tmp_path: Path) -> None:
     assert roles_of(block, tmp_path)["mask"] == Role("bias")
 
 
+def test_bias_whose_rows_are_picked_is_still_one(tmp_path: Path) -> None:
+    """As of caches in place, whose queries may be read again."""
+    block = Attention()
+    x = block.tokens()
+    scores = block.scores(block.heads(x, "q"), block.heads(x, "k"))
+    rows = block.op("Gather", block.input("m", FLOAT, ["b", 1, "t", "t"]), block.input("g", INT, ["t"]), axis=2)
+    block.attend(block.op("Add", scores, rows), block.heads(x, "v"))
+    assert roles_of(block, tmp_path)["m"] == Role("bias")
+
+
+@pytest.mark.parametrize("counts_all", [False, True])
+def test_number_of_all_tokens_is_no_position(counts_all: bool, tmp_path: Path) -> None:
+    """Positions are what is left of it without the new tokens, so generation must not feed a position."""
+    block = Attention()
+    number = block.input("p", INT, [])
+    place = block.op("Sub", number, block.constant(1, np.int64)) if counts_all else number
+    cosine = block.op("Cos", block.op("Mul", block.op("Cast", place, to=FLOAT), block.w("turns", HEAD)))
+    x = block.tokens()
+    query, key = (block.op("Mul", block.heads(x, name), cosine) for name in "qk")
+    block.attend(block.scores(query, key), block.heads(x, "v"))
+    assert roles_of(block, tmp_path).get("p") == (None if counts_all else Role("positions"))
+
+
 def test_data_has_no_role_and_a_name_is_the_last_resort(tmp_path: Path) -> None:
     block = Attention()
     x = block.op("Add", block.tokens(), block.input("other", FLOAT, ["b", "t", HIDDEN]))
@@ -176,7 +199,7 @@ def test_decoder_with_other_names_generates_the_same(decoder: Path, package: Pat
         assert list(session.generate([1, 2, 3], max_new_tokens=8)) == expected
 
 
-@pytest.mark.parametrize("kind", ["ScatterElements", "ScatterND", "GatherND"])
+@pytest.mark.parametrize("kind", ["ScatterElements", "of any shape", "ScatterND", "GatherND"])
 def test_places_are_below_the_number_of_rows(kind: str, tmp_path: Path) -> None:
     """As for nodes of several graphs, whose values are summed by graph."""
     block = Block(18)
@@ -186,7 +209,9 @@ def test_places_are_below_the_number_of_rows(kind: str, tmp_path: Path) -> None:
     if kind == "GatherND":
         block.give(block.op("Add", x, block.op(kind, graphs, listed)), shape=["n", HIDDEN])
     else:
-        places = block.op("Expand", listed, block.op("Shape", x)) if kind == "ScatterElements" else listed
-        block.give(block.op(kind, graphs, places, x, reduction="add"), shape=[2, HIDDEN])
+        sizes = block.input("sizes", INT, ["rank"]) if kind == "of any shape" else block.op("Shape", x)
+        places = listed if kind == "ScatterND" else block.op("Expand", listed, sizes)
+        operator = "ScatterND" if kind == "ScatterND" else "ScatterElements"
+        block.give(block.op(operator, graphs, places, x, reduction="add"), shape=[2, HIDDEN])
     role = roles_of(block, tmp_path)["g"]
     assert role.rows == 2 and choose_fill(place, role).high == 2

@@ -217,7 +217,7 @@ def test_slots_are_counted(decoder: Path) -> None:
         memory, without = slotted.ranks[0].memory, plain.ranks[0].memory
         assert memory.sums == 4 * 16 * sum(slot.inputs + slot.outputs for slot in slotted.analysis.slots)
         assert memory.weights == without.weights and without.adapters == 0
-        engines = slotted_bytes(slotted.ranks[0].device, "onnxruntime", 0, len(slotted.ranks[0].stage.nodes))
+        engines = slotted_bytes(slotted.ranks[0].device, "onnxruntime", 0, memory.nodes)
         rest, running = memory.adapters - memory.sums - engines, memory.activations - memory.passed
         packed = max(memory.held_weights + running, memory.loading.most)
         assert 0 < rest == (packed if device == "cpu0" else running)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from models.writer import save
 from splitc.compiler import Request, plan_model
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.frontend.states import find_states
@@ -14,6 +15,7 @@ from splitc.compiler.planning.plan_file import write_plan
 from splitc.compiler.request.states import AskedStates, parse_states
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.package.states import State
+from tests.helpers.blocks import FLOAT, INT, Block
 from tests.helpers.graphs import read_graph
 
 
@@ -36,6 +38,91 @@ def test_recurrent_state_is_found_and_a_plain_output_is_not(write_model: Callabl
     graph = read_graph(path)
     infer_shapes(graph.model)
     assert find_states(graph) == [State("h", "hn")]
+
+
+@pytest.mark.parametrize(
+    ("last", "mixed", "is_state"),
+    [
+        ("h", "a = Mul (h, w)  b = Mul (p, w)  m = Add (a, b)", True),
+        ("h", "m = Sub (p, h)", True),
+        ("h", "b = Relu (p)  m = Add (h, b)", False),  # what is read is not the value itself
+        ("Relu (h)", "m = Sub (p, h)", False),
+    ],
+)
+def test_last_value_that_the_next_token_is_mixed_with_is_a_state(
+    last: str, mixed: str, is_state: bool, write_model: Callable[[str], Path]
+) -> None:
+    """RWKV's token shift: the output does not depend on its past."""
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (int64[b] ids, float[b, 4] p, float[b, 4] s) => (float[b, 2] y, float[b, 4] last, float[b, 4] sum)
+        <float[4] w = {{1,2,3,4}}, float[4, 2] v = {{1,2,3,4,5,6,7,8}}, float[2, 4] table = {{1,2,3,4,5,6,7,8}}>
+        {{ h = Gather (table, ids)  last = {last if "(" in last else f"Identity ({last})"}  {mixed}
+           d = Mul (s, w)  sum = Add (d, m)  y = MatMul (sum, v) }}"""
+    )
+    graph = read_graph(path)
+    infer_shapes(graph.model)
+    assert (State("p", "last") in find_states(graph)) == is_state
+
+
+def test_sizes_that_are_named_by_their_numbers_do_not_grow(tmp_path: Path) -> None:
+    """As transformers' exporter writes the inputs' fixed sizes, of hybrid decoders too."""
+    block = Block()
+    state = block.input("p", FLOAT, ["b", "3", "4"])
+    row = block.op(
+        "Reshape", block.op("Gather", block.w("w", 5, 12), block.input("i", INT, ["b"])), block.ints(0, 3, 4)
+    )
+    block.give(block.op("Add", block.op("Mul", state, block.w("v", 3, 4)), row), "n", ["b", 3, 4])
+    block.give(block.op("MatMul", row, block.w("u", 4, 2)), "y", ["b", 3, 2])
+    assert states_of(block, tmp_path) == [State("p", "n")]
+
+
+def test_output_of_unknown_sizes_keeps_the_files(tmp_path: Path) -> None:
+    """The last columns of a convolution's state, by a slice of computed places."""
+    block = Block()
+    state, start = block.input("p", FLOAT, ["b", 4, "k"]), block.input("start", INT, [1])
+    new = block.op("Gather", block.w("w", 5, 4, 1), block.input("i", INT, ["b"]))
+    joined = block.op("Concat", state, new, axis=2)
+    block.give(block.op("Slice", joined, start, block.ints(99), block.ints(2)), "n", ["b", 4, "k"])
+    block.give(block.op("ReduceSum", joined, block.ints(2)), "y", ["b", 4, 1])
+    assert states_of(block, tmp_path) == [State("p", "n")]
+
+
+def test_what_several_layers_write_to_is_a_state(tmp_path: Path) -> None:
+    """Each layer's column, though it is computed from earlier layers' columns by products, as in RWKV."""
+    block = Block()
+    state, x = (
+        block.input("p", FLOAT, ["b", 4, 9]),
+        block.op("Gather", block.w("w", 5, 4), block.input("i", INT, ["b"])),
+    )
+    written = state
+    for layer in range(9):
+        places = block.op("Expand", block.ints(layer), block.op("Shape", block.op("Unsqueeze", x, block.ints(2))))
+        old = block.op("GatherElements", written, places, axis=2)
+        x = block.op("Add", x, block.op("MatMul", block.op("Squeeze", old, block.ints(2)), block.w(f"w{layer}", 4, 4)))
+        written = block.op("ScatterElements", written, places, block.op("Unsqueeze", x, block.ints(2)), axis=2)
+    block.give(written, "n", ["b", 4, 9])
+    block.give(block.op("MatMul", x, block.w("u", 4, 2)), "y", ["b", 2])
+    assert states_of(block, tmp_path) == [State("p", "n")]
+
+
+def test_setting_of_a_cache_that_is_passed_on_is_a_state(tmp_path: Path) -> None:
+    """As transformers' exporter writes the windows of sliding caches: no caller has to feed them."""
+    block = Block()
+    state, window = block.input("p", FLOAT, ["b", "past", 4]), block.input("window", INT, [])
+    new = block.op("Gather", block.w("w", 5, 1, 4), block.input("i", INT, ["b"]))
+    joined = block.op("Concat", state, new, axis=1)
+    block.give(joined, "n", ["b", "past + 1", 4])
+    block.give(block.op("ReduceSum", joined, block.ints(1)), "y", ["b", 1, 4])
+    block.give(block.op("Identity", window), "window_now", [])
+    assert states_of(block, tmp_path) == [State("p", "n", grows=1), State("window", "window_now")]
+
+
+def states_of(block: Block, folder: Path) -> list[State]:
+    save(block.model(), folder / "model.onnx")
+    graph = read_graph(folder / "model.onnx")
+    infer_shapes(graph.model)
+    return find_states(graph)
 
 
 LSTM = "LSTM <hidden_size = 1> (x, w, r, , , h, c)"

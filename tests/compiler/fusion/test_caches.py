@@ -132,6 +132,16 @@ def test_packages_give_what_the_model_gives(tmp_path: Path, name: str, mode: str
             assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), 1e-5)
 
 
+def test_several_rows_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment with an attention takes the caches' length, though an earlier one has computed what it says."""
+    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda *_: False)
+    onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
+    with Session(_compile(tmp_path, OPTIMUM, "tensor", "2xcpu", {})) as session:
+        assert len(session.manifest.ranks[0].engines) > 1
+        request = feeds(OPTIMUM, 2, 4, 6, padded=3)
+        assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request), 1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "capacity"),
     [

@@ -76,7 +76,8 @@ def test_auto_tries_groups_inside_hosts(decoder: Path) -> None:
 
 
 def test_slow_links_keep_a_model_on_one_host(decoder: Path) -> None:
-    slow = Request(memory=["1GiB"], interconnect="1MB/s,1s")
+    # The throughput of replicas hardly depends on links.
+    slow = Request(memory=["1GiB"], interconnect="1MB/s,1s", objective="latency")
     assert {rank.device.host for rank in plan_model(decoder, parse_hosts("2x2xcpu"), slow).ranks} == {0}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from splitc.runtime.errors import FeedError
 from splitc.runtime.package.states import Length
@@ -26,6 +27,7 @@ def test_the_length_is_a_size_of_no_bytes(batch: int, new: int, past: int) -> No
 
 
 def test_rows_that_are_read_again_get_room() -> None:
+    """In packages of earlier versions."""
     given = feeds(2, 4, 5)
     made = with_lengths([LENGTH], given)
     assert made["n"].shape == (5, 1)
@@ -33,6 +35,13 @@ def test_rows_that_are_read_again_get_room() -> None:
         assert made[name].shape == (2, 2, 9, 3)
         assert made[name][:, :, :5].all() and not made[name][:, :, 5:].any()  # type: ignore[union-attr, index]
     assert room_needed([LENGTH], 2, {"n": 5}, given) == {"key": 9, "value": 9}
+
+
+def test_rows_that_have_a_branch_need_no_room() -> None:
+    given = feeds(2, 4, 5)
+    made = with_lengths([replace(LENGTH, room_for_batches=False, by_branch=True)], given)
+    assert made["n"].shape == (5, 1)
+    assert all(made[name] is given[name] for name in given)
 
 
 def test_pasts_of_unlike_lengths_are_refused() -> None:
