@@ -140,18 +140,21 @@ def check(
     load: Load,
     comparison: Comparison,
     package: Path = PACKAGE,
-    model: Path = typer.Option(
-        ...,
-        "--model",
-        "-m",
+    unsplit: Path | None = typer.Argument(
+        None,
+        metavar="[MODEL]",
         help="The unsplit ONNX model; of a package of several, the models' folder.",
         autocompletion=completion.models,
         callback=model_there,
+    ),
+    option: Path | None = typer.Option(
+        None, "--model", "-m", help="MODEL, as an option.", autocompletion=completion.models, callback=model_there
     ),
     report: Path | None = REPORT,
     as_json: bool = JSON,
 ) -> None:
     """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs."""
+    model = _only_model(unsplit, option)
     check_report(report, [path for path in (package, model, comparison.inputs) if path])
     module, pipeline = load.keywords["module"], read_pipeline(package)
     several = pipeline is not None and module is None and model.is_dir()
@@ -175,6 +178,16 @@ def check(
         where = f"in {len(checked)} modules" if several else f"with {sources[module].name}"
         _conclude(checked, several, where, as_json)
     raise_all([*differ, *errors])
+
+
+def _only_model(argument: Path | None, option: Path | None) -> Path:
+    """The model that was given in one of two ways. Raises MisuseError unless there is one."""
+    if argument is not None and option is not None:
+        raise MisuseError(f"two models to compare with, {argument} and --model {option}: give one")
+    model = argument or option
+    if model is None:
+        raise MisuseError("no model to compare with: give the unsplit one, as in splitc check PACKAGE MODEL")
+    return model
 
 
 def _compare_all(

@@ -52,6 +52,7 @@ def run(
 ) -> None:
     """Run a package once, from a file of inputs to a file of outputs."""
     check_output(outputs, [package, inputs])
+    array_files.check_ending(outputs)
     feeds = array_files.load_arrays(inputs)
     with shown_bars(), load(package) as session:
         results = session.run(feeds)
