@@ -16,7 +16,7 @@ from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
-from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory
+from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory, print_memory_terms
 from splitc.runtime.cli.shared_options import (
     FILL,
     INPUTS,
@@ -172,10 +172,10 @@ def check(
     if as_json:
         print_json({"modules": checked} if several else checked[module or ""])
     elif checked:
-        _print_checks(checked, several)
+        print_checks(checked, several)
     differ: list[SplitcError] = []
     with collected(differ):
-        where = f"in {len(checked)} modules" if several else f"with {sources[module].name}"
+        where = f"in {len(checked)} module{'s' * (len(checked) != 1)}" if several else f"with {sources[module].name}"
         _conclude(checked, several, where, as_json)
     raise_all([*differ, *errors])
 
@@ -217,7 +217,7 @@ def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None
     return model
 
 
-def _print_checks(checked: Mapping[str, Checked], several: bool) -> None:
+def print_checks(checked: Mapping[str, Checked], several: bool) -> None:
     """Print what was compared, of each module if there are several."""
     if several:
         out.print(modules_table({name: result.outputs for name, result in checked.items()}))
@@ -229,6 +229,8 @@ def _print_checks(checked: Mapping[str, Checked], several: bool) -> None:
             out.print(f"{name}: {note}" if several else note, soft_wrap=True)
         if result.memory:
             print_memory(result.memory)
+    if any(result.memory for result in checked.values()):
+        print_memory_terms()
 
 
 def _write_report(path: Path, package: Path, checks: Mapping[str, Checked], asked: Sequence[str]) -> None:
