@@ -126,6 +126,11 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["plan", "MODEL", "-d", "cpu0", "-o", "DATA"], 2, "would be overwritten, which is read"),
         (["run", "PACKAGE", "--inputs", "DATA", "--outputs", "DATA"], 2, "would be overwritten, which is read"),
         (["run", "PACKAGE", "--inputs", "DATA", "--outputs", "PACKAGE"], 2, "it is a folder"),
+        (
+            ["run", "PACKAGE", "--inputs", "DATA", "--outputs", "y.csv"],
+            2,
+            "are written as .npz, or as .json, and not as .csv",
+        ),
         (["bench", "PACKAGE", "--baseline", "MODEL", "--trace", "MODEL"], 2, "would be overwritten, which is read"),
         (["inspect", "none"], 2, "none does not exist"),
         (["check", "PACKAGE", "--model", "none.onnx"], 2, "no such model file"),
@@ -134,7 +139,9 @@ def test_outputs_that_differ_end_with_4(package: Path, tmp_path: Path) -> None:
         (["plan", "FOLDER", "-d", "cpu0"], 1, "has no ONNX file in it"),
         (["plan", "/dev/null", "-d", "cpu0"], 1, "is no regular file"),
         (["frobnicate"], 2, "error: no such command 'frobnicate'"),
-        (["check", "PACKAGE"], 2, "error: missing option '--model' / '-m' see: splitc help check"),
+        (["check", "PACKAGE"], 2, "error: no model to compare with: give the unsplit one"),
+        (["check", "PACKAGE", "OTHER", "--no-memory"], 2, "takes 'other', and the package does not"),
+        (["check", "PACKAGE", "OTHER", "-m", "MODEL"], 2, "two models to compare with"),
         (["plan", "MODEL", "-d", "cpu0", "--memory", "4"], 2, "is 4GiB meant, or 4B?"),
         (
             ["plan", "MODEL", "-d", "2xcpu", "--split-mode", "x=tensor"],
@@ -163,7 +170,7 @@ def test_mistakes_end_in_one_message(
 def test_mistakes_end_the_process(package: Path, tmp_path: Path) -> None:
     """With the same codes as in this process. Commands that compile are left out, as they take longest to start."""
     module = (sys.executable, "-m", "splitc.runtime")
-    assert "see: splitc help check\n" in splitc_process("check", package, start=module, code=2).stderr
+    assert "see: splitc help run\n" in splitc_process("run", package, start=module, code=2).stderr
     (tmp_path / "manifest.json").write_text("{")
     assert "manifest.json" in splitc_process("inspect", tmp_path, code=1).stderr
 

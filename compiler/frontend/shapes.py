@@ -80,6 +80,13 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
         return False
 
 
+def names_in(size: int | ir.SymbolicDim) -> frozenset[str]:
+    """The symbols in a size. None for a number, and for an expression that can't be read, as inference writes some."""
+    if isinstance(size, int) or not _is_readable(size):
+        return frozenset()
+    return frozenset(map(str, size.free_symbols()))
+
+
 def infer_shapes(model: ir.Model, folds: bool = False) -> frozenset[str]:
     """Infer every value's symbolic shape and type from the inputs, in place.
 

@@ -118,6 +118,9 @@ def reduce_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, o
     if node.op_type in ("ReduceMax", "ReduceMin"):
         compare_together(editor, ranks, node)
         return None
+    if node.op_type == "ReduceL2":
+        measure_together(editor, shards, ranks, node, operation)
+        return None
     return normalize_together(editor, shards, ranks, node, operation)
 
 
@@ -182,6 +185,21 @@ def compare_together(editor: Editor, ranks: int, node: ir.Node) -> None:
     value = editor.wrap(value, COLLECTIVE, [value], "part", **all_reduce("max", ranks))
     if is_smallest:
         editor.wrap(value, "Neg", [value], "largest")
+
+
+def measure_together(editor: Editor, shards: Shards, ranks: int, node: ir.Node, operation: Operation) -> None:
+    """Replace the length of a shard by that of the whole value: an all-reduce adds up the squares of all ranks."""
+    data, value, axis = node.inputs[0], node.outputs[0], operation.reduced
+    assert data is not None and operation.inputs[0] is not None
+    if shards.owns(axis) and not shards.owns(axis, all):
+        behind = len(operation.inputs[0]) - 1 - operation.inputs[0].index(axis)
+        mask = editor.constant(shards.owned_mask(axis).reshape(-1, *[1] * behind))
+        own = editor.before(node, "Where", mask, data, editor.scalar(0, data), dtype=data.dtype)
+        node.replace_input_with(0, own)
+    other = value if shards.owns(axis) else editor.scalar(0, value)
+    squares = editor.wrap(value, "Mul", [value, other], "own")
+    total = editor.wrap(squares, COLLECTIVE, [squares], "part", **all_reduce("sum", ranks))
+    editor.wrap(total, "Sqrt", [total], "squares")
 
 
 def quantize_together(editor: Editor, ranks: int, node: ir.Node) -> None:

@@ -7,8 +7,10 @@ import onnx_ir as ir
 
 from splitc.compiler.analysis.stages import Stage, borrowed_sizes, find_size
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.input_sizes import symbols_of
 from splitc.compiler.frontend.origins import note_sizes, stand_for
 from splitc.compiler.frontend.reads import view_of
+from splitc.compiler.frontend.shapes import names_in
 from splitc.compiler.lowering.open_shapes import note_axes, open_shape
 
 
@@ -30,16 +32,32 @@ def _restore_shapes(graph: Graph, result: ir.Graph) -> None:
     for value in (*result.inputs, *(value for node in result for value in node.outputs)):
         note_sizes(value, value.shape)
     whole = {value.name for value in (*graph.graph.inputs, *graph.graph.outputs)}
+    symbols = frozenset[str]().union(*map(symbols_of, graph.graph.inputs))
     for value in (*result.inputs, *result.outputs):
         if value.name not in whole:
-            sizes = [size if isinstance(size, int) else None for size in value.shape or ()]
-            numbers = ir.Shape(sizes) if value.shape is not None else open_shape(value)
-            value.shape = graph.declared.get(value.name or "", numbers)
+            value.shape = _shape_that_crosses(graph, value, symbols)
     for node in result:
         for value in node.outputs:
             if not value.is_graph_output():
                 value.shape = graph.declared.get(value.name or "")
                 value.type = value.type if value.shape is not None else None
+
+
+def _shape_that_crosses(graph: Graph, value: ir.Value, symbols: frozenset[str]) -> ir.Shape | None:
+    """The shape of a value between stages: the file's, or else the sizes that are always the same.
+
+    A number that the file has for a size that follows from the inputs' `symbols` is open: exporters write one for a
+    batch of one, and engines refuse inputs of other sizes.
+    """
+    inferred, declared = value.shape, graph.declared.get(value.name or "")
+    if declared is None:
+        sizes = [size if isinstance(size, int) else None for size in inferred or ()]
+        return ir.Shape(sizes) if inferred is not None else open_shape(value)
+    if inferred is None or len(declared) != len(inferred):
+        return declared
+    follows = [frozenset() < names_in(own) <= symbols for own in inferred]
+    pairs = zip(declared, follows, strict=True)
+    return ir.Shape([None if varies and isinstance(size, int) else size for size, varies in pairs])
 
 
 def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:

@@ -26,7 +26,7 @@ from splitc.compiler.request.request import Request
 from splitc.runtime.engines.kinds import choose_engine
 from splitc.runtime.errors import MisuseError
 from splitc.runtime.feeds.rows import share_rows
-from splitc.runtime.hardware.devices import Device
+from splitc.runtime.hardware.devices import Device, threads_for
 from splitc.runtime.hardware.profiles import HOST
 
 
@@ -178,7 +178,8 @@ def _tightest(resources: Resources, size: int) -> Resources:
         budgets.append(min(known, default=None))
     starts = range(0, len(resources.devices), size)
     first = min(starts, key=lambda start: sum(budget or 0 for budget in resources.budgets[start : start + size]))
-    return replace(resources.take(range(first, first + size)), budgets=tuple(budgets))
+    threads = threads_for(resources.devices, resources.threads)  # the cores are divided among all groups
+    return replace(resources.take(range(first, first + size)), budgets=tuple(budgets), threads=threads)
 
 
 def _joined(

@@ -74,7 +74,11 @@ def _rows_or_why(analysis: Analysis) -> Rows | str:
         rows, opaque = _search(analysis, partial(_numbered, graph, same))
         told = same  # these sizes tell the fewest axes apart, so that what is left is the reason
     if rows is None and (others := probes.multiples(bound)) is not None:
-        rows, _ = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
+        rows, met = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
+        if rows is None and nodes_from_sizes(graph):
+            rows, met = _search(analysis, partial(_numbered, graph, others))
+        if told is analysis.costs.certain:  # of one row, if no primes fit: rows can't be told from anything
+            told, opaque = others, met
     if rows is not None:
         return rows
     numbers = find_row_numbers(graph, told, opaque)

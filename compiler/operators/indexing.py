@@ -55,28 +55,23 @@ def gather_elements(op: Operation) -> None:
 
 
 def gather_nd(op: Operation) -> None:
-    """The size of the indices' last axis is the number of leading axes that are indexed. The axes after those stay."""
+    """The leading axes are indexed, and those after them stay. The ranks say how many, though no shape may be known."""
     data, indices, output = op.input(0), op.input(1), op.output()
     batch = op.number("batch_dims", 0)
-    source = op.node.inputs[1]
-    picked = source.shape[-1] if source is not None and source.shape is not None else None
+    stay = len(output) - (len(indices) - 1)
     op.linear = LINEAR
-    if isinstance(picked, int):
-        rest = data[batch + picked :]
-        op.relate_all(rest, output[len(output) - len(rest) :])
-        op.relate_all(indices[:-1], output)
-        op.relate_all(data[:batch], output)
+    op.relate_all(data[len(data) - stay :], output[len(output) - stay :])
+    op.relate_all(indices[:-1], output)
+    op.relate_all(data[:batch], output)
 
 
 def scatter_nd(op: Operation) -> None:
-    """The axes that are not indexed are the same in data, updates and output."""
+    """The axes that are not indexed are the same in data, updates and output. The ranks say how many those are."""
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
-    source = op.node.inputs[1]
-    picked = source.shape[-1] if source is not None and source.shape is not None else None
-    if isinstance(picked, int):
-        op.relate_all(data[picked:], output[picked:])
-        op.relate_all(updates[len(indices) - 1 :], output[picked:])
-        op.whole([*data[:picked], *output[:picked]], "it is written by index")
+    picked = len(data) - (len(updates) - (len(indices) - 1))
+    op.relate_all(data[picked:], output[picked:])
+    op.relate_all(updates[len(indices) - 1 :], output[picked:])
+    op.whole([*data[:picked], *output[:picked]], "it is written by index")
     if op.node.attributes.get_string("reduction", "none") in ("none", "add"):
         op.linear = (frozenset([0, 2]),)
 

@@ -44,7 +44,7 @@ class Operation:
     - `is_lookup`: its second input indexes rows of its first input, a table.
     - `averages`: it averages over the contracted axis. A rank's mean counts by its share of the axis.
     - `reduced`: the axis that it needs `statistics` of, which ranks compute together: the range, the largest
-      number, the mean of squares, or also the mean.
+      number, the sum of squares, the mean of squares, or also the mean.
     - `splits_evenly`: it splits an axis into equal lengths, one for each output.
     """
 

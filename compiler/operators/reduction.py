@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import onnx_ir as ir
 
@@ -14,6 +14,8 @@ from splitc.compiler.operators.operator import Operator
 _NORMED = frozenset(ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16"))
 # The number types of extremes that ranks compare.
 _COMPARED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16"))
+# The number types of lengths whose squares do not overflow.
+_LENGTHS = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 # What only rearranges or converts the elements of a value.
 _REARRANGING = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 
@@ -77,6 +79,17 @@ def reduce_extreme(op: Operation) -> None:
     if op.node.outputs[0].dtype in _COMPARED:
         op.free(reduced)
         op.reduced = tuple(factor for axis in reduced for factor in axis)
+
+
+def reduce_length(op: Operation) -> None:
+    """Ranks can add up the squares along one axis, unless it is the residual's: channels divided by their length."""
+    numbers, data = _reduce(op), op.node.inputs[0]
+    if len(numbers) != 1 or data is None or data.dtype not in _LENGTHS:
+        return
+    divided = [reader for reader, place in data.uses() if reader.op_type == "Div" and place == 0]
+    if not _is_residual(data, divided):
+        op.reduced = op.input(0)[numbers[0]]
+        op.free([op.reduced])
 
 
 def reduce_nonlinear(op: Operation) -> None:
@@ -151,10 +164,13 @@ def _is_plain(op: Operation) -> bool:
     )
 
 
-def _is_residual(value: ir.Value | None) -> bool:
-    """Whether a value has several readers, is the sum of two computed values, or is not computed at all."""
+def _is_residual(value: ir.Value | None, besides: Collection[ir.Node] = ()) -> bool:
+    """Whether a value has several readers, is the sum of two computed values, or is not computed at all.
+
+    Readers in `besides` do not count.
+    """
     while value is not None and (node := value.producer()) is not None:
-        readers = [reader for reader, _ in value.uses() if reader.op_type != "Shape"]
+        readers = [reader for reader, _ in value.uses() if reader.op_type != "Shape" and reader not in besides]
         if len(readers) != 1 or value.is_graph_output():
             return True
         if node.op_type == "Add":
@@ -242,7 +258,7 @@ OPERATORS = (
     Operator("ReduceMin", reduce_extreme, shape_arithmetic=True),
     Operator("ReduceProd", reduce_nonlinear, shape_arithmetic=True),
     Operator("ReduceL1", reduce_nonlinear),
-    Operator("ReduceL2", reduce_nonlinear),
+    Operator("ReduceL2", reduce_length),
     Operator("ReduceLogSum", reduce_nonlinear),
     Operator("ReduceLogSumExp", reduce_nonlinear),
     Operator("ReduceSumSquare", reduce_nonlinear),

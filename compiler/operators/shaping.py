@@ -210,10 +210,13 @@ def slice_bounds(op: Operation, number: int) -> Any:
     target, rank = op.outputs[0], len(op.input(0))
     axes = op.numbers(3) if op.has(3) else list(range(rank))
     steps = op.numbers(4) if op.has(4) else [1]
-    if number != 2 or target is None or axes is None or steps is None or {*steps} != {1}:
+    if number not in (1, 2) or target is None or axes is None or steps is None or {*steps} != {1}:
         return {1: 0, 2: WHOLE, 4: 1}.get(number)
-    starts = op.numbers(1) or [0] * len(axes)
     lengths = [(ax.size_of(op.input(0)[axis]), ax.size_of(target[axis])) for axis in axes]
+    if number == 1:  # before the given ends, if the starts follow from a size
+        until = [slice(end).indices(size)[1] for end, (size, _) in zip(op.numbers(2) or (), lengths, strict=False)]
+        return [max(end - left, 0) for end, (_, left) in zip(until, lengths, strict=False)] or 0
+    starts = op.numbers(1) or [0] * len(axes)
     cut = (WHOLE if size == left else start + left for start, (size, left) in zip(starts, lengths, strict=False))
     return [min(end, WHOLE) for end in cut] if min(starts) >= 0 else WHOLE
 

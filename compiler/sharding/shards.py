@@ -126,7 +126,7 @@ class Shards:
             if not all(leaf.is_atom for leaf in leaves):
                 parts.append(AxisPart(number, [ax.size_of(axis)], [None], runs_of(self.indices(axis))))
                 continue
-            fixed = shape is None or isinstance(shape[number], int)
+            fixed = shape is not None and isinstance(shape[number], int)
             # The factors before the first split one may be dynamic, such as the batch.
             first = next(n for n, leaf in enumerate(leaves) if leaf in self.ranges)
             head = ax.size_of(tuple(leaves[:first]))

@@ -97,6 +97,12 @@ def _check_file(path: Path) -> None:
         raise FeedError(f"can't read arrays from {path}: it is a pipe or a device, not a file or folder")
 
 
+def check_ending(path: Path) -> None:
+    """Raise MisuseError if a file to write ends as one of another format would."""
+    if path.suffix not in ("", ".npz", ".json"):
+        raise MisuseError(f"can't write {path}: outputs are written as .npz, or as .json, and not as {path.suffix}")
+
+
 def save_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
     """Write arrays atomically to an .npz file, or as polygraphy's JSON if the path ends in .json.
 

@@ -16,7 +16,7 @@ from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
-from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory
+from splitc.runtime.cli.run_tables import differences_table, modules_table, print_memory, print_memory_terms
 from splitc.runtime.cli.shared_options import (
     FILL,
     INPUTS,
@@ -140,18 +140,21 @@ def check(
     load: Load,
     comparison: Comparison,
     package: Path = PACKAGE,
-    model: Path = typer.Option(
-        ...,
-        "--model",
-        "-m",
+    unsplit: Path | None = typer.Argument(
+        None,
+        metavar="[MODEL]",
         help="The unsplit ONNX model; of a package of several, the models' folder.",
         autocompletion=completion.models,
         callback=model_there,
+    ),
+    option: Path | None = typer.Option(
+        None, "--model", "-m", help="MODEL, as an option.", autocompletion=completion.models, callback=model_there
     ),
     report: Path | None = REPORT,
     as_json: bool = JSON,
 ) -> None:
     """Compare a package with the unsplit model on the same inputs. Exits with 4 if an output differs."""
+    model = _only_model(unsplit, option)
     check_report(report, [path for path in (package, model, comparison.inputs) if path])
     module, pipeline = load.keywords["module"], read_pipeline(package)
     several = pipeline is not None and module is None and model.is_dir()
@@ -169,12 +172,22 @@ def check(
     if as_json:
         print_json({"modules": checked} if several else checked[module or ""])
     elif checked:
-        _print_checks(checked, several)
+        print_checks(checked, several)
     differ: list[SplitcError] = []
     with collected(differ):
-        where = f"in {len(checked)} modules" if several else f"with {sources[module].name}"
+        where = f"in {len(checked)} module{'s' * (len(checked) != 1)}" if several else f"with {sources[module].name}"
         _conclude(checked, several, where, as_json)
     raise_all([*differ, *errors])
+
+
+def _only_model(argument: Path | None, option: Path | None) -> Path:
+    """The model that was given in one of two ways. Raises MisuseError unless there is one."""
+    if argument is not None and option is not None:
+        raise MisuseError(f"two models to compare with, {argument} and --model {option}: give one")
+    model = argument or option
+    if model is None:
+        raise MisuseError("no model to compare with: give the unsplit one, as in splitc check PACKAGE MODEL")
+    return model
 
 
 def _compare_all(
@@ -204,7 +217,7 @@ def _find_model(package: Path, pipeline: PipelineFile | None, module: str | None
     return model
 
 
-def _print_checks(checked: Mapping[str, Checked], several: bool) -> None:
+def print_checks(checked: Mapping[str, Checked], several: bool) -> None:
     """Print what was compared, of each module if there are several."""
     if several:
         out.print(modules_table({name: result.outputs for name, result in checked.items()}))
@@ -216,6 +229,8 @@ def _print_checks(checked: Mapping[str, Checked], several: bool) -> None:
             out.print(f"{name}: {note}" if several else note, soft_wrap=True)
         if result.memory:
             print_memory(result.memory)
+    if any(result.memory for result in checked.values()):
+        print_memory_terms()
 
 
 def _write_report(path: Path, package: Path, checks: Mapping[str, Checked], asked: Sequence[str]) -> None:

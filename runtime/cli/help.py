@@ -53,7 +53,7 @@ TOPICS: dict[str, Sequence[str]] = {
 EXAMPLES = {
     "devices": "splitc devices --measure",
     "run": "splitc run package --inputs inputs.npz --outputs outputs.npz",
-    "check": "splitc check package --model model.onnx",
+    "check": "splitc check package model.onnx",
     "bench": "splitc bench package --in-flight 4 --baseline model.onnx --report bench.html",
     "generate": 'splitc generate package --prompt "Once upon a time" --tokenizer tokenizer.json',
     "inspect": "splitc inspect package",

@@ -12,7 +12,7 @@ from splitc.runtime.cli import completion
 from splitc.runtime.cli.bars import shown_bars
 from splitc.runtime.cli.options import with_options
 from splitc.runtime.cli.run_options import Load, as_run, loading, measure_ranks, open_feeds
-from splitc.runtime.cli.run_tables import print_bench, print_memory
+from splitc.runtime.cli.run_tables import print_bench, print_memory, print_memory_terms
 from splitc.runtime.cli.shared_options import (
     FILL,
     INPUTS,
@@ -52,6 +52,7 @@ def run(
 ) -> None:
     """Run a package once, from a file of inputs to a file of outputs."""
     check_output(outputs, [package, inputs])
+    array_files.check_ending(outputs)
     feeds = array_files.load_arrays(inputs)
     with shown_bars(), load(package) as session:
         results = session.run(feeds)
@@ -125,3 +126,4 @@ def bench_command(
     print_bench(result, manifest, earlier)
     if measured:
         print_memory(measured)
+        print_memory_terms()

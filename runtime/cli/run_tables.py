@@ -62,7 +62,7 @@ def _difference_rows(differences: Sequence[Difference], most: int) -> Iterator[l
 
 
 def print_memory(ranks: Sequence[RankMemory]) -> None:
-    """Print each rank's measured and predicted memory."""
+    """Print each rank's measured and predicted memory, in the terms of `print_memory_terms`."""
     sizes = ("loaded", "predicted", "running", "predicted", "peak", "predicted", "unaccounted")
     rows = table("rank", *sizes, right=sizes)
     for number, rank in enumerate(ranks):
@@ -71,6 +71,10 @@ def print_memory(ranks: Sequence[RankMemory]) -> None:
         numbers = map(format_bytes, (*pairs[0], *running, *pairs[1]))
         rows.add_row(f"{number} {rank.device}", *numbers, format_bytes(rank.unaccounted))
     out.print(rows)
+
+
+def print_memory_terms() -> None:
+    """Say what the columns of `print_memory` are."""
     out.print(
         "loaded: weights and the engine's own memory; running: activations and caches; unaccounted: the measured peak "
         "less the predicted one, negative where the prediction was too high, as by some MiB for tiny models"

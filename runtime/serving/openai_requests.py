@@ -152,7 +152,7 @@ def read_asked(body: bytes, wanted: str) -> Asked:
             value = content.get(name)
             if value not in (None, [], {}, *neutral):
                 raise RequestError(name, f"'{name}' is {shortened(str(value))}, which this server lacks: leave it out")
-        asked = msgspec.convert(content, Asked)
+        asked = msgspec.convert({**content, "prompt": _only_prompt(content.get("prompt", ""))}, Asked)
     except (msgspec.MsgspecError, RecursionError) as error:
         place = re.search(r"at `\$\.(\w+)", str(error)) or re.search(r"field `(\w+)`", str(error))
         if place is None:
@@ -161,6 +161,15 @@ def read_asked(body: bytes, wanted: str) -> Asked:
     if not content.get(wanted):
         raise RequestError(wanted, f"the request has no '{wanted}'")
     return asked
+
+
+def _only_prompt(prompt: Any) -> Any:
+    """A prompt that a list holds alone, as some clients send it. Raises RequestError for several."""
+    if not isinstance(prompt, list) or not any(isinstance(entry, (str, list)) for entry in prompt):
+        return prompt
+    if len(prompt) > 1:
+        raise RequestError("prompt", f"'prompt' has {len(prompt)} prompts: send a request for each")
+    return prompt[0]
 
 
 def _as_template_takes(message: Message) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import onnx
+import onnx_ir as ir
 import pytest
 
 from splitc.compiler.analysis.facts import analyze
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.input_sizes import input_sizes
-from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes
+from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes, names_in
 from splitc.compiler.frontend.states import find_states, growing_symbols
 from splitc.compiler.request.shapes import AskedShapes, parse_shapes
 from splitc.runtime.errors import MisuseError
@@ -293,3 +294,10 @@ def test_dimensions_that_are_called_by_numbers(write_model: WriteModel, sizes: t
     onnx.save(model, path)
     (x,) = analyze(path, AskedShapes(), 1).graph.graph.inputs
     assert [str(size) for size in x.shape or ()] == ([f"size_{size}" for size in sizes] if named else [*sizes])
+
+
+def test_symbols_of_sizes_that_can_not_be_read() -> None:
+    """Inference writes rounded sizes of windows so."""
+    texts = ["height - past", "ceiling(height/2)", None]
+    assert [names_in(ir.SymbolicDim(text)) for text in texts] == [{"height", "past"}, set(), set()]
+    assert names_in(3) == set()

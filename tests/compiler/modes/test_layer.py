@@ -54,6 +54,23 @@ def test_memory_of_a_stage_is_found_once(decoder: Path, monkeypatch: pytest.Monk
     assert len(found) == len(set(found)) >= len(plan.ranks)
 
 
+def test_size_of_what_crosses_that_the_file_has_as_a_number_by_mistake(tmp_path: Path) -> None:
+    """As PyTorch's newer exporter writes some values for a batch of one. The unsplit model runs any batch."""
+    w, width = Writer(), 64
+    value = w.input("x", ir.DataType.FLOAT, ["batch", width])
+    for number in range(4):
+        weight = np.eye(width, dtype=np.float32) * (1 + number / 8)
+        value = w.op("Tanh", w.op("MatMul", value, w.weight(f"weight{number}", ir.tensor(weight))))
+        value.shape, value.type = ir.Shape([1, width]), ir.TensorType(ir.DataType.FLOAT)
+    w.output(w.op("Identity", value), "y", ir.DataType.FLOAT, ["batch", width])
+    save(w.model(), tmp_path / "model.onnx")
+    feeds = {"x": np.random.default_rng(0).standard_normal((3, width), dtype=np.float32)}
+    split = run_split(
+        tmp_path / "model.onnx", tmp_path / "package", "2xcpu", feeds, spread=True, shapes={"x": (1, width)}
+    )
+    assert_close(split, run_whole(tmp_path / "model.onnx", feeds))
+
+
 @pytest.mark.parametrize("devices", ["1xcpu", "2xcpu", "5xcpu", "14xcpu"])
 def test_any_number_of_stages_gives_the_same(decoder: Path, tmp_path: Path, devices: str) -> None:
     feeds = decoder_feeds()

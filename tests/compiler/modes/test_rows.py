@@ -208,6 +208,24 @@ def test_rows_of_images_whose_sides_are_halved_and_doubled(tmp_path: Path) -> No
     check_rows(b, tmp_path, {"x", "y"})
 
 
+@pytest.mark.parametrize("meet", [False, True])
+def test_rows_of_sizes_that_no_primes_fit(meet: bool, tmp_path: Path) -> None:
+    """The length is cut into chunks of four, and each row takes its own flag by number. One row is planned."""
+    b = Block()
+    x, flags = b.data("x", (1, 8, WIDTH), ["batch", "length", WIDTH]), b.data("flags", (1, 8), ["batch", "length"])
+    count, length = b.shape(x, 0), b.shape(x, 1)
+    own = b.op("Gather", flags, b.op("Range", zero(b), b.op("Squeeze", count), b.constant(1, np.int64)))
+    marked = b.op("Mul", x, b.op("Unsqueeze", own, b.ints(2)))
+    y = b.op("Softmax", marked, axis=0) if meet else marked
+    chunks = b.op("Concat", count, b.op("Div", length, b.ints(4)), b.ints(4, WIDTH), axis=0)
+    whole = b.op("Reshape", b.op("Reshape", y, chunks), b.op("Concat", count, length, b.ints(-1), axis=0))
+    b.give(layer(b, b.op("Add", whole, x), "up"), "y", ["batch", "length", WIDTH])
+    if meet:
+        refuse_rows(b, tmp_path, "along axis 0 of 'x' are not independent: .*Softmax")
+    else:
+        check_rows(b, tmp_path, {"x", "flags", "y"})
+
+
 @pytest.mark.parametrize("differ", [False, True])
 def test_mask_that_follows_from_sizes_is_picked_by_row_numbers(differ: bool, tmp_path: Path) -> None:
     """As for images without padding: a mask of ones, from which each row takes its own by number."""

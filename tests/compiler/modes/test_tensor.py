@@ -25,7 +25,7 @@ from splitc.runtime.errors import DoesNotFitError, MisuseError, OutputsDifferErr
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.package.steps import Reduce
 from tests.conftest import DECODER, assert_close, decoder_feeds, run_whole
-from tests.helpers.blocks import Block, sharded
+from tests.helpers.blocks import FLOAT, INT, Block, sharded
 
 TENSOR = Request(split_mode="tensor")
 
@@ -248,3 +248,25 @@ def test_input_without_a_shape_is_named_where_nothing_can_be_split(tmp_path: Pat
         plan_model(tmp_path / "model.onnx", ["2xcpu"], Request(split_mode=mode))
     given = Request(split_mode="tensor", shapes={"x": (2, 12)})
     assert plan_model(tmp_path / "model.onnx", ["2xcpu"], given).weights[0].split
+
+
+def test_rows_and_heads_in_one_axis_of_an_output_whose_shape_is_not_known(tmp_path: Path) -> None:
+    """The ranks' heads are joined for any number of rows."""
+    b = Block()
+    x = b.data("x", (2, 3, 64), ["rows", 3, 64])
+    queries = b.op("Reshape", b.op("MatMul", x, b.w("in", 64, 64)), b.ints(0, 3, 4, 16))
+    count = b.op("Sqrt", b.op("Cast", b.op("Mul", b.shape(x, 0), b.shape(x, 0)), to=FLOAT))
+    rows = b.op("Cast", count, to=INT)
+    three = b.op("Div", b.op("Mul", rows, b.ints(3)), rows)  # the number of axes, which no rule for shapes tells
+    sizes = b.op("Slice", b.ints(-1, 3, 16), b.ints(0), three)
+    merged = b.op("Tanh", b.op("Reshape", b.op("Transpose", queries, perm=[0, 2, 1, 3]), sizes))
+    back = b.op("Transpose", b.op("Reshape", merged, b.ints(-1, 4, 3, 16)), perm=[0, 2, 1, 3])
+    b.give(b.op("MatMul", b.op("Reshape", back, b.ints(-1, 3, 64)), b.w("out", 64, 64)))
+    b.give(merged, "heads")
+    merged.shape = None
+    save(b.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", "2xcpu", Request(split_mode="tensor", shapes={"x": (2, 3, 64)}))
+    compile_model(plan, tmp_path / "package")
+    feeds = {"x": b.random("more", 5, 3, 64)}
+    with Session(tmp_path / "package") as session:
+        assert_close(session.run(feeds), run_whole(tmp_path / "model.onnx", feeds))

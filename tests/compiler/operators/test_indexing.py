@@ -52,6 +52,22 @@ def scattered_one_by_one(b: Block, v: ir.Value) -> ir.Value:
     return b.op("ScatterND", v, b.constant([[0, 0, 3], [1, 2, 20]], np.int64), b.constant([1, 2], np.float32))
 
 
+def expanded_spots(b: Block, v: ir.Value) -> ir.Value:
+    """Both rows, expanded to a shape that inference can't tell, as PyTorch's exporter writes indices."""
+    sizes = b.op(
+        "Concat", b.shape(v, 0), b.op("Cast", b.op("Sqrt", b.constant([1.0], np.float32)), to=ir.DataType.INT64), axis=0
+    )
+    return b.op("Expand", b.constant([[0], [1]], np.int64), sizes)
+
+
+def picked_where_shapes_are_unknown(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("GatherND", v, expanded_spots(b, v))
+
+
+def scattered_where_shapes_are_unknown(b: Block, v: ir.Value) -> ir.Value:
+    return b.op("ScatterND", b.op("Neg", v), expanded_spots(b, v), v)
+
+
 def scattered_by_element(b: Block, v: ir.Value) -> ir.Value:
     spots = b.op("Expand", b.constant([[[2]]], np.int64), b.op("Concat", b.shape(v, 0), b.ints(1, INNER), axis=0))
     first = b.op("Slice", v, b.ints(0), b.ints(1), b.ints(1))
@@ -135,6 +151,8 @@ GRAPHS: dict[str, Tiny] = {
     "Trilu": sandwich(lower_by_heads, needs=through("Trilu", upper=0)),
 }
 FORMS = {
+    "picked at unknown shapes": sandwich(picked_where_shapes_are_unknown, shares=SHARES),
+    "scattered at unknown shapes": sandwich(scattered_where_shapes_are_unknown, shares=SHARES),
     "scattered in part": sandwich(scattered_by_element, needs=scattered_in_part),
     "scattered along one": sandwich(scattered_in_one, opset=15, shares=SHARES),
 }

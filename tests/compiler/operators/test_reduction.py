@@ -40,7 +40,7 @@ class HalfBlock(Block):
         return self.weight(name, ir.tensor(self.random(name, *shape).astype(np.float16)))
 
 
-REDUCTIONS = "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceProd ReduceSumSquare"
+REDUCTIONS = "ReduceL1 ReduceLogSum ReduceLogSumExp ReduceProd ReduceSumSquare"
 EXTREMES = "ReduceMax ReduceMin"
 POOLS = {"AveragePool": {"kernel_shape": [3]}, "LpPool": {"kernel_shape": [3]}, "MaxPool": {"kernel_shape": [3]}}
 
@@ -52,6 +52,17 @@ def reduced(kind: str, axis: int) -> Middle:
         return b.op("Sub", v, b.op(kind, b.op("Sigmoid", v), axes=[axis], keepdims=1))
 
     return middle
+
+
+def unit_length(b: Block, v: ir.Value) -> ir.Value:
+    """Divided by the length of the inner axis, as video autoencoders normalize channels."""
+    return b.op("Div", v, b.op("Max", b.op("ReduceL2", v, axes=[2], keepdims=1), number(b, 1e-9)))
+
+
+def unit_length_of_two_parts(b: Block, v: ir.Value) -> ir.Value:
+    """Of which a rank may have elements of one alone."""
+    first, second = b.ops("Split", v, b.ints(INNER, 8), outputs=2, axis=2)
+    return unit_length(b, b.op("Concat", b.op("Tanh", first), b.op("Sigmoid", second), axis=2))
 
 
 def local_norm(b: Block, v: ir.Value, last: int) -> ir.Value:
@@ -241,6 +252,9 @@ GRAPHS: dict[str, Tiny] = {
         name: sandwich(reduced(name, 1), needs=reduced(name, 2), whole="", split="CD", sums=2, shares=SHARES)
         for name in EXTREMES.split()
     },
+    "ReduceL2": sandwich(
+        reduced("ReduceL2", 1), needs=reduced("ReduceL2", 2), whole="", split="CD", sums=2, shares=SHARES
+    ),
     "ReduceSum": sandwich(summed(1), needs=summed(2), whole="", split="CD", sums=3, shares=SHARES),
     "ReduceMean": sandwich(averaged_elsewhere, needs=reduced("ReduceMean", 2), shares=SHARES),
     "GlobalAveragePool": sandwich(
@@ -285,6 +299,8 @@ GRAPHS: dict[str, Tiny] = {
 # ONNX Runtime has it in ONNX's domain alone; some exporters write it with its own.
 WITHOUT_KERNEL = {"com.microsoft.SimplifiedLayerNormalization"}
 FORMS: dict[str, Tiny] = {
+    "unit length": sandwich(unit_length, shares=SHARES),
+    "unit length of two parts": sandwich(unit_length_of_two_parts, wide=INNER + 8, narrow=INNER + 8, shares=SHARES),
     "channels": sandwich(of_channels(channels), shares=SHARES),
     "softmax before opset 13": sandwich(
         lambda b, v: by_heads(b, v, along("Softmax", 3)), needs=along("Softmax", 1), opset=12

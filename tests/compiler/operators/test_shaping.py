@@ -38,6 +38,13 @@ def negative_slices(b: Block, v: ir.Value) -> ir.Value:
     return b.op("Mul", first, second)
 
 
+def behind_the_text(b: Block, v: ir.Value) -> ir.Value:
+    """A fixed number of an image's tokens, which are joined to a text's, and cut off again."""
+    image = b.op("Gather", v, b.ints(*range(5), *range(4)), axis=1)
+    both = b.op("Tanh", b.op("Concat", v, image, axis=1))
+    return b.op("Add", image, b.op("Slice", both, b.shape(v, 1), b.ints(2**63 - 1), b.ints(1)))
+
+
 def strided(b: Block, v: ir.Value) -> ir.Value:
     even = b.op("Slice", v, b.ints(0), b.ints(2 * INNER), b.ints(2), b.ints(2))
     odd = b.op("Slice", v, b.ints(1), b.ints(2 * INNER), b.ints(2), b.ints(2))
@@ -206,6 +213,7 @@ FORMS: dict[str, Tiny] = {
     "slices of computed sizes": sandwich(
         lambda b, v: b.op("Slice", v, b.ints(0, 0, 0), b.op("Shape", b.op("Tanh", v))), shares=SHARES
     ),
+    "slices from a computed size": sandwich(behind_the_text, shares=SHARES),
     "batch and heads": sandwich(merged_with_batch, shares=SHARES),
     "expand to the sizes of another": sandwich(expanded_from_one, split={"row"}),
     "pad of one axis": sandwich(padded_by_axes, opset=18),

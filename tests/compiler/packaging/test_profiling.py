@@ -17,7 +17,7 @@ from splitc.compiler.planning.measured import block_activations, single_blocks
 from splitc.compiler.planning.resources import Resources
 from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.errors import DoesNotFitError
-from splitc.runtime.hardware.devices import Device, parse_devices
+from splitc.runtime.hardware.devices import Device, cores, parse_devices
 from splitc.runtime.hardware.gpus import GpuIdentity
 from splitc.runtime.tools.engine_costs import EngineCosts
 from tests.helpers.blocks import Block
@@ -88,6 +88,22 @@ def test_planner_goes_by_what_was_measured(deep_decoder: Path, monkeypatch: pyte
     monkeypatch.setattr(api, "measure_blocks", lambda *_: costs)
     plan = plan_model(deep_decoder, parse_devices(["2xcpu"]), Request(split_mode="layer", profile=True))
     assert [block.name for block in plan.ranks[0].stage.blocks] == ["prologue", "layers.0"]
+
+
+@pytest.mark.parametrize("mode", ["layer", "batch"])
+def test_blocks_are_measured_with_the_threads_of_a_device(
+    mode: str, decoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of devices divide the cores as stages do."""
+    taken: set[int] = set()
+
+    def measure(_analysis: object, _stage: object, _device: object, threads: int) -> EngineCosts:
+        taken.add(threads)
+        return EngineCosts(0.1, 0)
+
+    monkeypatch.setattr(profile, "_measure", measure)
+    plan_model(decoder, "2xcpu", Request(split_mode=mode, shapes={"input_ids": (2, 8)}, profile=True))
+    assert taken == {max(1, cores() // 2)}
 
 
 @pytest.mark.parametrize("mode", ["layer", "tensor", "row"])

@@ -93,6 +93,16 @@ def test_wrong_requests_name_the_field(fields: dict[str, Any], message: str) -> 
             read_asked(body, "messages")
 
 
+@pytest.mark.parametrize(("sent", "read"), [(["w1 w2"], "w1 w2"), ([[5, 17]], [5, 17]), ([5, 17], [5, 17])])
+def test_prompt_alone_in_a_list(sent: Any, read: Any) -> None:
+    assert read_asked(json.dumps({"model": "chat", "prompt": sent}).encode(), "prompt").prompt == read
+
+
+def test_several_prompts_are_refused() -> None:
+    with pytest.raises(RequestError, match="'prompt' has 2 prompts: send a request for each"):
+        read_asked(json.dumps({"model": "chat", "prompt": ["w1", "w2"]}).encode(), "prompt")
+
+
 def test_parts_that_are_no_text_are_refused() -> None:
     with pytest.raises(MisuseError, match="'image_url'"):
         read(messages=[{"role": "user", "content": [{"type": "image_url"}]}]).conversation()
