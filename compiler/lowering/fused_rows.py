@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal
 
 import msgspec
 import onnx_ir as ir
@@ -28,7 +27,7 @@ from splitc.compiler.frontend.origins import described, noted_sizes, planned_sha
 from splitc.compiler.lowering.fused_functions import DOMAIN, PROGRAM
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.fused_source import POINTWISE, WARP
-from splitc.runtime.package.fused import INPUTS, LONGEST, ROTARY, STEPS, WIDTH, Fused, FusedInput, FusedStep
+from splitc.runtime.package.fused import INPUTS, LONGEST, ROTARY, STEPS, WIDTH, Fused, FusedInput, FusedStep, Span
 
 MICROSOFT = "com.microsoft"
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
@@ -41,7 +40,6 @@ LEAST = 1 << 17
 IMAGE = 4
 
 Sizes = tuple[int | str, ...]
-Span = Literal["all", "leading", "trailing", "positions", "table"]
 
 
 class _NoStepError(Exception):

@@ -8,6 +8,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+Span = Literal["all", "leading", "trailing", "positions", "table"]
+
 
 class FusedInput(Struct, frozen=True):
     """An input of a fused operator, as rows of `width` numbers.
@@ -18,7 +20,7 @@ class FusedInput(Struct, frozen=True):
     tables are looked up by a step.
     """
 
-    span: Literal["all", "leading", "trailing", "positions", "table"]
+    span: Span
     width: int
 
 
