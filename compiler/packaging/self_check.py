@@ -105,10 +105,9 @@ def check_outputs(plan: Plan, package: Path) -> Verdict:
     limit = min(LARGEST, host_memory()[1] // 3)  # the model, the package, and as much for what they compute
     if weights > limit:
         check_loads(package, read_manifest(package))
-        if not plan.written.rewrites:
-            return Verdict(
-                True, "the model is too large to be compared whole: each node was tried alone, on shards of its rows"
-            )
+        if not plan.written.split.rewrites:
+            tried = "its engines were loaded" if plan.replicas is None else "nodes were tried alone, on shards of rows"
+            return Verdict(True, f"the model is too large to be compared whole: {tried}")
         return _check_blocks(plan.written, package, max(limit, host_memory()[1] // BLOCK_SHARE))
     with (
         _open_package(plan, package) as session,

@@ -13,6 +13,7 @@ from splitc.compiler.planning.rank_plan import CutPlan, RankPlan
 from splitc.compiler.planning.split import RankProgram, Split
 from splitc.compiler.request.request import HOST
 from splitc.compiler.sharding.report import WeightFate
+from splitc.runtime.engines.kinds import ONNXRUNTIME
 from splitc.runtime.files.listing import Listed, Listing
 from splitc.runtime.package.manifest import Cut
 from splitc.runtime.units import block_range, first_few, format_bytes, format_seconds
@@ -99,8 +100,13 @@ class Plan(Listed):
 
     @property
     def rewrites(self) -> bool:
-        """Whether the package is compared with the model: ranks compute differently, or rows are cut and joined."""
-        return self.replicas is not None or self.split.rewrites
+        """Whether the package is compared with the model.
+
+        Ranks compute differently, rows are cut and joined, or operators are fused: for GPUs some are inside engines.
+        """
+        on_gpus = self.engine == ONNXRUNTIME and any(rank.device.kind == "cuda" for rank in self.ranks)
+        fuses = self.analysis.fuses and (on_gpus or any(fate.operator is not None for fate in self.analysis.fates))
+        return self.replicas is not None or self.split.rewrites or fuses
 
     @property
     def groups(self) -> int:
