@@ -259,7 +259,7 @@ def compile_command(
         autocompletion=one_of(("copy", "link")),
     ),
     verify: bool = typer.Option(
-        True, "--verify/--no-verify", help="Row, tensor and batch mode: compare with the unsplit model before writing."
+        True, "--verify/--no-verify", help="Compare with the unsplit model, if the package computes otherwise than it."
     ),
     jobs: int | None = JOBS,
     fill: list[str] = FILL,

@@ -80,8 +80,14 @@ def _is_readable(size: int | ir.SymbolicDim) -> bool:
         return False
 
 
+def numbers_or_names(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
+    """A shape's sizes, as numbers or as names; None unless all are known."""
+    sizes = None if shape is None else tuple(size if isinstance(size, int) else size.value for size in shape)
+    return None if sizes is None or None in sizes else sizes  # type: ignore[return-value]
+
+
 def names_in(size: int | ir.SymbolicDim) -> frozenset[str]:
-    """The symbols in a size. None for a number, and for an expression that can't be read, as inference writes some."""
+    """The symbols in a size. A number has none, nor an expression that can't be read: inference writes some."""
     if isinstance(size, int) or not _is_readable(size):
         return frozenset()
     return frozenset(map(str, size.free_symbols()))

@@ -117,7 +117,8 @@ def _find_pairs(graph: Graph) -> dict[ir.Value, ir.Value]:
         if output not in pairs and value not in pairs.values() and not _is_layer(graph, value, output):
             pairs[output] = value
     if pairs:  # a value is likely a state that is mixed with an output, if the model has others
-        inputs, outputs = ([v for v in values if v not in {*pairs, *pairs.values()}] for values in _ends(graph))
+        taken, ends = {*pairs, *pairs.values()}, (graph.graph.inputs, graph.graph.outputs)
+        inputs, outputs = ([value for value in values if value not in taken] for values in ends)
         pairs |= find_shifted(graph, outputs, inputs, _is_same)
         passed = ((output, _passed_on(output)) for output in outputs)
         pairs |= {output: kept for output, kept in passed if kept is not None and kept in inputs}
@@ -148,10 +149,6 @@ def _passed_on(output: ir.Value) -> ir.Value | None:
     node = output.producer()
     value = node.inputs[0] if node is not None and is_onnx(node, "Identity") else None
     return value if value is not None and value.is_graph_input() and len(value.uses()) == 1 else None
-
-
-def _ends(graph: Graph) -> tuple[Sequence[ir.Value], Sequence[ir.Value]]:
-    return graph.graph.inputs, graph.graph.outputs
 
 
 def _is_same(past: ir.Value, present: ir.Value) -> bool:

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.origins import described, noted_sizes, planned_shape, take_place
+from splitc.compiler.frontend.shapes import numbers_or_names
 from splitc.compiler.lowering.fused_functions import DOMAIN, PROGRAM
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.engines.fused_source import POINTWISE, WARP
@@ -96,7 +97,7 @@ def _step_name(node: ir.Node) -> str | None:
     if name == "Gelu" and node.attributes.get_string("approximate", "none") == "tanh":
         name = "GeluTanh"
     own = MICROSOFT if name in (ROTARY, "QuickGelu") else ""
-    return name if node.domain == own and (name in POINTWISE or name in NORMS or name == ROTARY) else None
+    return name if node.domain == own and name in STEPS else None
 
 
 def _is_step(node: ir.Node) -> bool:
@@ -112,10 +113,7 @@ def _is_step(node: ir.Node) -> bool:
 
 def _sizes(value: ir.Value) -> Sizes | None:
     """A value's sizes on this rank, as numbers or names; None unless all are known."""
-    tensor = value.const_value
-    shape = noted_sizes(value) if tensor is None else tensor.shape
-    sizes = () if shape is None else tuple(size if isinstance(size, int) else size.value for size in shape)
-    return None if shape is None or None in sizes else sizes  # type: ignore[return-value]
+    return numbers_or_names(noted_sizes(value) if value.const_value is None else value.const_value.shape)
 
 
 def _grow(root: ir.Node, order: Mapping[ir.Node, int], gone: set[ir.Node]) -> _Group | None:

@@ -19,6 +19,7 @@ from onnx.helper import make_node
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.origins import described, take_place
+from splitc.compiler.frontend.shapes import numbers_or_names
 
 DOMAIN = "com.microsoft"
 OPERATORS = {
@@ -102,12 +103,7 @@ def _find_addition(norm: ir.Node) -> _Addition | None:
 def known_shape(value: ir.Value) -> tuple[int | str, ...] | None:
     """A value's sizes, as numbers or names; None unless all are known."""
     own = described(value)
-    if own.const_value is not None:
-        return tuple(own.const_value.shape.numpy())
-    if own.shape is None:
-        return None
-    sizes = tuple(size if isinstance(size, int) else size.value for size in own.shape)
-    return None if None in sizes else sizes  # type: ignore[return-value]
+    return numbers_or_names(own.shape if own.const_value is None else own.const_value.shape)
 
 
 def _with_bias(addition: _Addition) -> _Addition:

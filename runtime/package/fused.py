@@ -98,8 +98,10 @@ def _wrong_in(kernel: Fused, step: FusedStep, number: int) -> Iterator[str]:
         yield f"its step {step.operator} has the numbers {step.numbers}"
         return
     spans = [kernel.inputs[place].span if place < len(kernel.inputs) else "all" for place in step.reads]
+    data = spans
     if step.operator == ROTARY:
+        data = spans[:1]
         if spans[1:] != ["positions", "table", "table"] or step.numbers["heads"] < 1 or kernel.columns % (2 * WIDTH):
             yield f"its step {ROTARY} reads other values than positions and tables"
-    elif not {"positions", "table"}.isdisjoint(spans):
+    if not {"positions", "table"}.isdisjoint(data):
         yield f"its step {step.operator} reads positions or tables"

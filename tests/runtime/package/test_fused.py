@@ -40,6 +40,10 @@ def test_nothing_is_wrong() -> None:
         ({"steps": [FusedStep("Add", [0, 5])]}, r"reads the values \[0, 5\] of 5"),
         ({"steps": [FusedStep("Add", [0])]}, "Add reads the values"),
         ({"steps": [FusedStep("Neg", [2])]}, "Neg reads positions or tables"),
+        (
+            {"steps": [FusedStep("RotaryEmbedding", [2, 2, 3, 4], {"heads": 2, "interleaved": 0})]},
+            "positions or tables",
+        ),
         ({"steps": [FusedStep("RMSNormalization", [0, 1], {"epsilon": float("nan")})]}, "has the numbers"),
         ({"steps": [FusedStep("RotaryEmbedding", [0, 1, 3, 4], {"heads": 2, "interleaved": 0})]}, "other values than"),
     ],
