@@ -173,7 +173,7 @@ def count_axes(model: ir.Model) -> dict[ir.Value, int]:
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs if value.name)]
     counts = {value: len(value.shape) for value in values if value.shape is not None}
     if len(counts) < len(values):
-        inferred = _inferred_by_onnx(_with_constants_inside(model.clone()))
+        inferred = inferred_by_onnx(_with_constants_inside(model.clone()))
         shapes = {value.name: value.shape for node in inferred.graph for value in node.outputs}
         others = ((value, shapes.get(value.name)) for value in values if value not in counts)
         counts.update({value: len(shape) for value, shape in others if shape is not None})
@@ -200,8 +200,7 @@ def _with_constants_inside(model: ir.Model) -> ir.Model:
 
 def add_types(model: ir.Model) -> None:
     """Set missing types, by ONNX's own inference."""
-    inferred = _inferred_by_onnx(model.clone())
-    types = {value.name: value.type for node in inferred.graph for value in node.outputs}
+    types = {value.name: value.type for node in inferred_by_onnx(model).graph for value in node.outputs}
     for value in (value for node in model.graph for value in node.outputs):
         if value.dtype in UNKNOWN:
             value.type = types.get(value.name)
@@ -209,11 +208,12 @@ def add_types(model: ir.Model) -> None:
             value.type = None
 
 
-def _inferred_by_onnx(model: ir.Model) -> ir.Model:
-    """The model with the shapes and types of ONNX's own inference. Long weights become inputs.
+def inferred_by_onnx(model: ir.Model) -> ir.Model:
+    """A copy of the model with the shapes and types of ONNX's own inference. Long weights are inputs there.
 
     onnx_ir's pass would take a sequence for a tensor. A model that ONNX considers invalid stays as it is.
     """
+    model = model.clone()
     for value in tuple(model.graph.initializers.values()):
         if value.const_value is not None and value.const_value.size > MOST_SIZES:
             value.shape, value.dtype = ir.Shape(value.const_value.shape.numpy()), value.const_value.dtype

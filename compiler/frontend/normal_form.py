@@ -12,6 +12,7 @@ from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
+from splitc.compiler.frontend.sequences import part_sequences
 from splitc.compiler.frontend.uniform import part_picks
 from splitc.compiler.frontend.unused import remove_unused
 
@@ -30,6 +31,7 @@ def lift(model: ir.Model) -> None:
         passes.NameFixPass()(model)  # a lifted value may have the name of a value in another branch
     bypass_same(model.graph)
     replace_cast_like(model)
+    part_sequences(model)
     part_picks(model.graph)
     take_out_norms(model)
 

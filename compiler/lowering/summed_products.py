@@ -44,8 +44,8 @@ def _parts(product: ir.Node, shapes: Mapping[str, Shape]) -> Sequence[tuple[ir.V
         return ()
     parts = [part for part in joined.inputs if part is not None]
     sizes = [planned_shape(part, shapes) for part in parts]
-    rank = len(sizes[0])
-    if rank == 0 or joined.attributes.get_int("axis", 0) not in (-1, rank - 1):
+    rank, *others = {len(size) for size in sizes}
+    if others or not rank or joined.attributes.get_int("axis", 0) not in (-1, rank - 1):
         return ()
     rows, (joint, columns) = math.prod(sizes[0][:-1]), tensor_of(weight).shape.numpy()
     # On this rank all columns are joined: where they are sharded, the weight has fewer rows.

@@ -58,10 +58,15 @@ def test_the_sum_has_the_products_numbers(tmp_path: Path) -> None:
         (JOINED, {"rows": ROWS - 1}),
         (JOINED, {"dtype": "float"}),
         (JOINED, {"no_fuse": True}),
+        (  # the shape of a part is not known
+            "a = Relu (x)  n = Constant <value_int = 0> ()  s = SplitToSequence (z)  b = SequenceAt (s, n)"
+            "  c = Concat <axis = -1> (a, b)  p = MatMul (c, w)  y = Abs (p)",
+            {},
+        ),
         (JOINED.replace("(c, w)", "(c, wide)"), {}),
         (JOINED.replace("Abs (p)", "Add (p, m)").replace("p =", "m = ReduceMax (c)  p ="), {}),
     ],
-    ids=["few rows", "single precision", "without fusion", "many columns", "read twice"],
+    ids=["few rows", "single precision", "without fusion", "a part of unknown shape", "many columns", "read twice"],
 )
 def test_others_stay(tmp_path: Path, body: str, options: dict[str, Any]) -> None:
     assert engine(body, tmp_path, **options).count("MatMul") == 1

@@ -1,0 +1,89 @@
+"""Sequences whose parts are known become these parts: nothing else cuts a sequence, or knows the sizes in it.
+
+torch's newer exporter writes them for what is split at sizes of inputs, if it does not optimize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.inference import inferred_by_onnx
+from splitc.compiler.frontend.matching import is_onnx, made_by
+from splitc.compiler.frontend.reads import all_nodes
+from splitc.compiler.nodes import unused_name
+
+# From this opset on, Split takes sizes that are computed, as SplitToSequence does.
+OPSET = 13
+
+
+def part_sequences(model: ir.Model) -> None:
+    """Replace what picks or joins parts of a sequence by what reads the parts themselves, in place.
+
+    What made the sequence stays, unread where all its readers were replaced.
+    """
+    readers = [node for node in all_nodes(model.graph) if is_onnx(node, "SequenceAt", "ConcatFromSequence")]
+    names = {value.name for node in all_nodes(model.graph) for value in node.outputs} if readers else set()
+    counts = _counts(model) if any(made_by(node.inputs[0], "SplitToSequence") for node in readers) else {}
+    parts: dict[ir.Value, Sequence[ir.Value]] = {}
+    for node in readers:
+        (old,), sequence = node.outputs, node.inputs[0]
+        assert sequence is not None  # both operators need it
+        if sequence not in parts:
+            parts[sequence] = _parts_of(sequence, names, counts)
+        new = _picked(node, parts[sequence]) if node.op_type == "SequenceAt" else _joined(node, parts[sequence], names)
+        if new is not None and not old.is_graph_output():
+            new.type, new.shape = new.type or old.type, new.shape or old.shape
+            old.replace_all_uses_with(new)
+
+
+def _counts(model: ir.Model) -> Mapping[str | None, int]:
+    """How many elements a list has, by its name, as far as that is known before the shapes of inputs are."""
+    if model.opset_imports.get("", 0) < OPSET:
+        return {}
+    graph = inferred_by_onnx(model).graph
+    values = chain(graph.initializers.values(), (value for node in graph for value in node.outputs))
+    shapes = {value.name: value.shape for value in values if value.shape is not None and value.shape.rank() == 1}
+    return {name: shape[0] for name, shape in shapes.items() if isinstance(shape[0], int)}
+
+
+def _parts_of(sequence: ir.Value, names: set[str | None], counts: Mapping[str | None, int]) -> Sequence[ir.Value]:
+    """The parts of a sequence; none if it is not known how many there are."""
+    if (made := made_by(sequence, "SequenceConstruct")) is not None:
+        return [part for part in made.inputs if part is not None]
+    split = made_by(sequence, "SplitToSequence")
+    sizes = split.inputs[1] if split is not None and len(split.inputs) > 1 else None
+    if split is None or sizes is None or sizes.name not in counts:
+        return []
+    return _after(split, "Split", [split.inputs[0], sizes], counts[sizes.name], names)
+
+
+def _picked(node: ir.Node, parts: Sequence[ir.Value]) -> ir.Value | None:
+    """The part that a SequenceAt picks, if that is known."""
+    place = node.inputs[1]
+    if place is None or place.const_value is None:
+        return None
+    number = int(place.const_value.numpy().item())
+    return parts[number] if -len(parts) <= number < len(parts) else None
+
+
+def _joined(node: ir.Node, parts: Sequence[ir.Value], names: set[str | None]) -> ir.Value | None:
+    """What a ConcatFromSequence makes of known parts, unless it stacks them along a new axis."""
+    if not parts or node.attributes.get_int("new_axis", 0) == 1:
+        return None
+    return _after(node, "Concat", parts, 1, names)[0]
+
+
+def _after(
+    node: ir.Node, operator: str, inputs: Sequence[ir.Value | None], count: int, names: set[str | None]
+) -> Sequence[ir.Value]:
+    """The results of a new node behind one along whose axis it works, too."""
+    new = ir.node(operator, inputs, {"axis": node.attributes.get_int("axis", 0)}, num_outputs=count, name=node.name)
+    assert node.graph is not None
+    node.graph.insert_after(node, new)
+    for value in new.outputs:
+        value.name = unused_name(node.outputs[0].name, names)
+        names.add(value.name)
+    return new.outputs

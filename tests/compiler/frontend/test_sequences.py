@@ -1,0 +1,75 @@
+"""Sequences of known parts become these parts, which are cut as any other values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.blocks import Block, check_split, sharded
+from tests.helpers.graphs import read_graph
+from tests.helpers.operators import softmax
+
+WriteModel = Callable[[str], Path]
+
+
+def test_what_is_split_at_sizes_of_inputs_is_cut_as_before(tmp_path: Path) -> None:
+    """Two streams of tokens are joined, and parted again by a sequence, as torch exports it without its optimizer."""
+    b = Block()
+    x, z = softmax(b, b.data("x", (5, 16))), softmax(b, b.data("z", (3, 16)))
+    joined = b.op("Concat", x, z, axis=0)
+    lengths = [b.op("Reshape", b.op("Squeeze", b.op("Shape", one, start=0, end=1)), b.ints(-1)) for one in (x, z)]
+    parts = b.op("SplitToSequence", b.op("MatMul", joined, b.w("A", 16, 32)), b.op("Concat", *lengths, axis=0), axis=0)
+    first = b.op("SequenceAt", parts, b.constant(0, np.int64))
+    last = b.op("SequenceAt", parts, b.constant(-1, np.int64))
+    total = b.op("MatMul", b.op("Concat", b.op("Relu", last), first, axis=0), b.w("B", 32, 16))
+    b.give(softmax(b, total), shape=[8, 16])
+    for plan in check_split(b, tmp_path, ["A", "B"]):
+        assert sharded(plan).sums.count == 1
+
+
+@pytest.mark.parametrize(
+    ("made", "operators"),
+    [
+        ("s = SequenceConstruct (x, y)  z = SequenceAt (s, last)  r = Neg (z)", ["Neg"]),
+        ("s = SequenceConstruct (x, y)  z = ConcatFromSequence <axis = 1> (s)  r = Neg (z)", ["Concat", "Neg"]),
+        (
+            "s = SequenceConstruct (x, y)  z = ConcatFromSequence <axis = 1, new_axis = 1> (s)  r = Neg (z)",
+            ["SequenceConstruct", "ConcatFromSequence", "Neg"],
+        ),
+        ("s = SplitToSequence <axis = 1> (x, sizes)  z = SequenceAt (s, last)  r = Neg (z)", ["Split", "Neg"]),
+        (
+            "s = SplitToSequence <axis = 1> (x, given)  z = SequenceAt (s, last)  r = Neg (z)",
+            ["SplitToSequence", "SequenceAt", "Neg"],
+        ),
+        (
+            "s = SplitToSequence <axis = 1> (x, sizes)  z = SequenceAt (s, place)  r = Neg (z)",
+            ["SplitToSequence", "SequenceAt", "Neg"],
+        ),
+    ],
+)
+def test_only_known_parts_are_taken(write_model: WriteModel, made: str, operators: list[str]) -> None:
+    graph = read_graph(
+        write_model(
+            f"""<ir_version: 8, opset_import: ["" : 17]>
+            g (float[2, 4] x, float[2, 4] y, int64[n] given, int64 place) => (float[2, m] r)
+            <int64 last = {{-1}}, int64[2] sizes = {{1, 3}}> {{ {made} }}"""
+        )
+    )
+    assert [node.op_type for node in graph.nodes if node.op_type != "Constant"] == operators
+
+
+def test_before_opset_13_sizes_are_no_input(write_model: WriteModel) -> None:
+    graph = read_graph(
+        write_model(
+            """<ir_version: 8, opset_import: ["" : 12]>
+            g (float[2, 4] x) => (float[2, 3] r) <int64 last = {-1}, int64[2] sizes = {1, 3}> {
+              s = SplitToSequence <axis = 1> (x, sizes)
+              z = SequenceAt (s, last)
+              r = Neg (z)
+            }"""
+        )
+    )
+    assert [node.op_type for node in graph.nodes] == ["SplitToSequence", "SequenceAt", "Neg"]
