@@ -70,21 +70,20 @@ def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
         entries = []
         for size in borrowed_sizes(original):
             if isinstance(size, int):
-                entries.append(_constant(size, nodes))
+                entries.append(_constant([size], nodes))
                 continue
             place = find_size(size, inputs)
             assert place is not None
             shape = ir.node("Shape", [own[place[0]]])
-            entry = ir.node("Gather", [shape.outputs[0], _constant(place[1], nodes)])
+            entry = ir.node("Gather", [shape.outputs[0], _constant([place[1]], nodes)])
             nodes += [shape, entry]
             entries.append(entry.outputs[0])
-        joined = ir.node("Concat", entries, {"axis": 0})
-        nodes.append(joined)
-        joined.outputs[0].type = ir.TensorType(ir.DataType.INT64)
-        stand_for(joined.outputs[0], original)
-        placeholder.replace_all_uses_with(joined.outputs[0], replace_graph_outputs=True)
-        if joined.outputs[0].is_graph_output():
-            renamed[joined.outputs[0]] = original.name or ""
+        joined = _joined(entries, nodes)
+        joined.type = ir.TensorType(ir.DataType.INT64)
+        stand_for(joined, original)
+        placeholder.replace_all_uses_with(joined, replace_graph_outputs=True)
+        if joined.is_graph_output():
+            renamed[joined] = original.name or ""
     if not nodes:
         return
     del result.inputs[len(inputs) :]
@@ -98,7 +97,16 @@ def _compute_borrowed(result: ir.Graph, stage: Stage) -> None:
         result.extend(nodes)
 
 
-def _constant(number: int, nodes: list[ir.Node]) -> ir.Value:
-    node = ir.node("Constant", [], {"value": ir.tensor(np.array([number], np.int64))})
+def _joined(entries: list[ir.Value], nodes: list[ir.Node]) -> ir.Value:
+    """The shape vector of these sizes. A single number has none, and Concat takes at least one."""
+    if not entries:
+        return _constant([], nodes)
+    node = ir.node("Concat", entries, {"axis": 0})
+    nodes.append(node)
+    return node.outputs[0]
+
+
+def _constant(numbers: list[int], nodes: list[ir.Node]) -> ir.Value:
+    node = ir.node("Constant", [], {"value": ir.tensor(np.array(numbers, np.int64))})
     nodes.append(node)
     return node.outputs[0]

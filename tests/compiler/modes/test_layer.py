@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,24 @@ def test_shapes_of_what_a_stage_does_not_see_are_read_elsewhere(tmp_path: Path) 
     assert not plan.ranks[2].stage.feeds
     feeds = {"x": np.random.default_rng(0).standard_normal((2, 5, 64)).astype(np.float32)}
     actual = run_split(tmp_path / "model.onnx", tmp_path / "package", "3xcpu", feeds)
+    assert_close(actual, run_whole(tmp_path / "model.onnx", feeds))
+
+
+def test_shape_of_a_single_number_is_read_elsewhere(tmp_path: Path) -> None:
+    """It has no entries. As detectors of torchvision fill their levels' sizes in."""
+    w = Writer()
+    hidden = w.input("x", ir.DataType.FLOAT, ["batch", 64])
+    shape = w.op("Shape", w.op("ReduceMax", hidden, keepdims=0))
+    for number in range(4):
+        product = w.op("MatMul", hidden, w.weight(f"w{number}", weight(f"w{number}", 64, 64)))
+        largest = w.op("Expand", w.op("ReduceMax", product, keepdims=0), shape)
+        hidden = w.op("Add", w.op("Tanh", product), largest)
+    w.output(hidden, "y", ir.DataType.FLOAT, ["batch", 64])
+    save(w.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", parse_devices(["3xcpu"]), replace(LAYER, spread=True))
+    assert plan.ranks[2].stage.borrowed
+    feeds = {"x": np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)}
+    actual = run_split(tmp_path / "model.onnx", tmp_path / "package", "3xcpu", feeds, spread=True)
     assert_close(actual, run_whole(tmp_path / "model.onnx", feeds))
 
 
