@@ -79,6 +79,8 @@ POINTWISE: Mapping[str, str] = {
     "Mul": "{0} * {1}",
     "Div": "{0} / {1}",
     "Pow": "power({0}, {1})",
+    "Max": "{0} < {1} || {1} != {1} ? {1} : {0}",  # a NaN stays one, here and below
+    "Min": "{0} > {1} || {1} != {1} ? {1} : {0}",
     "Neg": "-{0}",
     "Relu": "{0} > 0 ? {0} : 0",
     "Sigmoid": "sigmoid({0})",
@@ -87,7 +89,7 @@ POINTWISE: Mapping[str, str] = {
     "Gelu": "gelu({0})",
     "GeluTanh": "gelu_tanh({0})",
     "QuickGelu": "{0} * sigmoid({alpha} * {0})",
-    "Clip": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",  # a NaN stays one
+    "Clip": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",
 }
 
 

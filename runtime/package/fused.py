@@ -54,7 +54,7 @@ INPUTS, LONGEST_NAME = 12, 63
 # Steps, with the inputs that they have at least and at most, and the names of their numbers.
 ROTARY = "RotaryEmbedding"
 STEPS: dict[str, tuple[int, int, tuple[str, ...]]] = {
-    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Pow"), (2, 2, ())),
+    **dict.fromkeys(("Add", "Sub", "Mul", "Div", "Pow", "Max", "Min"), (2, 2, ())),
     **dict.fromkeys(("Neg", "Relu", "Sigmoid", "Tanh", "Erf", "Gelu", "GeluTanh"), (1, 1, ())),
     "QuickGelu": (1, 1, ("alpha",)),
     "Clip": (3, 3, ()),

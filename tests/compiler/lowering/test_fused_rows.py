@@ -60,6 +60,10 @@ BODIES = {
         g = Pow (f, three)  h = Mul (g, half)  i = Add (f, h)  j = Tanh (i)  k = Add (j, one)  z = Mul (f, k)""",
         ["Add", "Div", "Erf", "Add", "Mul", "Mul", "Pow", "Mul", "Add", "Tanh", "Add", "Mul"],
     ),
+    "bounds written out": (
+        """sum = Add (x, y)  above = Max (sum, low)  z = Min (high, above)""",
+        ["Add", "Max", "Min"],
+    ),
     "other activations": (
         """a = Sigmoid (x)  b = Tanh (y)  c = Neg (a)  d = Relu (x)  e = Mul (b, c)  z = Add (e, d)""",
         ["Sigmoid", "Tanh", "Neg", "Relu", "Mul", "Add"],
