@@ -6,6 +6,7 @@ import math
 
 import onnx_ir as ir
 
+from splitc.compiler.operators import scratch
 from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.operator import Operator, Shapes
 
@@ -28,14 +29,15 @@ def recurrent(op: Operation) -> None:
 
 
 OPERATORS = (
-    Operator("GRU", recurrent, recurrent_flops, states={1: 5}, crashes_empty=(0, 1)),
-    Operator("LSTM", recurrent, recurrent_flops, states={1: 5, 2: 6}, crashes_empty=(1,)),
-    Operator("RNN", recurrent, recurrent_flops, states={1: 5}),
+    Operator("GRU", recurrent, recurrent_flops, states={1: 5}, crashes_empty=(0, 1), scratch=scratch.recurrent),
+    Operator("LSTM", recurrent, recurrent_flops, states={1: 5, 2: 6}, crashes_empty=(1,), scratch=scratch.recurrent),
+    Operator("RNN", recurrent, recurrent_flops, states={1: 5}, scratch=scratch.simple_recurrent),
     Operator(
         "com.microsoft.DynamicQuantizeLSTM",
         flops=recurrent_flops,
         quantizes=True,
         states={1: 5, 2: 6},
         crashes_empty=(1,),
+        scratch=scratch.quantized_recurrent,
     ),
 )

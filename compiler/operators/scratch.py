@@ -20,6 +20,8 @@ BLOCKS = 1 << 18
 CHANNELS = 16
 # ONNX Runtime's `accuracy_level` at which it quantizes the other factor of a product with a quantized weight to int8.
 INT8_ACCURACY = 4
+# Values of one step's size that kernels of recurrent networks keep: states before and after, results of gates.
+STATES = 6
 # Bytes of an address.
 ADDRESS = 8
 
@@ -194,6 +196,37 @@ def _is_pointwise(node: ir.Node, kernel: tuple[int, ...]) -> bool:
 def transposed_convolution(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
     """Columns of one image: each of its positions times the kernel."""
     return (math.prod(inputs[0][2:]) * math.prod(inputs[1][1:]),)
+
+
+def recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """The gates of all steps, for each direction, and the states of one step.
+
+    The direction that goes backwards also has its data and results turned around
+    (core/providers/cpu/rnn/uni_directional_lstm.cc, deep_cpu_gru.cc).
+    """
+    data, weight = inputs[0], inputs[1]
+    if len(data) != 3 or not data[2]:
+        return ()
+    steps, hidden, directions = math.prod(data[:2]), node.attributes.get_int("hidden_size", 0), weight[0]
+    gates = math.prod(weight[1:]) // data[2]
+    turned = 0 if node.attributes.get_string("direction", "forward") == "forward" else steps * (data[2] + hidden)
+    return *[steps * gates] * directions, turned, directions * STATES * data[1] * hidden
+
+
+def quantized_recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """As others, and the data in int8 (contrib_ops/cpu/quantization/dynamic_quantize_lstm.cc)."""
+    return *recurrent(node, inputs, outputs), math.prod(inputs[0]) // 4
+
+
+def simple_recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """The products of data and weights, of one direction at a time, and the results if nobody asked for them.
+
+    See core/providers/cpu/rnn/rnn.cc.
+    """
+    if len(inputs[0]) != 3:
+        return ()
+    products = math.prod(inputs[0][:2]) * node.attributes.get_int("hidden_size", 0)
+    return products, 0 if outputs[0] else inputs[1][0] * products
 
 
 def multi_head_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:

@@ -318,3 +318,16 @@ def test_each_plan_fits_its_budgets_or_is_refused(tmp_path: Path, mode: str) -> 
         planned += 1
         assert all(rank.memory.total <= budget << 20 for rank in plan.ranks)
     assert 0 < planned < 14
+
+
+@pytest.mark.parametrize("asked", ["h, s", ", s"])
+def test_gates_of_all_steps_are_in_memory(write_model: Callable[[str], Path], asked: str) -> None:
+    """Also where the last states alone are asked for: then the node's first output is none."""
+    path = write_model(
+        f"""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 1, 8] x) => (float[1, 1, 64] s)
+        <float[1, 256, 8] w = {{{",".join(["1"] * 256 * 8)}}}, float[1, 256, 64] r = {{{",".join(["1"] * 256 * 64)}}}>
+        {{ {asked} = LSTM<hidden_size = 64>(x, w, r) }}"""
+    )
+    (rank,) = plan_model(path, ["cpu0"], Request(split_mode="layer", shapes={"x": (1000, 1, 8)})).ranks
+    assert rank.memory.activations >= 1000 * (256 + 8) * 4

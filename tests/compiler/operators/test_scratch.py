@@ -82,6 +82,26 @@ def test_scores_of_grouped_queries(tmp_path: Path, asked: Mapping[str, Any]) -> 
     assert 0.95 * allocated <= predicted <= allocated + (1 << 20)
 
 
+@pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("operator", ["GRU", "LSTM", "RNN"])
+def test_scratch_of_recurrent_networks(tmp_path: Path, operator: str, kept: int, direction: str) -> None:
+    """Also if only the last states are asked for, so that the node has no first output."""
+    data, hidden, directions = (64, 5, 37), 96, 2 if direction == "bidirectional" else 1
+    gates = {"GRU": 3, "LSTM": 4, "RNN": 1}[operator] * hidden
+    w, shapes = Writer(17), [data, (directions, gates, data[-1]), (directions, gates, hidden)]
+    weights = [w.constant(np.zeros(shape), np.float32) for shape in shapes[1:]]
+    x = w.input("x", ir.DataType.FLOAT, data)
+    made = w.ops(operator, x, *weights, outputs=2, hidden_size=hidden, direction=direction)
+    made[1 - kept].name = ""
+    w.output(made[kept], "y", ir.DataType.FLOAT, ["?"] * (4 - kept))
+    result, allocated = run_counted(w, {"x": np.zeros(data, np.float32)}, tmp_path)
+    node, scratch = made[0].producer(), REGISTRY[operator].scratch
+    assert node is not None and scratch is not None
+    predicted = 4 * sum(scratch(node, shapes, [() if kept else result.shape]))
+    assert allocated <= predicted <= 1.05 * allocated
+
+
 PADDED = {"pads": [1] * 4}
 # Image and kernel. ONNX Runtime has the channels last where they are whole blocks, of unsigned numbers.
 CONVOLUTIONS: list[tuple[tuple[int, ...], tuple[int, ...], Mapping[str, Any]]] = [
