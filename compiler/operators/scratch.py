@@ -205,7 +205,7 @@ def recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]
     (core/providers/cpu/rnn/uni_directional_lstm.cc, deep_cpu_gru.cc).
     """
     data, weight = inputs[0], inputs[1]
-    if len(data) != 3 or not data[2]:
+    if len(data) != 3 or len(weight) != 3 or not data[2]:
         return ()
     steps, hidden, directions = math.prod(data[:2]), node.attributes.get_int("hidden_size", 0), weight[0]
     gates = math.prod(weight[1:]) // data[2]
@@ -223,7 +223,7 @@ def simple_recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[in
 
     See core/providers/cpu/rnn/rnn.cc.
     """
-    if len(inputs[0]) != 3:
+    if len(inputs[0]) != 3 or len(inputs[1]) != 3:
         return ()
     products = math.prod(inputs[0][:2]) * node.attributes.get_int("hidden_size", 0)
     return products, 0 if outputs[0] else inputs[1][0] * products
