@@ -68,13 +68,17 @@ class Probes:
                 return made
         return probed or self.bound
 
-    def with_same_axes(self) -> BoundShapes | None:
+    def with_same_axes(self) -> Iterator[BoundShapes]:
         """Shapes with a prime for each symbol, the same for symbols of inputs' same axis with the same given size.
 
-        Some exporters name the rows of each input differently. None if there are no two such symbols, or if that leaves
-        more shapes unknown.
+        Some exporters name the rows of each input differently. Then shapes where second axes have primes of their own,
+        or sums: a mask is as long as the cache and the new tokens. If an empty cache is given, a summand is 0. Those
+        that leave more shapes unknown are left out.
         """
-        return self._first_probed([partial(self._numbers, True, self._same)]) if self._same else None
+        ways = [(self._same, 1)] if self._same else []
+        for same, least in (*ways, (self._same_axes(lambda axis: axis != 1), 0)):
+            if (made := self._first_probed([partial(self._numbers, True, same, least)])) is not None:
+                yield made
 
     def multiples(self, probed: BoundShapes) -> BoundShapes | None:
         """Other sizes for a model that primes do not fit, such as one that makes an image smaller and larger again.

@@ -180,6 +180,27 @@ def test_numbers_of_other_rows_are_no_rows(write_model: Callable[[str], Path], n
         plan_model(write_model(text.replace("NUMBERS", numbers).replace("L]", "4]")), ["2xcpu"], BATCH)
 
 
+def test_mask_is_as_long_as_an_empty_cache_and_new_tokens(write_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Each row picks its mask from that of all rows. Shorter masks would make it pick from the next row's."""
+    model = write_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        cached (float[B,N] new, float[B,M] mask, float[B,P] past) => (float[B,T,3] y)
+        <int64 zero = {0}, int64 one = {1}, int64[1] last = {-1}, float[3] weight = {1, 2, 3}>
+        { present = Concat <axis = 1> (past, new)
+          rows = Shape <end = 1> (mask)  rows_number = Squeeze (rows)
+          numbers = Range (zero, rows_number, one)  length = Shape <start = 1> (mask)  firsts = Mul (numbers, length)
+          first = Unsqueeze (firsts, last)  total = Shape <start = 1> (present)  count = Squeeze (total)
+          columns = Range (zero, count, one)  index = Add (first, columns)
+          all = Reshape (mask, last)  own = Gather (all, index)
+          masked = Mul (present, own)  single = Unsqueeze (masked, last)  y = Mul (single, weight) }"""
+    )
+    shapes = {"new": (1, 16), "mask": (1, 16), "past": (1, 0)}
+    compile_model(plan_model(model, ["2xcpu"], replace(BATCH, shapes=shapes)), tmp_path / "package")
+    feeds = {name: np.random.rand(4, size).astype(np.float32) for name, size in (("new", 3), ("mask", 8), ("past", 5))}
+    with Session(tmp_path / "package") as session:
+        np.testing.assert_array_equal(session.run(feeds)["y"], run_whole(model, feeds)["y"])
+
+
 def test_output_without_rows_is_named(write_model: Callable[[str], Path]) -> None:
     """The mask written by row numbers is not named, since its rows are independent."""
     text = WRITTEN.replace("NUMBERS", SAME).replace("=> (float[B,L] y)", "=> (float[B,L] y, float[L] z)")
