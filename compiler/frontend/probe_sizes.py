@@ -71,14 +71,14 @@ class Probes:
     def with_same_axes(self) -> Iterator[BoundShapes]:
         """Shapes with a prime for each symbol, the same for symbols of inputs' same axis with the same given size.
 
-        Some exporters name the rows of each input differently. Then shapes where second axes have primes of their own,
-        or sums: a mask is as long as the cache and the new tokens. If an empty cache is given, a summand is 0. Those
-        that leave more shapes unknown are left out.
+        Some exporters name the rows of each input differently. Then those of a mask as long as a cache and new tokens,
+        if the given cache is empty. Shapes that leave more unknown are left out.
         """
-        ways = [(self._same, 1)] if self._same else []
-        for same, least in (*ways, (self._same_axes(lambda axis: axis != 1), 0)):
-            if (made := self._first_probed([partial(self._numbers, True, same, least)])) is not None:
-                yield made
+        lengths = self._same_axes(lambda axis: axis != 1)
+        ways = [partial(self._numbers, True, self._same)] if self._same else []
+        if self._numbers(True, lengths, 0) != self._numbers(True, lengths):
+            ways.append(partial(self._numbers, True, lengths, 0))
+        yield from (made for way in ways if (made := self._first_probed([way])) is not None)
 
     def multiples(self, probed: BoundShapes) -> BoundShapes | None:
         """Other sizes for a model that primes do not fit, such as one that makes an image smaller and larger again.
