@@ -35,7 +35,8 @@ def part_sequences(model: ir.Model) -> None:
             parts[sequence] = _parts_of(sequence, names, counts)
         new = _picked(node, parts[sequence]) if node.op_type == "SequenceAt" else _joined(node, parts[sequence], names)
         if new is not None and not old.is_graph_output():
-            new.type, new.shape = new.type or old.type, new.shape or old.shape
+            new.type = new.type or old.type
+            new.shape = old.shape if new.shape is None else new.shape
             old.replace_all_uses_with(new)
 
 

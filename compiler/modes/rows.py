@@ -70,10 +70,11 @@ def _rows_or_why(analysis: Analysis) -> Rows | str:
     rows, opaque = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
     if rows is None:
         rows, _ = _search(analysis, partial(_numbered, graph, bound))
-    for same in probes.with_same_axes():
-        if rows is None:
-            rows, opaque = _search(analysis, partial(_numbered, graph, same))
-            told = same  # these sizes tell the fewest axes apart, so that what is left is the reason
+    for same in probes.with_same_axes() if rows is None else ():
+        rows, opaque = _search(analysis, partial(_numbered, graph, same))
+        told = same  # these sizes tell the fewest axes apart, so that what is left is the reason
+        if rows is not None:
+            break
     if rows is None and (others := probes.multiples(bound)) is not None:
         rows, met = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
         if rows is None and nodes_from_sizes(graph):
