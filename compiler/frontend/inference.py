@@ -200,7 +200,7 @@ def _with_constants_inside(model: ir.Model) -> ir.Model:
 
 def add_types(model: ir.Model) -> None:
     """Set missing types, by ONNX's own inference."""
-    types = {value.name: value.type for node in inferred_by_onnx(model).graph for value in node.outputs}
+    types = {value.name: value.type for node in inferred_by_onnx(model.clone()).graph for value in node.outputs}
     for value in (value for node in model.graph for value in node.outputs):
         if value.dtype in UNKNOWN:
             value.type = types.get(value.name)
@@ -209,11 +209,10 @@ def add_types(model: ir.Model) -> None:
 
 
 def inferred_by_onnx(model: ir.Model) -> ir.Model:
-    """A copy of the model with the shapes and types of ONNX's own inference. Long weights are inputs there.
+    """The model with the shapes and types of ONNX's own inference. Long weights become inputs: give it a copy.
 
     onnx_ir's pass would take a sequence for a tensor. A model that ONNX considers invalid stays as it is.
     """
-    model = model.clone()
     for value in tuple(model.graph.initializers.values()):
         if value.const_value is not None and value.const_value.size > MOST_SIZES:
             value.shape, value.dtype = ir.Shape(value.const_value.shape.numpy()), value.const_value.dtype

@@ -71,20 +71,18 @@ class Probes:
     def with_same_axes(self) -> Iterator[BoundShapes]:
         """Shapes with a prime for each symbol, the same for symbols of inputs' same axis with the same given size.
 
-        Some exporters name the rows of each input differently. Then those of a mask as long as a cache and new tokens,
-        if the given cache is empty. Shapes that leave more unknown are left out.
+        Some exporters name the rows of each input differently. If the given cache is empty, there are also shapes with
+        a mask as long as the cache and the new tokens. Shapes that leave more unknown are left out.
         """
-        lengths = self._same_axes(lambda axis: axis != 1)
         ways = [partial(self._numbers, True, self._same)] if self._same else []
-        if self._numbers(True, lengths, 0) != self._numbers(True, lengths):
-            ways.append(partial(self._numbers, True, lengths, 0))
+        if self._numbers(True, self._same_rows, 0) != self._numbers(True, self._same_rows):
+            ways.append(partial(self._numbers, True, self._same_rows, 0))
         yield from (made for way in ways if (made := self._first_probed([way])) is not None)
 
     def multiples(self, probed: BoundShapes) -> BoundShapes | None:
         """Other sizes for a model that primes do not fit, such as one that makes an image smaller and larger again.
 
-        `probed` are the `distinct` ones. Symbols that take no other size keep theirs. None if the probe sizes do fit,
-        or if there are no other sizes.
+        Symbols that take no other size keep theirs. None if the `distinct` ones, `probed`, fit, or if all keep theirs.
         """
         return None if probed is not self.bound and self._fits(probed) else self._multiplied()
 
@@ -100,11 +98,11 @@ class Probes:
         return [bound for bound in made if bound is not None]
 
     def _first_small(self, keeps_ones: bool) -> BoundShapes | None:
-        rows, firsts = self._same_axes(lambda axis: axis != 1), dict[int, str]()
+        firsts = dict[int, str]()
         alike = {name: firsts.setdefault(size, name) for name, size in self._symbols.items()}
         equal = {name: first for name, first in alike.items() if first != name}
         kept = {name: 1 for name, size in self._symbols.items() if size == 1 and keeps_ones}
-        for same, least in itertools.product((rows, self._same, self._caches, equal), (0, 1)):
+        for same, least in itertools.product((self._same_rows, self._same, self._caches, equal), (0, 1)):
             numbers = {**self._numbers(True, same, least, primes=_primes(3)), **kept}
             for factor in POWERS:
                 scaled = {name: size * factor if self._scales(name, factor) else size for name, size in numbers.items()}
@@ -151,6 +149,11 @@ class Probes:
         """As `_same`, for axes after those of the batch and of heads."""
         return self._same_axes(lambda axis: axis >= 2)
 
+    @cached_property
+    def _same_rows(self) -> Mapping[str, str]:
+        """As `_same`, without second axes, which are lengths."""
+        return self._same_axes(lambda axis: axis != 1)
+
     def _same_axes(self, counts: Callable[[int], bool]) -> dict[str, str]:
         """Symbols of those inputs' axes that count, each with the first symbol of the same axis and given size."""
         firsts: dict[tuple[int, int], str] = {}
@@ -169,10 +172,7 @@ class Probes:
         return bind_shapes(self.graph.model, self._input_shapes(numbers))
 
     def _multiplied(self) -> BoundShapes | None:
-        """Other sizes for symbols, multiples of the given ones if primes do not fit. Some may keep theirs.
-
-        None if all do, or if there are too many.
-        """
+        """Other sizes of symbols, or multiples of the given ones. None if all keep theirs, or if there are too many."""
         made = self._one_by_one(keeps=True)
         return None if made is None else self._fixed(made)
 

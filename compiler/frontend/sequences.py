@@ -24,7 +24,11 @@ def part_sequences(model: ir.Model) -> None:
 
     What made the sequence stays, unread where all its readers were replaced.
     """
-    readers = [node for node in all_nodes(model.graph) if is_onnx(node, "SequenceAt", "ConcatFromSequence")]
+    readers = [
+        node
+        for node in all_nodes(model.graph)
+        if is_onnx(node, "SequenceAt", "ConcatFromSequence") and not node.outputs[0].is_graph_output()
+    ]
     names = {value.name for node in all_nodes(model.graph) for value in node.outputs} if readers else set()
     counts = _counts(model) if any(made_by(node.inputs[0], "SplitToSequence") for node in readers) else {}
     parts: dict[ir.Value, Sequence[ir.Value]] = {}
@@ -34,7 +38,7 @@ def part_sequences(model: ir.Model) -> None:
         if sequence not in parts:
             parts[sequence] = _parts_of(sequence, names, counts)
         new = _picked(node, parts[sequence]) if node.op_type == "SequenceAt" else _joined(node, parts[sequence], names)
-        if new is not None and not old.is_graph_output():
+        if new is not None:
             new.type = new.type or old.type
             new.shape = old.shape if new.shape is None else new.shape
             old.replace_all_uses_with(new)
@@ -44,7 +48,7 @@ def _counts(model: ir.Model) -> Mapping[str | None, int]:
     """How many elements a list has, by its name, as far as that is known before the shapes of inputs are."""
     if model.opset_imports.get("", 0) < OPSET:
         return {}
-    graph = inferred_by_onnx(model).graph
+    graph = inferred_by_onnx(model.clone()).graph
     values = chain(graph.initializers.values(), (value for node in graph for value in node.outputs))
     shapes = {value.name: value.shape for value in values if value.shape is not None and value.shape.rank() == 1}
     return {name: shape[0] for name, shape in shapes.items() if isinstance(shape[0], int)}

@@ -214,7 +214,7 @@ def recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]
 
 
 def quantized_recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
-    """As others, and the data in int8 (contrib_ops/cpu/quantization/dynamic_quantize_lstm.cc)."""
+    """As `recurrent`, and the data in int8 (contrib_ops/cpu/quantization/dynamic_quantize_lstm.cc)."""
     return *recurrent(node, inputs, outputs), math.prod(inputs[0]) // 4
 
 
