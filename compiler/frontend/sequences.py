@@ -1,6 +1,6 @@
 """Sequences whose parts are known become these parts: nothing else cuts a sequence, or knows the sizes in it.
 
-torch's newer exporter writes them for what is split at sizes of inputs, if it does not optimize.
+torch's newer exporter writes them for what is split, chunked or unbound, if it does not optimize.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from itertools import chain
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.inference import inferred_by_onnx
 from splitc.compiler.frontend.matching import is_onnx, made_by
 from splitc.compiler.frontend.reads import all_nodes
@@ -17,6 +18,8 @@ from splitc.compiler.nodes import unused_name
 
 # From this opset on, Split takes sizes that are computed, as SplitToSequence does.
 OPSET = 13
+Names = set[str | None]
+Shapes = Mapping[str | None, ir.Shape]
 
 
 def part_sequences(model: ir.Model) -> None:
@@ -30,51 +33,71 @@ def part_sequences(model: ir.Model) -> None:
         if is_onnx(node, "SequenceAt", "ConcatFromSequence") and not node.outputs[0].is_graph_output()
     ]
     names = {value.name for node in all_nodes(model.graph) for value in node.outputs} if readers else set()
-    counts = _counts(model) if any(made_by(node.inputs[0], "SplitToSequence") for node in readers) else {}
+    shapes = _shapes(model) if any(made_by(node.inputs[0], "SplitToSequence") for node in readers) else {}
+    editor = Editor(model.graph)
     parts: dict[ir.Value, Sequence[ir.Value]] = {}
     for node in readers:
         (old,), sequence = node.outputs, node.inputs[0]
         assert sequence is not None  # both operators need it
         if sequence not in parts:
-            parts[sequence] = _parts_of(sequence, names, counts)
-        new = _picked(node, parts[sequence]) if node.op_type == "SequenceAt" else _joined(node, parts[sequence], names)
+            parts[sequence] = _parts_of(sequence, editor, shapes, names)
+        make = _picked if node.op_type == "SequenceAt" else _joined
+        new = make(node, parts[sequence], names)
         if new is not None:
             new.type = new.type or old.type
             new.shape = old.shape if new.shape is None else new.shape
             old.replace_all_uses_with(new)
 
 
-def _counts(model: ir.Model) -> Mapping[str | None, int]:
-    """How many elements a list has, by its name, as far as that is known before the shapes of inputs are."""
+def _shapes(model: ir.Model) -> Shapes:
+    """The shapes of values by name, as far as they are known before those of inputs are."""
     if model.opset_imports.get("", 0) < OPSET:
         return {}
     graph = inferred_by_onnx(model.clone()).graph
-    values = chain(graph.initializers.values(), (value for node in graph for value in node.outputs))
-    shapes = {value.name: value.shape for value in values if value.shape is not None and value.shape.rank() == 1}
-    return {name: shape[0] for name, shape in shapes.items() if isinstance(shape[0], int)}
+    values = chain(graph.inputs, graph.initializers.values(), (value for node in graph for value in node.outputs))
+    return {value.name: value.shape for value in values if value.shape is not None}
 
 
-def _parts_of(sequence: ir.Value, names: set[str | None], counts: Mapping[str | None, int]) -> Sequence[ir.Value]:
+def _parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) -> Sequence[ir.Value]:
     """The parts of a sequence; none if it is not known how many there are."""
     if (made := made_by(sequence, "SequenceConstruct")) is not None:
         return [part for part in made.inputs if part is not None]
     split = made_by(sequence, "SplitToSequence")
     sizes = split.inputs[1] if split is not None and len(split.inputs) > 1 else None
-    if split is None or sizes is None or sizes.name not in counts:
+    if split is None or sizes is None or (shape := shapes.get(sizes.name)) is None:
         return []
-    return _after(split, "Split", [split.inputs[0], sizes], counts[sizes.name], names)
+    if shape.rank() == 0:
+        lengths = _chunks(split, sizes, shapes)
+        count, sizes = len(lengths), editor.numbers(*lengths)
+    else:
+        count = shape[0] if isinstance(shape[0], int) else 0
+    return _after(split, "Split", [split.inputs[0], sizes], count, names) if count else []
 
 
-def _picked(node: ir.Node, parts: Sequence[ir.Value]) -> ir.Value | None:
+def _chunks(split: ir.Node, size: ir.Value, shapes: Shapes) -> list[int]:
+    """The lengths of equal parts, of which the last one may be shorter; none if they are not known."""
+    data, step = split.inputs[0], size.const_value
+    shape = None if data is None else shapes.get(data.name)
+    whole = None if shape is None else shape[split.attributes.get_int("axis", 0)]
+    if step is None or not isinstance(whole, int):
+        return []
+    length = int(step.numpy().item())
+    return [min(length, whole - begin) for begin in range(0, whole, length)]
+
+
+def _picked(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value | None:
     """The part that a SequenceAt picks, if that is known."""
-    place = node.inputs[1]
+    split, place = made_by(node.inputs[0], "SplitToSequence"), node.inputs[1]
+    if split is not None and len(split.inputs) == 1 and not split.attributes.get_int("keepdims", 1):
+        axis = split.attributes.get_int("axis", 0)
+        return _after(node, "Gather", [split.inputs[0], place], 1, names, axis)[0]
     if place is None or place.const_value is None:
         return None
     number = int(place.const_value.numpy().item())
     return parts[number] if -len(parts) <= number < len(parts) else None
 
 
-def _joined(node: ir.Node, parts: Sequence[ir.Value], names: set[str | None]) -> ir.Value | None:
+def _joined(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value | None:
     """What a ConcatFromSequence makes of known parts, unless it stacks them along a new axis."""
     if not parts or node.attributes.get_int("new_axis", 0) == 1:
         return None
@@ -82,10 +105,16 @@ def _joined(node: ir.Node, parts: Sequence[ir.Value], names: set[str | None]) ->
 
 
 def _after(
-    node: ir.Node, operator: str, inputs: Sequence[ir.Value | None], count: int, names: set[str | None]
+    node: ir.Node,
+    operator: str,
+    inputs: Sequence[ir.Value | None],
+    count: int,
+    names: Names,
+    axis: int | None = None,
 ) -> Sequence[ir.Value]:
-    """The results of a new node behind one along whose axis it works, too."""
-    new = ir.node(operator, inputs, {"axis": node.attributes.get_int("axis", 0)}, num_outputs=count, name=node.name)
+    """The results of a new node behind one, along its own axis or another one."""
+    number = node.attributes.get_int("axis", 0) if axis is None else axis
+    new = ir.node(operator, inputs, {"axis": number}, num_outputs=count, name=node.name)
     assert node.graph is not None
     node.graph.insert_after(node, new)
     for value in new.outputs:

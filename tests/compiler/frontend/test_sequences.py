@@ -30,6 +30,22 @@ def test_what_is_split_at_sizes_of_inputs_is_cut_as_before(tmp_path: Path) -> No
         assert sharded(plan).sums.count == 1
 
 
+@pytest.mark.parametrize("is_unbound", [False, True])
+def test_equal_parts_are_cut(tmp_path: Path, is_unbound: bool) -> None:
+    """A product in three parts: as torch exports chunk and unbind without its optimizer."""
+    b = Block()
+    product = b.op("MatMul", softmax(b, b.data("x", (5, 16))), b.w("A", 16, 96))
+    if is_unbound:
+        parts = b.op("SplitToSequence", b.op("Reshape", product, b.ints(5, 3, 32)), axis=1, keepdims=0)
+    else:
+        parts = b.op("SplitToSequence", product, b.constant(32, np.int64), axis=-1)
+    gate, shift, value = (b.op("SequenceAt", parts, b.constant(place, np.int64)) for place in (0, 1, -1))
+    total = b.op("MatMul", b.op("Add", b.op("Mul", b.op("Sigmoid", gate), value), shift), b.w("B", 32, 16))
+    b.give(softmax(b, total), shape=[5, 16])
+    for plan in check_split(b, tmp_path, ["A", "B"]):
+        assert sharded(plan).sums.count == 1
+
+
 @pytest.mark.parametrize(
     ("made", "operators"),
     [
@@ -40,6 +56,19 @@ def test_what_is_split_at_sizes_of_inputs_is_cut_as_before(tmp_path: Path) -> No
             ["SequenceConstruct", "ConcatFromSequence", "Neg"],
         ),
         ("s = SplitToSequence <axis = 1> (x, sizes)  z = SequenceAt (s, last)  r = Neg (z)", ["Split", "Neg"]),
+        ("s = SplitToSequence <axis = 1> (x, three)  z = SequenceAt (s, last)  r = Neg (z)", ["Split", "Neg"]),
+        (
+            "s = SplitToSequence <axis = 1, keepdims = 0> (x)  z = SequenceAt (s, last)  r = Neg (z)",
+            ["Gather", "Neg"],
+        ),
+        (
+            "s = SplitToSequence <axis = 1> (x)  z = SequenceAt (s, last)  r = Neg (z)",
+            ["SplitToSequence", "SequenceAt", "Neg"],
+        ),
+        (
+            "s = SplitToSequence <axis = 1> (w, three)  z = SequenceAt (s, last)  r = Neg (z)",
+            ["SplitToSequence", "SequenceAt", "Neg"],
+        ),
         (
             "s = SplitToSequence <axis = 1> (x, given)  z = SequenceAt (s, last)  r = Neg (z)",
             ["SplitToSequence", "SequenceAt", "Neg"],
@@ -54,8 +83,8 @@ def test_only_known_parts_are_taken(write_model: WriteModel, made: str, operator
     graph = read_graph(
         write_model(
             f"""<ir_version: 8, opset_import: ["" : 17]>
-            g (float[2, 4] x, float[2, 4] y, int64[n] given, int64 place) => (float[2, m] r)
-            <int64 last = {{-1}}, int64[2] sizes = {{1, 3}}> {{ {made} }}"""
+            g (float[2, 4] x, float[2, 4] y, float[2, k] w, int64[n] given, int64 place) => (float r)
+            <int64 last = {{-1}}, int64 three = {{3}}, int64[2] sizes = {{1, 3}}> {{ {made} }}"""
         )
     )
     assert [node.op_type for node in graph.nodes if node.op_type != "Constant"] == operators
