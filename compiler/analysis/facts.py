@@ -46,6 +46,7 @@ class Analysis:
     - `shapes`: the largest input shapes, which are planned for. Engines with a range of sizes also take the `smallest`
       ones and are tuned for the `typical` ones.
     - `fitted`: how the largest shapes were determined and tried.
+    - `gains`: where fused operators are faster; None if nothing is fused.
     - `slotless`: weights of layers without a slot for adapters, with the reason.
     """
 
@@ -57,7 +58,7 @@ class Analysis:
     states: tuple[State, ...]
     partition: Partition
     fitted: Fitted
-    fuses: bool = False
+    gains: Gains | None = None
     fates: tuple[Fate, ...] = ()
     lengths: tuple[Length, ...] = ()
     merged: tuple[Merged, ...] = ()
@@ -66,6 +67,11 @@ class Analysis:
     slotless: Mapping[str, str] = field(default_factory=dict)
     preamble: Preamble | None = None
     uncompared: frozenset[str] = frozenset()
+
+    @property
+    def fuses(self) -> bool:
+        """Whether patterns are fused where that is faster."""
+        return self.gains is not None
 
     @property
     def added(self) -> frozenset[str]:
@@ -154,7 +160,7 @@ def _analyze(
         tuple(states),
         blocks,
         fitted,
-        gains is not None,
+        gains,
         fused.fates,
         fused.lengths,
         preamble=fused.preamble,

@@ -255,7 +255,24 @@ def _of_both_branches(rule: Rule) -> Rule:
     return infer
 
 
-CORRECTED = {("", "Slice"): _not_beyond, ("", "If"): _of_both_branches}
+def _of_given_sizes(rule: Rule) -> Rule:
+    """The rule for Split, but parts whose lengths are computed are not taken for equal ones."""
+
+    def infer(context: Any, node: ir.Node) -> None:
+        rule(context, node)
+        data, lengths = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+        if lengths is None or lengths.const_value is not None or data is None or data.shape is None:
+            return
+        known = context.get_symbolic_value(lengths) or [None] * len(node.outputs)
+        for value, length in zip(node.outputs, known, strict=True):
+            sizes = list(data.shape)
+            sizes[node.attributes.get_int("axis", 0)] = length
+            value.shape = context.name_anonymous_dims_in_shape(ir.Shape(sizes))
+
+    return infer
+
+
+CORRECTED = {("", "Slice"): _not_beyond, ("", "If"): _of_both_branches, ("", "Split"): _of_given_sizes}
 
 
 def _least(size: int | ir.SymbolicDim, cut: int | ir.SymbolicDim) -> int | ir.SymbolicDim | None:

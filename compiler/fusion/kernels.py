@@ -25,6 +25,7 @@ class Gains:
     - `caches`: caches in place. `has_room`: their room is an input of its own, so that requests keep their sizes.
       Unless `capped`, decomposed attention with a softcap keeps its cache as it is; so with sinks, unless `sinks`.
     - `scattered`: caches that are written by index.
+    - `rows`: steps on rows as one kernel (lowering/fused_rows.py).
     - `divided`: products that are split by columns, with `least_rows` rows or more.
     """
 
@@ -40,6 +41,7 @@ class Gains:
     capped: bool = True
     sinks: bool = False
     scattered: Types = NONE
+    rows: Types = NONE
     divided: Types = NONE
     least_rows: int = 0
 
@@ -65,6 +67,7 @@ ON_GPUS = Gains(
     modulations=HALVES,
     caches=HALVES,
     has_room=True,
+    rows=HALVES,
     divided=HALVES,
     least_rows=1 << 11,
 )

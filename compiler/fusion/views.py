@@ -74,33 +74,37 @@ def _join_parts(editor: Editor, sizes: Sizes) -> None:
 
 
 def _source_of_parts(concat: ir.Node, sizes: Sizes) -> ir.Value | None:
-    """The value that a Concat's inputs are all parts of, in order; None if there is none."""
+    """The value that a Concat's inputs are all parts of, in order; None if there is none.
+
+    Two parts may meet anywhere: what a Slice ends at, the other one begins at.
+    """
     makers = [None if value is None else value.producer() for value in concat.inputs]
     source = value_before(concat.inputs[0], "Slice")
     axes = None if source is None else sizes.axes(source)
     if source is None or not axes:
         return None
     at = concat.attributes.get_int("axis", 0) % len(axes)
-    parts = [
-        part for maker in makers if maker is not None and (part := _part(maker, source, at, len(axes))) is not None
-    ]
+    bounds = [None if maker is None else _part(maker, source, at, len(axes), sizes) for maker in makers]
+    parts = [part for part in bounds if part is not None]
     if len(parts) != len(makers):
         return None
-    ends = [0, *(end for _, end in parts)]
-    follow = all(start == end for (start, _), end in zip(parts, ends, strict=False))
-    return source if follow and (ends[-1] >= ANY_END or ends[-1] == axes[at].fixed) else None
+    ends: list[Entry] = [0, *(end for _, end in parts)]
+    numbers = [end for end in ends[:-1] if isinstance(end, int)]
+    in_order = len(parts) == 2 or (len(numbers) == len(parts) and numbers == sorted(numbers))
+    follow = all(_is_equal(start, end) for (start, _), end in zip(parts, ends, strict=False))
+    return source if follow and in_order and _is_end(ends[-1], axes[at]) else None
 
 
-def _part(node: ir.Node, source: ir.Value, axis: int, rank: int) -> tuple[int, int] | None:
-    """The constant bounds, from the front, of a Slice of this value along this axis alone; None for other nodes."""
+def _part(node: ir.Node, source: ir.Value, axis: int, rank: int, sizes: Sizes) -> tuple[Entry, Entry] | None:
+    """The bounds of a Slice of this value along this axis alone; None for other nodes."""
     if not is_onnx(node, "Slice") or node.inputs[0] is not source or len(node.inputs) < 4:
         return None
     _, starts, ends, along, steps = (*node.inputs, None)[:5]
-    bounds = [constant_numbers(value) for value in (starts, ends, along)]
-    if any(numbers is None or len(numbers) != 1 for numbers in bounds) or constant_numbers(steps) not in (None, [1]):
+    bounds = [_computed(value, sizes) for value in (starts, ends, along)]
+    if any(entries is None or len(entries) != 1 for entries in bounds) or _computed(steps, sizes) not in (None, [1]):
         return None
-    (start,), (end,), (place,) = (numbers or [] for numbers in bounds)
-    return (start, end) if place % rank == axis and 0 <= start <= end else None
+    (start,), (end,), (place,) = (entries or [] for entries in bounds)
+    return (start, end) if isinstance(place, int) and place % rank == axis else None
 
 
 def _are_same(axes: Sequence[Axis] | None, others: Sequence[Axis] | None) -> bool:
@@ -151,7 +155,7 @@ def _takes_all(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
     if stops is None or len(stops) != len(places):
         return False
     pairs = [(stop, axes[place]) for stop, place in zip(stops, places, strict=True)]
-    return all((isinstance(stop, int) and stop >= ANY_END) or _is_size_of(stop, axis) for stop, axis in pairs)
+    return all(_is_end(stop, axis) for stop, axis in pairs)
 
 
 def constant_numbers(value: ir.Value | None) -> list[int] | None:
@@ -161,12 +165,22 @@ def constant_numbers(value: ir.Value | None) -> list[int] | None:
     return [int(number) for number in np.ravel(value.const_value.numpy())]
 
 
+def _is_end(stop: Entry, axis: Axis) -> bool:
+    """Whether a Slice that stops there takes an axis to its end, by the graph."""
+    return (isinstance(stop, int) and stop >= ANY_END) or _is_size_of(stop, axis)
+
+
 def _is_size_of(size: Entry, axis: Axis) -> bool:
     """Whether a size is that of an axis, by the graph."""
     own = axis.symbol if axis.fixed is None else axis.fixed
-    if isinstance(size, int) or isinstance(own, int):
-        return size == own
-    return isinstance(own, ir.SymbolicDim) and own.value is not None and (size - own).evaluate({}) == 0
+    return isinstance(own, int | ir.SymbolicDim) and _is_equal(size, own)
+
+
+def _is_equal(one: Entry, other: Entry) -> bool:
+    """Whether two sizes are always equal, by the graph."""
+    if isinstance(one, int) or isinstance(other, int):
+        return one == other
+    return None not in (one.value, other.value) and (one - other).evaluate({}) == 0
 
 
 def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:

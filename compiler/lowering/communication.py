@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import add_initializer
-from splitc.compiler.frontend.origins import origin_of, stand_for
+from splitc.compiler.frontend.origins import note_sizes, noted_sizes, origin_of, stand_for
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.lowering.rank_forms import COLLECTIVE
 
@@ -80,5 +80,6 @@ def _replace(graph: ir.Graph, node: ir.Node, token: ir.Value) -> ir.Node:
     whole, token = operator.outputs
     token.name, token.type = f"{node.outputs[0].name}/token", ir.TensorType(ir.DataType.UINT8)
     stand_for(whole, origin_of(node.outputs[0]))
+    note_sizes(whole, noted_sizes(node.outputs[0]))
     ir.convenience.replace_nodes_and_values(graph, node, [node], [operator], node.outputs, [whole])
     return operator

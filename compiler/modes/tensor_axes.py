@@ -124,9 +124,10 @@ def settle(analysis: Analysis, count: int, islands: frozenset[Island]) -> Tensor
     """
     opaque = _apart(analysis)
     graph, size = analysis.graph, analysis.costs.value_bytes
+    early = () if analysis.gains is None else analysis.gains.rows
     while True:
         axis_map, candidates = _candidates(analysis, frozenset(opaque.items()), islands)
-        choice = choose(graph, axis_map, candidates, size, count)
+        choice = choose(graph, axis_map, candidates, size, count, early)
         broken = find_broken(graph, axis_map, choice, analysis.costs.bound.shapes)
         if not broken:
             return TensorAxes(axis_map, choice, opaque)

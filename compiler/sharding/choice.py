@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -44,9 +44,14 @@ class Choice:
 
 
 def choose(
-    graph: Graph, axis_map: AxisMap, candidates: Candidates, size: Callable[[ir.Value], int], ranks: int
+    graph: Graph,
+    axis_map: AxisMap,
+    candidates: Candidates,
+    size: Callable[[ir.Value], int],
+    ranks: int,
+    early: Collection[ir.DataType] = (),
 ) -> Choice:
-    """Choose the atoms to split over this number of ranks. `size` gives the bytes of a value."""
+    """Choose the atoms to split over this number of ranks. `size` gives the bytes of a value; see `find_sums`."""
     conflicts = candidates.conflicts
     rejected = reject_costly(graph, candidates.by_gain, axis_map, ranks)
     for atom in (candidate.atom for candidate in candidates.by_gain if candidate.atom in conflicts[candidate.atom]):
@@ -59,7 +64,7 @@ def choose(
     atoms = tuple(atom for atom in candidates.order if atom in chosen or atom in partners.values())
     start = {node for atom in atoms for node in candidates.start(atom)}
     drawn = [node for node in graph.nodes if is_random(node)] if atoms else []
-    sums = find_sums(axis_map, graph.position, frozenset(atoms), start, size, drawn)
+    sums = find_sums(axis_map, graph.position, frozenset(atoms), start, size, drawn, early)
     return Choice(atoms, partners, candidates.by_gain, rejected, sums)
 
 

@@ -16,6 +16,7 @@ from splitc.compiler.operators.operation import Operation
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.sharding.axis_map import AxisMap
 from splitc.compiler.sharding.crossings import crossings
+from splitc.runtime.package.fused import STEPS
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Sums:
         return (*self.summed, *self.joined)
 
 
+# What a sum may be made before: steps of rows, and views of them.
+PASSED = frozenset({*STEPS, "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 # For a model without partial values.
 NO_SUMS = Sums({}, (), {}, ())
 
@@ -63,11 +66,13 @@ def find_sums(
     start: Iterable[ir.Node],
     size: Callable[[ir.Value], int],
     drawn: Sequence[ir.Node] = (),
+    early: Collection[ir.DataType] = (),
 ) -> Sums:
     """Follow partial values from the nodes that contract a chosen atom to where they must be whole.
 
     `start` are these nodes, and those that need a statistic of all of a chosen atom's elements. `size` gives a value's
-    bytes. `drawn` are the nodes that draw random numbers.
+    bytes. `drawn` are the nodes that draw random numbers. `early` are the types of
+    values whose sums do not wait for what is computed row by row: one kernel does that with what follows the sum.
 
     A partial value passes through nodes that are linear in it. It is summed as late as possible: before it meets a
     whole value (the residual), before several nodes read it, or before it grows. It may grow to meet another partial
@@ -87,6 +92,8 @@ def find_sums(
         last = node
     used = (value for node in drawn for value in node.outputs if value.uses() or value.is_graph_output())
     flow.summed.update(dict.fromkeys(used))
+    for value in [value for value in flow.summed if value.dtype in early]:
+        flow.sum_early(value)
     in_order = sorted(flow.summed, key=lambda value: (position[producer_of(value)], value.index() or 0))
     joined = [border.value for border in borders if border.is_joined(chosen)]
     paired = _pairs(flow.reduced, producers([*in_order, *joined]), position)
@@ -141,6 +148,19 @@ class _Flow:
         passed = [value for value in node.outputs if _is_handed_on(value, node) and value not in self.crossing]
         self.summed.update({value: None for value in node.outputs if value not in passed})
         return [reader for value in passed for reader, _ in value.uses()]
+
+    def sum_early(self, value: ir.Value) -> None:
+        """Move a value's sum to before the nodes that compute it row by row from a single partial value."""
+        node = producer_of(value)
+        partial = {before for before in node.inputs if before in self.partial and before not in self.summed}
+        if len(partial) != 1 or node.domain or node.op_type not in PASSED:
+            return
+        (before,) = partial
+        if before is None or before.dtype != value.dtype or self.size(before) != self.size(value):
+            return
+        del self.summed[value], self.partial[value], self.added_on_one_rank[node]
+        self.summed[before] = None
+        self.sum_early(before)
 
     def _passes(self, operation: Operation, incoming: Mapping[int, frozenset[Factor]]) -> frozenset[int] | None:
         """The inputs that only one rank adds, if the node may read these inputs as partial; None if it may not."""

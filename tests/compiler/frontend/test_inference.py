@@ -53,6 +53,24 @@ def test_made_up_symbols_are_left_to_the_library(write_model: WriteModel, monkey
     assert mixed["i"][0] is not None
 
 
+def test_parts_of_computed_lengths_are_not_taken_for_equal_ones(write_model: WriteModel) -> None:
+    facts = inferred(
+        write_model(
+            """<ir_version: 8, opset_import: ["" : 17]>
+            g (float[n, 4] x, float[m, 4] z, int64[2] given) => (float[a, 4] first, float[b, 4] second, float[c, 4] any)
+            { both = Concat <axis = 0> (x, z)
+              rows = Shape <start = 0, end = 1> (x)
+              others = Shape <start = 0, end = 1> (z)
+              lengths = Concat <axis = 0> (rows, others)
+              first, second = Split <axis = 0> (both, lengths)
+              any, rest = Split <axis = -2> (both, given)
+              unread = Relu (rest) }"""
+        )
+    )
+    assert [str(facts[name][0][0]) for name in ("first", "second")] == ["n", "m"]
+    assert "n" not in str(facts["any"][0][0])
+
+
 def test_what_one_branch_tells_may_not_hold_for_the_other(write_model: WriteModel) -> None:
     """For example if a table without rows is flattened."""
     path = write_model(

@@ -138,19 +138,40 @@ def test_names_that_inference_made_up_do_not_tell_axes_apart(one: str, other: st
         ("a = Slice (x, zero, two, one)  b = Slice (x, one, end, one)  c = Concat <axis = 1> (a, b)", False),
         ("a = Slice (x, zero, two, one)  b = Slice (x, two, end, one, two)  c = Concat <axis = 1> (a, b)", False),
         ("n = Neg (x) a = Slice (x, zero, two, one)  b = Slice (n, two, end, one) c = Concat <axis = 1> (a, b)", False),
+        ("a = Slice (x, zero, t, one)  b = Slice (x, t, end, one)  c = Concat <axis = 1> (a, b)", True),
+        ("a = Slice (x, zero, t, one)  b = Slice (x, t, s, one)  c = Concat <axis = 1> (a, b)", True),
+        ("a = Slice (x, zero, t, one)  b = Slice (x, s, end, one)  c = Concat <axis = 1> (a, b)", False),
+        (
+            "a = Slice (x, zero, t, one)  b = Slice (x, t, two, one)  d = Slice (x, two, end, one)"
+            "  c = Concat <axis = 1> (a, b, d)",
+            False,
+        ),
     ],
-    ids=["to any end", "to the known end", "turned", "a part", "overlap", "every second", "of two values"],
+    ids=[
+        "to any end",
+        "to the known end",
+        "turned",
+        "a part",
+        "overlap",
+        "every second",
+        "of two values",
+        "at a computed size",
+        "to a computed end",
+        "at two computed sizes",
+        "parts that may overlap",
+    ],
 )
 def test_parts_that_are_joined_again_are_the_value(slices: str, dropped: bool) -> None:
     lists = {"zero": [0], "one": [1], "two": [2], "last": [-1], "eight": [8], "end": [(1 << 63) - 1]}
     constants = "  ".join(f"{name} = Constant <value_ints = {numbers}> ()" for name, numbers in lists.items())
-    text = '<ir_version: 8, opset_import: ["" : 18]> g (float[b, s, 8] x) => (float[b, t, u] y)'
-    model = ir.from_proto(onnx.parser.parse_model(f"{text} {{ {constants} {slices}  y = Neg (c) }}"))
+    sizes = "t = Shape <start = 0, end = 1> (z)  s = Shape <start = 1, end = 2> (x)"
+    text = '<ir_version: 8, opset_import: ["" : 18]> g (float[b, s, 8] x, float[t] z) => (float[b, m, u] y)'
+    model = ir.from_proto(onnx.parser.parse_model(f"{text} {{ {constants} {sizes} {slices}  y = Neg (c) }}"))
     infer_shapes(model)
     for node in [node for node in model.graph if node.op_type == "Constant"]:
         numbers = np.array(node.attributes["value_ints"].as_ints(), np.int64)
         node.outputs[0].const_value = ir.tensor(numbers, name=node.outputs[0].name)
-    shapes: dict[str, dict[str, Shape]] = {name: {"x": own, "n": own} for name, own in SIZES.items()}
+    shapes: dict[str, dict[str, Shape]] = {name: {"x": own, "n": own, "z": own[:1]} for name, own in SIZES.items()}
     join_views(Editor(model.graph), Sizes(shapes["planned"], shapes["probe"], True))
     remove_unused(model.graph)
     assert ("Concat" not in [node.op_type for node in model.graph]) == dropped

@@ -241,3 +241,33 @@ def test_inputs_of_other_sizes_are_refused(tmp_path: Path, monkeypatch: pytest.M
         session.run(None, {"x": x, "y": y})
     assert session.run(None, {"x": x[:, :0], "y": y[:, :0]})[0].size == 0
     operators.release()
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("float16", [["Add", "Mul", "Add"]]), ("float", [])])
+def test_what_follows_a_sum_over_ranks_is_one_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, rows: list[list[str]]
+) -> None:
+    """In half precision the sum does not wait for a bias and a gate, which one rank would add or all would multiply."""
+    monkeypatch.setattr(fused_rows, "LEAST", 0)
+    random = np.random.default_rng(0)
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 9, opset_import: ["" : 20]>
+        model ({dtype}[batch, 5, 64] x, {dtype}[batch, 1, 64] gate) => ({dtype}[batch, 5, 64] z) {{
+            s = Softmax (x)  wide = MatMul (s, up)  active = Relu (wide)  product = MatMul (active, down)
+            biased = Add (product, bias)  kept = Identity (biased)  gated = Mul (gate, kept)  r = Add (s, gated)
+            z = Softmax (r)
+        }}"""
+    )
+    for name, shape in {"up": (64, 128), "down": (128, 64), "bias": (64,)}.items():
+        numbers = (random.standard_normal(shape) / 8).astype(np.float16 if dtype == "float16" else np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(numbers, name))
+    onnx.save(model, tmp_path / "model.onnx")
+    request = Request(split_mode="tensor", shapes={"x": (2, 5, 64), "gate": (2, 1, 64)})
+    compile_model(plan_model(tmp_path / "model.onnx", ["cuda0", "cuda1"], request), tmp_path / "package")
+    assert steps_of(tmp_path / "package") == rows
+    (engine,) = (tmp_path / "package/rank0").glob("*.onnx")
+    nodes = onnx.load(engine).graph.node
+    (total,) = [node for node in nodes if node.op_type.startswith("AllReduce")]
+    before, after = ("MatMul", "Rows") if rows else ("Mul", "Add")
+    assert any(total.input[0] in node.output and node.op_type.endswith(before) for node in nodes)
+    assert [node.op_type.startswith(after) for node in nodes if total.output[0] in node.input] == [True]
