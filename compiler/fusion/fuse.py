@@ -21,6 +21,7 @@ from splitc.compiler.fusion.attention import Attention, NotFusedError, find_atte
 from splitc.compiler.fusion.attention_operator import is_operator, read_operator
 from splitc.compiler.fusion.blanks import with_blanks
 from splitc.compiler.fusion.cache import Held, concatenated, find_caches, left_out
+from splitc.compiler.fusion.fixed_numbers import computed_numbers, fix_numbers
 from splitc.compiler.fusion.grouped import OPERATOR as GROUPED
 from splitc.compiler.fusion.grouped import is_known, write_group_query_attention
 from splitc.compiler.fusion.kernels import HALVES, ON_GPUS, SINGLES, Gains
@@ -87,16 +88,18 @@ def fuse(
     """
     roles = {value.name or "": role for value, role in find_roles(graph).items()} if gains.has_room and states else {}
     work = _Work(graph, shapes, bound, gains, tuple(states), known_shapes(bound), Editor(graph.graph))
+    fixed = work.fix_numbers()
+    nodes = [node for node in graph.nodes if node.graph is not None]
     # Attention comes last: its queries and keys may be what became one operator.
-    parts = {node: fate for node in graph.nodes if gains.parts and (fate := work.part(node)) is not None}
+    parts = {node: fate for node in nodes if gains.parts and (fate := work.part(node)) is not None}
     if any(fate.operator in (ASSEMBLED, ROTARY) for fate in parts.values()):
         remove_unused(graph.graph)  # what wrote slices is no reader of them any more
-    nodes = [node for node in graph.nodes if node in parts or node.graph is not None]
+    nodes = [node for node in nodes if node in parts or node.graph is not None]
     fates = [fate for node in nodes for fate in ([parts[node]] if node in parts else work.attention(node))]
     fates += [*work.left_out(any(fate.kind == "cache" for fate in fates)), *_looks_inside(graph, work)]
     lengths = work.lengths.entries() if work.held else ()
     if not any(fate.operator for fate in fates):
-        return Fused(graph, bound, tuple(fates))
+        return Fused(replace(graph, reads=complete(graph.model)) if fixed else graph, bound, tuple(fates))
     work.join_views()
     if any(fate.operator in (OPERATOR, GROUPED, ROTARY, LATENT) for fate in fates):
         graph.model.opset_imports.setdefault(DOMAIN, 1)
@@ -163,6 +166,15 @@ class _Work:
     def uncompared(self) -> frozenset[str]:
         """The names of sizes that the nodes of a rotary embedding compared and its operator does not."""
         return frozenset(self._tables.uncompared)
+
+    def fix_numbers(self) -> bool:
+        """Make numbers constants that no size of the inputs changes. Returns whether there are any."""
+        numbers = computed_numbers(self.graph, self.bound)
+        other = self._other_sizes if numbers else self.bound
+        fixed = other is not self.bound and fix_numbers(self.editor, numbers, other)
+        if fixed:
+            remove_unused(self.graph.graph)
+        return fixed
 
     def join_views(self) -> None:
         """Remove views of views."""

@@ -84,7 +84,10 @@ def test_what_is_not_divided_says_why(tmp_path: Path, body: str, rows: int, why:
     "body",
     [
         GATED.replace("y = MatMul (k, v)", "m = MatMul (k, v)  r = ReduceSum (q)  y = Add (m, r)"),
-        GATED.replace("y = MatMul (k, v)", "m = MatMul (k, v)  r = ReduceSum (w)  y = Add (m, r)"),
+        GATED.replace(
+            "y = MatMul (k, v)",
+            "m = MatMul (k, v)  n = ReduceSum (x)  h = Mul (w, n)  r = ReduceSum (h)  y = Add (m, r)",
+        ),
     ],
     ids=["the whole is read too", "another node reads the weight"],
 )
