@@ -13,15 +13,14 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import JoinedTensor
-from splitc.compiler.frontend.matching import is_own, tensor_of
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.origins import take_place
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.fusion.masks import PAST
+from splitc.compiler.lowering.weight_products import columns_of, has_own_weight, is_product, weight_of
 from splitc.compiler.nodes import settings_of
 from splitc.compiler.operators.registry import operator_of
 
-PRODUCTS = {("", "MatMul"), ("com.microsoft", "FusedMatMul")}
 ATTENTION = ("com.microsoft", "GroupQueryAttention")
 # The operator's inputs that are queries, keys and values.
 PARTS = slice(3)
@@ -48,48 +47,21 @@ def _products(attention: ir.Node) -> set[ir.Node]:
     """The nearest products before an attention's queries, keys and values, if nothing else reads their weights."""
     above = reached(
         producers(attention.inputs[PARTS]),
-        lambda node: () if _is_product(node) or operator_of(node).reads_shape else producers(node.inputs),
+        lambda node: () if is_product(node) or operator_of(node).reads_shape else producers(node.inputs),
     )
-    return {node for node in above if _is_product(node) and _has_own_weight(node)}
-
-
-def _is_product(node: ir.Node) -> bool:
-    return (node.domain, node.op_type) in PRODUCTS
-
-
-def _has_own_weight(product: ir.Node) -> bool:
-    """Whether a product multiplies by a matrix that nothing else reads."""
-    weight = product.inputs[1]
-    return (
-        weight is not None
-        and not weight.is_graph_input()
-        and is_own(weight, 2)
-        and not product.attributes.get_int("transA", 0)
-    )
-
-
-def _weight(product: ir.Node) -> tuple[ir.Value, ir.TensorProtocol]:
-    """A product's weight, and its tensor."""
-    weight = product.inputs[1]
-    assert weight is not None
-    return weight, tensor_of(weight)
-
-
-def _columns(product: ir.Node) -> int:
-    """The axis of the weight that becomes the last axis of the result."""
-    return 0 if product.attributes.get_int("transB", 0) else 1
+    return {node for node in above if is_product(node) and has_own_weight(node)}
 
 
 def _kind(product: ir.Node) -> Any:
     """A key that is equal for products that can be merged."""
-    _, tensor = _weight(product)
-    return product.inputs[0], node_key(product), tensor.dtype, tensor.shape.numpy()[1 - _columns(product)]
+    _, tensor = weight_of(product)
+    return product.inputs[0], node_key(product), tensor.dtype, tensor.shape.numpy()[1 - columns_of(product)]
 
 
 def _join(products: list[ir.Node], editor: Editor) -> None:
     """Replace the products by one product and a Split, in the place of the first one."""
-    first, axis = products[0], _columns(products[0])
-    weights = [_weight(product) for product in products]
+    first, axis = products[0], columns_of(products[0])
+    weights = [weight_of(product) for product in products]
     name = "+".join(weight.name or "" for weight, _ in weights)
     joined = editor.weight(JoinedTensor([tensor for _, tensor in weights], axis, name))
     made = editor.before(first, first.op_type, first.inputs[0], joined, domain=first.domain, **settings_of(first))

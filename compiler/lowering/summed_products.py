@@ -15,9 +15,11 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import CutTensor
-from splitc.compiler.frontend.matching import is_onnx, is_own, made_by, only_user, tensor_of
+from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.frontend.origins import note_sizes, noted_sizes, planned_shape, take_place
 from splitc.compiler.fusion.kernels import ON_GPUS
+from splitc.compiler.lowering.weight_products import columns_of, has_own_weight, is_product, weight_of
+from splitc.compiler.nodes import settings_of
 from splitc.compiler.request.shapes import Shape
 
 
@@ -34,36 +36,37 @@ def sum_products(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
 
 def _parts(product: ir.Node, shapes: Mapping[str, Shape]) -> Sequence[tuple[ir.Value, int]]:
     """The values whose columns are joined before a product, with their numbers; none unless a sum moves fewer bytes."""
-    if not is_onnx(product, "MatMul"):
+    if not is_product(product) or not has_own_weight(product):
         return ()
-    data, weight = product.inputs
+    data, (weight, tensor) = product.inputs[0], weight_of(product)
     joined = made_by(data, "Concat")
-    if data is None or joined is None or only_user(data, "MatMul") is not product:
+    if data is None or joined is None or len(data.uses()) > 1 or data.is_graph_output():
         return ()
-    if weight is None or not is_own(weight, 2) or weight.dtype != ir.DataType.FLOAT16:
+    if weight.dtype != ir.DataType.FLOAT16:
         return ()
     parts = [part for part in joined.inputs if part is not None]
     sizes = [planned_shape(part, shapes) for part in parts]
     rank, *others = {len(size) for size in sizes}
     if others or not rank or joined.attributes.get_int("axis", 0) not in (-1, rank - 1):
         return ()
-    rows, (joint, columns) = math.prod(sizes[0][:-1]), tensor_of(weight).shape.numpy()
-    # On this rank all columns are joined: where they are sharded, the weight has fewer rows.
-    widths = [size[-1] for size in sizes]
-    moves_less = 3 * columns * (len(parts) - 1) < 2 * joint
-    fits = joint == sum(widths) and moves_less and rows >= ON_GPUS.least_rows
-    return list(zip(parts, widths, strict=True)) if fits else ()
+    columns = columns_of(product)
+    joint, wide = (tensor.shape.numpy()[axis] for axis in (1 - columns, columns))
+    # Those of this rank.
+    widths = [width for part in parts if isinstance(width := (noted_sizes(part) or [None])[-1], int)]
+    moves_less = 3 * wide * (len(parts) - 1) < 2 * joint
+    fits = joint == sum(widths) and moves_less and math.prod(sizes[0][:-1]) >= ON_GPUS.least_rows
+    return list(zip(parts, widths, strict=True)) if fits and len(widths) == len(parts) else ()
 
 
 def _write(product: ir.Node, parts: Sequence[tuple[ir.Value, int]], editor: Editor) -> None:
-    weight = product.inputs[1]
-    assert weight is not None
-    columns, total, end = tensor_of(weight).shape.numpy()[1], None, 0
+    (weight, tensor), along = weight_of(product), 1 - columns_of(product)
+    total, end = None, 0
     for part, width in parts:
         start, end = end, end + width
-        name = f"{weight.name}[{start}:{end}]"
-        rows = CutTensor(tensor_of(weight), {0: slice(start, end)}, ir.Shape([width, columns]), name)
-        made = editor.before(product, "MatMul", part, editor.weight(rows))
+        shape = [width if axis == along else size for axis, size in enumerate(tensor.shape.numpy())]
+        rows = CutTensor(tensor, {along: slice(start, end)}, ir.Shape(shape), f"{weight.name}[{start}:{end}]")
+        how = {"domain": product.domain, **settings_of(product)}
+        made = editor.before(product, product.op_type, part, editor.weight(rows), **how)
         total = made if total is None else editor.before(product, "Add", total, made)
         for value in (made, total):  # later passes fuse values of known sizes
             note_sizes(value, noted_sizes(product.outputs[0]))

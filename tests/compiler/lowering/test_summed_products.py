@@ -19,6 +19,8 @@ from tests.helpers.written_attention import operators
 
 ROWS, WIDTHS, COLUMNS = 2048, (4, 20), 8
 JOINED = "a = Relu (x)  b = Neg (z)  c = Concat <axis = -1> (a, b)  p = MatMul (c, w)  y = Abs (p)"
+# As torch's newer exporter writes a linear layer.
+TURNED = JOINED.replace("p = MatMul (c, w)", "t = Transpose <perm = [1, 0]> (turned)  p = MatMul (c, t)")
 
 
 def engine(body: str, folder: Path, dtype: str = "float16", rows: int = ROWS, **options: Any) -> list[str]:
@@ -32,6 +34,9 @@ def engine(body: str, folder: Path, dtype: str = "float16", rows: int = ROWS, **
         if f" {name})" in body:
             weight = random.standard_normal((sum(WIDTHS), columns)).astype(kind)
             model.graph.initializer.append(numpy_helper.from_array(weight, name))
+    if "(turned)" in body:
+        weight = random.standard_normal((COLUMNS, sum(WIDTHS))).astype(kind)
+        model.graph.initializer.append(numpy_helper.from_array(weight, "turned"))
     onnx.save(model, folder / "model.onnx")
     shapes = {name: (1, rows, width) for name, width in zip("xz", WIDTHS, strict=True)}
     plan = plan_model(folder / "model.onnx", ["cuda0"], Request(split_mode="layer", shapes=shapes, **options))
@@ -39,9 +44,10 @@ def engine(body: str, folder: Path, dtype: str = "float16", rows: int = ROWS, **
     return operators(ir.load(folder / "package/rank0/stage0.onnx").graph)
 
 
-def test_the_sum_has_the_products_numbers(tmp_path: Path) -> None:
-    made = engine(JOINED, tmp_path)
-    assert sorted(made) == ["Abs", "Add", "MatMul", "MatMul", "Neg", "Relu"]
+@pytest.mark.parametrize(("body", "product"), [(JOINED, "MatMul"), (TURNED, "com.microsoft.FusedMatMul")])
+def test_the_sum_has_the_products_numbers(tmp_path: Path, body: str, product: str) -> None:
+    made = engine(body, tmp_path)
+    assert sorted(made) == sorted(["Abs", "Add", product, product, "Neg", "Relu"])
     random = np.random.default_rng(1)
     inputs = {
         name: random.standard_normal((2, 3, width)).astype(np.float16) for name, width in zip("xz", WIDTHS, strict=True)
