@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
-import onnx_ir.passes.common as passes
 
 from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.frontend.folding import fold_from, known_array, stand_in, take_branches
+from splitc.compiler.frontend.normal_form import name_apart
 from splitc.compiler.frontend.optional import defaults_hidden, optional_inputs, unmark
 from splitc.compiler.frontend.shapes import infer_shapes
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
@@ -49,7 +49,7 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
         known.add(_make_constant(graph, inputs[name], array))
     with defaults_hidden(graph):
         while fold_from(graph, known) + take_branches(graph) + _take_choices(model):
-            passes.NameFixPass()(model)  # two branches may have used one name
+            name_apart(model)  # two branches may have used one name
         _keep_folded(graph, known)
     remove_unused(graph)
     return [*fixed, *(Fixed(value, None) for value in remove_unused_inputs(graph, used))]

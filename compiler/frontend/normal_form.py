@@ -28,12 +28,20 @@ def lift(model: ir.Model) -> None:
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     if has_subgraphs(model.graph):
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
-        passes.NameFixPass()(model)  # a lifted value may have the name of a value in another branch
+        name_apart(model)  # a lifted value may have the name of a value in another branch
     bypass_same(model.graph)
     replace_cast_like(model)
     part_sequences(model)
     part_picks(model.graph)
     take_out_norms(model)
+
+
+def name_apart(model: ir.Model) -> None:
+    """Give each value a name of its own, in place. An output that is left out has none: with a name it is computed."""
+    left_out = [value for node in all_nodes(model.graph) for value in node.outputs if value.name == ""]
+    passes.NameFixPass()(model)
+    for value in left_out:
+        value.name = ""
 
 
 def replace_cast_like(model: ir.Model) -> None:

@@ -127,17 +127,19 @@ def _tries(shapes: Sequence[Sequence[Size]]) -> Iterator[list[Shape]]:
                     continue
                 name = size.value or f"{place}.{axis}"
                 if name not in numbers:
-                    number = next(n for n in _primes(number) if n not in fixed)
+                    number = next(n for n in primes(number + 1) if n not in fixed)
                     numbers[name] = number
                 sizes.append(numbers[name])
             tried.append(tuple(sizes))
         yield tried
 
 
-def _primes(after: int) -> Iterator[int]:
+def primes(smallest: int) -> Iterator[int]:
+    """The primes from `smallest` on."""
+    prime = smallest - 1
     while True:
-        after = int(sympy.nextprime(after))
-        yield after
+        prime = int(sympy.nextprime(prime))
+        yield prime
 
 
 def _explain(made: Sequence[Shape], tries: Sequence[Sequence[Shape]]) -> tuple[Origin, ...]:

@@ -14,7 +14,9 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.agreement import fits
 from splitc.compiler.frontend.graph import Graph
+from splitc.compiler.frontend.observation import primes
 from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, evaluate_size, shape_of
+from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
 
 # Multiples of the given sizes to try: sizes of an image may have to be multiples of these, or of a divisor.
@@ -33,7 +35,7 @@ MOST_ELEMENTS = 1 << 16
 Way = Callable[..., dict[str, int]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Probes:
     """Probe sizes for the symbols of a graph's inputs. All shapes are `bound` to the given `shapes`.
 
@@ -103,7 +105,7 @@ class Probes:
         equal = {name: first for name, first in alike.items() if first != name}
         kept = {name: 1 for name, size in self._symbols.items() if size == 1 and keeps_ones}
         for same, least in itertools.product((self._same_rows, self._same, self._caches, equal), (0, 1)):
-            numbers = {**self._numbers(True, same, least, primes=_primes(3)), **kept}
+            numbers = {**self._numbers(True, same, least, primes=primes(3)), **kept}
             for factor in POWERS:
                 scaled = {name: size * factor if self._scales(name, factor) else size for name, size in numbers.items()}
                 made = self._bind(scaled) if factor == 1 or scaled != numbers else None
@@ -169,7 +171,11 @@ class Probes:
         return fits(self.graph, made, self.bound)
 
     def _bind(self, numbers: Mapping[str, int]) -> BoundShapes:
-        return bind_shapes(self.graph.model, self._input_shapes(numbers))
+        return self._bound_to(tuple(self._input_shapes(numbers).items()))
+
+    @remembered  # several ways lead to the same sizes
+    def _bound_to(self, shapes: tuple[tuple[str, Shape], ...]) -> BoundShapes:
+        return bind_shapes(self.graph.model, dict(shapes))
 
     def _multiplied(self) -> BoundShapes | None:
         """Other sizes of symbols, or multiples of the given ones. None if all keep theirs, or if there are too many."""
@@ -388,13 +394,6 @@ def _symbols(graph: Graph, shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def primes_of(graph: Graph, smallest: int = 3) -> Iterator[int]:
-    """The odd primes from `smallest` on that divide no size of a weight."""
+    """The primes from `smallest` on that divide no size of a weight."""
     avoid = {size for weight in graph.graph.initializers.values() for size in shape_of(weight)}
-    yield from (number for number in _primes(smallest) if not any(size % number == 0 for size in avoid if size))
-
-
-def _primes(smallest: int) -> Iterator[int]:
-    """The odd primes from `smallest` on."""
-    for number in itertools.count(smallest, 2):
-        if all(number % divisor for divisor in range(3, math.isqrt(number) + 1, 2)):
-            yield number
+    yield from (number for number in primes(smallest) if not any(size % number == 0 for size in avoid if size))

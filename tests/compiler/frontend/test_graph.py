@@ -67,6 +67,19 @@ def test_captured_values_are_read(write_model: WriteModel) -> None:
     assert {value.name for value in graph.reads[graph.nodes[-1]]} == {"a", "w", "c"}
 
 
+def test_outputs_that_are_left_out_stay_so_beside_an_if(write_model: WriteModel) -> None:
+    """With a name, an engine would compute them, and ONNX Runtime's norms have some that no rule knows."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>
+        g (float[1, 2, 4] x, bool c) => (float[1, 2, 4] y, float[1, 2, 4] s) <float[4] w = {1, 1, 1, 1}>
+        { n, , , s = com.microsoft.SkipSimplifiedLayerNormalization(x, x, w)
+          y = If(c) <
+            then_branch = t () => (float[1, 2, 4] u) { u = Neg(n) },
+            else_branch = e () => (float[1, 2, 4] v) { v = Abs(n) } > }"""
+    )
+    assert [value.name for value in read_graph(path).nodes[0].outputs] == ["n", "", "", "s"]
+
+
 def test_what_concatenates_one_value_is_passed_by(write_model: WriteModel) -> None:
     """Also inside an If. An output keeps its node, and so its name."""
     path = write_model(

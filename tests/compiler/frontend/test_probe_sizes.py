@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
+import pytest
 
 from models.writer import save
+from splitc.compiler.frontend import probe_sizes
 from splitc.compiler.frontend.probe_sizes import Probes
-from splitc.compiler.frontend.shapes import bind_shapes, infer_shapes
+from splitc.compiler.frontend.shapes import BoundShapes, bind_shapes, infer_shapes
+from splitc.compiler.request.shapes import Shape
 from tests.helpers.blocks import Block
 from tests.helpers.graphs import read_graph
 
@@ -46,6 +51,28 @@ def test_sizes_that_are_few_are_not_the_same_by_chance(tmp_path: Path) -> None:
     bound = bind_shapes(graph.model, planned)
     assert bound.shapes["y"] == (1, 1)
     assert 1 not in Probes(graph, planned, bound).different().shapes["y"]
+
+
+def test_shapes_are_inferred_once_for_the_same_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some ways lead to the same sizes. If none fit, as where a length has to be a multiple of 4, all are tried."""
+    b = Block()
+    x = b.data("x", (2, 8, 3), ["batch", "length", 3])
+    windows = b.op("Concat", b.shape(x, 0), b.op("Div", b.shape(x, 1), b.ints(4)), b.ints(12), axis=0)
+    b.give(b.op("Reshape", x, windows))
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    bound, tried = bind_shapes(graph.model, planned), list[Mapping[str, Shape]]()
+
+    def note(model: ir.Model, shapes: Mapping[str, Shape]) -> BoundShapes:
+        tried.append(shapes)
+        return bind_shapes(model, shapes)
+
+    monkeypatch.setattr(probe_sizes, "bind_shapes", note)
+    batch, length, _ = Probes(graph, planned, bound).different().shapes["x"]
+    assert batch != 2 and length != 8 and length % 4 == 0
+    assert len(tried) == len({shapes["x"] for shapes in tried}) > 3
 
 
 def test_what_is_reshaped_keeps_its_elements(tmp_path: Path) -> None:
