@@ -1,19 +1,22 @@
 """Small numbers that nodes compute from constants become constants, and nodes that change nothing are bypassed.
 
-torch's newer exporter leaves both to its optimizer, and writes more such nodes than others if that does not run. Passes
+torch's newer exporter leaves this to its optimizer, and writes more such nodes than others if that does not run. Passes
 that look for a pattern would have to look through them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.frontend.folding import LONGEST, fold, known_array
+from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.optional import defaults_hidden, source_of
 from splitc.compiler.frontend.reads import all_nodes
+from splitc.compiler.operators.registry import operator_of
 
 # The types of sizes, positions and conditions. Other numbers are weights, except for single ones.
 _OF_SIZES = frozenset(ir.DataType[name] for name in ("INT64", "INT32", "BOOL"))
@@ -24,13 +27,14 @@ _END = (1 << 31) - 1
 def fold_constants(graph: ir.Graph) -> None:
     """Replace nodes that compute from sizes, conditions and single numbers of the file alone by constants, in place.
 
-    What is computed from weights stays: their names and their shards follow from the model's own.
+    What is computed from weights stays, but for their sizes: names and shards follow from the model's own.
     """
     known = {value for value in graph.initializers.values() if _is_number(value)}
     with defaults_hidden(graph):
         for node in graph:
             reads = [value for value in node.inputs if value is not None]
-            if reads and known.issuperset(reads) and fold(node):
+            of_weight = operator_of(node).reads_shape and all(value.is_initializer() for value in reads)
+            if reads and (of_weight or known.issuperset(reads)) and fold(node):
                 known.update(node.outputs)
         keep_folded(graph, known)
 
@@ -62,6 +66,20 @@ def bypass_same(graph: ir.Graph) -> None:
         value = node.inputs[0] if node.inputs and not node.domain else None
         if value is not None and not node.outputs[0].is_graph_output() and _is_same(node, value):
             node.outputs[0].replace_all_uses_with(value)
+
+
+def merge_casts(graph: ir.Graph) -> None:
+    """Let the readers of equal casts of a value read the first one, in place.
+
+    Without its optimizer, torch's exporter casts the input of a norm once for its squares, and once for its product.
+    """
+    first: dict[Hashable, ir.Value] = {}
+    for node in graph:
+        (made,) = node.outputs if is_onnx(node, "Cast") else (None,)
+        if made is not None and not made.is_graph_output():
+            kept = first.setdefault((node.inputs[0], node_key(node)), made)
+            if kept is not made:
+                made.replace_all_uses_with(kept)
 
 
 def _is_same(node: ir.Node, value: ir.Value) -> bool:

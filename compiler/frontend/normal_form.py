@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.errors import ModelError
-from splitc.compiler.frontend.constants import bypass_same, fold_constants
+from splitc.compiler.frontend.constants import bypass_same, fold_constants, merge_casts
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
@@ -33,6 +33,7 @@ def lift(model: ir.Model) -> None:
     replace_cast_like(model)
     fold_constants(model.graph)
     bypass_same(model.graph)
+    merge_casts(model.graph)
     part_sequences(model)
     part_picks(model.graph)
     take_out_norms(model)

@@ -92,3 +92,27 @@ def test_nodes_that_change_something_stay(node: str, write_model: WriteModel) ->
         {{ v = {node}  y = Neg (v) }}"""
     )
     assert len(read_graph(path).nodes) == 2
+
+
+def test_sizes_of_weights_are_folded(write_model: WriteModel) -> None:
+    """The bias of a convolution without one is as long as its weight: zeros, expanded to that."""
+    path = write_model(
+        HEAD
+        + """(float[1, 1, n] x) => (float[1, 3, n] y)
+        <float[3, 1, 1] w = {1, 2, 3}, int64[1] one = {1}, float zero = {0}>
+        { count = Shape <start = 0, end = 1> (w)  size = Expand (count, one)  bias = Expand (zero, size)
+          y = Conv (x, w, bias) }"""
+    )
+    assert [node.op_type for node in read_graph(path).nodes] == ["Conv"]
+
+
+def test_equal_casts_of_a_value_are_one(write_model: WriteModel) -> None:
+    path = write_model(
+        HEAD
+        + """(float16[n] x) => (float[n] z, float[n] y, double[n] w)
+        { z = Cast <to = 1> (x)  a = Cast <to = 1> (x)  b = Cast <to = 1> (x)  c = Cast <to = 11> (x)
+          y = Mul (a, b)  w = Neg (c) }"""
+    )
+    graph = read_graph(path)
+    assert [node.op_type for node in graph.nodes] == ["Cast", "Cast", "Cast", "Mul", "Neg"]
+    assert len({value for node in graph.nodes if node.op_type == "Mul" for value in node.inputs}) == 1
