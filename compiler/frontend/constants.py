@@ -35,7 +35,11 @@ def fold_constants(graph: ir.Graph) -> None:
             reads = [value for value in node.inputs if value is not None]
             of_weight = operator_of(node).reads_shape and all(value.is_initializer() for value in reads)
             if reads and (of_weight or known.issuperset(reads)) and fold(node):
-                known.update(node.outputs)
+                if all(map(_is_list, node.outputs)):
+                    known.update(node.outputs)
+                else:
+                    for value in node.outputs:
+                        value.const_value = None
         keep_folded(graph, known)
 
 
@@ -46,6 +50,11 @@ def _is_number(value: ir.Value) -> bool:
     if tensor.dtype in _OF_SIZES:
         return tensor.size <= LONGEST
     return tensor.size == 1 and tensor.dtype.is_floating_point()
+
+
+def _is_list(value: ir.Value) -> bool:
+    """Whether a folded value is no matrix that is filled with numbers: a constant one would pass for a weight."""
+    return value.dtype in _OF_SIZES or value.shape is None or len(value.shape) < 2
 
 
 def keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
