@@ -108,7 +108,7 @@ class Costs:
         """Bytes of the constants that an engine of the nodes holds: weights, or values folded from them."""
         running = [node for node in nodes if node not in self.graph.folded]
         read = dict.fromkeys(value for node in running for value in self._constants[node])
-        return {value: self._constant_bytes(value) for value in read}
+        return {value: self.constant_bytes(value) for value in read}
 
     def folding(self, nodes: Iterable[ir.Node]) -> int:
         """The most bytes that an engine of the nodes takes while it folds.
@@ -119,8 +119,8 @@ class Costs:
         kept = most = 0
         for node in nodes:
             if node in self.graph.folded:
-                made = sum(map(self._constant_bytes, node.outputs))
-                read = sum(map(self._constant_bytes, self.graph.weights(node)))
+                made = sum(map(self.constant_bytes, node.outputs))
+                read = sum(map(self.constant_bytes, self.graph.weights(node)))
                 most, kept = max(most, kept + made + read), kept + made
         return most
 
@@ -138,7 +138,7 @@ class Costs:
                 if value is not None and value.is_initializer() and value.dtype != ir.DataType.STRING:
                     lookups.setdefault(value, []).append(math.prod(shape_of(node.inputs[indices], self.shapes)))
         return {
-            value: max(0, self._constant_bytes(value) - sum(rows) * MAPPED_AROUND)
+            value: max(0, self.constant_bytes(value) - sum(rows) * MAPPED_AROUND)
             for value, rows in lookups.items()
             if len(rows) == readers[value]
         }
@@ -163,7 +163,7 @@ class Costs:
 
     def left_in_file(self, weight: ir.Value, size: int) -> int:
         """The bytes that stay in a table's mapped file, for the table or a shard of its rows, of `size` bytes."""
-        return self.in_files[weight] * size // max(1, self._constant_bytes(weight)) if weight in self.in_files else 0
+        return self.in_files[weight] * size // max(1, self.constant_bytes(weight)) if weight in self.in_files else 0
 
     def packed_scales(self, nodes: Iterable[ir.Node]) -> frozenset[ir.Value]:
         """Scales of quantized weights that the nodes' kernels on CPUs pack; see `Operator.packed_scales`."""
@@ -175,7 +175,7 @@ class Costs:
         }
         return frozenset(value for value in scales if value is not None)
 
-    def _constant_bytes(self, value: ir.Value) -> int:
+    def constant_bytes(self, value: ir.Value) -> int:
         """Bytes of a constant, including constants that engines fold."""
         is_stored = value.const_value is not None
         return self.value_bytes(value) if is_stored else tensor_bytes(value, self.shapes.get(value.name or ""))
@@ -277,9 +277,9 @@ class Costs:
             if operator_of(node).reads_part:
                 moved[node] = (sum(written), written)
             else:
-                computed = (*written, *(self.value_bytes(value) for value in reads if value.producer() is not None))
-                stored = sum(self.value_bytes(value) for value in reads if value.producer() is None)
-                moved[node] = (stored, computed)
+                kept = {value for value in reads if value.producer() is None or value.producer() in self.graph.folded}
+                computed = (*written, *(self.value_bytes(value) for value in reads if value not in kept))
+                moved[node] = (sum(map(self.constant_bytes, kept)), computed)
         return moved
 
 

@@ -5,12 +5,13 @@ onnxscript's optimizer takes branches too, but no choices (Where), and would be 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
+from splitc.compiler.frontend.constants import keep_folded
 from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.frontend.folding import fold_from, known_array, stand_in, take_branches
 from splitc.compiler.frontend.normal_form import name_apart
@@ -50,7 +51,7 @@ def bind_inputs(model: ir.Model, settings: Mapping[str, Any]) -> list[Fixed]:
     with defaults_hidden(graph):
         while fold_from(graph, known) + take_branches(graph) + _take_choices(model):
             name_apart(model)  # two branches may have used one name
-        _keep_folded(graph, known)
+        keep_folded(graph, known)
     remove_unused(graph)
     return [*fixed, *(Fixed(value, None) for value in remove_unused_inputs(graph, used))]
 
@@ -65,18 +66,6 @@ def _make_constant(graph: ir.Graph, value: ir.Value, array: Array) -> ir.Value:
     constant = add_initializer(graph, ir.tensor(array, name=value.name))
     value.replace_all_uses_with(constant, replace_graph_outputs=True)
     return constant
-
-
-def _keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
-    """Replace nodes whose outputs are all known by initializers."""
-    for node in [node for node in graph if node.outputs and all(value in known for value in node.outputs)]:
-        for old in node.outputs:
-            array = known_array(old)
-            assert array is not None
-            name, old.name = old.name, None
-            new = add_initializer(graph, ir.tensor(array, name=name))
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
-        graph.remove(node, safe=True)
 
 
 def _take_choices(model: ir.Model) -> int:

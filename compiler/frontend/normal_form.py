@@ -8,6 +8,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from splitc.compiler.errors import ModelError
+from splitc.compiler.frontend.constants import bypass_same, fold_constants, merge_casts
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
@@ -29,8 +30,10 @@ def lift(model: ir.Model) -> None:
     if has_subgraphs(model.graph):
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
         name_apart(model)  # a lifted value may have the name of a value in another branch
-    bypass_same(model.graph)
     replace_cast_like(model)
+    fold_constants(model.graph)
+    bypass_same(model.graph)
+    merge_casts(model.graph)
     part_sequences(model)
     part_picks(model.graph)
     take_out_norms(model)
@@ -59,21 +62,6 @@ def replace_cast_like(model: ir.Model) -> None:
             node.op_type = "Cast"
             node.attributes["to"] = ir.AttrInt64("to", like.dtype)
             node.resize_inputs(1)
-
-
-def bypass_same(graph: ir.Graph) -> None:
-    """Bypass a Concat of one value, and an Identity of a weight, in place.
-
-    Exporters write the first if the other parts were empty: transformers' first cache has no rows. TorchScript's
-    exporter writes the second to share a weight among layers. Engines hold it once.
-    """
-    for node in all_nodes(graph):
-        value = node.inputs[0] if node.inputs and not node.domain else None
-        if value is None or node.outputs[0].is_graph_output():
-            continue
-        is_lone = node.op_type == "Concat" and len(node.inputs) == 1
-        if is_lone or (node.op_type == "Identity" and value.is_initializer()):
-            node.outputs[0].replace_all_uses_with(value)
 
 
 class NameInitializerOutputs(ir.passes.InPlacePass):

@@ -70,7 +70,7 @@ def named_axes(analysis: Analysis, count: int, names: Collection[str]) -> Tensor
 
 def _with_islands(analysis: Analysis, count: int, is_worth: _Worth) -> TensorAxes:
     plain = settle(analysis, count, NO_ISLANDS)
-    islands = find_islands(analysis.graph, plain.axis_map, plain.choice, analysis.costs.value_bytes)
+    islands = find_islands(analysis.graph, plain.axis_map, plain.choice, analysis.costs.constant_bytes)
     apart = _apart(analysis)
     possible = frozenset(island for island in islands if island.node not in apart)
     if not possible:

@@ -27,7 +27,10 @@ JOINED = frozenset(ir.DataType[name] for name in ("FLOAT", "DOUBLE", "FLOAT16", 
 
 
 def find_islands(graph: Graph, axis_map: AxisMap, choice: Choice, size: Callable[[ir.Value], int]) -> frozenset[Island]:
-    """The nodes that read weights of which a choice shards nothing, as islands. `size` gives the bytes of a value."""
+    """The nodes that read weights of which a choice shards nothing, as islands.
+
+    `size` gives the bytes of a weight, or of what engines fold from weights.
+    """
     least = LEAST_ISLAND * sum(map(size, graph.graph.initializers.values()))
     chosen = frozenset(choice.chosen)
     islands = (

@@ -50,19 +50,20 @@ def test_each_reader_has_a_node_of_its_own(write_model: WriteModel) -> None:
     graph = read_graph(
         write_model(
             """<ir_version: 8, opset_import: ["" : 17]>
-            g (int64[n] i, float[2, 2] x) => (float[2, 2] y, float[n, 2] z, int64[2] s)
-            <float[2, 2] w = {3, 3, 3, 3}, int64[2] v = {1, 1}> {
+            g (int64[n] i, float[2, 2] x) => (float[2, 2] y, float[n, 2] z, float[2] s)
+            <float[2, 2] w = {3, 3, 3, 3}, int64[2] v = {1, 1}, float[2] f = {1, 1}> {
               z = Gather (w, i)
               t = Transpose (w)
               u = Neg (t)
               a = Mul (x, u)
               y = Add (a, u)
               e = Neg (z)
-              r = Concat <axis = 0> (v, v)
+              r = Concat <axis = 0> (f, f)
               p = Shape (e)
               q = Neg (r)
               k = Slice (q, v, v)
-              m = Add (p, k)
+              c = Cast <to = 1> (p)
+              m = Add (c, k)
               s = Add (m, k)
             }"""
         )

@@ -46,6 +46,15 @@ def head(rows: int = ROWS, hidden: int = HIDDEN, wide: int = WIDE, opset: int = 
     return b
 
 
+def turned_head() -> Block:
+    """As `head`, with a weight that engines turn, as torch exports a layer without its optimizer."""
+    b = Block()
+    x = softmax(b, b.data("x", (ROWS, HIDDEN), ["n", HIDDEN]))
+    turned = b.op("Transpose", b.w("A", WIDE, HIDDEN), perm=[1, 0])
+    b.give(softmax(b, b.op("MatMul", x, turned)), shape=["n", WIDE])
+    return b
+
+
 def convolution() -> Block:
     b = Block()
     scale, shift = (
@@ -73,7 +82,15 @@ def quantized(opset: int = 17) -> Block:
 
 @pytest.mark.parametrize(
     "block",
-    [head, lambda: head(wide=2), lambda: head(opset=10), convolution, quantized, lambda: quantized(opset=12)],
+    [
+        head,
+        turned_head,
+        lambda: head(wide=2),
+        lambda: head(opset=10),
+        convolution,
+        quantized,
+        lambda: quantized(opset=12),
+    ],
 )
 def test_shards_of_an_island_are_joined(block: Callable[[], Block], tmp_path: Path, all_islands: None) -> None:
     plans = check_split(block(), tmp_path, "A", SHARES, sums=0)

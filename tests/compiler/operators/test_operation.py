@@ -46,7 +46,6 @@ LINEAR: dict[str, Middle] = {
     "Mul": lambda b, v: b.op("Mul", b.w("factor", HIDDEN), v),
     "Div": lambda b, v: b.op("Div", v, number(b, 3)),
     "Neg": through("Neg"),
-    "Identity": through("Identity"),
     "Dropout": through("Dropout"),
     "Cast": through("Cast", to=FLOAT),
     "Where": where,

@@ -1,0 +1,125 @@
+"""Small numbers that nodes compute from constants become constants, and nodes that change nothing are bypassed.
+
+torch's newer exporter leaves this to its optimizer, and writes more such nodes than others if that does not run. Passes
+that look for a pattern would have to look through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import add_initializer
+from splitc.compiler.frontend.folding import LONGEST, fold, known_array
+from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.node_key import node_key
+from splitc.compiler.frontend.optional import defaults_hidden, source_of
+from splitc.compiler.frontend.reads import all_nodes
+from splitc.compiler.operators.registry import operator_of
+
+# The types of sizes, positions and conditions. Other numbers are weights, except for single ones.
+_OF_SIZES = frozenset(ir.DataType[name] for name in ("INT64", "INT32", "BOOL"))
+# Exporters write the end of an axis as the largest number of 64 or of 32 bits.
+_END = (1 << 31) - 1
+
+
+def fold_constants(graph: ir.Graph) -> None:
+    """Replace nodes that compute from sizes, conditions and single numbers of the file alone by constants, in place.
+
+    What is computed from weights stays, but for their sizes: names and shards follow from the model's own.
+    """
+    known = {value for value in graph.initializers.values() if _is_number(value)}
+    with defaults_hidden(graph):
+        for node in graph:
+            reads = [value for value in node.inputs if value is not None]
+            of_weight = operator_of(node).reads_shape and all(value.is_initializer() for value in reads)
+            if reads and (of_weight or known.issuperset(reads)) and fold(node):
+                if all(map(_is_list, node.outputs)):
+                    known.update(node.outputs)
+                else:
+                    for value in node.outputs:
+                        value.const_value = None
+        keep_folded(graph, known)
+
+
+def _is_number(value: ir.Value) -> bool:
+    tensor = value.const_value
+    if tensor is None or source_of(value) is not None:
+        return False
+    if tensor.dtype in _OF_SIZES:
+        return tensor.size <= LONGEST
+    return tensor.size == 1 and tensor.dtype.is_floating_point()
+
+
+def _is_list(value: ir.Value) -> bool:
+    """Whether a folded value is no matrix that is filled with numbers: a constant one would pass for a weight."""
+    return value.dtype in _OF_SIZES or value.shape is None or len(value.shape) < 2
+
+
+def keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
+    """Replace nodes whose outputs are all known by initializers, in place."""
+    for node in [node for node in graph if node.outputs and all(value in known for value in node.outputs)]:
+        for old in node.outputs:
+            array = known_array(old)
+            assert array is not None
+            name, old.name = old.name, None
+            new = add_initializer(graph, ir.tensor(array, name=name))
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+
+
+def bypass_same(graph: ir.Graph) -> None:
+    """Bypass nodes whose output is their first input, in place."""
+    for node in all_nodes(graph):
+        value = node.inputs[0] if node.inputs and not node.domain else None
+        if value is not None and not node.outputs[0].is_graph_output() and _is_same(node, value):
+            node.outputs[0].replace_all_uses_with(value)
+
+
+def merge_casts(graph: ir.Graph) -> None:
+    """Let the readers of equal casts of a value read the first one, in place.
+
+    Without its optimizer, torch's exporter casts the input of a norm once for its squares, and once for its product.
+    """
+    first: dict[Hashable, ir.Value] = {}
+    for node in graph:
+        (made,) = node.outputs if is_onnx(node, "Cast") else (None,)
+        if made is not None and not made.is_graph_output():
+            kept = first.setdefault((node.inputs[0], node_key(node)), made)
+            if kept is not made:
+                made.replace_all_uses_with(kept)
+
+
+def _is_same(node: ir.Node, value: ir.Value) -> bool:
+    """Whether a node returns its first input as it is.
+
+    Of a Concat the other parts may have been empty: transformers' first cache has no rows. Identity also shares a
+    weight among layers. Engines hold it once.
+    """
+    match node.op_type:
+        case "Identity":
+            return True
+        case "Concat":
+            return len(node.inputs) == 1
+        case "Cast":
+            return value.dtype is not None and value.dtype == node.attributes.get_int("to", 0)
+        case "Transpose":
+            order = node.attributes.get_ints("perm", ())
+            return bool(order) and list(order) == sorted(order)
+        case "Slice":
+            return _takes_all(node)
+        case _:
+            return False
+
+
+def _takes_all(node: ir.Node) -> bool:
+    """Whether a Slice begins and ends where its axes do."""
+    starts, ends, steps = ([] if array is None else array.tolist() for array in map(known_array, _bounds(node)))
+    is_forward = len(node.inputs) < 5 or (bool(steps) and {*steps} == {1})
+    return bool(starts) and bool(ends) and {*starts} == {0} and min(ends) >= _END and is_forward
+
+
+def _bounds(node: ir.Node) -> list[ir.Value | None]:
+    """The starts, ends and steps of a Slice that has them as inputs."""
+    return [node.inputs[place] if place < len(node.inputs) else None for place in (1, 2, 4)]
