@@ -31,7 +31,7 @@ from splitc.runtime.engines.fused_source import POINTWISE, WARP
 from splitc.runtime.package.fused import INPUTS, LONGEST, ROTARY, STEPS, WIDTH, Fused, FusedInput, FusedStep, Span
 
 MICROSOFT = "com.microsoft"
-VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
+VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 # Steps by operators, where the names differ.
 NAMES = {"SimplifiedLayerNormalization": "RMSNormalization"}
 NORMS = ("LayerNormalization", "RMSNormalization")

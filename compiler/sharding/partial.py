@@ -53,8 +53,6 @@ class Sums:
         return (*self.summed, *self.joined)
 
 
-# What a sum may be made before: steps of rows, and views of them.
-PASSED = frozenset({*STEPS, "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"})
 # For a model without partial values.
 NO_SUMS = Sums({}, (), {}, ())
 
@@ -150,10 +148,10 @@ class _Flow:
         return [reader for value in passed for reader, _ in value.uses()]
 
     def sum_early(self, value: ir.Value) -> None:
-        """Move a value's sum to before the nodes that compute it row by row from a single partial value."""
+        """Move a value's sum to before the nodes that compute it from one partial value, row by row or as views."""
         node = producer_of(value)
         partial = {before for before in node.inputs if before in self.partial and before not in self.summed}
-        if len(partial) != 1 or node.domain or node.op_type not in PASSED:
+        if len(partial) != 1 or node.domain or not (node.op_type in STEPS or operator_of(node).is_view):
             return
         (before,) = partial
         if before is None or before.dtype != value.dtype or self.size(before) != self.size(value):
