@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import add_initializer
 from splitc.compiler.frontend.folding import LONGEST, fold, known_array
-from splitc.compiler.frontend.matching import is_onnx
+from splitc.compiler.frontend.matching import constant_numbers, is_onnx
 from splitc.compiler.frontend.node_key import node_key
 from splitc.compiler.frontend.optional import defaults_hidden, source_of
 from splitc.compiler.frontend.reads import all_nodes
@@ -114,12 +114,8 @@ def _is_same(node: ir.Node, value: ir.Value) -> bool:
 
 
 def _takes_all(node: ir.Node) -> bool:
-    """Whether a Slice begins and ends where its axes do."""
-    starts, ends, steps = ([] if array is None else array.tolist() for array in map(known_array, _bounds(node)))
-    is_forward = len(node.inputs) < 5 or (bool(steps) and {*steps} == {1})
-    return bool(starts) and bool(ends) and {*starts} == {0} and min(ends) >= _END and is_forward
-
-
-def _bounds(node: ir.Node) -> list[ir.Value | None]:
-    """The starts, ends and steps of a Slice that has them as inputs."""
-    return [node.inputs[place] if place < len(node.inputs) else None for place in (1, 2, 4)]
+    """Whether a Slice begins and ends where its axes do, in every request."""
+    bounds = [*node.inputs[1:], None, None, None, None][:4]
+    starts, ends, _, steps = map(constant_numbers, bounds)
+    is_forward = len(node.inputs) < 5 or set(steps or ()) == {1}
+    return set(starts or ()) == {0} and min(ends or [0]) >= _END and is_forward

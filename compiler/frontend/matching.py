@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
+import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.optional import source_of
@@ -67,3 +68,10 @@ def tensor_of(weight: ir.Value) -> ir.TensorProtocol:
     """The tensor of a value that is known to be a weight."""
     assert weight.const_value is not None
     return weight.const_value
+
+
+def constant_numbers(value: ir.Value | None) -> list[int] | None:
+    """The numbers of a constant list, or a constant number; None if it is computed, or requests may override it."""
+    if value is None or value.const_value is None or source_of(value) is not None:
+        return None
+    return [int(number) for number in np.ravel(value.const_value.numpy())]

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.inference import inferred_by_onnx
-from splitc.compiler.frontend.matching import is_onnx, made_by
+from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by
 from splitc.compiler.frontend.reads import all_nodes
 from splitc.compiler.nodes import unused_name
 
@@ -68,7 +68,7 @@ def _parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) 
         return []
     if shape.rank() == 0:
         lengths = _chunks(split, sizes, shapes)
-        count, sizes = len(lengths), editor.numbers(*lengths)
+        count, sizes = len(lengths), editor.numbers(*lengths) if lengths else sizes
     else:
         count = shape[0] if isinstance(shape[0], int) else 0
     return _after(split, "Split", [split.inputs[0], sizes], count, names) if count else []
@@ -76,12 +76,12 @@ def _parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) 
 
 def _chunks(split: ir.Node, size: ir.Value, shapes: Shapes) -> list[int]:
     """The lengths of equal parts, of which the last one may be shorter; none if they are not known."""
-    data, step = split.inputs[0], size.const_value
+    data, step = split.inputs[0], constant_numbers(size)
     shape = None if data is None else shapes.get(data.name)
     whole = None if shape is None else shape[split.attributes.get_int("axis", 0)]
     if step is None or not isinstance(whole, int):
         return []
-    length = int(step.numpy().item())
+    (length,) = step
     return [min(length, whole - begin) for begin in range(0, whole, length)]
 
 
@@ -91,9 +91,7 @@ def _picked(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value 
     if split is not None and len(split.inputs) == 1 and not split.attributes.get_int("keepdims", 1):
         axis = split.attributes.get_int("axis", 0)
         return _after(node, "Gather", [split.inputs[0], place], 1, names, axis)[0]
-    if place is None or place.const_value is None:
-        return None
-    number = int(place.const_value.numpy().item())
+    (number,) = constant_numbers(place) or [len(parts)]
     return parts[number] if -len(parts) <= number < len(parts) else None
 
 

@@ -12,12 +12,10 @@ from itertools import chain
 from operator import add, mul, sub
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.matching import is_onnx, value_before
-from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.matching import constant_numbers, is_onnx, value_before
 from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.operand import VIEWS
 from splitc.compiler.fusion.sizes import Axis, Sizes
@@ -156,13 +154,6 @@ def _takes_all(node: ir.Node, axes: Sequence[Axis], sizes: Sizes) -> bool:
         return False
     pairs = [(stop, axes[place]) for stop, place in zip(stops, places, strict=True)]
     return all(_is_end(stop, axis) for stop, axis in pairs)
-
-
-def constant_numbers(value: ir.Value | None) -> list[int] | None:
-    """The numbers of a constant list, or a constant number; None if it is computed, or requests may override it."""
-    if value is None or value.const_value is None or source_of(value) is not None:
-        return None
-    return [int(number) for number in np.ravel(value.const_value.numpy())]
 
 
 def _is_end(stop: Entry, axis: Axis) -> bool:

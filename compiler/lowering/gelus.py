@@ -16,10 +16,17 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import JoinedTensor
-from splitc.compiler.frontend.matching import is_onnx, is_own, made_by, only_user, other_input, tensor_of
+from splitc.compiler.frontend.matching import (
+    constant_numbers,
+    is_onnx,
+    is_own,
+    made_by,
+    only_user,
+    other_input,
+    tensor_of,
+)
 from splitc.compiler.frontend.origins import described, planned_shape, take_place
 from splitc.compiler.fusion.gelu import find_written
-from splitc.compiler.fusion.views import constant_numbers
 from splitc.compiler.lowering.gpu_functions import call
 from splitc.compiler.request.shapes import Shape
 

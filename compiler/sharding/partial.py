@@ -69,8 +69,8 @@ def find_sums(
     """Follow partial values from the nodes that contract a chosen atom to where they must be whole.
 
     `start` are these nodes, and those that need a statistic of all of a chosen atom's elements. `size` gives a value's
-    bytes. `drawn` are the nodes that draw random numbers. `early` are the types of
-    values whose sums do not wait for what is computed row by row: one kernel does that with what follows the sum.
+    bytes. `drawn` are the nodes that draw random numbers. `early` are the types of values whose sums do not wait for
+    what is computed row by row: one kernel computes that together with what follows the sum.
 
     A partial value passes through nodes that are linear in it. It is summed as late as possible: before it meets a
     whole value (the residual), before several nodes read it, or before it grows. It may grow to meet another partial

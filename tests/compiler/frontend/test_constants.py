@@ -57,6 +57,16 @@ def test_what_is_computed_from_weights_and_optional_inputs_stays(write_model: Wr
     assert [node.op_type for node in read_graph(path).nodes] == ["Transpose", "MatMul", "Mul", "Expand"]
 
 
+def test_a_slice_whose_end_a_request_may_override_stays(write_model: WriteModel) -> None:
+    path = write_model(
+        HEAD
+        + """(float[n, 8] x, int64[1] end) => (float[m, 8] y)
+        <int64[1] end = {9223372036854775807}, int64[1] zero = {0}, int64[1] one = {1}>
+        { part = Slice (x, zero, end, zero, one)  y = Neg (part) }"""
+    )
+    assert [node.op_type for node in read_graph(path).nodes] == ["Slice", "Neg"]
+
+
 def test_nodes_that_change_nothing_are_bypassed(write_model: WriteModel) -> None:
     path = write_model(
         HEAD

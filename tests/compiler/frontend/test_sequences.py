@@ -62,6 +62,14 @@ def test_equal_parts_are_cut(tmp_path: Path, is_unbound: bool) -> None:
             ["Gather", "Neg"],
         ),
         (
+            "s = SplitToSequence <axis = 1> (x, chosen)  z = SequenceAt (s, last)  r = Neg (z)",
+            ["SplitToSequence", "SequenceAt", "Neg"],
+        ),
+        (
+            "s = SequenceConstruct (x, y)  z = SequenceAt (s, chosen)  r = Neg (z)",
+            ["SequenceConstruct", "SequenceAt", "Neg"],
+        ),
+        (
             "s = SplitToSequence <axis = 1> (x)  z = SequenceAt (s, last)  r = Neg (z)",
             ["SplitToSequence", "SequenceAt", "Neg"],
         ),
@@ -83,8 +91,9 @@ def test_only_known_parts_are_taken(write_model: WriteModel, made: str, operator
     graph = read_graph(
         write_model(
             f"""<ir_version: 8, opset_import: ["" : 17]>
-            g (float[2, 4] x, float[2, 4] y, float[2, k] w, int64[n] given, int64 place) => (float r)
-            <int64 last = {{-1}}, int64 three = {{3}}, int64[2] sizes = {{1, 3}}> {{ {made} }}"""
+            g (float[2, 4] x, float[2, 4] y, float[2, k] w, int64[n] given, int64 place, int64 chosen)
+            => (float r)
+            <int64 chosen = {{1}}, int64 last = {{-1}}, int64 three = {{3}}, int64[2] sizes = {{1, 3}}> {{ {made} }}"""
         )
     )
     assert [node.op_type for node in graph.nodes if node.op_type != "Constant"] == operators

@@ -20,7 +20,7 @@ from tests.helpers.written_attention import operators
 # the root of a size, by default that of a head, at place 3.
 ATTENTION = """<ir_version: 10, opset_import: ["" : 20]>
     attend (float[b, l, 4, 8] q, float[b, a, 4, 8] k, float[b, a, 4, 8] v) => (float[b, l, 4, 8] y)
-    <int64[1] place = {%d}, float one = {1.0}, int64[4] turned = {0, 0, 8, -1}, int64[3] merged = {-1, 0, 8}> {
+    <int64[1] place = {%d}, float one = {1.0}> {
         queries = Transpose <perm = [0, 2, 1, 3]> (q)
         keys = Transpose <perm = [0, 2, 1, 3]> (k)
         values = Transpose <perm = [0, 2, 1, 3]> (v)
