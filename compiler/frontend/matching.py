@@ -64,6 +64,21 @@ def is_own(value: ir.Value, rank: int) -> bool:
     )
 
 
+def own_matrix(value: ir.Value) -> tuple[ir.Value, int] | None:
+    """The matrix of weights that a product reads, and the axis of it that is the result's columns.
+
+    That is 1, or 0 if a Transpose stands between. None if anything else reads the weights.
+    """
+    turned = made_by(value, "Transpose")
+    stored = value if turned is None else turned.inputs[0]
+    if stored is None or not is_own(stored, 2) or stored.is_graph_output() or value.is_graph_output():
+        return None
+    if turned is None:
+        return stored, 1
+    swaps = list(turned.attributes.get_ints("perm", (1, 0))) == [1, 0]
+    return (stored, 0) if swaps and len(value.uses()) == 1 else None
+
+
 def tensor_of(weight: ir.Value) -> ir.TensorProtocol:
     """The tensor of a value that is known to be a weight."""
     assert weight.const_value is not None

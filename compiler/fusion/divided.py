@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import CutTensor
-from splitc.compiler.frontend.matching import combined, is_onnx, is_own, only_user, tensor_of
+from splitc.compiler.frontend.matching import combined, is_onnx, is_own, only_user, own_matrix, tensor_of
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.sizes import Axis, Sizes, fixed_axis
@@ -24,11 +24,15 @@ OPERATOR = "MatMul"
 
 @dataclass(frozen=True)
 class Divided:
-    """A product of `data` and `weight`, plus `bias` if there is one. `parts` are consecutive columns of it."""
+    """A product of `data` and `weight`, plus `bias` if there is one. `parts` are consecutive columns of it.
+
+    They are an axis of the weight: 1, or 0 if a Transpose is between.
+    """
 
     product: ir.Node
     data: ir.Value
     weight: ir.Value
+    axis: int
     bias: ir.Value | None
     whole: ir.Value
     parts: tuple[ir.Value, ...]
@@ -39,7 +43,8 @@ def find_divided(product: ir.Node) -> Divided | None:
     if not is_onnx(product, OPERATOR) or len(product.inputs) != 2:
         return None
     data, weight = product.inputs
-    if data is None or weight is None or not is_own(weight, 2) or weight.is_graph_output():
+    stored = None if weight is None else own_matrix(weight)
+    if data is None or stored is None:
         return None
     whole, bias = product.outputs[0], None
     if only_user(whole, "Add") is not None:
@@ -50,7 +55,7 @@ def find_divided(product: ir.Node) -> Divided | None:
     split = only_user(whole, "Split")
     if split is None or len(split.outputs) < 2:
         return None
-    return Divided(product, data, weight, bias, whole, tuple(split.outputs))
+    return Divided(product, data, *stored, bias, whole, tuple(split.outputs))
 
 
 def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
@@ -79,17 +84,22 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
 
 def _write_part(divided: Divided, columns: slice, axes: Sequence[Axis], work: Writer) -> ir.Value:
     """A product by these columns of the weight."""
-    weight = _columns(divided.weight, columns, work.editor)
+    weight = _cut(divided.weight, divided.axis, columns, work.editor)
+    if divided.axis == 0:
+        count = fixed_axis(columns.stop - columns.start)
+        rows = fixed_axis(int(tensor_of(divided.weight).shape.numpy()[1]))
+        weight = work.add("columns", "Transpose", [weight], divided.weight, [rows, count], perm=[1, 0])
     made = work.add("product", OPERATOR, [divided.data, weight], divided.whole, axes)
     if divided.bias is None:
         return made
-    bias = _columns(divided.bias, columns, work.editor)
+    bias = _cut(divided.bias, 0, columns, work.editor)
     return work.add("biased", "Add", [made, bias], divided.whole, axes)
 
 
-def _columns(weight: ir.Value, columns: slice, editor: Editor) -> ir.Value:
-    """Columns of a weight, which are read only when they are written."""
+def _cut(weight: ir.Value, axis: int, places: slice, editor: Editor) -> ir.Value:
+    """These places of an axis of a weight, which are read only when they are written."""
     tensor = tensor_of(weight)
-    shape = ir.Shape([*tensor.shape.numpy()[:-1], columns.stop - columns.start])
-    name = f"{weight.name}[{columns.start}:{columns.stop}]"
-    return editor.weight(CutTensor(tensor, {len(shape) - 1: columns}, shape, name))
+    shape = [*tensor.shape.numpy()]
+    shape[axis] = places.stop - places.start
+    name = f"{weight.name}[{places.start}:{places.stop}]"
+    return editor.weight(CutTensor(tensor, {axis: places}, ir.Shape(shape), name))

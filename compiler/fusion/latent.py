@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.lazy_tensors import computed
-from splitc.compiler.frontend.matching import is_onnx, is_own, made_by, tensor_of, value_before
+from splitc.compiler.frontend.matching import is_onnx, made_by, own_matrix, tensor_of, value_before
 from splitc.compiler.fusion.attention import Attention, NotFusedError
 from splitc.compiler.fusion.bias import write_bias
 from splitc.compiler.fusion.cache import Held
@@ -37,10 +37,14 @@ PASSED = {*VIEWS, "Transpose", "Split", "Concat", "Mul", "Div", "Expand", "Ident
 
 @dataclass(frozen=True)
 class Projected:
-    """Keys or values: `latent` times `columns` of each head's part of `weight` [rank, heads x width]."""
+    """Keys or values: `latent` times `columns` of each head's part of `weight`, [rank, heads x width].
+
+    These are its axis 1, or 0 if a Transpose is between.
+    """
 
     latent: ir.Value
     weight: ir.Value
+    axis: int
     product: ir.Node
     columns: slice
 
@@ -95,7 +99,7 @@ def find_latent(attention: Attention, held: Held, sizes: Sizes) -> LatentAttenti
         isinstance(part, Projected) and part.latent is not values.latent for part in known
     ):
         return None
-    rank = int(values.weight.shape[0]) if values.weight.shape is not None else 0  # type: ignore[arg-type]
+    rank = int(tensor_of(values.weight).shape.numpy()[1 - values.axis])
     factor = query.factor * keys.factor * attention.scale
     fixed = tuple(count for count in counts if count is not None)
     return LatentAttention(attention, query, known, fixed, values, rank, factor) if len(fixed) == len(counts) else None
@@ -132,13 +136,14 @@ def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
         return None
     latent, weight = product.inputs
     made, rows = sizes.of(product.outputs[0]), None if latent is None else sizes.of(latent)
-    if latent is None or weight is None or made is None or rows is None or not is_own(weight, 2):
+    stored = None if weight is None else own_matrix(weight)
+    if latent is None or stored is None or made is None or rows is None:
         return None
     width = (divided[2][0] * divided[3][0], divided[2][1] * divided[3][1])
     wanted = [size for size in (*divided[:2], width) if size != ONE]
     if [size for size in made if size != ONE] != wanted or made[-1] != width or len(rows) not in (3, 4):
         return None
-    return Projected(latent, weight, product, slice(start, start + size))
+    return Projected(latent, *stored, product, slice(start, start + size))
 
 
 def write_latent(latent: LatentAttention, editor: Editor, sizes: Sizes) -> None:
@@ -251,10 +256,11 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
 def _by_heads(part: Projected, heads: int, turned: bool, editor: Editor) -> ir.Value:
     """A projection's weight, as one matrix for each head."""
     tensor, columns = tensor_of(part.weight), part.columns
-    rows, count = int(tensor.shape.numpy()[0]), columns.stop - columns.start
+    rows, count = int(tensor.shape.numpy()[1 - part.axis]), columns.stop - columns.start
 
     def chosen(array: Array) -> Array:
-        by_heads = array.reshape(rows, heads, -1)[:, :, columns]
+        matrix = array if part.axis == 1 else array.T
+        by_heads = matrix.reshape(rows, heads, -1)[:, :, columns]
         return np.transpose(by_heads, (1, 2, 0) if turned else (1, 0, 2))
 
     shape = [heads, count, rows] if turned else [heads, rows, count]

@@ -25,6 +25,7 @@ SIZE = 8
 GATED = """p = MatMul (x, w)  q = Add (p, b)  a, g = Split <axis = -1, num_outputs = 2> (q)
     s = Sigmoid (g)  k = Mul (a, s)  y = MatMul (k, v)"""
 PLAIN = "q = MatMul (x, w)  a, g = Split <axis = -1, num_outputs = 2> (q)  k = Mul (a, g)  y = MatMul (k, v)"
+STORED = f"t = Transpose <perm = [1, 0]> (w)  {PLAIN.replace('(x, w)', '(x, t)')}"
 UNEVEN = """counts = Constant <value_ints = [8, 8, 16]> ()  p = MatMul (x, w)  q = Add (b, p)
     a, c, g = Split <axis = 2> (q, counts)  e = Mul (a, c)  f = Concat <axis = -1> (e, e)  k = Mul (f, g)
     y = MatMul (k, v)"""
@@ -35,7 +36,8 @@ def written(body: str, dtype: str = "float", **wide: int) -> onnx.ModelProto:
     model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {text} {{ {body} }}')
     random = np.random.default_rng(0)
     kind = np.float32 if dtype == "float" else np.float16
-    for name, shape in {"w": (SIZE, 4 * SIZE), "b": (4 * SIZE,), "v": (2 * SIZE, SIZE)}.items():
+    wide = (4 * SIZE, SIZE) if "(w)" in body else (SIZE, 4 * SIZE)
+    for name, shape in {"w": wide, "b": (4 * SIZE,), "v": (2 * SIZE, SIZE)}.items():
         array = random.standard_normal(shape).astype(kind) / 4
         model.graph.initializer.append(numpy_helper.from_array(array, name))
     return model
@@ -53,7 +55,11 @@ def feeds(batch: int = 3, length: int = 4) -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(1).standard_normal((batch, length, SIZE), np.float32)}
 
 
-@pytest.mark.parametrize(("body", "parts"), [(GATED, 2), (PLAIN, 2), (UNEVEN, 3)], ids=["gated", "plain", "uneven"])
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [(GATED, 2), (PLAIN, 2), (STORED, 2), (UNEVEN, 3)],
+    ids=["gated", "plain", "stored by columns", "uneven"],
+)
 def test_each_part_has_a_product_of_its_own(tmp_path: Path, body: str, parts: int) -> None:
     model = written(body)
     made = fused(model, tmp_path)

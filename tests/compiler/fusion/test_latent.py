@@ -48,10 +48,19 @@ FORMS = {
 }
 
 
-def write(path: Path, attention: str = FORMS["written"], more: str = "", extra: str = "") -> None:
-    model = onnx.parser.parse_model(MODEL.format(attention=attention, more=more, extra=extra))
+def write(
+    path: Path, attention: str = FORMS["written"], more: str = "", extra: str = "", by_columns: bool = False
+) -> None:
+    """The model, whose projection of latents may be stored transposed, as a linear layer of torch is."""
+    text = MODEL.format(attention=attention, more=more, extra=extra)
+    if by_columns:
+        text = text.replace("(all_latents, w_both)", "(all_latents, columns)").replace(
+            "wide =", "columns = Transpose (w_both)  wide ="
+        )
+    model = onnx.parser.parse_model(text)
     random = np.random.default_rng(0)
-    shapes = {"w_query": (16, 24), "w_latent": (16, 10), "w_both": (8, 40), "w_out": (24, 16)}
+    both = (40, 8) if by_columns else (8, 40)
+    shapes = {"w_query": (16, 24), "w_latent": (16, 10), "w_both": both, "w_out": (24, 16)}
     for name, shape in shapes.items():
         model.graph.initializer.append(numpy_helper.from_array(random.standard_normal(shape, np.float32) / 4, name))
     model.graph.input[1].type.tensor_type.shape.dim[3].dim_param = "past + n"
@@ -69,10 +78,10 @@ def analyzed(path: Path, new: int = 2, past: int = 0) -> Analysis:
     return plan_model(path, ["cpu0"], Request(split_mode="layer", shapes=shapes)).analysis
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize(("form", "by_columns"), [*((form, False) for form in FORMS), ("written", True)])
+def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str, by_columns: bool) -> None:
     """The projection of all latents is gone. The package agrees with the model after any number of tokens."""
-    write(tmp_path / "model.onnx", FORMS[form])
+    write(tmp_path / "model.onnx", FORMS[form], by_columns=by_columns)
     analysis = analyzed(tmp_path / "model.onnx")
     assert next(fate for fate in analysis.fates if fate.kind == "latent").operator == "FusedMatMul"
     whys = {fate.why for fate in analysis.fates if fate.kind == "cache"}
