@@ -218,7 +218,7 @@ class Probes:
                 probed, ones = tried, left
         by_chance: dict[str, frozenset[int]] = {}
         for name, axis in ones:
-            if self.bound.shapes[name][axis : axis + 1] not in ((), (1,)):
+            if self.bound.shapes.get(name, ())[axis : axis + 1] not in ((), (1,)):
                 by_chance[name] = by_chance.get(name, frozenset()) | {axis}
         return replace(probed, ones=by_chance)
 

@@ -1,6 +1,7 @@
-"""Weights whose elements are all equal. Exporters merge those of one shape, for any purpose, such as biases of zeros.
+"""Weights whose rows, or other slices, are all equal: biases of zeros, one grid of points for each input of a layer.
 
-So one reader says nothing about the other readers: each use may be cut differently.
+Exporters merge those of one shape, for any purpose. So one reader says nothing about the other readers: each use may be
+cut differently.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from splitc.compiler.frontend.lazy_tensors import read_alone
 from splitc.compiler.nodes import unused_name
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
+from splitc.runtime.arrays.array import Array
 
 # Larger weights are not read to check this. A choice: today's exporters merge up to a thousand elements, and the zero
 # points of a 4-bit matrix take as much.
@@ -20,14 +22,20 @@ MOST_BYTES = 1 << 20
 
 @remembered
 def is_uniform(weight: ir.Value) -> bool:
-    """Whether a weight has several axes and at least one element, and all elements are equal."""
+    """Whether a weight has several axes and at least one element, and along one of these axes all slices are equal."""
     tensor = weight.const_value
     if tensor is None or not 0 < tensor.nbytes <= MOST_BYTES or tensor.dtype == ir.DataType.STRING:
         return False
     if sum(size > 1 for size in tensor.shape.numpy()) < 2:
         return False
-    elements = np.ascontiguousarray(read_alone(tensor)).reshape(-1)
-    return bool((elements == elements[0]).all())
+    elements = np.asarray(read_alone(tensor))
+    return any(_repeats(elements, axis) for axis, size in enumerate(elements.shape) if size > 1)
+
+
+def _repeats(elements: Array, axis: int) -> bool:
+    """Whether all slices along an axis are equal. Two are compared first, since most weights' differ."""
+    first, second = elements.take([0], axis), elements.take([1], axis)
+    return bool((first == second).all()) and bool((elements == first).all())
 
 
 def part_picks(graph: ir.Graph) -> None:

@@ -171,7 +171,7 @@ class _Relater:
                 ax.pin(axis, Pin(None, "texts are not sharded"))
             return axes
         if sum(size != 1 for size in shape) < 2 or is_uniform(value):
-            # Exporters merge equal ones: biases of zeros, norms of ones. Each use may be cut differently.
+            # Exporters merge equal ones: biases of zeros, norms of ones, grids. Each use may be cut differently.
             return _fresh(shape)
         return self.shared.setdefault(value, _fresh(shape))
 

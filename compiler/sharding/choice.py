@@ -56,10 +56,15 @@ def choose(
     rejected = reject_costly(graph, candidates.by_gain, axis_map, ranks)
     for atom in (candidate.atom for candidate in candidates.by_gain if candidate.atom in conflicts[candidate.atom]):
         rejected.setdefault(atom, "a tensor has this axis twice")
-    chosen = _select(
-        [candidate for candidate in candidates.by_gain if candidate.atom not in rejected], conflicts, rejected
-    )
-    _drop_mixed(axis_map, chosen, rejected)
+    left = [candidate for candidate in candidates.by_gain if candidate.atom not in rejected]
+    chosen = _select(left, conflicts)
+    while mixed := _drop_mixed(axis_map, chosen):
+        rejected.update(dict.fromkeys(mixed, "it is summed in one reduction with a part that can't be split"))
+        left = [candidate for candidate in left if candidate.atom not in mixed]
+        chosen |= _compatible(left, conflicts, chosen)  # what they displaced
+    for candidate in (candidate for candidate in left if candidate.atom not in chosen):
+        sizes = [str(atom.size) for atom in chosen if atom in conflicts[candidate.atom]]
+        rejected[candidate.atom] = f"its weights are split along an axis of {' and '.join(sizes[:2])} instead"
     partners = _find_partners(chosen, candidates, conflicts, ranks)
     atoms = tuple(atom for atom in candidates.order if atom in chosen or atom in partners.values())
     start = {node for atom in atoms for node in candidates.start(atom)}
@@ -68,9 +73,7 @@ def choose(
     return Choice(atoms, partners, candidates.by_gain, rejected, sums)
 
 
-def _select(
-    candidates: Sequence[Candidate], conflicts: Mapping[Factor, set[Factor]], rejected: dict[Factor, str]
-) -> dict[Factor, Candidate]:
+def _select(candidates: Sequence[Candidate], conflicts: Mapping[Factor, set[Factor]]) -> dict[Factor, Candidate]:
     """Candidates that do not conflict, chosen greedily by falling gain.
 
     Then each other candidate displaces its rivals if it covers more bytes than they do together, at a gain that is not
@@ -96,10 +99,6 @@ def _select(
             most = max(sets, key=lambda compatible: _bytes(compatible.values()))
             if _bytes(most.values()) > least:
                 chosen = {**rest, **most}
-    for candidate in candidates:
-        sizes = [str(atom.size) for atom in chosen if atom in conflicts[candidate.atom]]
-        if candidate.atom not in chosen:
-            rejected[candidate.atom] = f"its weights are split along an axis of {' and '.join(sizes[:2])} instead"
     return chosen
 
 
@@ -118,8 +117,9 @@ def _bytes(candidates: Iterable[Candidate]) -> int:
     return sum(candidate.bytes for candidate in candidates)
 
 
-def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: dict[Factor, str]) -> None:
-    """Reject atoms that are summed together with unsplit sections, which every rank would add again."""
+def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate]) -> set[Factor]:
+    """Drop atoms that are summed together with unsplit sections, which every rank would add again. Returns these."""
+    dropped: set[Factor] = set()
     again = True
     while again:
         again = False
@@ -130,8 +130,9 @@ def _drop_mixed(axis_map: AxisMap, chosen: dict[Factor, Candidate], rejected: di
                     mixed = {atom for atom in ax.atoms((leaf,)) if atom in chosen}
                     for atom in mixed:
                         del chosen[atom]
-                        rejected[atom] = "it is summed in one reduction with a part that can't be split"
+                    dropped |= mixed
                     again = True
+    return dropped
 
 
 def _find_partners(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,10 @@ from splitc.runtime.units import format_bytes
 LARGEST = (1 << 31) - 1
 # The option that names the folder of external data, for a model that is no file.
 DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+# The optimizer of ONNX Runtime (1.31 and 1.32) that ends the process (SIGSEGV) on some Transposes. It moves a Cast that
+# follows one to the front of it, as on CPUs for any product of 16 bits. Then it finds that the product must be as wide
+# in its other factor, and does not say that it changed the graph (optimizer/matmul_transpose_fusion.cc).
+CRASHES = "MatmulTransposeFusion"
 
 
 def open_onnx(
@@ -48,9 +54,8 @@ def open_onnx(
     if content is not None:
         source = content
         options.add_session_config_entry(DATA_FOLDER, str(folder))
-    return ort.InferenceSession(
-        source, options, providers=providers, enable_fallback=0, disabled_optimizers=disabled_optimizers
-    )
+    disabled = [*disabled_optimizers, *[CRASHES] * _moves_first_axis(path)]
+    return ort.InferenceSession(source, options, providers=providers, enable_fallback=0, disabled_optimizers=disabled)
 
 
 def open_content(content: bytes, folder: Path) -> ort.InferenceSession:
@@ -82,6 +87,29 @@ def has_data_outside(path: Path) -> bool:
         return _from_the_root(path) is not None
     except (DecodeError, OSError):  # it is no model
         return False
+
+
+def _moves_first_axis(path: Path) -> bool:
+    """Whether an ONNX file has a Transpose that moves the first axis behind those between it and the last two.
+
+    That is the form that `CRASHES` takes for a product's. The file is searched for the attribute's bytes.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return _MOVES_FIRST_AXIS.search(content) is not None
+
+
+def _orders(rank: int) -> Iterator[bytes]:
+    """The attribute `perm` as protobuf writes it, each number with its tag or all after one, for a rank's orders."""
+    for order in ((*range(1, rank - 1), 0, rank - 1), (*range(1, rank), 0)):
+        yield b"".join(b"\x40" + bytes([axis]) for axis in order)
+        yield b"\x42" + bytes([rank, *order])
+
+
+_MOVES_FIRST_AXIS = re.compile(
+    b"\x0a\x04perm(?:" + b"|".join(re.escape(order) for rank in range(3, 8) for order in _orders(rank)) + b")"
+)
 
 
 def _from_the_root(path: Path) -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -190,3 +191,18 @@ def test_small_sizes_of_lengths_that_are_one_by_their_sizes_alone(tmp_path: Path
     b.give(b.op("Concat", tokens, b.op("Unsqueeze", places, b.ints(0)), axis=2))
     first, *_ = probes_of(b, tmp_path).small()
     assert first.shapes["x"] == (1, 3, 8) and first.shapes["places"] == (3, 3)
+
+
+def test_a_shape_that_only_the_probes_know(tmp_path: Path) -> None:
+    """As where more tokens are planned than the model's tables have."""
+    b = Block()
+    b.give(b.op("Unsqueeze", b.data("x", (1, 100), ["batch", "tokens"]), b.ints(0)))
+    save(b.model(), tmp_path / "model.onnx")
+    graph = read_graph(tmp_path / "model.onnx")
+    infer_shapes(graph.model)
+    for value in graph.graph.outputs:
+        value.shape = None
+    planned = {name: feed.shape for name, feed in b.feeds.items()}
+    bound = bind_shapes(graph.model, planned)
+    bound = replace(bound, shapes={"x": bound.shapes["x"]})
+    assert Probes(graph, planned, bound).distinct().shapes["y"][0] == 1

@@ -1,4 +1,4 @@
-"""A constant of equal elements that exporters share between uses is sharded separately for each use."""
+"""A constant of equal elements, or rows, that exporters share between uses is sharded separately for each use."""
 
 from __future__ import annotations
 
@@ -79,6 +79,32 @@ def test_each_reader_has_a_node_of_its_own(write_model: WriteModel) -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(("array", "expected"), [(np.zeros((2, 0, 3)), False), (np.ones((2, 3)), True)])
+def test_a_grid_that_two_layers_share(tmp_path: Path) -> None:
+    """Each layer reads the same points for each of its inputs. Otherwise A would have one axis twice."""
+    b = Block()
+    x = softmax(b, b.data("x", (5, 16)))
+    grid = b.weight("grid", ir.tensor(np.tile(np.linspace(-1, 1, 3, dtype=np.float32), (16, 1))))
+
+    def spread(value: ir.Value) -> ir.Value:
+        near = b.op("Relu", b.op("Sub", b.op("Unsqueeze", value, b.ints(-1)), grid))
+        return b.op("Reshape", near, b.ints(0, -1))
+
+    hidden = b.op("MatMul", spread(x), b.w("A", 48, 16))
+    b.give(softmax(b, b.op("MatMul", spread(hidden), b.w("B", 48, 16))), shape=[5, 16])
+    for plan in check_split(b, tmp_path, ["A", "B"]):
+        assert sharded(plan).sums.count == 1
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (np.zeros((2, 0, 3)), False),
+        (np.ones((2, 3)), True),
+        (np.tile(np.arange(3), (2, 1)), True),
+        (np.tile(np.arange(3), (2, 1)).T, True),
+        (np.array([[1, 2, 1], [1, 2, 1], [1, 2, 3]]), False),
+        (np.arange(3), False),
+    ],
+)
 def test_what_is_uniform(array: np.ndarray, expected: bool) -> None:
     assert is_uniform(ir.Value(name="w", const_value=ir.tensor(array))) == expected

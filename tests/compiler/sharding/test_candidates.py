@@ -62,3 +62,15 @@ def test_reasons_of_axes_that_gain_too_little(tmp_path: Path) -> None:
     reasons = {weight.name: weight.reason or "" for weight in plan.weights}
     assert "3: its collective would cost more than it saves" in reasons["C"]
     assert "2: too little to gain" in reasons["E"]
+
+
+def test_what_a_dropped_axis_displaced_is_split(tmp_path: Path) -> None:
+    """Channels that are summed with others that are needed whole are not split, but the hidden axis is."""
+    b = Block()
+    x = b.op("Relu", b.op("Conv", b.data("x", (1, 20, 4, 4)), b.w("S", 20, 20, 1, 1)))
+    few, others = (b.op("Slice", x, *map(b.ints, bounds)) for bounds in ((0, 8, 1), (8, 20, 1)))
+    both = b.op("Concat", b.op("Conv", few, b.w("P", 8, 8, 3, 3), pads=[1] * 4), others, axis=1)
+    inner = b.op("Relu", b.op("Conv", both, b.w("U", 16, 20, 1, 1)))
+    y = b.op("Add", x, b.op("Conv", inner, b.w("D", 20, 16, 1, 1)))
+    b.give(b.op("Softmax", y, axis=1), shape=(1, 20, 4, 4))
+    check_split(b, tmp_path, {"U", "D"}, [(1, 1)], whole="P")

@@ -52,3 +52,25 @@ def test_onnxruntime_that_is_too_old_is_refused(decoder: Path, monkeypatch: pyte
     monkeypatch.setattr(ort, "__version__", "1.22.1")
     with pytest.raises(PackageError, match=r"ONNX Runtime 1.22.1 is too old: pip install 'onnxruntime-gpu>=1.23'"):
         Session(package, threads=1)
+
+
+@pytest.mark.parametrize(
+    "order, sizes, made",
+    [("1, 0, 2", "a, b, 2", "b, a, 2"), ("1, 2, 0", "2, a, b", "a, b, 2"), ("1, 2, 0, 3", "a, b, c, 2", "b, c, a, 2")],
+)
+def test_a_product_after_a_transpose_and_a_cast(
+    order: str, sizes: str, made: str, write_model: Callable[[str], Path]
+) -> None:
+    """ONNX Runtime's own optimizer would end the process while it loads the model."""
+    model = write_model(f"""<ir_version: 8, opset_import: ["" : 17]> g (int64[{sizes}] x) => (float[{made}] y)
+        <float[2, 2] w = {{1, 2, 3, 4}}> {{
+            t = Transpose <perm = [{order}]> (x)
+            c = Cast <to = 1> (t)
+            y = MatMul (c, w)
+        }}""")
+    backend = OnnxRuntimeBackend(1)
+    shape = [int(size) if size.isdigit() else 3 for size in sizes.split(", ")]
+    x = np.arange(np.prod(shape)).reshape(shape)
+    y = backend.download({"y": backend.load(model).run({"x": backend.upload(x)})["y"]})["y"]
+    axes = [int(axis) for axis in order.split(", ")]
+    assert np.array_equal(y, x.transpose(axes) @ np.array([[1, 2], [3, 4]]))
