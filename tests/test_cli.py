@@ -193,7 +193,7 @@ def test_killed_compile_leaves_no_package(tmp_path: Path) -> None:
             preexec_fn=listen_to_interrupts,
         )
         while not list(tmp_path.glob(".package.partial/rank0/*")) and process.poll() is None:
-            time.sleep(0.001)
+            time.sleep(0.005)
         process.send_signal(number)
         _, error = process.communicate(timeout=60)
         assert process.returncode != 0

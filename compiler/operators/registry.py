@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from types import MappingProxyType
 
 import onnx_ir as ir
@@ -59,7 +60,12 @@ REGISTRY: Mapping[str, Operator] = MappingProxyType(_collect())
 def operator_of(node: ir.Node) -> Operator:
     """The entry of a node's operator; an empty one if it is not registered."""
     name = operator_name(node)
-    return REGISTRY.get(name) or Operator(name)
+    return REGISTRY.get(name) or _unregistered(name)
+
+
+@lru_cache(maxsize=256)
+def _unregistered(name: str) -> Operator:
+    return Operator(name)
 
 
 def draws(node: ir.Node) -> bool:

@@ -24,6 +24,7 @@ from splitc.compiler.request.shapes import AskedShapes
 from splitc.runtime.errors import DoesNotFitError
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.package.states import State
+from tests.conftest import KEPT
 
 # Budgets here are those of tiny models.
 pytestmark = pytest.mark.usefixtures("bare_engines")
@@ -308,6 +309,7 @@ def test_what_is_computed_again_counts_in_the_bound(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["layer", "tensor", "row"])
 def test_each_plan_fits_its_budgets_or_is_refused(tmp_path: Path, mode: str) -> None:
     path = write_deep_mask(tmp_path / "model.onnx")
+    KEPT.models.add(path)
     planned = 0
     for budget in range(38, 66, 2):
         request = Request(split_mode=mode, memory=[f"{budget}MiB"], shapes={"x": (1024, 256), "m": (1024,)})

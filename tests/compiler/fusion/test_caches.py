@@ -81,7 +81,7 @@ def _compile(folder: Path, style: Style, mode: str, devices: str, options: Mappi
     request = Request(split_mode=mode, spread=True, **options)  # type: ignore[arg-type]
     plan = plan_model(folder / "model.onnx", [devices], request)
     assert [fate.operator for fate in plan.analysis.fates] == ["GroupQueryAttention"] * style.layers
-    compile_model(plan, folder / "package")
+    compile_model(plan, folder / "package", verify=False)
     return folder / "package"
 
 
@@ -361,7 +361,7 @@ def test_a_plan_that_was_written_is_planned_again(tmp_path: Path) -> None:
     assert "splitc.past" not in (tmp_path / "plan.json").read_text()
     again = plan_from_file(tmp_path / "model.onnx", tmp_path / "plan.json")
     assert again.analysis.lengths == plan.analysis.lengths and again.analysis.states == plan.analysis.states
-    compile_model(again, tmp_path / "package")
+    compile_model(again, tmp_path / "package", verify=False)
     request = feeds(OPTIMUM, 2, 3, 4)
     with Session(tmp_path / "package") as session:
         assert_close(session.run(request), run_whole(tmp_path / "model.onnx", request))

@@ -110,7 +110,7 @@ def test_packages_for_gpus_have_divided_products(tmp_path: Path, mode: str) -> N
     request = Request(split_mode=mode, shapes={"x": (2, ON_GPUS.least_rows, SIZE)}, spread=True)
     plan = plan_model(tmp_path / "model.onnx", ["cuda0", "cuda1"], request)
     assert [fate.kind for fate in plan.analysis.fates if fate.operator] == ["product"]
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     inputs = {"x": feeds(2, 16)["x"].astype(np.float16)}
     with Session(tmp_path / "package", devices=["cpu0", "cpu1"]) as session:
         outputs = session.run(inputs)

@@ -92,7 +92,7 @@ def test_nothing_is_projected_for_all_tokens(tmp_path: Path, form: str, by_colum
 
 def compare(folder: Path, mode: str, devices: list[str], **options: object) -> None:
     request = Request(split_mode=mode, spread=True, **options)  # type: ignore[arg-type]
-    compile_model(plan_model(folder / "model.onnx", devices, request), folder / "package")
+    compile_model(plan_model(folder / "model.onnx", devices, request), folder / "package", verify=False)
     with Session(folder / "package") as session:
         for new, past, batch in ((2, 0, 1), (1, 5, 2), (3, 4, 2)):
             fed = feeds(new, past, batch)

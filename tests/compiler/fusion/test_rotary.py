@@ -394,7 +394,7 @@ def test_package_of_a_fused_model_gives_what_the_unfused_one_does(
     shapes = {name: array.shape for name, array in inputs.items()}
     plan = plan_model(path, ["2xcpu"], Request(split_mode=mode, shapes=shapes, spread=True))
     assert [fate.operator for fate in plan.analysis.fates] == ["RotaryEmbedding"] * 2
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package") as session:
         for more in ([(0, 0), (0, 3)], [(0, 2), (0, 0)]):  # the operator would take the first ones
             odd = {**inputs, "positions": np.pad(inputs["positions"], more)}

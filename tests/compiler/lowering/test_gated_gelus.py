@@ -69,7 +69,7 @@ def save(text: str, path: Path) -> None:
 def engine(text: str, folder: Path, **options: Any) -> list[str]:
     save(text, folder / "model.onnx")
     request = Request(split_mode="layer", shapes={"x": (2, 3, SIZE)}, **options)
-    compile_model(plan_model(folder / "model.onnx", ["cuda0"], request), folder / "package")
+    compile_model(plan_model(folder / "model.onnx", ["cuda0"], request), folder / "package", verify=False)
     return operators(ir.load(folder / "package/rank0/stage0.onnx").graph)
 
 

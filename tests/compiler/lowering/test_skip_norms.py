@@ -62,7 +62,7 @@ def engines(model: onnx.ModelProto, folder: Path, devices: list[str], mode: str 
     """A package, and the operators of all its engines."""
     onnx.save(model, folder / "model.onnx")
     request = Request(split_mode=mode, shapes={"x0": (2, 16, SIZE)}, spread=True)
-    compile_model(plan_model(folder / "model.onnx", devices, request), folder / "package")
+    compile_model(plan_model(folder / "model.onnx", devices, request), folder / "package", verify=False)
     files = sorted((folder / "package").glob("rank*/*.onnx"))
     graphs = [ir.load(file).graph for file in files]
     for graph in graphs:

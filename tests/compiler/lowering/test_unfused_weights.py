@@ -59,7 +59,7 @@ def test_dequantized_weight_that_stages_share_is_multiplied_as_in_the_model(
     save(b.model(), tmp_path / "model.onnx")
     request = Request(split_mode="layer", memory=["1GiB"], tensor_split=[1] * ranks)
     plan = plan_model(tmp_path / "model.onnx", [f"{ranks}xcpu"], request)
-    manifest = compile_model(plan, tmp_path / "package")
+    manifest = compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package") as session:
         assert_close(session.run(b.feeds), run_whole(tmp_path / "model.onnx", b.feeds), 1e-6)
     assert manifest.number_type == "float32"

@@ -39,7 +39,7 @@ def written(body: str, dtype: str) -> onnx.ModelProto:
 def test_sessions_share_what_is_transposed(tmp_path: Path, dtype: str, mode: str, devices: list[str]) -> None:
     model, package = tmp_path / "model.onnx", tmp_path / "package"
     onnx.save(written(LAYERS, dtype), model)
-    compile_model(plan_model(model, devices, Request(split_mode=mode, spread=True)), package)
+    compile_model(plan_model(model, devices, Request(split_mode=mode, spread=True)), package, verify=False)
     for rank in read_manifest(package).ranks:
         (engine,) = rank.engines
         graph = ir.load(package / engine.path).graph

@@ -111,7 +111,7 @@ def test_shares_follow_what_budgets_leave(decoder: Path) -> None:
 def test_small_helper_takes_a_small_slice(decoder: Path, tmp_path: Path) -> None:
     plan = plan_model(decoder, ["2xcpu"], replace(ROW, memory=["1GiB", "cpu1=112KiB"], tensor_split=[50, 1]))
     assert plan.ranks[1].memory.total <= 112 << 10
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     feeds = decoder_feeds()
     with Session(tmp_path / "package") as session:
         assert_close(session.run(feeds), run_whole(decoder, feeds))
@@ -252,7 +252,7 @@ def test_shares_are_edited_in_the_plan(decoder: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     plan = plan_from_file(decoder, path)
     assert next(each.units for each in plan.weights if each.name.endswith("gate_proj.weight")) == "0,160"
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     feeds = decoder_feeds()
     with Session(tmp_path / "package") as session:
         assert_close(session.run(feeds), run_whole(decoder, feeds))
@@ -284,7 +284,7 @@ def test_linked_weights_are_parts_of_the_models_own_files(tmp_path: Path) -> Non
     b.give(x, shape=["n", 64])
     save(b.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["2xcpu"], ROW)
-    manifest = compile_model(plan, tmp_path / "linked", weights="link")
+    manifest = compile_model(plan, tmp_path / "linked", weights="link", verify=False)
     assert {file.path for file in manifest.files if file.hash is None} == {
         "rank0/source0.weights",
         "rank1/source0.weights",

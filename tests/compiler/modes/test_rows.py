@@ -25,7 +25,7 @@ def check_rows(block: Block, folder: Path, rows: set[str]) -> None:
     shapes = {name: feed.shape for name, feed in block.feeds.items()}
     plan = plan_model(folder / "model.onnx", "2xcpu", Request(split_mode="batch", shapes=shapes, memory=["1GiB"]))
     assert plan.replicas is not None and set(plan.replicas.rows) == rows
-    compile_model(plan, folder / "package")
+    compile_model(plan, folder / "package", verify=False)
     with Session(folder / "package") as session:
         for count in (5, 4, 1):
             feeds = {n: np.resize(f, (count, *f.shape[1:])) if n in rows else f for n, f in block.feeds.items()}

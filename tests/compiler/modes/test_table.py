@@ -39,7 +39,7 @@ def test_a_new_mode_is_planned_written_shown_and_run(
     write_plan(plan, tmp_path / "plan.json")
     again = plan_from_file(decoder, tmp_path / "plan.json")
     assert [rank.memory for rank in again.ranks] == [rank.memory for rank in plan.ranks]
-    compile_model(again, tmp_path / "package")
+    compile_model(again, tmp_path / "package", verify=False)
     with Session(tmp_path / "package") as session:
         assert_close(session.run(decoder_feeds()), run_whole(decoder, decoder_feeds()))
     print_plan(plan)

@@ -131,7 +131,7 @@ def test_cache_is_split_by_head_and_runs_at_other_lengths(kv_heads: int, tmp_pat
     b.give(v, "present_v", ["n", kv_heads, "total", HEAD])
     plans = check_split(b, tmp_path, PROJECTIONS, sums=1)
     for plan in plans:
-        compile_model(plan, tmp_path / "package", force=True)
+        compile_model(plan, tmp_path / "package", force=True, verify=False)
         feeds = dict(b.feeds)
         feeds["x"] = b.random("longer", 1, 9, HIDDEN)
         feeds["past_k"], feeds["past_v"] = (b.random(name, 1, kv_heads, 6, HEAD) for name in ("longer k", "longer v"))
@@ -156,6 +156,6 @@ def test_pipeline_of_two_stages_of_two_ranks(decoder: Path, tmp_path: Path) -> N
     plan = plan_model(decoder, ["4xcpu"], request)
     assert [rank.part for rank in plan.ranks] == [0, 1, 0, 1]
     assert plan.ranks[0].stage is plan.ranks[1].stage is not plan.ranks[2].stage
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package") as session:
         assert_close(session.run(feeds), run_whole(decoder, feeds))

@@ -51,7 +51,7 @@ def test_experts_go_with_all_between_them(tmp_path: Path, form: str) -> None:
     assert all(cut.detour and cut.bytes == 4 * 5 * WIDE * 4 for cut in plan.cuts)
     assert all(".mixture" in name or "Constant" in name for name in held(plan, 1))
     need_experts(form)
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package", threads=1) as session:
         for feeds in (mixture_feeds(5), mixture_feeds(1), mixture_feeds(9, 3)):
             assert_close(session.run(feeds), run_whole(model, feeds))
@@ -92,7 +92,7 @@ def test_table_is_a_stage_of_its_own(tmp_path: Path) -> None:
     model = save_mixture(tmp_path, "fused")
     plan = make_plan(model, "^table$=cpu1")
     package = tmp_path / "package"
-    compile_model(plan, package)
+    compile_model(plan, package, verify=False)
     programs = [rank.program for rank in read_manifest(package).ranks]
     assert [[type(step) for step in program] for program in programs] == [[Receive, Run], [Run, Send]]
     with Session(package, threads=1, in_flight=3) as session:
@@ -127,7 +127,7 @@ def test_both_ends_of_a_tied_model(
     assert "table" in held(plan, placed)
     assert placed == len(plan.ranks) - 1 and len(plan.ranks) == int(devices[0])
     package = tmp_path / "package"
-    compile_model(plan, package)
+    compile_model(plan, package, verify=False)
     groups = {tuple(engine.group) for rank in read_manifest(package).ranks for engine in rank.engines}
     assert (groups == {()}) != has_operators
     with Session(package, threads=1, in_flight=3) as session:
@@ -246,7 +246,7 @@ def test_experts_are_placed_where_blocks_alone_do_not_fit(tmp_path: Path) -> Non
     assert not any(rank.missing for rank in plan.ranks)
     auto = make_plan(model, split_mode="auto", **asked)  # type: ignore[arg-type]
     assert any("layer on 2" in way.name and way.refused is None for way in auto.alternatives)
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package", threads=1) as session:
         assert_close(session.run(mixture_feeds(3)), run_whole(model, mixture_feeds(3)), 2e-5)
 

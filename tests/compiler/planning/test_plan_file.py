@@ -70,7 +70,7 @@ def test_moving_a_block_is_a_one_line_edit(decoder: Path, plan_path: Path, tmp_p
     plan_path.write_text(text.replace('"layers.1": 1', '"layers.1": 0'))
     plan = plan_from_file(decoder, plan_path)
     assert [block.name for block in plan.ranks[0].stage.blocks] == ["prologue", "layers.0", "layers.1"]
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     feeds = decoder_feeds()
     with Session(tmp_path / "package") as session:
         assert_close(session.run(feeds), run_whole(decoder, feeds))

@@ -145,7 +145,7 @@ def random_shares(chance: np.random.Generator) -> list[float]:
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("seed", seeds(10, 16, first=2))  # these ten have each form, and two to five ranks
+@pytest.mark.parametrize("seed", seeds(6, 16, first=22))  # these six have each form, and two to five ranks
 def test_random_transformer(seed: int, tmp_path: Path) -> None:
     block = RandomBlock(seed)
     check_split(block, tmp_path, block.split, [random_shares(block.chance)], tolerance=1e-4)

@@ -39,6 +39,6 @@ def test_random_graph(seed: int, tmp_path: Path) -> None:
     except CannotSplitError:
         pytest.skip("nothing can be split")
     assert not any("did not hold" in warning for warning in plan.warnings), plan.warnings
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package", verify="never") as session:
         assert_close(session.run(feeds), expected, 1e-4)

@@ -27,7 +27,7 @@ SMALL, LARGE = decoder_feeds(batch=1, new=2, past=4), decoder_feeds(batch=64, ne
 def test_request_beyond_the_budget_fails_alone(decoder: Path, tmp_path: Path, mode: str, ranks: str) -> None:
     shapes = {name: value.shape for name, value in SMALL.items()}
     plan = plan_model(decoder, ["2xcpu"], Request(split_mode=mode, memory=["20MiB"], shapes=shapes))
-    compile_model(plan, tmp_path / "package")
+    compile_model(plan, tmp_path / "package", verify=False)
     with Session(tmp_path / "package", ranks=ranks) as session:
         expected = session.run(SMALL)
         for _ in range(2):
@@ -41,7 +41,7 @@ def test_sums_of_adapters_beyond_the_budget_are_refused(decoder: Path, tmp_path:
     """Unused ones are dropped first. Engines with slots have the limit too."""
     shapes = {name: value.shape for name, value in SMALL.items()}
     request = Request(split_mode="tensor", memory=["16.6MiB"], shapes=shapes, lora_slots=16)
-    most = compile_model(plan_model(decoder, ["2xcpu"], request), tmp_path / "package").most_rank
+    most = compile_model(plan_model(decoder, ["2xcpu"], request), tmp_path / "package", verify=False).most_rank
     assert most is not None and 16 <= most < 32
     sizes = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(LAYERS)}
     files = {rank: write_peft(tmp_path / f"{rank}", random_pairs(sizes, rank)) for rank in (16, 64)}

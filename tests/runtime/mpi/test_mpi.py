@@ -135,9 +135,8 @@ def test_groups_have_lanes_of_their_own(decoder: Path, folder: Path) -> None:
 @two_hosts
 def test_times_of_two_hosts_are_by_one_clock(decoder: Path, tmp_path: Path) -> None:
     """The second host's is a million seconds ahead."""
-    script, page = Path(sys.executable).with_name("splitc"), tmp_path / "page.html"
-    trace = tmp_path / "trace.json"
-    asked = ("--runs", 8, "--no-memory", "--json", "--trace", trace, "--report", page)
+    script, trace = Path(sys.executable).with_name("splitc"), tmp_path / "trace.json"
+    asked = ("--runs", 8, "--no-memory", "--json", "--trace", trace)
     started = MPIS[0].start(2, script, "bench", compile_mode(decoder, "layer"), *asked, hosts=TwoHosts(1))
     code, shown = ended(started)
     assert code == 0, shown
@@ -147,7 +146,6 @@ def test_times_of_two_hosts_are_by_one_clock(decoder: Path, tmp_path: Path) -> N
     runs = [each for each in steps if each["cat"] == "run" and each["args"]["request"] == 7]
     ends = {each["tid"]: each["ts"] + each["dur"] for each in runs}
     assert ends[0] < ends[1], "each waits for what the one before sends"
-    assert "2 devices" in page.read_text(encoding="utf-8")
 
 
 def test_commands_run_in_process_0_alone(package: Path) -> None:

@@ -31,7 +31,7 @@ FOUR = parse_devices(["4xcpu"])
 def four(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four stages, each of which sends to the next one."""
     package = tmp_path_factory.mktemp("four") / "package"
-    compile_model(plan_model(decoder, ["4xcpu"], Request(split_mode="layer", spread=True)), package)
+    compile_model(plan_model(decoder, ["4xcpu"], Request(split_mode="layer", spread=True)), package, verify=False)
     return package
 
 

@@ -442,7 +442,7 @@ def test_ranks_that_differ_in_their_states_go_the_same_way(tmp_path: Path) -> No
     save(block.model(), model)
     states = {"past": "present", "kept": "keeps"}
     request = Request(split_mode="layer", spread=True, states=states, shapes={"past": (4, 8)})
-    compile_model(plan_model(model, ["2xcpu"], request), place)
+    compile_model(plan_model(model, ["2xcpu"], request), place, verify=False)
     steps = [np.random.default_rng(number).random((1, 8), np.float32) for number in range(2 * RUNS)]
     with Session(place) as on_cpu, Session(place, devices=["2xcuda"]) as session:
         assert [worker.computation.resident for worker in workers_of(on_cpu)] == [

@@ -50,7 +50,7 @@ def feeds(length: int, wide: int = WIDE, last: int = 1) -> dict[str, Any]:
 def make_package(model: Path, shares: Sequence[float]) -> Path:
     package = model.with_name("package")
     request = Request(split_mode="row", row_min=2, tensor_split=list(shares))
-    compile_model(plan_model(model, [f"{len(shares)}xcpu"], request), package)
+    compile_model(plan_model(model, [f"{len(shares)}xcpu"], request), package, verify=False)
     for rank in read_manifest(package).ranks:
         assert [type(step) for step in rank.program] == [Run]
         assert rank.engines[0].group == list(range(len(shares)))

@@ -37,15 +37,15 @@ def test_peak_where_the_system_does_not_say(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ranks_hold_what_was_predicted(tmp_path: Path) -> None:
-    size = Size(layers=2, hidden=1024, heads=8, kv_heads=8, feed_forward=9216, vocabulary=1000)
+    size = Size(layers=2, hidden=1024, heads=8, kv_heads=8, feed_forward=4608, vocabulary=1000)
     save(build(size), tmp_path / "model.onnx")
     request = Request(split_mode="layer", shapes={"input_ids": (1, 16)}, tensor_split=[1, 1])
-    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0", "cpu1"], request), tmp_path / "package")
+    compile_model(plan_model(tmp_path / "model.onnx", ["cpu0", "cpu1"], request), tmp_path / "package", verify=False)
     feeds = make_inputs(read_manifest(tmp_path / "package").inputs)
     for rank in measure_memory(tmp_path / "package", 1, feeds):
         assert abs(rank.loaded - rank.predicted_weights) < ENGINE
         assert abs(rank.peak - rank.predicted_total) < ENGINE
-        assert rank.predicted_weights > 100 << 20
+        assert rank.predicted_weights > 64 << 20
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what of files is in memory")

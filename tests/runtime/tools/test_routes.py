@@ -40,7 +40,9 @@ def test_routes_are_those_of_what_ranks_exchange(
 
 
 def test_nobody_looks_for_gpus_that_a_package_has_not(decoder: Path, tmp_path: Path) -> None:
-    compile_model(plan_model(decoder, ["3xcpu"], Request(split_mode="layer", spread=True)), tmp_path / "package")
+    compile_model(
+        plan_model(decoder, ["3xcpu"], Request(split_mode="layer", spread=True)), tmp_path / "package", verify=False
+    )
 
     def look() -> list[DeviceStatus]:
         raise AssertionError
@@ -53,5 +55,5 @@ def test_a_rank_that_takes_nothing_exchanges_nothing(write_model: Callable[[str]
         <ir_version: 8, opset_import: ["" : 17]>
         fixed () => (float[4] y) <float[4] w = {1, 2, 3, 4}> { y = Relu (w) }
     """)
-    compile_model(plan_model(constant, ["cpu0"]), tmp_path / "package")
+    compile_model(plan_model(constant, ["cpu0"]), tmp_path / "package", verify=False)
     assert find_routes(read_manifest(tmp_path / "package"), list) == {}
