@@ -9,10 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -39,10 +38,6 @@ from tests.helpers.feeds import decoder_feeds as decoder_feeds
 
 # Graphs are many objects with long lives: collecting garbage as often as by default takes a tenth of the time.
 gc.set_threshold(GARBAGE_AFTER, 50, 50)
-
-# onnx_ir asks of many objects whether they fulfil a protocol. Python 3.12 caches what protocols ask for.
-if sys.version_info < (3, 12):
-    setattr(typing, "_get_protocol_attrs", cache(getattr(typing, "_get_protocol_attrs")))  # noqa: B009, B010
 
 # Shells let background jobs ignore SIGINT, and a test that waits for one would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
