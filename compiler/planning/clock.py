@@ -38,13 +38,14 @@ class Pace:
     """A device's speed with all its threads, and with one.
 
     - `kernel`: the time of a kernel with almost no work.
-    - `launch`: what each kernel takes beyond its work.
+    - `launch`: what each kernel takes beyond its work; `attention`, one of attention more than that.
     """
 
     speed: Speed
     one: Speed
     kernel: float
     launch: float
+    attention: float
 
     def seconds(self, costs: Costs, nodes: Iterable[ir.Node], share: Callable[[ir.Node], float] = whole_node) -> float:
         """The seconds of a share of each node's work."""
@@ -53,11 +54,12 @@ class Pace:
         for node in nodes:
             if node in folded or not (own := share(node)):
                 continue
-            least, launch = (0.0, 0.0) if operator_of(node).is_view else (self.kernel, self.launch)
+            operator = operator_of(node)
+            least, launch = (0.0, 0.0) if operator.is_view else (self.kernel, self.launch)
             took = own * costs.seconds(node, self.one)
             if took > HOST.spreading and self.speed != self.one:  # otherwise more threads are no faster
                 took = min(took, HOST.spreading + own * costs.seconds(node, self.speed))
-            total += launch + max(least, took)
+            total += launch + max(least, took) + (self.attention if operator.is_attention else 0.0)
         return total
 
 
@@ -115,7 +117,7 @@ class Clock:
         ranks, that wait for each other, the caller's work on one core delays all.
         """
         together = max(Counter((rank.replica, rank.group) for rank in self.ranks).values()) * self.threads
-        return HOST.jitter if together > 1 and self.crowd(self.ranks) >= 1 else 0.0
+        return find_profile("cpu").jitter if together > 1 and self.crowd(self.ranks) >= 1 else 0.0
 
     def unlike(self, ranks: Sequence[RankPlan], sizes: Callable[[int], tuple[int, ...]]) -> list[RankPlan]:
         """One rank of each kind: ranks on equal devices take the same time if the `sizes` of their parts are equal."""
@@ -183,7 +185,7 @@ class Clock:
 
     def meeting(self, seconds: float) -> float:
         """The time between two collectives of ranks that each take `seconds`: all wait for the slowest."""
-        return seconds * (1 + HOST.jitter)
+        return seconds * (1 + max(find_profile(rank.device.kind).jitter for rank in self.ranks))
 
     def copying(self, rank: RankPlan, size: int) -> float:
         """The time to copy `size` bytes within a rank's memory."""
@@ -204,7 +206,7 @@ def find_pace(device: Device, threads: int, at_once: int, machine: Machine, cach
     """The pace of one rank with this number of threads while `at_once` ranks work. See `rank_speed`."""
     speed, one = (rank_speed(device, count, at_once, machine, cached) for count in (threads, 1))
     profile = find_profile(device.kind)
-    return Pace(speed, one, profile.kernel, profile.launch)
+    return Pace(speed, one, profile.kernel, profile.launch, profile.attention_start)
 
 
 def block_seconds(analysis: Analysis, resources: Resources, places: Iterable[int]) -> list[list[float]]:

@@ -53,7 +53,8 @@ class DeviceProfile:
     - `kernel`: the time of a kernel with almost no work.
     - `launch`: what each kernel takes beyond its work, to start and to drain.
     - `exposed`: the share of the shorter of computing and moving bytes that the longer one does not hide.
-    - `attention`: the share of `flops` that attention as one operator reaches.
+    - `attention`: the share of `flops` that attention as one operator reaches; `attention_start`: what it takes beyond.
+    - `jitter`: the time that ranks wait for the slowest one at a collective, as a share of the time between two.
     - `cold_link`: the time of a copy beyond the measured one, if the devices had other work since the last copy.
     - `engine_bytes`: the memory of an ONNX Runtime session beside weights and activations.
     - `library_bytes`: the same of all sessions of a rank together.
@@ -75,6 +76,8 @@ class DeviceProfile:
     launch: float = 0.0
     exposed: float = 0.5
     attention: float = 1.0
+    attention_start: float = 0.0
+    jitter: float = 0.1
     cold_link: float = 0.0
     engine_bytes: int = 0
     library_bytes: int = 0
@@ -100,9 +103,12 @@ CPU = DeviceProfile(
 )
 # A data center's GPU of 2022, in half precision, with PCI Express 4 and replayed requests. `flops` is that of large
 # products. Measured on H200s with ONNX Runtime 1.31:
-# - `launch`, `exposed`, `attention`: 190 distinct kernels of SDXL's U-Net and of Flux, for one image and for two, take
-#   0.87 to 1.0 of their measured time in sum. Attention reaches 165 TFLOP/s (1,024 tokens, 20 heads of 64) to 335
-#   (4,608 tokens, 24 heads of 128), products 400 to 775.
+# - `launch`, `exposed`: 190 distinct kernels of SDXL's U-Net and of Flux, for one image and for two, take 0.87 to 1.0
+#   of their measured time in sum. Products reach 400 to 775 TFLOP/s.
+# - `attention`, `attention_start`: cuDNN's attention reaches 125 TFLOP/s (8 x 257 tokens, 16 heads of 80), 300
+#   (2 x 1,024, 20 of 64), 515 (2 x 4,096, 10 of 64) and 690 (4,608, 24 of 128), or 536 for the last within FLUX.1-dev.
+# - `jitter`: tensor mode on two takes this much longer than it would without: a decoder's token and FLUX.1-dev none,
+#   SDXL's U-Net 0.15.
 # - `cold_link`; `engine_bytes` at the peak of a decoder in tensor mode (20 MiB after loading).
 # - `communicator_bytes` and `peer_bytes`: 0.7 GiB on two GPUs, 1.0 on four, little without peer access.
 # - `kernel_copy_bytes`: a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
@@ -122,7 +128,9 @@ HOPPER = DeviceProfile(
     more_ranks=0.25,
     launch=2.5e-6,
     exposed=0.15,
-    attention=0.4,
+    attention=0.66,
+    attention_start=8e-6,
+    jitter=0.05,
     cold_link=5e-6,
     engine_bytes=42 << 20,
     library_bytes=240 << 20,
@@ -156,7 +164,6 @@ class HostCosts:
     - `spreading`: to spread an operator over threads, and to wait for them. An operator that would take longer than on
       one thread is not spread. Measured: a product of 27 microseconds takes 8 on 8 threads, and 8 on 16.
     - `crowded`: the share of their speed that CPU devices keep if they wait for memory at the same time.
-    - `jitter`: the time that ranks wait for the slowest one at a collective, as a share of the time between two.
 
     The others are estimates: `tests.benchmarks.auto` compares what follows from all of them with measured times.
     """
@@ -170,7 +177,6 @@ class HostCosts:
     cached: float = 5e10
     spreading: float = 5e-6
     crowded: float = 0.9
-    jitter: float = 0.1
 
 
 HOST = HostCosts()

@@ -36,8 +36,8 @@ def written(body: str, dtype: str = "float", **wide: int) -> onnx.ModelProto:
     model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 18]> {text} {{ {body} }}')
     random = np.random.default_rng(0)
     kind = np.float32 if dtype == "float" else np.float16
-    wide = (4 * SIZE, SIZE) if "(w)" in body else (SIZE, 4 * SIZE)
-    for name, shape in {"w": wide, "b": (4 * SIZE,), "v": (2 * SIZE, SIZE)}.items():
+    stored = (4 * SIZE, SIZE) if "(w)" in body else (SIZE, 4 * SIZE)
+    for name, shape in {"w": stored, "b": (4 * SIZE,), "v": (2 * SIZE, SIZE)}.items():
         array = random.standard_normal(shape).astype(kind) / 4
         model.graph.initializer.append(numpy_helper.from_array(array, name))
     return model

@@ -107,7 +107,7 @@ def test_heads_are_sharded(tmp_path: Path, shares: tuple[float, ...] | None) -> 
     compare(tmp_path, "tensor", ["3xcpu"], **({} if shares is None else {"tensor_split": shares}))
 
 
-OTHERS = {
+OTHERS: dict[str, tuple[dict[str, str], dict[str, int]]] = {
     "have other readers": ({"more": ", float[b, 4, all, 6] z", "extra": "z = Neg (values)"}, {}),
     "cheaper to project": ({}, {"new": 40}),
 }
@@ -116,7 +116,7 @@ OTHERS = {
 @pytest.mark.parametrize("why", OTHERS)
 def test_what_stays_says_why(tmp_path: Path, why: str) -> None:
     options, sizes = OTHERS[why]
-    write(tmp_path / "model.onnx", **options)
+    write(tmp_path / "model.onnx", more=options.get("more", ""), extra=options.get("extra", ""))
     fate = next(fate for fate in analyzed(tmp_path / "model.onnx", **sizes).fates if fate.kind == "latent")
     assert fate.operator is None and why in (fate.why or "")
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 
+from models import llama_fused
 from models.llama import Size, build
 from models.writer import save
 from splitc.compiler import Request, plan_model
@@ -13,7 +15,7 @@ from splitc.compiler.planning import clock
 from splitc.compiler.planning.clock import Clock, rank_speed
 from splitc.runtime.hardware.devices import parse_devices
 from splitc.runtime.hardware.machine import Machine, MeasuredSpeed
-from splitc.runtime.hardware.profiles import HOPPER, HOST, Link
+from splitc.runtime.hardware.profiles import CPU, HOPPER, HOST, Link
 
 
 def test_more_threads_take_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,3 +67,19 @@ def test_requests_of_gpus_cross_from_the_host(tmp_path: Path) -> None:
     whole = Clock(plan.analysis, [alone], machine, 1).feeding(alone)
     assert whole > 2 * HOST.thread_hop + size * HOPPER.copy.per_byte
     assert whole < 2 * HOST.process_hop + size * link.per_byte
+
+
+def test_attention_on_a_gpu_starts_as_slowly_for_half_of_its_heads(tmp_path: Path) -> None:
+    """As does any kernel. Ranks on GPUs wait less for each other than ranks on CPU devices."""
+    save(llama_fused.build(Size(layers=1, dtype=ir.DataType.FLOAT16)), tmp_path / "model.onnx")
+    request = Request(shapes={"input_ids": (1, 64)}, memory=("8GiB",), split_mode="layer")
+    meetings = {}
+    for device, profile in (("cuda0", HOPPER), ("cpu0", CPU)):
+        plan = plan_model(tmp_path / "model.onnx", [device], request)
+        node = next(node for node in plan.analysis.graph.nodes if node.op_type == "GroupQueryAttention")
+        times = Clock(plan.analysis, plan.ranks, Machine(), 1)
+        whole = times.seconds(plan.ranks[0], [node], 1)
+        half = times.seconds(plan.ranks[0], [node], 1, lambda _: 0.5)
+        assert 2 * half - whole == pytest.approx(profile.launch + profile.attention_start, abs=1e-12)
+        meetings[device] = times.meeting(1.0)
+    assert 1 < meetings["cuda0"] < meetings["cpu0"]
