@@ -21,8 +21,9 @@ LARGEST = (1 << 31) - 1
 # The option that names the folder of external data, for a model that is no file.
 DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 # The optimizer of ONNX Runtime (1.31 and 1.32) that ends the process (SIGSEGV) on some Transposes. It moves a Cast that
-# follows one to the front of it, as on CPUs for any product of 16 bits. Then it finds that the product must be as wide
-# in its other factor, and does not say that it changed the graph (optimizer/matmul_transpose_fusion.cc).
+# follows one to the front of it, as there is on CPUs for any product of 16 bits. If the product's factors then turn out
+# to have different numbers of axes, it leaves the product, and does not say that it changed the graph
+# (optimizer/matmul_transpose_fusion.cc).
 CRASHES = "MatmulTransposeFusion"
 
 
