@@ -84,7 +84,7 @@ def view_of(
         outputs,
         nodes=nodes,
         initializers=tuple(value for value in read if value.is_initializer()),
-        opset_imports=graph.opset_imports,
+        opset_imports=dict(graph.opset_imports),  # what is written for one device may import others
         name=graph.name,
         doc_string=graph.doc_string,
         metadata_props=graph.metadata_props,

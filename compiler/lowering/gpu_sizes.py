@@ -20,6 +20,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.cpu_values import SMALL, place_values, runs_on_gpu, why_not_captured
+from splitc.compiler.lowering.older_opset import use_older_opset
 from splitc.compiler.operators.gpu_kernels import host_inputs
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
@@ -36,6 +37,7 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
     `shapes` are those of the model's values. Range exists from opset 11 on.
     """
     editor = Editor(graph)
+    use_older_opset(graph)
     for node in list(graph):
         _give_kernel(node, editor)
     if opset < 11:

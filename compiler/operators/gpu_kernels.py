@@ -44,12 +44,13 @@ HOST_INPUTS: dict[str, tuple[int, ...]] = {
 }
 FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
-# Operators without a kernel of any type that are no functions of other operators either.
+# Operators without a kernel of any type. Those that are functions of others have kernels for CPUs, which are used then.
 MISSING = frozenset(
     {
         *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cosh", "Sinh", "Tan", "DFT", "STFT", "MelWeightMatrix"),
         *("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "Hardmax", "Multinomial", "Unique"),
-        *("Col2Im", "Det", "LpPool", "MaxRoiPool"),
+        *("AffineGrid", "Col2Im", "Det", "GlobalLpPool", "LpPool", "MaxRoiPool"),
+        *("Celu", "Mean", "MeanVarianceNormalization"),
         *("ConvInteger", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul"),
     }
 )
@@ -59,9 +60,20 @@ TYPES: dict[str, frozenset[ir.DataType]] = {
     "ArgMax": FLOATS,
     "ArgMin": FLOATS,
     "DequantizeLinear": frozenset({ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4}),
+    "GridSample": frozenset({ir.DataType.FLOAT}),
     "MatMulInteger": frozenset({ir.DataType.INT8}),
     "com.microsoft.GroupQueryAttention": HALVES,
 }
+
+# Operators of which only versions up to those of this opset have kernels.
+LAST = 21
+UNTIL_LAST = frozenset({"Dropout", "Elu", "EyeLike", "InstanceNormalization", "MaxPool", "Selu", "ThresholdedRelu"})
+
+
+def is_too_new(node: ir.Node) -> bool:
+    """Whether only older versions of the node's operator have kernels for GPUs."""
+    opset = 1 if node.graph is None else node.graph.opset_imports.get("", 1)
+    return opset > LAST and operator_name(node) in UNTIL_LAST
 
 
 def host_inputs(node: ir.Node) -> tuple[int, ...]:
@@ -72,7 +84,9 @@ def host_inputs(node: ir.Node) -> tuple[int, ...]:
 def has_gpu_kernel(node: ir.Node, dtype: ir.DataType | None) -> bool:
     """Whether ONNX Runtime has a kernel for GPUs for the node. `dtype` is its first input's type, if known."""
     name = operator_name(node)
-    if name in MISSING or name.startswith(MISSING_FROM):
+    if name in MISSING or name.startswith(MISSING_FROM) or is_too_new(node):
         return False
+    if name == "GRU" and not node.attributes.get_int("linear_before_reset", 0):
+        return False  # cuDNN has the other form alone
     types = TYPES.get(name)
     return types is None or dtype is None or dtype in types
