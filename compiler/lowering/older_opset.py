@@ -11,25 +11,25 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.reads import all_nodes
-from splitc.compiler.operators.gpu_kernels import LAST, is_too_new
+from splitc.compiler.operators.gpu_kernels import LAST_OPSET, is_too_new
 
 
 def use_older_opset(graph: ir.Graph) -> None:
-    """Let an engine's graph import opset `LAST`, in place, if that gives nodes a kernel and means the same."""
+    """Let an engine's graph import opset `LAST_OPSET`, in place, if that gives nodes a kernel and means the same."""
     opset = graph.opset_imports.get("", 1)
     if any(map(is_too_new, graph)) and all(_means_the_same(node, opset) for node in all_nodes(graph)):
-        graph.opset_imports[""] = LAST
+        graph.opset_imports[""] = LAST_OPSET
 
 
 def _means_the_same(node: ir.Node, opset: int) -> bool:
-    """Whether a node of this opset has the same meaning in opset `LAST`: as an operator for these types and attributes.
+    """Whether a node of this opset means the same in opset `LAST_OPSET`, which must know its types and attributes.
 
     Where ONNX kept an operator's attributes, opsets 22 to 25 only added types.
     """
     if node.domain:
         return True
     try:
-        new, old = (onnx.defs.get_schema(node.op_type, version) for version in (opset, LAST))
+        new, old = (onnx.defs.get_schema(node.op_type, version) for version in (opset, LAST_OPSET))
     except onnx.defs.SchemaError:  # there was none
         return False
     if new.since_version == old.since_version:

@@ -65,15 +65,15 @@ TYPES: dict[str, frozenset[ir.DataType]] = {
     "com.microsoft.GroupQueryAttention": HALVES,
 }
 
-# Operators of which only versions up to those of this opset have kernels.
-LAST = 21
-UNTIL_LAST = frozenset({"Dropout", "Elu", "EyeLike", "InstanceNormalization", "MaxPool", "Selu", "ThresholdedRelu"})
+# Operators whose versions after this opset have no kernels.
+LAST_OPSET = 21
+ENDED = frozenset({"Dropout", "Elu", "EyeLike", "InstanceNormalization", "MaxPool", "Selu", "ThresholdedRelu"})
 
 
 def is_too_new(node: ir.Node) -> bool:
     """Whether only older versions of the node's operator have kernels for GPUs."""
     opset = 1 if node.graph is None else node.graph.opset_imports.get("", 1)
-    return opset > LAST and operator_name(node) in UNTIL_LAST
+    return opset > LAST_OPSET and operator_name(node) in ENDED
 
 
 def host_inputs(node: ir.Node) -> tuple[int, ...]:

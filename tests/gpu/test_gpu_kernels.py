@@ -1,0 +1,76 @@
+"""What the compiler knows of ONNX Runtime's kernels for GPUs is so in the ONNX Runtime at hand."""
+
+from __future__ import annotations
+
+import onnx
+import onnx.parser
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from splitc.compiler.lowering.cpu_values import runs_on_gpu
+from splitc.runtime.engines.onnxruntime_gpu import PROVIDER
+from splitc.runtime.hardware.gpus import list_gpus
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not list_gpus(), reason="needs a GPU")]
+# A type that the operator does not take, and one that ONNX Runtime has no kernel for.
+NO_OPERATOR = (ort_errors.InvalidGraph, ort_errors.NotImplemented, ort_errors.Fail)
+POOLED = "<kernel_shape = [2, 2]> (x)"
+OF_ONE = """
+    Abs Acos Acosh Asin Asinh Atan Atanh Ceil Celu Cos Cosh Det Dropout Elu Erf Exp Floor Gelu
+    GlobalAveragePool GlobalLpPool GlobalMaxPool HardSigmoid HardSwish Hardmax IsInf IsNaN LeakyRelu Log
+    LogSoftmax LpNormalization MeanVarianceNormalization Mish Neg Reciprocal Relu Round Selu Shrink Sigmoid
+    Sign Sin Sinh Softmax Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu
+"""
+READS = dict.fromkeys(OF_ONE.split(), "(x)") | {
+    "AffineGrid": "(theta, size)",
+    "AveragePool": POOLED,
+    "BitwiseNot": "(i)",
+    "Col2Im": "(columns, image, block)",
+    "Conv": "(x, w)",
+    "ConvTranspose": "(x, w)",
+    "DepthToSpace": "<blocksize = 2> (x)",
+    "GridSample": "(x, grid)",
+    "GRU": "<hidden_size = 4, linear_before_reset = 1> (steps, gates, gates)",
+    "InstanceNormalization": "(x, ones, ones)",
+    "LpPool": POOLED,
+    "MaxPool": POOLED,
+    "Mean": "(x, x)",
+    "Pad": "(x, pads)",
+    "Resize": "(x, nothing, factors)",
+    "RMSNormalization": "(x, row)",
+}
+NODES = [*READS.items(), ("GRU", "<hidden_size = 4> (steps, gates, gates)")]
+MODEL = """<ir_version: 10, opset_import: ["" : {opset}]> g (
+    {dtype}[1, 4, 8, 8] x, {dtype}[4, 4, 3, 3] w, {dtype}[1, 4, 4, 2] grid, {dtype}[4] ones, {dtype}[8] row,
+    {dtype}[1, 2, 3] theta, {dtype}[3, 2, 4] steps, {dtype}[1, 12, 4] gates, {dtype}[1, 4, 9] columns, int32[4] i
+) => ({made} y) <
+    int64[4] size = {{1, 1, 4, 4}}, int64[2] image = {{4, 4}}, int64[2] block = {{2, 2}},
+    int64[8] pads = {{0, 0, 1, 1, 0, 0, 1, 1}}, float[4] factors = {{1, 1, 2, 2}}, {dtype}[0] nothing = {{}}
+> {{ y = {node} }}"""
+
+
+@pytest.mark.parametrize("opset", [18, 21, 22, 23, 24])
+@pytest.mark.parametrize("dtype", ["float", "float16"])
+@pytest.mark.parametrize(("name", "reads"), NODES, ids=lambda one: one.replace(" ", ""))
+def test_the_compiler_knows_which_have_kernels(name: str, reads: str, dtype: str, opset: int) -> None:
+    """ONNX Runtime refuses to capture a graph with a node that has none."""
+    made = {"IsInf": "bool", "IsNaN": "bool", "BitwiseNot": "int32"}.get(name, dtype)
+    text = MODEL.format(opset=opset, dtype=dtype, made=made, node=f"{name} {reads}")
+    model = onnx.parser.parse_model(text)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    try:
+        onnx.defs.get_schema(name, opset)
+        ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    except (onnx.defs.SchemaError, *NO_OPERATOR) as error:
+        pytest.skip(f"not for this type and opset: {error}")
+    (node,) = ir.from_proto(model).graph
+    provider = (PROVIDER, {"enable_cuda_graph": "1"})
+    try:
+        ort.InferenceSession(model.SerializeToString(), providers=[provider, "CPUExecutionProvider"])
+        has_kernel = True
+    except ort_errors.Fail as error:
+        assert "graph capture" in str(error)
+        has_kernel = False
+    assert runs_on_gpu(node) == has_kernel
