@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.frontend.origins import hand_over, origin_of, put_behind, stand_for
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.nodes import unused_name
@@ -69,6 +70,15 @@ class Editor:
         """A new initializer with the name of a tensor, or a similar one if that is taken."""
         tensor.name = unused_name(tensor.name, self.graph.initializers)
         return self.add((tensor.name, b""), tensor)
+
+    def part_of(self, weight: ir.Value, axis: int, places: slice) -> ir.Value:
+        """A new initializer with these places of an axis of a weight. They are read only when they are written."""
+        tensor = weight.const_value
+        assert tensor is not None
+        shape = [*tensor.shape.numpy()]
+        shape[axis] = places.stop - places.start
+        name = f"{weight.name}[{places.start}:{places.stop}]"
+        return self.weight(CutTensor(tensor, {axis: places}, ir.Shape(shape), name))
 
     def before(
         self,

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.frontend.matching import combined, is_onnx, is_own, only_user, own_matrix, tensor_of
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
@@ -84,7 +83,7 @@ def write_divided(divided: Divided, editor: Editor, sizes: Sizes) -> None:
 
 def _write_part(divided: Divided, columns: slice, axes: Sequence[Axis], work: Writer) -> ir.Value:
     """A product by these columns of the weight."""
-    weight = _cut(divided.weight, divided.axis, columns, work.editor)
+    weight = work.editor.part_of(divided.weight, divided.axis, columns)
     if divided.axis == 0:
         count = fixed_axis(columns.stop - columns.start)
         rows = fixed_axis(int(tensor_of(divided.weight).shape.numpy()[1]))
@@ -92,14 +91,5 @@ def _write_part(divided: Divided, columns: slice, axes: Sequence[Axis], work: Wr
     made = work.add("product", OPERATOR, [divided.data, weight], divided.whole, axes)
     if divided.bias is None:
         return made
-    bias = _cut(divided.bias, 0, columns, work.editor)
+    bias = work.editor.part_of(divided.bias, 0, columns)
     return work.add("biased", "Add", [made, bias], divided.whole, axes)
-
-
-def _cut(weight: ir.Value, axis: int, places: slice, editor: Editor) -> ir.Value:
-    """These places of an axis of a weight, which are read only when they are written."""
-    tensor = tensor_of(weight)
-    shape = [*tensor.shape.numpy()]
-    shape[axis] = places.stop - places.start
-    name = f"{weight.name}[{places.start}:{places.stop}]"
-    return editor.weight(CutTensor(tensor, {axis: places}, ir.Shape(shape), name))

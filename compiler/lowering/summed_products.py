@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.frontend.lazy_tensors import CutTensor
 from splitc.compiler.frontend.matching import made_by
 from splitc.compiler.frontend.origins import note_sizes, noted_sizes, planned_shape, take_place
 from splitc.compiler.fusion.kernels import ON_GPUS
@@ -59,14 +58,13 @@ def _parts(product: ir.Node, shapes: Mapping[str, Shape]) -> Sequence[tuple[ir.V
 
 
 def _write(product: ir.Node, parts: Sequence[tuple[ir.Value, int]], editor: Editor) -> None:
-    (weight, tensor), along = weight_of(product), 1 - columns_of(product)
+    (weight, _), along = weight_of(product), 1 - columns_of(product)
     total, end = None, 0
     for part, width in parts:
         start, end = end, end + width
-        shape = [width if axis == along else size for axis, size in enumerate(tensor.shape.numpy())]
-        rows = CutTensor(tensor, {along: slice(start, end)}, ir.Shape(shape), f"{weight.name}[{start}:{end}]")
+        rows = editor.part_of(weight, along, slice(start, end))
         how = {"domain": product.domain, **settings_of(product)}
-        made = editor.before(product, product.op_type, part, editor.weight(rows), **how)
+        made = editor.before(product, product.op_type, part, rows, **how)
         total = made if total is None else editor.before(product, "Add", total, made)
         for value in (made, total):  # later passes fuse values of known sizes
             note_sizes(value, noted_sizes(product.outputs[0]))

@@ -107,13 +107,13 @@ CPU = DeviceProfile(
 #   of their measured time in sum. Products reach 400 to 775 TFLOP/s.
 # - `attention`, `attention_start`: cuDNN's attention reaches 125 TFLOP/s (8 x 257 tokens, 16 heads of 80), 300
 #   (2 x 1,024, 20 of 64), 515 (2 x 4,096, 10 of 64) and 690 (4,608, 24 of 128), or 536 for the last within FLUX.1-dev.
-# - `jitter`: tensor mode on two takes this much longer than it would without: a decoder's token and FLUX.1-dev none,
-#   SDXL's U-Net 0.15.
 # - `cold_link`; `engine_bytes` at the peak of a decoder in tensor mode (20 MiB after loading).
 # - `communicator_bytes` and `peer_bytes`: 0.7 GiB on two GPUs, 1.0 on four, little without peer access.
 # - `kernel_copy_bytes`: a kernel begins 2 to 4 microseconds after another GPU's; a copy that is no kernel takes 10 more
 #   before and after it.
 # - `more_ranks`: a token's sums take 2.6 microseconds on two GPUs and 4 on four; NCCL's 6.6 and 9.7.
+# An estimate: `jitter`. Without it, predicted times in tensor mode on two H200s are above the measured ones for a token
+# of a decoder and for FLUX.1-dev, and for SDXL's U-Net by calculation 0.15 below those measured with an older version.
 # Measured on H100s: `library_bytes` (a decoder, FLUX.1-dev's shape and that of SDXL's U-Net); `sum_bytes` (0.82 GiB
 # between loading and the peak of two decoders of TensorRT's in tensor mode; 0.6 to 0.7 in layer and row mode).
 HOPPER = DeviceProfile(
