@@ -251,8 +251,10 @@ class Costs:
 
     def scratch_of(self, node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
         """As `scratch`, if inputs and outputs have these shapes."""
-        operator, is_half = operator_of(node), node.outputs[0].dtype in HALVES and not self.maps_weights
-        scratch = operator.half_scratch if is_half and operator.half_scratch else operator.scratch
+        operator, scratch = operator_of(node), None
+        if not self.maps_weights:
+            scratch = operator.half_scratch if node.outputs[0].dtype in HALVES else operator.single_scratch
+        scratch = scratch or operator.scratch
         blocks = () if scratch is None else scratch(node, inputs, outputs)
         return tuple([elements * self._item_bytes(node) for elements in blocks if elements])
 

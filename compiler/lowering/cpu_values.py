@@ -42,13 +42,14 @@ class Placement:
     to_cpu: tuple[Read, ...]
 
 
-def place_values(graph: ir.Graph) -> Placement:
+def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placement:
     """Where ONNX Runtime keeps the results of a graph's nodes, which are sorted.
 
     Inputs and constants lie where they are read. So do values that are computed from constants: they are folded.
+    `around` are the sizes on the CPU of a graph that this one is a branch of.
     """
-    on_cpu: set[ir.Value] = set()
-    sizes: set[ir.Value] = set()
+    on_cpu: set[ir.Value] = set(around)
+    sizes: set[ir.Value] = set(around)
     folded: set[ir.Value] = set()
     to_gpu: list[Read] = []
     to_cpu: list[Read] = []
@@ -75,19 +76,39 @@ def place_values(graph: ir.Graph) -> Placement:
     return Placement(frozenset(sizes), tuple(to_gpu), tuple(to_cpu))
 
 
-def why_not_captured(graph: ir.Graph) -> str:
-    """The reason why ONNX Runtime will not capture the graph on a GPU, naming a node; "" if it will."""
+def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
+    """The reason why ONNX Runtime will not capture the graph on a GPU, naming a node; "" if it will.
+
+    `around` is as for `place_values`. A request whose sizes are known takes one branch where sizes alone decide.
+    """
+    placement = place_values(graph, around)
     for node in graph:
-        if any(True for _ in subgraphs(node)):
+        if _decides_by_data(node, placement):
             return f"{_title(node)} is control flow"
+        for branch in subgraphs(node):
+            if why := why_not_captured(branch, placement.sizes):
+                return why
         if not runs_on_gpu(node):
             return f"{_title(node)} has no kernel for GPUs"
-    placement = place_values(graph)
+    for value in graph.outputs if around else ():
+        if value in placement.sizes:
+            return f"the branch's result '{value.name}' is computed on the CPU"
     for read in placement.to_cpu:
         return f"{_title(read.node)} takes '{read.value.name}' on the CPU, which is computed on the GPU"
     for read in placement.to_gpu:
         return f"{_title(read.node)} takes '{read.value.name}' on the GPU, which is computed on the CPU"
     return ""
+
+
+def decides_by_data(graph: ir.Graph) -> bool:
+    """Whether data may decide what the graph runs: it has control flow other than an If by sizes."""
+    placement = place_values(graph)
+    return any(_decides_by_data(node, placement) for node in graph)
+
+
+def _decides_by_data(node: ir.Node, placement: Placement) -> bool:
+    is_by_sizes = node.op_type == "If" and node.inputs[0] in placement.sizes
+    return not is_by_sizes and any(True for _ in subgraphs(node))
 
 
 def _title(node: ir.Node) -> str:

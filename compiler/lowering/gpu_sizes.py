@@ -21,6 +21,7 @@ from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.cpu_values import SMALL, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.lowering.older_opset import use_older_opset
+from splitc.compiler.lowering.written_attention import write_out_attention
 from splitc.compiler.operators.gpu_kernels import host_inputs
 from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
@@ -38,6 +39,7 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
     """
     editor = Editor(graph)
     use_older_opset(graph)
+    write_out_attention(graph)
     for node in list(graph):
         _give_kernel(node, editor)
     if opset < 11:
@@ -75,6 +77,18 @@ def _give_kernel(node: ir.Node, editor: Editor) -> None:
         double = editor.before(node, "Cast", value, to=ir.DataType.DOUBLE)
         _describe(double, f"{node.outputs[0].name}/double", ir.DataType.DOUBLE, described(value).shape)
         node.replace_input_with(0, double)
+    elif node.op_type == "DequantizeLinear":
+        _multiply_by_scale(node, value, editor)
+
+
+def _multiply_by_scale(node: ir.Node, value: ir.Value, editor: Editor) -> None:
+    """Write the DequantizeLinear of an int32, as biases are, as a product: its zero point is 0 by definition."""
+    scale, shape = node.inputs[1], described(value).shape
+    dtype = None if scale is None else described(scale).dtype
+    if shape is not None and len(shape) < 2 and dtype is not None:
+        number = editor.before(node, "Cast", value, to=dtype)
+        _describe(number, f"{node.outputs[0].name}/number", dtype, shape)
+        editor.replace(node, ir.node("Mul", [number, scale]))
 
 
 def _replace_one_hot(node: ir.Node, editor: Editor) -> None:

@@ -11,7 +11,7 @@ It is done in each engine, after the model was cut: what is known of the operato
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,13 +19,8 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
-from splitc.compiler.fusion.grouped import BY_ROWS
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS
-from splitc.compiler.fusion.multi_head import DOMAIN
-
-# The places of the operator's inputs.
-QUERY, KEY, PASTS, TOTAL, BIAS, SINKS = 0, 1, (3, 4), 6, 10, 11
-LAST = (1 << 63) - 1
+from splitc.compiler.lowering.attention_nodes import BIAS, KEY, LAST, PASTS, QUERY, TOTAL, Attention, Nodes
 
 
 @dataclass(frozen=True)
@@ -80,10 +75,10 @@ def _branch(node: ir.Node, rows: _Rows, editor: Editor) -> None:
     """Put an If in the place of an operator, which becomes a branch of it."""
     outputs = list(node.outputs)
     name = outputs[0].name or ""
-    whole = _Branch(f"{name}/in_place", editor)
+    whole = Nodes(f"{name}/in_place", editor)
     inside = whole.add(node.op_type, node.inputs, 3, domain=node.domain, attributes=node.attributes.values())
-    several = _Branch(f"{name}/several_rows", editor)
-    branches = {"then_branch": several.graph(_Attention(node, several, rows).write(), outputs)}
+    several = Nodes(f"{name}/several_rows", editor)
+    branches = {"then_branch": several.graph(_Copying(Attention(node), several, rows).write(), outputs)}
     branches["else_branch"] = whole.graph(inside, outputs)
     made = ir.node("If", [rows.asked], branches, num_outputs=3, name=node.name)
     ir.convenience.replace_nodes_and_values(editor.graph, node, [node], [made], outputs, made.outputs)
@@ -93,121 +88,46 @@ def _branch(node: ir.Node, rows: _Rows, editor: Editor) -> None:
 
 
 @dataclass
-class _Branch:
-    """The nodes of a branch. Its values are named after it, as no two may have one name."""
+class _Copying:
+    """Writes an attention that copies its caches, and its presents."""
 
-    name: str
-    editor: Editor
-    nodes: list[ir.Node] = field(default_factory=list)
-
-    def inner(self, end: str) -> _Branch:
-        return _Branch(f"{self.name}/{end}", self.editor)
-
-    def add(
-        self, operator: str, inputs: Sequence[ir.Value | None], count: int = 1, domain: str = "", attributes: Any = ()
-    ) -> Sequence[ir.Value]:
-        number = len(self.nodes)
-        node = ir.Node(domain, operator, inputs, attributes, num_outputs=count, name=f"{self.name}/{number}")
-        for place, value in enumerate(node.outputs):
-            value.name = f"{self.name}/{number}_{place}"
-        self.nodes.append(node)
-        return node.outputs
-
-    def one(self, operator: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
-        """Add a node, and return its only result."""
-        return self.add(operator, inputs, domain=domain, attributes=ir.convenience.convert_attributes(attributes))[0]
-
-    def shaped(self, value: ir.Value | None, *sizes: int) -> ir.Value:
-        return self.one("Reshape", value, self.editor.numbers(*sizes))
-
-    def cut(self, value: ir.Value | None, axis: int, start: ir.Value, end: ir.Value) -> ir.Value:
-        return self.one("Slice", value, start, end, self.editor.numbers(axis))
-
-    def graph(self, made: Sequence[ir.Value], like: Sequence[ir.Value]) -> ir.Graph:
-        """The branch as a graph with these outputs."""
-        for value, known in zip(made, like, strict=True):
-            value.type = known.type
-        return ir.Graph([], made, nodes=self.nodes, name=self.name)
-
-
-@dataclass
-class _Attention:
-    """Writes the attention of an operator as others, and its presents."""
-
-    node: ir.Node
-    branch: _Branch
+    attention: Attention
+    nodes: Nodes
     rows: _Rows
-
-    @property
-    def heads(self) -> int:
-        return self.node.attributes["num_heads"].as_int()
-
-    @property
-    def kv_heads(self) -> int:
-        return self.node.attributes["kv_num_heads"].as_int()
-
-    def input(self, place: int) -> ir.Value | None:
-        return self.node.inputs[place] if place < len(self.node.inputs) else None
 
     def write(self) -> Sequence[ir.Value]:
         """The operator's outputs. Caches with room have more rows than are filled, and take more copies."""
-        b, outputs = self.branch, self.node.outputs
-        query = self._by_heads(b, QUERY, self.heads)
-        # Query heads that share a key head are rows of one product.
-        query = b.shaped(query, 0, self.kv_heads, -1, 0)
-        new = [self._by_heads(b, KEY + number, self.kv_heads) for number in range(2)]
+        one, b, outputs = self.attention, self.nodes, self.attention.node.outputs
+        query = one.query_rows(one.input(QUERY), b)
+        new = [one.by_heads(one.input(KEY + number), one.kv_heads, b) for number in range(2)]
         tight, roomy = (b.inner(end) for end in ("tight", "room"))
-        presents = [tight.one("Concat", self.input(past), row, axis=2) for past, row in zip(PASTS, new, strict=True)]
+        presents = [tight.one("Concat", one.input(past), row, axis=2) for past, row in zip(PASTS, new, strict=True)]
         without = tight.graph([self._attend(tight, query, *presents), *presents], outputs)
         parts = [self._with_room(roomy, past, row) for past, row in zip(PASTS, new, strict=True)]
         filled, presents = map(list, zip(*parts, strict=True))
         with_room = roomy.graph([self._attend(roomy, query, *filled), *presents], outputs)
-        room = b.one("Gather", b.one("Shape", self.input(PASTS[0])), b.editor.numbers(2))
+        room = b.one("Gather", b.one("Shape", one.input(PASTS[0])), b.editor.numbers(2))
         attributes = ir.convenience.convert_attributes({"then_branch": with_room, "else_branch": without})
         condition = b.shaped(b.one("Greater", room, self.rows.before))
         made, *presents = b.add("If", [condition], 3, attributes=attributes)
-        made = b.one("Transpose", b.shaped(made, 0, self.heads, -1, 0), perm=BY_ROWS)
-        return [b.shaped(made, 0, 0, -1), *presents]
+        return [one.merged(made, b), *presents]
 
-    def _by_heads(self, b: _Branch, place: int, heads: int) -> ir.Value:
-        return b.one("Transpose", b.shaped(self.input(place), 0, 0, heads, -1), perm=BY_ROWS)
-
-    def _with_room(self, b: _Branch, past: int, new: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _with_room(self, b: Nodes, past: int, new: ir.Value) -> tuple[ir.Value, ir.Value]:
         """The filled rows of a cache with the new ones, and its present."""
-        before = b.cut(self.input(past), 2, b.editor.numbers(0), self.rows.before)
+        cache = self.attention.input(past)
+        before = b.cut(cache, 2, b.editor.numbers(0), self.rows.before)
         rows = b.one("Concat", before, new, axis=2)
-        room = b.cut(self.input(past), 2, self.rows.after, b.editor.numbers(LAST))
+        room = b.cut(cache, 2, self.rows.after, b.editor.numbers(LAST))
         return rows, b.one("Concat", rows, room, axis=2)
 
-    def _attend(self, b: _Branch, query: ir.Value, keys: ir.Value, values: ir.Value) -> ir.Value:
-        """Attention by key heads: the product of all weights and values, [batch, key heads, rows, size]."""
-        scale = self.node.attributes["scale"].as_float()
-        scores = b.one("FusedMatMul", query, keys, domain=DOMAIN, alpha=scale, transB=1)
-        weights = self._softmax(b, b.shaped(scores, 0, self.heads, -1, 0))
-        return b.one("MatMul", b.shaped(weights, 0, self.kv_heads, -1, 0), values)
-
-    def _softmax(self, b: _Branch, scores: ir.Value) -> ir.Value:
-        """Scores [batch, heads, new, all] become weights."""
-        editor, like = b.editor, self.node.outputs[0]
-        if softcap := self.node.attributes.get_float("softcap", 0):
-            cap = editor.scalar(softcap, like)
-            scores = b.one("Mul", b.one("Tanh", b.one("Div", scores, cap)), cap)
-        if (bias := self.input(BIAS)) is not None:
-            scores = b.one("Add", scores, bias)
-        if self.node.attributes.get_int("causal", 1):
-            scores = b.one("Where", self.seen, scores, editor.scalar(-np.inf, like))
-        sinks = self.input(SINKS)
-        if sinks is None:
-            return b.one("Softmax", scores, axis=-1)
-        none, first, last = (editor.numbers(number) for number in (0, 1, -1))
-        sizes = b.one("Shape", b.cut(scores, 3, none, first))
-        column = b.one("Expand", b.shaped(sinks, 1, self.heads, 1, 1), sizes)
-        return b.cut(b.one("Softmax", b.one("Concat", scores, column, axis=3), axis=-1), 3, none, last)
+    def _attend(self, b: Nodes, query: ir.Value, keys: ir.Value, values: ir.Value) -> ir.Value:
+        one = self.attention
+        return one.attend(query, keys, values, b, one.input(BIAS), self.seen if one.is_causal else None)
 
     @cached_property
     def seen(self) -> ir.Value:
         """For each new token and all tokens: whether it is the token itself or an earlier one."""
-        b = self.branch
+        b = self.nodes
         none, one = (b.editor.constant(np.array(number, np.int64)) for number in (0, 1))
         start, end = (b.shaped(value) for value in (self.rows.before, self.rows.after))
         own, all_tokens = b.one("Range", start, end, one), b.one("Range", none, end, one)

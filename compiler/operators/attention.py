@@ -249,6 +249,7 @@ OPERATORS = (
         example_input=key_lengths,
         crashes_empty=(0,),
         scratch=scratch.group_query_attention,
+        single_scratch=scratch.written_attention,
     ),
     _attention(
         "com.microsoft.MultiHeadAttention",

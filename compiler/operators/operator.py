@@ -46,9 +46,10 @@ class Operator:
     - `scratch`: what its kernel allocates while it runs. Without one, nothing.
     - `scratch_first`: the scratch is allocated before the outputs.
     - `reserves`: the scratch is allocated outside the allocator's arena.
-    - `half_scratch`: the scratch of the kernel for half precision on GPUs, if that is another one.
+    - `half_scratch`, `single_scratch`: the scratch of the kernels for half and single precision on GPUs, if that is
+      another one.
     - `padding`: what its kernel on CPUs adds to its weight when it packs it; None if it does not pack it, but reads it
-      from its file. Without one, nothing. `scratch`, `half_scratch` and `padding` take a rank's own shapes.
+      from its file. Without one, nothing. Scratches and `padding` take a rank's own shapes.
     - `takes_blocks`: its weight is rearranged into blocks of channels when a graph is optimized, before others are
       packed.
     - `nodes`: the number of nodes that ONNX Runtime makes of it on CPUs, if it has no kernel for it, or reorders
@@ -115,6 +116,7 @@ class Operator:
     scratch_first: bool = False
     reserves: bool = False
     half_scratch: Scratch | None = None
+    single_scratch: Scratch | None = None
     padding: Callable[[ir.Node, Shapes, Shapes], int | None] | None = None
     takes_blocks: bool = False
     nodes: int = 1

@@ -264,6 +264,17 @@ def group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tup
     return *map(math.prod, inputs[:3]), blocks
 
 
+def written_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """Attention on GPUs as other operators (lowering/written_attention.py).
+
+    Queries, keys and values by heads; the places of keys, which are integers of 64 bits; the scores twice; and for
+    prompts the filled rows of both caches.
+    """
+    query, key = math.prod(inputs[0]), math.prod(inputs[1] if len(inputs) > 1 else ())
+    scores, cache = _scores(node, inputs, outputs), math.prod(outputs[1])
+    return query, key, key, 2 * key, scores, scores, cache, cache
+
+
 def _scores(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
     """The elements of the scores: one for each head, query and key."""
     query = inputs[0]

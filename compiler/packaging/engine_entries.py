@@ -9,7 +9,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.reads import has_subgraphs
 from splitc.compiler.lowering.communication import communicates
-from splitc.compiler.lowering.cpu_values import why_not_captured
+from splitc.compiler.lowering.cpu_values import decides_by_data, why_not_captured
 from splitc.compiler.lowering.fused_functions import DOMAIN as FUSED
 from splitc.compiler.lowering.fused_functions import kernel_of
 from splitc.compiler.lowering.gpu_sizes import convolves
@@ -44,7 +44,8 @@ def engine_entry(
         attends=any(operator_of(node).is_attention for node in graph.all_nodes()),
         convolves=any(map(convolves, graph.all_nodes())),
         data_sizes=_has_data_sizes(graph, uncertain),
-        control_flow=has_subgraphs(graph),
+        control_flow=decides_by_data(graph),
+        branches_by_sizes=has_subgraphs(graph) and not decides_by_data(graph),
         not_captured=why_not_captured(graph) if on_gpu else "",
         fused=_fused(graph),
     )

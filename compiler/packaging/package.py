@@ -20,6 +20,7 @@ from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
 from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
+from splitc.compiler.lowering.joined_products import join_products
 from splitc.compiler.lowering.session_weights import multiply_as_stored
 from splitc.compiler.lowering.several_rows import take_several_rows
 from splitc.compiler.packaging.builder import find_builder
@@ -197,8 +198,11 @@ def _suit_gpu(graphs: Sequence[ir.Graph], analysis: Analysis) -> None:
     """Let engines of ONNX Runtime be captured, have fewer operators, and share their weights, in place."""
     shapes = analysis.costs.bound.shapes
     for graph in graphs:
-        keep_on_gpu(graph, analysis.graph.model.opset_imports.get("", 1), shapes)
         multiply_as_stored(graph)
+        remove_unused(graph)
+        if analysis.fuses:  # before attention in single precision is written out
+            join_products(graph)
+        keep_on_gpu(graph, analysis.graph.model.opset_imports.get("", 1), shapes)
         remove_unused(graph)
         if analysis.fuses:
             # Slots for adapters are taken out of a graph again, so sums with them may not be part of something else.

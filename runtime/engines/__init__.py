@@ -94,6 +94,7 @@ class LoadOptions:
     - `tuned`: whether it has kernels that may be chosen by shape.
     - `replays`: whether runs may be recorded as CUDA graphs.
     - `fused`: its fused operators, on a GPU.
+    - `branches_by_sizes`: whether it has an If that sizes alone decide.
     """
 
     source: Path | None = None
@@ -103,6 +104,7 @@ class LoadOptions:
     tuned: bool = True
     replays: bool = True
     fused: Sequence[Fused] = ()
+    branches_by_sizes: bool = False
 
 
 class Backend(ABC):

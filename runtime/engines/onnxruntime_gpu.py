@@ -202,7 +202,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         shared, communicator = self._place(path, options.weights), options.communicator
         opened = partial(self._open, path, (communicator, self._fuse(options.fused)), shared or {})
         shares = options.tuned and shared is not None
-        sessions, capture_blocker = self._open_sessions(path.name, opened, shares, options.replays)
+        sessions, capture_blocker = self._open_sessions(path.name, opened, shares, options)
         if communicator is not None and not communicator.capturable:
             capture_blocker = f"{path.name} waits for other ranks while it runs"
         if PROVIDER not in sessions[0].get_providers():  # it was dropped silently
@@ -248,17 +248,18 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             self.swapped.bring_in()
 
     def _open_sessions(
-        self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool, replays: bool = True
+        self, name: str, opened: Callable[[bool, bool], ort.InferenceSession], shares: bool, options: LoadOptions
     ) -> tuple[list[ort.InferenceSession], str | None]:
         """The engine's sessions, and its capture blocker or None. With `shares`, there may be two sessions.
 
         ONNX Runtime refuses to capture control flow, and CPU nodes that exchange values with the GPU. It has no error
-        code for this, so the session is opened again without CUDA graphs: if that succeeds, capture was refused.
+        code for this, so the session is opened again without CUDA graphs: if that succeeds, capture was refused. Of
+        control flow that sizes decide it is not asked: the runtime captures by itself, requests of known sizes.
         """
         capture_blocker = None
-        if self._cuda_graphs and replays:
+        if self._cuda_graphs and options.replays:
             try:
-                captured = opened(True, shares)
+                captured = opened(not options.branches_by_sizes, shares)
                 return ([opened(False, False), captured] if shares else [captured]), None
             except PackageError as error:
                 capture_blocker = f"{name} can't be loaded with CUDA graphs ({error.__cause__})"

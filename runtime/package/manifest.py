@@ -161,14 +161,13 @@ class EngineFile(Struct, frozen=True):
     """An engine of a rank: its file, relative to the package, and the names of its inputs and outputs.
 
     - `adapted`, `unmasked`: its files with slots for adapters, and without the preamble's masks.
-    - `source`: the ONNX file that it is built from, if the package has it.
-    - `sizes`: the input sizes that it is built for.
+    - `source`, `sizes`: the ONNX file that it is built from, if the package has it, and the input sizes.
     - `group`: the ranks of collectives inside the engine, its own included.
     - `sizes_only`: the inputs of which it reads the sizes, but not the data.
     - `weights`: those in files beside it that several sessions may share; None if they can't be listed.
     - `attends`, `convolves`: whether it has attention operators, or convolutions.
-    - `data_sizes`: whether sizes inside it depend on data, as NonZero's do.
-    - `control_flow`: whether data may decide what it runs.
+    - `data_sizes`, `control_flow`: whether data decide sizes inside it, as NonZero's, or what it runs.
+    - `branches_by_sizes`: whether it has an If that sizes alone decide: with known sizes it can be captured on a GPU.
     - `not_captured`: a node on the CPU that keeps ONNX Runtime from capturing the engine on a GPU, if one is known.
     - `fused`: its fused operators, on a GPU.
     """
@@ -185,6 +184,7 @@ class EngineFile(Struct, frozen=True):
     convolves: bool = True
     data_sizes: bool = False
     control_flow: bool = False
+    branches_by_sizes: bool = False
     not_captured: str = ""
     adapted: str | None = None
     unmasked: str | None = None

@@ -110,7 +110,8 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
             weights = file.weights if shares_weights(rank, file) else None
             replays = not why_unsafe_to_replay(rank, file)
             tuned = file.attends or file.convolves
-            how = LoadOptions(source, file.sizes_only, communicators.get(group), weights, tuned, replays, file.fused)
+            communicator, branches = communicators.get(group), file.branches_by_sizes
+            how = LoadOptions(source, file.sizes_only, communicator, weights, tuned, replays, file.fused, branches)
             engines.append(load_engine(backend, setup.package, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()

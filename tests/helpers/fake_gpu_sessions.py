@@ -27,7 +27,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def package(model: Path, mode: str, ranks: int, **options: Any) -> Path:
     """A package beside its model, shared by the tests of this model. Sums are between engines, as fake GPUs need them.
 
-    Nothing is fused: on GPUs caches in single precision are not in place.
+    Nothing is fused: packages for CPU devices have caches in place of another form.
     """
     request = Request(split_mode=mode, spread=True, no_fuse=True, **options)
     place = model.with_name(f"{model.stem}-{mode}-{ranks}-{len(options)}")

@@ -16,7 +16,7 @@ from onnx import TensorProto
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.analysis.facts import Analysis, analyze
 from splitc.compiler.fusion.fuse import Fate
-from splitc.compiler.fusion.kernels import ON_CPUS, ON_GPUS, Gains
+from splitc.compiler.fusion.kernels import HALVES, ON_CPUS, ON_GPUS, Gains
 from splitc.compiler.modes.replanning import plan_from_file
 from splitc.compiler.planning.plan_file import write_plan
 from splitc.compiler.request.shapes import AskedShapes
@@ -302,12 +302,12 @@ def test_sums_that_are_a_planned_size_by_chance_are_no_numbers(tmp_path: Path) -
         assert not any(array.dtype == np.int64 and array.size == 1 and array.item() == new for array in constants), new
 
 
-def test_no_fuse_and_other_devices_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_fuse_and_other_types_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     onnx.save(write(OPTIMUM), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", ["cpu0"], Request(split_mode="layer", no_fuse=True))
     assert plan.analysis.fates == () and plan.analysis.lengths == ()
     shapes = {name: array.shape for name, array in feeds(OPTIMUM, 1, 1, 5).items()}
-    made = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1, gains=ON_GPUS)
+    made = analyze(tmp_path / "model.onnx", AskedShapes(shapes), 1, gains=replace(ON_GPUS, caches=HALVES))
     assert made.lengths == () and {fate.kind for fate in made.fates} == {"attention", "cache"}
     assert not any(fate.operator for fate in made.fates)
     types = frozenset({ir.DataType.FLOAT})

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from splitc.runtime.engines import onnxruntime_gpu
+from splitc.runtime.engines import LoadOptions, onnxruntime_gpu
 from splitc.runtime.engines.kind import BackendOptions
 from splitc.runtime.engines.kinds import find_kind
 from splitc.runtime.engines.onnx_session import open_onnx
@@ -66,7 +66,7 @@ def test_what_can_not_be_captured_is_loaded_without_graphs(graphs: bool, shares:
 
     backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
     backend._cuda_graphs = graphs
-    sessions, why = backend._open_sessions("stage0.onnx", open_session, shares)
+    sessions, why = backend._open_sessions("stage0.onnx", open_session, shares, LoadOptions())
     assert sessions == ["session"]
     assert asked == ([True, False] if graphs else [False])
     assert why == ("stage0.onnx can't be loaded with CUDA graphs (in whatever words)" if graphs else None)
@@ -79,7 +79,7 @@ def test_what_can_not_be_loaded_at_all_says_why() -> None:
     backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
     backend._cuda_graphs = True
     with pytest.raises(PackageError, match=r"^captured: False$"):
-        backend._open_sessions("stage0.onnx", open_session, True)
+        backend._open_sessions("stage0.onnx", open_session, True, LoadOptions())
 
 
 @pytest.mark.parametrize(("shares", "expected"), [(True, [(False, False), (True, True)]), (False, [(True, False)])])
@@ -87,8 +87,10 @@ def test_shapes_that_come_again_have_a_session_of_their_own(shares: bool, expect
     """The last session, which is captured. If weights can't be shared, one session serves all shapes."""
     backend = OnnxRuntimeGpuBackend.__new__(OnnxRuntimeGpuBackend)
     backend._cuda_graphs = True
-    sessions, why = backend._open_sessions("stage0.onnx", lambda *asked: asked, shares)  # type: ignore[arg-type,return-value]
-    assert (sessions, why) == (expected, None)
+    for branches, option in ((False, True), (True, False)):  # of branches that sizes decide, it is not asked
+        how = LoadOptions(branches_by_sizes=branches)
+        sessions, why = backend._open_sessions("stage0.onnx", lambda *asked: asked, shares, how)  # type: ignore[arg-type,return-value]
+        assert (sessions, why) == ([*expected[:-1], (option, shares)], None)
 
 
 @pytest.mark.usefixtures("gpus")

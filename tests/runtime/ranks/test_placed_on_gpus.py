@@ -21,10 +21,11 @@ pytestmark = pytest.mark.usefixtures("gpus")
 DEVICES = [["cuda0", "cuda1"], ["cuda0", "cuda1", "cpu0"]]
 
 
-def make_package(model: Path, package: Path, devices: list[str]) -> Manifest:
+def make_package(model: Path, package: Path, devices: list[str], no_fuse: bool = False) -> Manifest:
     """A package with the feed-forward weights on the last device."""
     memory = [f"{device}=1GiB" for device in devices]
-    request = Request(split_mode="layer", place=[Place("mlp", devices[-1])], memory=memory, spread=True)
+    place = [Place("mlp", devices[-1])]
+    request = Request(split_mode="layer", place=place, memory=memory, spread=True, no_fuse=no_fuse)
     plan = plan_model(model, devices, request)
     assert [str(rank.device) for rank in plan.ranks] == devices
     compile_model(plan, package, verify=False)
@@ -35,9 +36,9 @@ def make_package(model: Path, package: Path, devices: list[str]) -> Manifest:
 def test_feed_forward_parts_on_another_device(
     decoder: Path, tmp_path: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transfers are between engines, which fake GPUs support."""
+    """Transfers are between engines, which fake GPUs support. These don't know sizes that come from another engine."""
     monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
-    placed = make_package(decoder, tmp_path / "package", devices).ranks[-1]
+    placed = make_package(decoder, tmp_path / "package", devices, no_fuse=True).ranks[-1]
     assert [type(step) for step in placed.program] == [Receive, Run, Send] * LAYERS
     with Session(tmp_path / "package", verify="never") as session:
         for length in (3, 1, 3, 3, 3, 3):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from models.llama import Size, build
@@ -32,6 +33,7 @@ from tests.helpers.fake_gpu_sessions import package
 from tests.helpers.fake_gpus import FAILING, FROM_HOST, WRONG, FakeBackend
 from tests.helpers.recurrent import write_lstm
 from tests.helpers.workers import workers_of
+from tests.helpers.written_decoder import Style, feeds, following, without_states, write
 
 pytestmark = pytest.mark.usefixtures("gpus")
 
@@ -452,3 +454,22 @@ def test_ranks_that_differ_in_their_states_go_the_same_way(tmp_path: Path) -> No
         with on_cpu.start() as expected, session.start() as sequence:
             for step in steps:
                 assert_close(sequence.run({"x": step}), expected.run({"x": step}))
+
+
+@pytest.mark.parametrize("devices", [["cuda0"], ["cuda0", "cuda1"]])
+def test_tokens_in_single_precision_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[str]
+) -> None:
+    """Attention that has no kernel for GPUs is written out, with branches that sizes decide."""
+    style, model = Style(), tmp_path / "model.onnx"
+    onnx.save(write(style), model)
+    plan = plan_model(model, devices, Request(split_mode="layer", spread=True, memory=("1GiB",)))
+    monkeypatch.setattr("splitc.compiler.lowering.engine_segments.has_collectives", lambda engine, devices: False)
+    compile_model(plan, tmp_path / "package", verify=False)
+    replays, request = watch(monkeypatch), feeds(style, 2, 3, 0)
+    with Session(tmp_path / "package") as session, session.start(capacity=16) as sequence:
+        for _ in range(RUNS + 1):
+            expected = run_whole(model, request)
+            assert_close(sequence.run(without_states(request)), {"logits": expected["logits"]})
+            request = following(style, expected, 2, 1)
+    assert replays

@@ -1,0 +1,136 @@
+"""Attention that writes caches in place, as ONNX's own operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.fusion.grouped import BY_ROWS
+from splitc.compiler.fusion.multi_head import DOMAIN
+
+# The places of the operator's inputs.
+QUERY, KEY, PASTS, LASTS, TOTAL, TABLES, POSITIONS, BIAS, SINKS = 0, 1, (3, 4), 5, 6, (7, 8), 9, 10, 11
+LAST = (1 << 63) - 1
+
+
+@dataclass
+class Nodes:
+    """New nodes in their order, for a graph or for a branch of it. They and their values are named after it."""
+
+    name: str
+    editor: Editor
+    made: list[ir.Node] = field(default_factory=list)
+
+    def inner(self, end: str) -> Nodes:
+        return Nodes(f"{self.name}/{end}", self.editor)
+
+    def add(
+        self, operator: str, inputs: Sequence[ir.Value | None], count: int = 1, domain: str = "", attributes: Any = ()
+    ) -> Sequence[ir.Value]:
+        number = len(self.made)
+        node = ir.Node(domain, operator, inputs, attributes, num_outputs=count, name=f"{self.name}/{number}")
+        for place, value in enumerate(node.outputs):
+            value.name = f"{self.name}/{number}_{place}"
+        self.made.append(node)
+        return node.outputs
+
+    def one(self, operator: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
+        """Add a node, and return its only result."""
+        return self.add(operator, inputs, domain=domain, attributes=ir.convenience.convert_attributes(attributes))[0]
+
+    def sizes(self, operator: str, *inputs: ir.Value | None, count: int = 1, **attributes: Any) -> ir.Value:
+        """Add a node whose result is a list of so many sizes."""
+        made = self.one(operator, *inputs, **attributes)
+        made.type, made.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([count])
+        return made
+
+    def shaped(self, value: ir.Value | None, *sizes: int) -> ir.Value:
+        return self.one("Reshape", value, self.editor.numbers(*sizes))
+
+    def cut(self, value: ir.Value | None, axis: int, start: ir.Value, end: ir.Value) -> ir.Value:
+        return self.one("Slice", value, start, end, self.editor.numbers(axis))
+
+    def graph(self, made: Sequence[ir.Value], like: Sequence[ir.Value]) -> ir.Graph:
+        """The nodes as a branch with these outputs."""
+        for value, known in zip(made, like, strict=True):
+            value.type = known.type
+        return ir.Graph([], made, nodes=self.made, name=self.name)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An operator GroupQueryAttention whose parts are written as other nodes."""
+
+    node: ir.Node
+
+    @property
+    def heads(self) -> int:
+        return self.node.attributes["num_heads"].as_int()
+
+    @property
+    def kv_heads(self) -> int:
+        return self.node.attributes["kv_num_heads"].as_int()
+
+    @property
+    def is_causal(self) -> bool:
+        return bool(self.node.attributes.get_int("causal", 1))
+
+    def input(self, place: int) -> ir.Value | None:
+        return self.node.inputs[place] if place < len(self.node.inputs) else None
+
+    def query_rows(self, query: ir.Value | None, b: Nodes) -> ir.Value:
+        """Queries [batch, length, heads x size] by key heads: [batch, key heads, rows, size].
+
+        Query heads that share a key head are rows of one product.
+        """
+        return b.shaped(self.by_heads(query, self.heads, b), 0, self.kv_heads, -1, 0)
+
+    def by_heads(self, value: ir.Value | None, heads: int, b: Nodes) -> ir.Value:
+        return b.one("Transpose", b.shaped(value, 0, 0, heads, -1), perm=BY_ROWS)
+
+    def merged(self, made: ir.Value, b: Nodes) -> ir.Value:
+        """The attention's rows as the operator gives them, [batch, length, heads x size]."""
+        return b.shaped(b.one("Transpose", b.shaped(made, 0, self.heads, -1, 0), perm=BY_ROWS), 0, 0, -1)
+
+    def attend(
+        self,
+        query: ir.Value,
+        keys: ir.Value,
+        values: ir.Value,
+        b: Nodes,
+        bias: ir.Value | None,
+        seen: ir.Value | None,
+        size: int = 0,
+    ) -> ir.Value:
+        """The product of all weights and values, [batch, key heads, rows, size].
+
+        Scores [batch, heads, new, all] count where they are `seen`. The scale is that of heads of this size, unless
+        the operator has one.
+        """
+        scale = self.node.attributes.get_float("scale", 0) or 1 / math.sqrt(size)
+        scores = b.one("FusedMatMul", query, keys, domain=DOMAIN, alpha=scale, transB=1)
+        weights = self._softmax(b.shaped(scores, 0, self.heads, -1, 0), b, bias, seen)
+        return b.one("MatMul", b.shaped(weights, 0, self.kv_heads, -1, 0), values)
+
+    def _softmax(self, scores: ir.Value, b: Nodes, bias: ir.Value | None, seen: ir.Value | None) -> ir.Value:
+        editor, like = b.editor, self.node.outputs[0]
+        if softcap := self.node.attributes.get_float("softcap", 0):
+            cap = editor.scalar(softcap, like)
+            scores = b.one("Mul", b.one("Tanh", b.one("Div", scores, cap)), cap)
+        if bias is not None:
+            scores = b.one("Add", scores, bias)
+        if seen is not None:
+            scores = b.one("Where", seen, scores, editor.scalar(-np.inf, like))
+        sinks = self.input(SINKS)
+        if sinks is None:
+            return b.one("Softmax", scores, axis=-1)
+        none, first, last = (editor.numbers(number) for number in (0, 1, -1))
+        sizes = b.one("Shape", b.cut(scores, 3, none, first))
+        column = b.one("Expand", b.shaped(sinks, 1, self.heads, 1, 1), sizes)
+        return b.cut(b.one("Softmax", b.one("Concat", scores, column, axis=3), axis=-1), 3, none, last)

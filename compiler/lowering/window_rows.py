@@ -1,0 +1,64 @@
+"""The rows of caches that hold only a window (the attribute sliding_window_cache of GroupQueryAttention).
+
+Such a cache has as many rows as each token sees. They are the last ones in their order, from the first row on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.lowering.attention_nodes import PASTS
+from splitc.compiler.lowering.cache_rows import Rows, made_once
+
+# The position of rows that are not filled, which is behind all others.
+NEVER = 1 << 62
+
+
+class WindowRows(Rows):
+    """The rows of caches that hold a window, and new rows behind them."""
+
+    def attend(self, query: ir.Value, added: Sequence[ir.Value]) -> Sequence[ir.Value]:
+        """Attention reads all rows before and all new ones. The last of both are the presents."""
+        b, kept = self.nodes, self._kept(self.attention.kv_heads, self.size)
+        pasts = [self.attention.input(place) for place in PASTS]
+        keys, values = (b.one("Concat", past, new, axis=2) for past, new in zip(pasts, added, strict=True))
+        rows = self.attention.attend(query, keys, values, b, None, self.seen(), self.size)
+        return rows, *(b.one("GatherElements", whole, kept, axis=2) for whole in (keys, values))
+
+    @made_once
+    def places(self) -> ir.Value:
+        """The positions of the rows before and of new ones, [batch, 1, 1, all]."""
+        b, start = self.nodes, self.start()
+        before = b.one("Add", self._evicted(), self._window_rows())
+        before = b.one("Where", b.one("Less", before, start), before, b.editor.numbers(NEVER))
+        return b.one("Unsqueeze", b.one("Concat", before, self.own(), axis=1), b.editor.numbers(1, 2))
+
+    @made_once
+    def _evicted(self) -> ir.Value:
+        """The position of the caches' first row before, [batch, 1]."""
+        return self._beyond(self.start())
+
+    def _beyond(self, count: ir.Value) -> ir.Value:
+        """How many of so many positions a window does not hold."""
+        b, number = self.nodes, self.nodes.editor.numbers
+        return b.one("Max", b.one("Sub", count, number(self.window)), number(0))
+
+    def _window_rows(self) -> ir.Value:
+        return self.nodes.editor.constant(np.arange(self.window, dtype=np.int64))
+
+    @made_once
+    def _kept(self, heads: int, size: int) -> ir.Value:
+        """The rows of `places` that are kept, [batch, heads, window, size]."""
+        b, number = self.nodes, self.nodes.editor.numbers
+        filled = b.shaped(b.one("Add", self.last(), number(1)), -1, 1)
+        position = b.one("Add", self._beyond(filled), self._window_rows())
+        held = b.one("Sub", position, self._evicted())
+        new = b.one("Add", b.one("Sub", position, self.start()), number(self.window))
+        row = b.one("Where", b.one("Less", position, self.start()), held, new)
+        # Rows that are not filled have any numbers.
+        end = b.sizes("Add", self.new(), number(self.window - 1))
+        row = b.one("Unsqueeze", b.one("Min", row, end), number(1, 3))
+        return b.one("Expand", row, self.shape_of(heads, number(self.window), size))

@@ -1,0 +1,144 @@
+"""Attention with caches in place in single precision, for GPUs, where ONNX Runtime has no kernel for it.
+
+It becomes operators that have one. New rows are written into the caches by index, so tokens keep their sizes and are
+replayed. Caches without room for them are lengthened first, in a branch. Sizes alone decide which one runs.
+
+See com.microsoft.GroupQueryAttention in ONNX Runtime's ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import described, origin_of
+from splitc.compiler.fusion.multi_head import DOMAIN
+from splitc.compiler.lowering.attention_nodes import (
+    BIAS,
+    KEY,
+    LASTS,
+    PASTS,
+    QUERY,
+    SINKS,
+    TABLES,
+    TOTAL,
+    Attention,
+    Nodes,
+)
+from splitc.compiler.lowering.cache_rows import Rows
+from splitc.compiler.lowering.cpu_values import runs_on_gpu
+from splitc.compiler.lowering.window_rows import WindowRows
+from splitc.compiler.nodes import operator_name
+
+OPERATOR = "com.microsoft.GroupQueryAttention"
+# The opset from which on all of the operators exist as they are used here.
+OPSET = 13
+# The attributes that are written out. Others must be 0.
+KNOWN = frozenset(
+    {"num_heads", "kv_num_heads", "scale", "causal", "softcap", "local_window_size", "do_rotary", "rotary_interleaved"}
+)
+WINDOWED = "sliding_window_cache"
+
+
+def write_out_attention(graph: ir.Graph) -> None:
+    """Replace GroupQueryAttention that has no kernel for GPUs, in place, where other operators can say it."""
+    if graph.opset_imports.get("", 1) < OPSET:
+        return
+    editor, requests = Editor(graph), dict[Any, dict[Any, ir.Value]]()
+    for node in list(graph):
+        if operator_name(node) != OPERATOR or runs_on_gpu(node) or not _is_known(node):
+            continue
+        size = _size_of(node)
+        if size is not None:
+            nodes = Nodes(f"{node.outputs[0].name}/written", editor)
+            kind = WindowRows if _holds_window(node) else Rows
+            shared = requests.setdefault((kind, node.inputs[LASTS], node.inputs[TOTAL], _rows_of(node)), {})
+            rows = kind(Attention(node), size, nodes, shared)
+            _replace(node, nodes.made, _write(rows.attention, rows), graph)
+
+
+def _size_of(node: ir.Node) -> int | None:
+    """The size of a head; None if the model's file does not say it. A rank may have some of the model's heads."""
+    whole = origin_of(node) or node
+    query, one = whole.inputs[QUERY], Attention(whole)
+    shape = None if query is None else described(query).shape
+    width, heads = None if shape is None else shape[-1], one.heads
+    heads += 2 * one.kv_heads if one.input(KEY) is None else 0
+    return width // heads if isinstance(width, int) and width % heads == 0 else None
+
+
+def _rows_of(node: ir.Node) -> int | str:
+    """What a cache's file says of its rows: one symbol has one size."""
+    past = node.inputs[PASTS[0]]
+    assert past is not None
+    shape = described(past).shape
+    rows = None if shape is None else shape[2]
+    return rows if isinstance(rows, int) else f"{rows or past.name}"
+
+
+def _is_known(node: ir.Node) -> bool:
+    """Whether a node has only what is written out here."""
+    beyond = [*node.inputs[SINKS + 1 :], *node.outputs[3:]]
+    known = {*KNOWN, WINDOWED} if _holds_window(node) else KNOWN
+    strange = [attribute for name, attribute in node.attributes.items() if name not in known]
+    return (
+        len(node.inputs) > TOTAL
+        and len(node.outputs) >= 3
+        and all(node.inputs[place] is not None for place in (QUERY, *PASTS, LASTS, TOTAL))
+        and not any(value is not None and value.name for value in beyond)
+        and all(attribute.type == ir.AttributeType.INT and not attribute.as_int() for attribute in strange)
+    )
+
+
+def _holds_window(node: ir.Node) -> bool:
+    """Whether caches hold the rows of a window and no others."""
+    window = node.attributes.get_int("local_window_size", -1)
+    has_bias = len(node.inputs) > BIAS and node.inputs[BIAS] is not None
+    return bool(node.attributes.get_int(WINDOWED, 0)) and window > 0 and _rows_of(node) == window and not has_bias
+
+
+def _replace(node: ir.Node, made: Sequence[ir.Node], results: Sequence[ir.Value], graph: ir.Graph) -> None:
+    """Put other nodes in the place of one. Their results get its outputs' names, types and origins."""
+    old = list(node.outputs[: len(results)])
+    ir.convenience.replace_nodes_and_values(graph, node, [node], made, old, results)
+    for before, after in zip(old, results, strict=True):
+        after.name, after.type, after.shape = before.name, before.type, before.shape
+        after.meta.update(before.meta)
+        after.metadata_props.update(before.metadata_props)
+
+
+def _write(attention: Attention, rows: Rows) -> list[ir.Value]:
+    """The operator's outputs by other nodes: rows, and both caches."""
+    b = rows.nodes
+    query, *new = _parts(attention, rows)
+    if attention.node.attributes.get_int("do_rotary", 0):
+        query, new[0] = (
+            _rotated(value, heads, attention, rows)
+            for value, heads in ((query, attention.heads), (new[0], attention.kv_heads))
+        )
+    added = [attention.by_heads(value, attention.kv_heads, b) for value in new]
+    made, *presents = rows.attend(attention.query_rows(query, b), added)
+    return [attention.merged(made, b), *presents]
+
+
+def _parts(attention: Attention, rows: Rows) -> list[ir.Value]:
+    """Queries, keys and values, which may be packed."""
+    given = [attention.input(place) for place in (QUERY, KEY, KEY + 1)]
+    if given[1] is None:
+        counts = attention.heads, attention.kv_heads, attention.kv_heads
+        sizes = rows.nodes.editor.numbers(*(heads * rows.size for heads in counts))
+        return [*rows.nodes.add("Split", [given[0], sizes], 3, attributes=[ir.AttrInt64("axis", 2)])]
+    return [value for value in given if value is not None]
+
+
+def _rotated(value: ir.Value, heads: int, attention: Attention, rows: Rows) -> ir.Value:
+    cosines, sines = (attention.input(place) for place in TABLES)
+    attributes: dict[str, Any] = {"interleaved": attention.node.attributes.get_int("rotary_interleaved", 0)}
+    table = None if cosines is None else described(cosines).shape
+    width = None if table is None else table[-1]
+    if isinstance(width, int) and 2 * width != rows.size:
+        attributes |= {"rotary_embedding_dim": 2 * width, "num_heads": heads}
+    return rows.nodes.one("RotaryEmbedding", value, rows.positions(), cosines, sines, domain=DOMAIN, **attributes)
