@@ -273,8 +273,6 @@ class _Work:
             at = attention.output.producer()
             if attention.softcap and not self.gains.capped and at is not None and not is_operator(at):
                 raise NotFusedError("no kernel is faster with a softcap (Tanh)")
-            if attention.sinks is not None and not self.gains.sinks:
-                raise NotFusedError("no kernel takes both a mask and attention sinks")
             if not is_known():
                 raise NotFusedError(f"the installed ONNX Runtime has no {GROUPED}: install a newer one")
             write_group_query_attention(cached, self.editor, self._sizes, self.lengths)

@@ -1,4 +1,4 @@
-"""Attention with caches in place in single precision, for GPUs, where ONNX Runtime has no kernel for it.
+"""Attention with caches in place for GPUs, where ONNX Runtime has no kernel for it: in single precision, or with sinks.
 
 It becomes operators that have one. New rows are written into the caches by index, so tokens keep their sizes and are
 replayed. Caches without room for them are lengthened first, in a branch. Sizes alone decide which one runs.
@@ -32,8 +32,8 @@ from splitc.compiler.lowering.cache_rows import Rows
 from splitc.compiler.lowering.cpu_values import runs_on_gpu
 from splitc.compiler.lowering.window_rows import WindowRows
 from splitc.compiler.nodes import operator_name
+from splitc.compiler.operators.gpu_kernels import GROUPED
 
-OPERATOR = "com.microsoft.GroupQueryAttention"
 # The opset from which on all of the operators exist as they are used here.
 OPSET = 13
 # The attributes that are written out. Others must be 0.
@@ -49,7 +49,7 @@ def write_out_attention(graph: ir.Graph) -> None:
         return
     editor, requests = Editor(graph), dict[Any, dict[Any, ir.Value]]()
     for node in list(graph):
-        if operator_name(node) != OPERATOR or runs_on_gpu(node) or not _is_known(node):
+        if operator_name(node) != GROUPED or runs_on_gpu(node) or not _is_known(node):
             continue
         size = _size_of(node)
         if size is not None:

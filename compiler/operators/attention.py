@@ -221,9 +221,8 @@ def _count_keys(inputs: Shapes, outputs: Shapes) -> int:
 
 def _attention(name: str, axes: AxesRule | None = None, **more: Any) -> Operator:
     """An entry. Kernels in half precision on GPUs keep all scores in registers."""
-    return Operator(
-        name, axes, attention_flops, is_product=True, is_attention=True, half_scratch=scratch.nothing, **more
-    )
+    more = {"half_scratch": scratch.nothing, **more}
+    return Operator(name, axes, attention_flops, is_product=True, is_attention=True, **more)
 
 
 OPERATORS = (
@@ -249,6 +248,7 @@ OPERATORS = (
         example_input=key_lengths,
         crashes_empty=(0,),
         scratch=scratch.group_query_attention,
+        half_scratch=scratch.half_group_query_attention,
         single_scratch=scratch.written_attention,
     ),
     _attention(

@@ -11,6 +11,8 @@ import onnx_ir as ir
 
 from splitc.compiler.nodes import operator_name
 
+# Attention with a cache, and its inputs that are a mask and sinks.
+GROUPED, SINKS_AND_BIAS = "com.microsoft.GroupQueryAttention", (10, 11)
 # The numbers of the inputs in host memory: sizes, axes, bounds.
 HOST_INPUTS: dict[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
@@ -40,7 +42,7 @@ HOST_INPUTS: dict[str, tuple[int, ...]] = {
     "Trilu": (1,),
     "Unsqueeze": (1,),
     "Upsample": (1,),
-    "com.microsoft.GroupQueryAttention": (6,),
+    GROUPED: (6,),
 }
 FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE})
 HALVES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
@@ -62,7 +64,7 @@ TYPES: dict[str, frozenset[ir.DataType]] = {
     "DequantizeLinear": frozenset({ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4}),
     "GridSample": frozenset({ir.DataType.FLOAT}),
     "MatMulInteger": frozenset({ir.DataType.INT8}),
-    "com.microsoft.GroupQueryAttention": HALVES,
+    GROUPED: HALVES,
 }
 
 # Operators whose versions after this opset have no kernels.
@@ -88,5 +90,7 @@ def has_gpu_kernel(node: ir.Node, dtype: ir.DataType | None) -> bool:
         return False
     if name == "GRU" and not node.attributes.get_int("linear_before_reset", 0):
         return False  # cuDNN has the other form alone
+    if name == GROUPED and all(any(node.inputs[place : place + 1]) for place in SINKS_AND_BIAS):
+        return False  # kernels that know sinks take no mask
     types = TYPES.get(name)
     return types is None or dtype is None or dtype in types

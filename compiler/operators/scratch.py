@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 import onnx_ir as ir
 
+from splitc.compiler.operators.gpu_kernels import has_gpu_kernel
 from splitc.compiler.operators.operator import Shapes
 
 # Scores that a thread of MultiHeadAttention keeps in blocks, about what fits into its cache.
@@ -262,6 +263,11 @@ def group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tup
     is_plain = asked.get_int("causal", 1) and not beyond and len(outputs) <= 3
     blocks = min(BLOCKS, scores) if is_plain else scores
     return *map(math.prod, inputs[:3]), blocks
+
+
+def half_group_query_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
+    """Nothing where there is a kernel for GPUs."""
+    return () if has_gpu_kernel(node, node.outputs[0].dtype) else written_attention(node, inputs, outputs)
 
 
 def written_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:

@@ -258,17 +258,6 @@ def test_what_stays_says_why(tmp_path: Path, why: str, style: Style, capsys: pyt
     assert "caches in place: 0 of" in said and f"not: {why}" in said
 
 
-def test_sinks_stay_on_gpus(tmp_path: Path) -> None:
-    """GPU kernels with attention sinks take no mask, and the kernel that takes masks has no sinks."""
-    style = replace(STYLES["sinks"], dtype=TensorProto.FLOAT16)
-    path = tmp_path / "model.onnx"
-    onnx.save(write(style), path)
-    shapes = {name: array.shape for name, array in feeds(style, 1, 1, 5).items()}
-    made = analyze(path, AskedShapes(shapes), 1, gains=ON_GPUS)
-    whys = {fate.why for fate in made.fates if fate.kind == "cache"}
-    assert "no kernel takes both a mask and attention sinks" in whys
-
-
 def test_cache_of_attention_that_has_no_operator_stays(tmp_path: Path) -> None:
     made = analyzed(replace(OPTIMUM, odd="sinks"), tmp_path)
     assert {(fate.kind, fate.operator, fate.why) for fate in made.fates} == {

@@ -36,8 +36,8 @@ from tests.helpers.written_decoder import Style, feeds, following, without_state
 pytestmark = needs_caches
 HALF = TensorProto.FLOAT16
 # With a table of tokens that is no small constant.
-# Masks do not depend on numbers of heads, and sinks have no kernel on GPUs.
-STYLES = {name: style for name, style in CACHED.items() if "head" not in name and name != "sinks"}
+# Masks do not depend on numbers of heads.
+STYLES = {name: style for name, style in CACHED.items() if "head" not in name}
 STYLES = {**STYLES, "sizes of hidden states": replace(OPTIMUM, reads="hidden", vocabulary=2000)}
 # Results in halves.
 CLOSE = 2e-2

@@ -157,3 +157,17 @@ def test_caches_that_hold_a_window_differ_in_length_in_a_batch() -> None:
     for ours, theirs in zip(actual[1:], expected[1:], strict=True):
         np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(ours[1, :, :5], theirs[1, :, :5], rtol=1e-5, atol=1e-6)
+
+
+def test_sinks_beside_a_mask_are_written_out_in_half_precision_too() -> None:
+    """Kernels that know sinks take no mask."""
+    model, feeds = attention("causal = 1", more=", , , , bias, sinks"), request([9], 1, 8, 16)
+    halves = ir.from_onnx_text(ir.to_onnx_text(model).replace("float[", "float16["))
+    small = {name: array.astype(np.float16) if array.dtype == np.float32 else array for name, array in feeds.items()}
+    for ours, theirs in zip(outputs(written(halves), small), outputs(model, feeds), strict=True):
+        assert ours.dtype == np.float16
+        ours, theirs = (array if array.ndim == 3 else array[:, :, :9] for array in (ours, theirs))
+        np.testing.assert_allclose(ours.astype(np.float32), theirs, rtol=1e-2, atol=5e-3)
+    whole = ir.from_onnx_text(ir.to_onnx_text(attention("causal = 1")).replace("float[", "float16["))
+    keep_on_gpu(whole.graph, 18, {})
+    assert any(node.op_type == "GroupQueryAttention" for node in whole.graph)
