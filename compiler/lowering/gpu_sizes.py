@@ -39,7 +39,6 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
     """
     editor = Editor(graph)
     use_older_opset(graph)
-    write_out_attention(graph)
     for node in list(graph):
         _give_kernel(node, editor)
     if opset < 11:
@@ -53,10 +52,17 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
         remove_unused(graph)
 
 
+def write_out(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
+    """As `keep_on_gpu`, for attention that has no kernel for GPUs, which becomes other operators."""
+    if write_out_attention(graph):
+        keep_on_gpu(graph, opset, shapes)
+
+
 def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> str:
-    """Why engines of this model's graph can't be captured on GPUs even after `keep_on_gpu`; "" if they can."""
+    """Why engines of this model's graph can't be captured on GPUs even as they are written; "" if they can."""
     engine = graph.clone()
     keep_on_gpu(engine, opset, shapes)
+    write_out(engine, opset, shapes)
     return why_not_captured(engine)
 
 

@@ -26,7 +26,10 @@ class WindowRows(Rows):
         pasts = [self.attention.input(place) for place in PASTS]
         keys, values = (b.one("Concat", past, new, axis=2) for past, new in zip(pasts, added, strict=True))
         rows = self.attention.attend(query, keys, values, b, None, self.seen(), self.size)
-        return rows, *(b.one("GatherElements", whole, kept, axis=2) for whole in (keys, values))
+        zero = b.editor.scalar(0, rows)
+        presents = (b.one("GatherElements", whole, kept, axis=2) for whole in (keys, values))
+        # The operator leaves open what other rows are. Zeros are the same in each run.
+        return rows, *(b.one("Where", self._is_filled(), one, zero) for one in presents)
 
     @made_once
     def places(self) -> ir.Value:
@@ -50,15 +53,25 @@ class WindowRows(Rows):
         return self.nodes.editor.constant(np.arange(self.window, dtype=np.int64))
 
     @made_once
+    def _filled(self) -> ir.Value:
+        """The number of positions so far, [batch, 1]."""
+        return self.nodes.shaped(self.nodes.one("Add", self.last(), self.nodes.editor.numbers(1)), -1, 1)
+
+    @made_once
+    def _is_filled(self) -> ir.Value:
+        """Which rows of the presents are filled, [batch, 1, window, 1]."""
+        b = self.nodes
+        return b.one("Unsqueeze", b.one("Less", self._window_rows(), self._filled()), b.editor.numbers(1, 3))
+
+    @made_once
     def _kept(self, heads: int, size: int) -> ir.Value:
         """The rows of `places` that are kept, [batch, heads, window, size]."""
         b, number = self.nodes, self.nodes.editor.numbers
-        filled = b.shaped(b.one("Add", self.last(), number(1)), -1, 1)
-        position = b.one("Add", self._beyond(filled), self._window_rows())
+        position = b.one("Add", self._beyond(self._filled()), self._window_rows())
         held = b.one("Sub", position, self._evicted())
         new = b.one("Add", b.one("Sub", position, self.start()), number(self.window))
         row = b.one("Where", b.one("Less", position, self.start()), held, new)
-        # Rows that are not filled have any numbers.
+        # Rows that are not filled have no place of their own.
         end = b.sizes("Add", self.new(), number(self.window - 1))
         row = b.one("Unsqueeze", b.one("Min", row, end), number(1, 3))
         return b.one("Expand", row, self.shape_of(heads, number(self.window), size))

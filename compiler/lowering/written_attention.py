@@ -43,10 +43,13 @@ KNOWN = frozenset(
 WINDOWED = "sliding_window_cache"
 
 
-def write_out_attention(graph: ir.Graph) -> None:
-    """Replace GroupQueryAttention that has no kernel for GPUs, in place, where other operators can say it."""
+def write_out_attention(graph: ir.Graph) -> bool:
+    """Replace GroupQueryAttention that has no kernel for GPUs, in place, where other operators can say it.
+
+    Returns whether there was one.
+    """
     if graph.opset_imports.get("", 1) < OPSET:
-        return
+        return False
     editor, requests = Editor(graph), dict[Any, dict[Any, ir.Value]]()
     for node in list(graph):
         if operator_name(node) != GROUPED or runs_on_gpu(node) or not _is_known(node):
@@ -58,6 +61,7 @@ def write_out_attention(graph: ir.Graph) -> None:
             shared = requests.setdefault((kind, node.inputs[LASTS], node.inputs[TOTAL], _rows_of(node)), {})
             rows = kind(Attention(node), size, nodes, shared)
             _replace(node, nodes.made, _write(rows.attention, rows), graph)
+    return bool(requests)
 
 
 def _size_of(node: ir.Node) -> int | None:

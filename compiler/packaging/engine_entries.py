@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -41,14 +42,22 @@ def engine_entry(
         names(graph.outputs),
         _sizes_only(graph),
         group=list(group) if any(map(communicates, graph)) else [],
-        attends=any(operator_of(node).is_attention for node in graph.all_nodes()),
         convolves=any(map(convolves, graph.all_nodes())),
         data_sizes=_has_data_sizes(graph, uncertain),
-        control_flow=decides_by_data(graph),
-        branches_by_sizes=has_subgraphs(graph) and not decides_by_data(graph),
-        not_captured=why_not_captured(graph) if on_gpu else "",
         fused=_fused(graph),
+        **captures(graph, on_gpu),
     )
+
+
+def captures(graph: ir.Graph, on_gpu: bool) -> dict[str, Any]:
+    """What an engine's entry says of its capture, by field: of the graph as it is written."""
+    by_data = decides_by_data(graph)
+    return {
+        "attends": any(operator_of(node).is_attention for node in graph.all_nodes()),
+        "control_flow": by_data,
+        "branches_by_sizes": has_subgraphs(graph) and not by_data,
+        "not_captured": why_not_captured(graph) if on_gpu else "",
+    }
 
 
 def _fused(graph: ir.Graph) -> list[Fused]:

@@ -19,13 +19,12 @@ from splitc.compiler.frontend.slots import need_slots, without_slots
 from splitc.compiler.frontend.unused import remove_unused
 from splitc.compiler.lowering.communication import communicates
 from splitc.compiler.lowering.gpu_fusions import fuse_for_gpus
-from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
-from splitc.compiler.lowering.joined_products import join_products
+from splitc.compiler.lowering.gpu_sizes import keep_on_gpu, write_out
 from splitc.compiler.lowering.session_weights import multiply_as_stored
 from splitc.compiler.lowering.several_rows import take_several_rows
 from splitc.compiler.packaging.builder import find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
-from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry, shareable_weights
+from splitc.compiler.packaging.engine_entries import are_shareable, captures, engine_entry, shareable_weights
 from splitc.compiler.packaging.manifest_entries import make_manifest, rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
 from splitc.compiler.packaging.self_check import check_loads, check_outputs, check_sizes_tried
@@ -198,11 +197,8 @@ def _suit_gpu(graphs: Sequence[ir.Graph], analysis: Analysis) -> None:
     """Let engines of ONNX Runtime be captured, have fewer operators, and share their weights, in place."""
     shapes = analysis.costs.bound.shapes
     for graph in graphs:
-        multiply_as_stored(graph)
-        remove_unused(graph)
-        if analysis.fuses:  # before attention in single precision is written out
-            join_products(graph)
         keep_on_gpu(graph, analysis.graph.model.opset_imports.get("", 1), shapes)
+        multiply_as_stored(graph)
         remove_unused(graph)
         if analysis.fuses:
             # Slots for adapters are taken out of a graph again, so sums with them may not be part of something else.
@@ -248,6 +244,10 @@ def _write_rank(
     graphs = {path: one or graph for path, one, graph in zip(paths, plain, program.graphs, strict=True)}
     adapted = {_adapted(path): graph for path, one, graph in zip(paths, plain, program.graphs, strict=True) if one}
     unmasked = _without_masks(plan, graphs)
+    if on_gpu:  # after masks were left out, which only the operator shows
+        model, shapes = plan.analysis.graph.model, plan.analysis.costs.bound.shapes
+        for graph in (*graphs.values(), *adapted.values(), *unmasked.values()):
+            write_out(graph, model.opset_imports.get("", 1), shapes)
     weights = write_graphs({**graphs, **adapted, **unmasked}, plan.analysis.graph.model, writer, link, known)
     if not find_kind(plan.engine).is_built:
         pairs = zip(entries, graphs.items(), strict=True)
@@ -257,6 +257,7 @@ def _write_rank(
                 weights=shareable_weights(graph),
                 adapted=_relative(_adapted(path), adapted),
                 unmasked=_relative(_unmasked(path), unmasked),
+                **captures(graph, on_gpu),
             )
             for entry, (path, graph) in pairs
         ]

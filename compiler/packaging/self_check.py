@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from splitc.compiler.analysis.facts import Analysis
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.fitted_sizes import WHOLE
 from splitc.compiler.frontend.sizes_tried import MOST_ELEMENTS, Trial
+from splitc.compiler.fusion.cache import ROWS
+from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.packaging.block_check import compare_blocks
 from splitc.compiler.packaging.unsplit_file import adapted_file, random_adapter, unsplit_file
 from splitc.compiler.planning.plan import Plan
@@ -203,8 +205,23 @@ def _compare(plan: Plan, session: Session, whole: Reference, adapters: str | Non
         except SplitcError:
             continue  # the model does not take these sizes together, such as caches of two lengths
         compared = partial(compare, number_type=session.manifest.number_type)
-        return _result(whole, judge(compared, whole, feeds, expected, session.run(given, adapters=adapters)))
+        unset = _windows(plan.analysis).intersection(expected)
+        expected = {name: array for name, array in expected.items() if name not in unset}
+        judged = judge(compared, whole, feeds, expected, session.run(given, adapters=adapters))
+        note = f"not compared: {first_few(sorted(unset))}, of which the model sets only the rows that are filled"
+        return _result(whole, replace(judged, notes=[*judged.notes, *([note] if unset else [])]))
     return None
+
+
+def _windows(analysis: Analysis) -> set[str]:
+    """The outputs that are caches of a window. Their operator leaves rows that are not filled as its memory was."""
+    operators = [(node, operator_of(node)) for node in analysis.graph.nodes]
+    return {
+        node.outputs[place].name or ""
+        for node, operator in operators
+        if operator.state_sizes is not None and ROWS in operator.state_sizes(node)
+        for place in operator.states
+    }
 
 
 def _result(whole: Reference, judged: Judged) -> str:

@@ -96,9 +96,12 @@ def test_weights_that_an_exporter_transposes_are_joined(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     compile_model(plan_model(tmp_path / "model.onnx", ["cuda0"], Request()), tmp_path / "package", verify=False)
     graph = ir.load(tmp_path / "package" / "rank0" / "stage0.onnx").graph
-    # Attention in single precision is written out for GPUs.
-    assert [node.op_type for node in graph][:2] == ["FusedMatMul", "Split"]
-    assert sum("MatMul" in node.op_type for node in graph) == 1
+    # Attention in single precision is written out for GPUs, in branches.
+    assert [node.op_type for node in graph if node.op_type in ("FusedMatMul", "Split", "If")] == [
+        "FusedMatMul",
+        "Split",
+        "If",
+    ]
     given = feeds()
     with Session(tmp_path / "package", devices=["cpu0"]) as session:
         for output, array in run_whole(tmp_path / "model.onnx", given).items():

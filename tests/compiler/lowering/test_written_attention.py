@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from splitc.compiler.lowering.cpu_values import why_not_captured
-from splitc.compiler.lowering.gpu_sizes import keep_on_gpu
+from splitc.compiler.lowering.gpu_sizes import write_out
 from tests.conftest import Array, Arrays
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
@@ -80,7 +80,7 @@ def outputs(model: ir.Model, feeds: Arrays) -> list[Array]:
 
 def written(model: ir.Model) -> ir.Model:
     """The model as engines for GPUs have it: replayable, without the operator."""
-    keep_on_gpu(model.graph, 18, {})
+    write_out(model.graph, 18, {})
     assert not any(node.op_type == "GroupQueryAttention" for node in model.graph)
     assert why_not_captured(model.graph) == ""
     return model
@@ -143,20 +143,18 @@ def test_caches_that_hold_a_window_evict_rows(new: int, before: int, packed: boo
     expected = outputs(attention(kept, packed, ROTARY, WINDOW), feeds)
     actual = outputs(written(attention(kept, packed, ROTARY, WINDOW)), feeds)
     filled = min(WINDOW, before + new)
+    assert not actual[1][:, :, filled:].any()  # the operator leaves them as its memory was
     for ours, theirs in zip(actual, expected, strict=True):
         ours, theirs = (array if array.ndim == 3 else array[:, :, :filled] for array in (ours, theirs))
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert actual[1].shape[2] == WINDOW
 
 
 def test_caches_that_hold_a_window_differ_in_length_in_a_batch() -> None:
     kept = f"local_window_size = {WINDOW}, sliding_window_cache = 1"
     feeds = request([9, 5], 1, 8, WINDOW)
     expected, actual = (outputs(make(attention(kept, window=WINDOW)), feeds) for make in (lambda model: model, written))
-    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(actual[1:], expected[1:], strict=True):
-        np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(ours[1, :, :5], theirs[1, :, :5], rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_sinks_beside_a_mask_are_written_out_in_half_precision_too() -> None:
@@ -169,5 +167,5 @@ def test_sinks_beside_a_mask_are_written_out_in_half_precision_too() -> None:
         ours, theirs = (array if array.ndim == 3 else array[:, :, :9] for array in (ours, theirs))
         np.testing.assert_allclose(ours.astype(np.float32), theirs, rtol=1e-2, atol=5e-3)
     whole = ir.from_onnx_text(ir.to_onnx_text(attention("causal = 1")).replace("float[", "float16["))
-    keep_on_gpu(whole.graph, 18, {})
+    write_out(whole.graph, 18, {})
     assert any(node.op_type == "GroupQueryAttention" for node in whole.graph)
