@@ -54,7 +54,8 @@ REMEMBERED = 64
 # and go between it and the CPU. Such a graph is not captured. To GroupQueryAttention whose queries and keys are rotated
 # before it: it drops the mask, and takes tables of this request's rows for those of all positions. To a Softmax and the
 # addition before it: if that adds one column to all, SIGFPE ends the process (contrib_ops/cuda/math/bias_softmax.cc).
-NOT_ON_GPUS = ("GatherToSliceFusion", "GroupQueryAttentionFusion", "BiasSoftmaxFusion")
+# To a bias in single precision beside quantized weights: it becomes an int32, whose DequantizeLinear runs on the CPU.
+NOT_ON_GPUS = ("GatherToSliceFusion", "GroupQueryAttentionFusion", "BiasSoftmaxFusion", "WeightBiasQuantization")
 # The scratch space of a session's cuBLAS: the size of a buffer in KiB, and their number.
 WORKSPACE = ":4096:1"
 

@@ -61,6 +61,13 @@ def largest(block: Block, x: ir.Value) -> None:
     block.give(block.op("ArgMax", whole, axis=1, keepdims=0), shape=["n"], dtype=ir.DataType.INT64)
 
 
+def dequantized(block: Block, x: ir.Value) -> None:
+    """A bias of the type that no kernel dequantizes."""
+    scale = block.constant(np.linspace(0.1, 0.2, 8), np.float32)
+    bias = block.op("DequantizeLinear", block.constant(np.arange(-4, 4) * 3, np.int32), scale, axis=0)
+    block.give(block.op("Add", x, bias), shape=["n", 8])
+
+
 def repeated(block: Block, x: ir.Value) -> None:
     """As many times as its axis is long, as torch's repeat_interleave is written."""
     times = block.op("Concat", block.ints(1), block.op("Unsqueeze", length(block, x), block.ints(0)), axis=0)
@@ -82,7 +89,7 @@ def clipped(block: Block, x: ir.Value) -> None:
     block.give(block.op("Cast", places, to=ir.DataType.FLOAT), shape=["n", 8])
 
 
-FORMS = [compared, scaled, listed, chosen, largest, repeated, spread, clipped]
+FORMS = [compared, scaled, listed, chosen, largest, dequantized, repeated, spread, clipped]
 
 
 def written(tmp_path: Path, form: Callable[[Block, ir.Value], None]) -> tuple[Path, Block]:

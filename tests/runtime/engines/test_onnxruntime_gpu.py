@@ -143,14 +143,35 @@ def test_onnxruntime_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch)
         OnnxRuntimeGpuBackend.create(options)
 
 
+def optimized(folder: Path, disabled: tuple[str, ...]) -> set[str]:
+    """The operators that ONNX Runtime makes of a model without these optimizers."""
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    open_onnx(folder / "model.onnx", options, ["CPUExecutionProvider"], disabled_optimizers=disabled)
+    return {node.op_type for node in ir.load(folder / "optimized.onnx").graph}
+
+
+def test_biases_beside_quantized_weights_stay_as_they_are(tmp_path: Path) -> None:
+    """ONNX Runtime would quantize them to int32, which no kernel on GPUs takes."""
+    text = """<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => (float[n, 4] y)
+        <float scale = {0.1}, int8 zero = {0}, int8[4, 4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7},
+         float[4] b = {0.1, 0.2, 0.3, 0.4}> {
+            q = QuantizeLinear (x, scale, zero)  d = DequantizeLinear (q, scale, zero)
+            m = DequantizeLinear (w, scale, zero)  g = Gemm (d, m, b)
+            p = QuantizeLinear (g, scale, zero)  y = DequantizeLinear (p, scale, zero)
+        }"""
+    ir.save(ir.from_onnx_text(text), tmp_path / "model.onnx")
+
+    def types(disabled: tuple[str, ...]) -> set[ir.DataType | None]:
+        optimized(tmp_path, disabled)
+        return {value.dtype for value in ir.load(tmp_path / "optimized.onnx").graph.initializers.values()}
+
+    assert ir.DataType.INT32 in types(())
+    assert ir.DataType.INT32 not in types(onnxruntime_gpu.NOT_ON_GPUS)
+
+
 def test_rows_that_are_counted_and_picked_stay_as_they_are(tmp_path: Path) -> None:
     """ONNX Runtime would make a Slice of them, whose Unsqueeze nodes prevent capture on a GPU."""
-
-    def kept(disabled: tuple[str, ...]) -> set[str]:
-        options = ort.SessionOptions()
-        options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-        open_onnx(tmp_path / "model.onnx", options, ["CPUExecutionProvider"], disabled_optimizers=disabled)
-        return {node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph}
 
     count = ir.val("count", ir.DataType.INT64, [])
     numbers = {name: ir.val(name, const_value=ir.tensor(int(name), name=name)) for name in ("0", "1")}
@@ -162,5 +183,5 @@ def test_rows_that_are_counted_and_picked_stay_as_they_are(tmp_path: Path) -> No
         [count], taken.outputs, nodes=[rows, taken], initializers=[table, *numbers.values()], opset_imports={"": 20}
     )
     ir.save(ir.Model(graph, ir_version=10), tmp_path / "model.onnx")
-    assert "Slice" in kept(())
-    assert kept(onnxruntime_gpu.NOT_ON_GPUS) == {"Range", "Gather"}
+    assert "Slice" in optimized(tmp_path, ())
+    assert optimized(tmp_path, onnxruntime_gpu.NOT_ON_GPUS) == {"Range", "Gather"}
