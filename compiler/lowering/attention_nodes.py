@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.origins import described
 from splitc.compiler.fusion.grouped import BY_ROWS
 from splitc.compiler.fusion.multi_head import DOMAIN
 
@@ -119,7 +120,7 @@ class Attention:
         return b.one("MatMul", b.shaped(weights, 0, self.kv_heads, -1, 0), values)
 
     def _softmax(self, scores: ir.Value, b: Nodes, bias: ir.Value | None, seen: ir.Value | None) -> ir.Value:
-        editor, like = b.editor, self.node.outputs[0]
+        editor, like = b.editor, described(self.node.outputs[0])
         if softcap := self.node.attributes.get_float("softcap", 0):
             cap = editor.scalar(softcap, like)
             scores = b.one("Mul", b.one("Tanh", b.one("Div", scores, cap)), cap)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from splitc.compiler.frontend.origins import described
 from splitc.compiler.lowering.attention_nodes import PASTS
 from splitc.compiler.lowering.cache_rows import Rows, made_once
 
@@ -26,7 +27,7 @@ class WindowRows(Rows):
         pasts = [self.attention.input(place) for place in PASTS]
         keys, values = (b.one("Concat", past, new, axis=2) for past, new in zip(pasts, added, strict=True))
         rows = self.attention.attend(query, keys, values, b, None, self.seen(), self.size)
-        zero = b.editor.scalar(0, rows)
+        zero = b.editor.scalar(0, described(self.attention.node.outputs[0]))
         presents = (b.one("GatherElements", whole, kept, axis=2) for whole in (keys, values))
         # The operator leaves open what other rows are. Zeros are the same in each run.
         return rows, *(b.one("Where", self._is_filled(), one, zero) for one in presents)

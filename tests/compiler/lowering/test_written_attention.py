@@ -153,8 +153,10 @@ def test_caches_that_hold_a_window_differ_in_length_in_a_batch() -> None:
     kept = f"local_window_size = {WINDOW}, sliding_window_cache = 1"
     feeds = request([9, 5], 1, 8, WINDOW)
     expected, actual = (outputs(make(attention(kept, window=WINDOW)), feeds) for make in (lambda model: model, written))
-    for ours, theirs in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(actual[1:], expected[1:], strict=True):
+        for row, filled in ((0, WINDOW), (1, 5)):
+            np.testing.assert_allclose(ours[row, :, :filled], theirs[row, :, :filled], rtol=1e-5, atol=1e-6)
 
 
 def test_sinks_beside_a_mask_are_written_out_in_half_precision_too() -> None:
