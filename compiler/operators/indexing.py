@@ -126,7 +126,8 @@ def block_rows_shape(context: Any, node: ir.Node) -> None:
     """The shape of a Gather, in the type of the scales. Along the last axis, a byte may hold several numbers."""
     data, indices, scales = node.inputs[:3]
     assert data is not None and indices is not None and scales is not None
-    if data.shape is None or indices.shape is None or scales.dtype is None:
+    if data.shape is None or indices.shape is None:
+        context.set_shape_and_dtype(node.outputs[0], None, scales.dtype)
         return
     axis, sizes = node.attributes.get_int("gather_axis", 0), list(data.shape)
     if data.dtype == ir.DataType.UINT8:
