@@ -70,11 +70,21 @@ def keep_folded(graph: ir.Graph, known: Collection[ir.Value]) -> None:
 
 
 def bypass_same(graph: ir.Graph) -> None:
-    """Bypass nodes whose output is their first input, in place."""
+    """Bypass nodes whose output is their first input, in place.
+
+    If it is an output of the model, what the node reads becomes the output, unless that is one already, or no result.
+    """
     for node in all_nodes(graph):
         value = node.inputs[0] if node.inputs and not node.domain else None
-        if value is not None and not node.outputs[0].is_graph_output() and _is_same(node, value):
-            node.outputs[0].replace_all_uses_with(value)
+        if value is None or not _is_same(node, value):
+            continue
+        made, maker = node.outputs[0], value.producer()
+        if not made.is_graph_output():
+            made.replace_all_uses_with(value)
+        elif maker is not None and maker.graph is graph is node.graph and not value.is_graph_output():
+            made.replace_all_uses_with(value, replace_graph_outputs=True)
+            value.name, made.name = made.name, None
+            value.type, value.shape = made.type or value.type, made.shape or value.shape
 
 
 def merge_casts(graph: ir.Graph) -> None:

@@ -135,14 +135,14 @@ def _differ(graph: onnx.GraphProto, name: str) -> bool:
 
 
 @cache
-def _known_operators() -> frozenset[tuple[str, str]]:
+def known_operators() -> frozenset[tuple[str, str]]:
     """Domains and names of the operators for which ONNX Runtime has a schema."""
     return frozenset((schema.domain, schema.name) for schema in onnxruntime_build.get_all_operator_schema())
 
 
 def _check_operators(proto: onnx.ModelProto, contents: Contents) -> None:
     """Raise ModelError for an operator that is neither known to ONNX Runtime nor a function of the model."""
-    known = _known_operators() | {(function.domain, function.name) for function in proto.functions}
+    known = known_operators() | {(function.domain, function.name) for function in proto.functions}
     for node in contents.nodes:
         domain = "" if node.domain == "ai.onnx" else node.domain
         if (domain, node.op_type) not in known:

@@ -10,6 +10,7 @@ import onnx_ir.passes.common as passes
 from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.constants import bypass_same, fold_constants, merge_casts
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
+from splitc.compiler.frontend.loading import known_operators
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
@@ -23,6 +24,9 @@ def lift(model: ir.Model) -> None:
 
     Each pass walks the whole model, and most models need none, so it is checked first.
     """
+    for identifier, function in tuple(model.functions.items()):
+        if (function.domain, function.name) in known_operators():  # ONNX Runtime runs its own operator then
+            del model.functions[identifier]
     if model.functions:
         passes.InlinePass()(model)
     if any(node.op_type == "Constant" for node in all_nodes(model.graph)):
@@ -32,6 +36,9 @@ def lift(model: ir.Model) -> None:
         name_apart(model)  # a lifted value may have the name of a value in another branch
     replace_cast_like(model)
     fold_constants(model.graph)
+    # torch's older exporter writes casts to the type that a value has, and no types of values.
+    if any(cast.inputs[0].dtype in UNKNOWN for cast in model.graph if is_onnx(cast, "Cast") and cast.inputs[0]):
+        add_types(model)
     bypass_same(model.graph)
     merge_casts(model.graph)
     part_sequences(model)

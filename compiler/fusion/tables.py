@@ -15,7 +15,7 @@ from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.made_up import choose_fill, describe_tensor
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.frontend.reads import holds_graphs, read_sizes
-from splitc.compiler.frontend.roles import find_roles
+from splitc.compiler.frontend.roles import find_roles, planned_roles
 from splitc.compiler.frontend.walks import producers, reached
 from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.request.shapes import Shape
@@ -109,7 +109,7 @@ class Tables:
 
     @cached_property
     def _roles(self) -> Mapping[ir.Value, Role]:
-        return find_roles(self._graph)
+        return planned_roles(self._graph, find_roles(self._graph), self._shapes)
 
     def _made_up(self, inputs: list[ir.Value]) -> dict[ir.Value, Array]:
         """Made-up inputs. Positions do not begin at 0, where all cosines are 1."""

@@ -40,8 +40,28 @@ def _look_up(op: Operation, axis: int) -> None:
         op.free([data[0]])
         op.is_lookup = True
         op.contracted = data[0]
-    else:
+    elif not _pick_section(op, axis):
         op.whole([data[axis]], "it is indexed")
+
+
+def _pick_section(op: Operation, axis: int) -> bool:
+    """Whether a list with one constant index picks a row of several axes: a section, as a Slice would.
+
+    Falcon's keys and values are rows behind those of the queries.
+    """
+    data, places = op.input(0), op.numbers(1) if len(op.input(1)) == 1 else None
+    if places is None or len(places) != 1 or len(data) < 2:
+        return False
+    size = ax.size_of(data[axis])
+    place = places[0] + size if places[0] < 0 else places[0]
+    if not 0 <= place < size:
+        return False
+    head, row, tail = op.cut(data[axis], [place, 1, size - place - 1])
+    op.relate(row, op.output()[axis])
+    if places[0] < 0:
+        op.whole([tail], "it is counted from its end")
+    op.declare_sizes(1, [head if place else None])
+    return True
 
 
 def gather_elements(op: Operation) -> None:
@@ -126,7 +146,8 @@ def block_rows_shape(context: Any, node: ir.Node) -> None:
     """The shape of a Gather, in the type of the scales. Along the last axis, a byte may hold several numbers."""
     data, indices, scales = node.inputs[:3]
     assert data is not None and indices is not None and scales is not None
-    if data.shape is None or indices.shape is None or scales.dtype is None:
+    if data.shape is None or indices.shape is None:
+        context.set_shape_and_dtype(node.outputs[0], None, scales.dtype)
         return
     axis, sizes = node.attributes.get_int("gather_axis", 0), list(data.shape)
     if data.dtype == ir.DataType.UINT8:
@@ -153,7 +174,15 @@ def unique_shapes(context: Any, node: ir.Node) -> None:
 
 OPERATORS = (
     Operator("Unique", shapes=unique_shapes),
-    Operator("Gather", gather, reads_part=True, shape_arithmetic=True, passes_sizes=True, lookups=((1, 0),)),
+    Operator(
+        "Gather",
+        gather,
+        reads_part=True,
+        shape_arithmetic=True,
+        passes_sizes=True,
+        lookups=((1, 0),),
+        sizes_are_offsets=True,
+    ),
     Operator("GatherElements", gather_elements, reads_part=True, lookups=((1, 0),)),
     Operator("GatherND", gather_nd, reads_part=True),
     Operator("com.microsoft.GatherBlockQuantized", gather_blocks, shapes=block_rows_shape, lookups=((1, 0),)),

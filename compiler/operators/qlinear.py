@@ -86,12 +86,10 @@ def convolution_flops(node: ir.Node, inputs: Shapes, outputs: Shapes) -> int:
 def gemm_shape(context: Any, node: ir.Node) -> None:
     """The type is that of the output's zero point; float without one."""
     left, right, zero = node.inputs[0], node.inputs[3], node.inputs[8] if len(node.inputs) > 8 else None
-    if left is None or right is None or left.shape is None or right.shape is None:
-        return
-    rows = left.shape[1 if node.attributes.get_int("transA", 0) else 0]
-    columns = right.shape[0 if node.attributes.get_int("transB", 0) else 1]
-    dtype = ir.DataType.FLOAT if zero is None else zero.dtype
-    context.set_shape_and_dtype(node.outputs[0], ir.Shape([rows, columns]), dtype)
+    rows = None if left is None or left.shape is None else left.shape[node.attributes.get_int("transA", 0)]
+    columns = None if right is None or right.shape is None else right.shape[1 - node.attributes.get_int("transB", 0)]
+    shape = context.name_anonymous_dims_in_shape(ir.Shape([rows, columns]))
+    context.set_shape_and_dtype(node.outputs[0], shape, ir.DataType.FLOAT if zero is None else zero.dtype)
 
 
 def pool_shape(context: Any, node: ir.Node) -> None:

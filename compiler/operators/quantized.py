@@ -113,14 +113,13 @@ def quantized_shape(context: Any, node: ir.Node) -> None:
     """The shape of the data, and the type of the zero point (uint8 without one)."""
     data, zero = node.inputs[0], node.inputs[2] if len(node.inputs) > 2 else None
     dtype = ir.DataType.UINT8 if zero is None or zero.dtype is None else zero.dtype
-    if data is not None and data.shape is not None:
-        context.set_shape_and_dtype(node.outputs[0], data.shape, dtype)
+    context.set_shape_and_dtype(node.outputs[0], None if data is None else data.shape, dtype)
 
 
 def dequantized_shape(context: Any, node: ir.Node) -> None:
     """The shape of the data, and the type of the scale."""
     data, scale = node.inputs[0], node.inputs[1]
-    if data is not None and data.shape is not None and scale is not None and scale.dtype is not None:
+    if data is not None and scale is not None and scale.dtype is not None:
         context.set_shape_and_dtype(node.outputs[0], data.shape, scale.dtype)
 
 

@@ -24,6 +24,8 @@ RELATIVE = {
 # Added to that: an output of zeros has no largest value. A choice: several times what rounding does to
 # numbers of float32 near one.
 ABSOLUTE = 1e-6
+# Why an output differs that has a NaN or an infinity where the other has none.
+NOT_FINITE = "NaN or infinity in one of them only"
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _difference(
         float(wide_actual[where]),
         passed=absolute <= tolerance,
         allowed=tolerance / largest if largest else tolerance,
-        problem="NaN or infinity in one of them only" if np.isinf(absolute) else None,
+        problem=NOT_FINITE if np.isinf(absolute) else None,
     )
 
 

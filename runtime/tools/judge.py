@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from splitc.runtime.tools.compare import Difference
+from splitc.runtime.tools.compare import NOT_FINITE, Difference
 from splitc.runtime.tools.rounding import Arrays, excuse, own_moves
 from splitc.runtime.tools.unsplit import Reference
 from splitc.runtime.units import first_few
@@ -20,7 +20,8 @@ UNSTEADY = 0.1
 class Judged:
     """The differences of a split model's outputs, and notes on those that the unsplit model itself explains.
 
-    `unsteady` says of those that remain which rounding moves so much in the unsplit model that they may be right.
+    `unsteady` says of those that remain why they may be right: which rounding moves far in the unsplit model, or which
+    of its own numbers are infinite.
     """
 
     differences: list[Difference]
@@ -49,7 +50,19 @@ def judge(
         judged = _without_optimizations(judged, expected, actual, plain, compared)
         if not judged.passed and excused:
             judged = _without_rounding(judged, [compared(expected, e) for e in (plain, *whole.run_nudged(feeds))])
+            if any(output.problem == NOT_FINITE for output in judged.differences):
+                judged = _with_infinities(judged, whole.overflowing(feeds))
     return judged
+
+
+def _with_infinities(judged: Judged, product: str) -> Judged:
+    """The same, and that the model computes infinities itself, if it does.
+
+    Kernels that compute in float32 may hide them in the unsplit model: what ranks exchange is in float16.
+    """
+    if not product:
+        return judged
+    return replace(judged, unsteady=f"'{product}' of the unsplit model has numbers beyond the largest of float16")
 
 
 def _without_random(judged: Judged, own: Sequence[Difference]) -> Judged:

@@ -22,6 +22,8 @@ NUDGED = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 # How many numbers a weight has that is nudged. A choice: in shorter ones are exponents, and scales from which sizes
 # follow; norms, biases and scales of channels, of which any model has some, are not longer.
 FEWEST, MOST = 8, 1 << 16
+# The operators whose results are sums of many products: where numbers grow beyond the largest of float16 first.
+PRODUCTS = ("Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul")
 
 
 def own_moves(own: Sequence[Sequence[Difference]]) -> dict[str, float]:
@@ -78,3 +80,16 @@ def nudged_weights(model: Path) -> Iterator[bytes]:
             )
             proto.graph.initializer[number].CopyFrom(numpy_helper.from_array(moved, weights[number].name))
         yield proto.SerializeToString()
+
+
+def with_products(model: Path) -> tuple[list[str], bytes] | None:
+    """The model with the results of its products as further outputs, and their names; None without `onnx`."""
+    if find_spec("onnx") is None:
+        return None
+    import onnx
+
+    proto = onnx.load(model, load_external_data=False)
+    outputs = {value.name for value in proto.graph.output}
+    names = [name for node in proto.graph.node if node.op_type in PRODUCTS for name in node.output]
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in outputs)
+    return names, proto.SerializeToString()

@@ -25,7 +25,7 @@ from splitc.runtime.hardware.devices import Device, free_bytes, parse_devices
 from splitc.runtime.package.manifest import FixedInput, Manifest, Tensor
 from splitc.runtime.package.unfolded import unfolded
 from splitc.runtime.threads.executor import Executor
-from splitc.runtime.tools.rounding import Arrays, nudged, nudged_weights
+from splitc.runtime.tools.rounding import Arrays, nudged, nudged_weights, with_products
 from splitc.runtime.units import format_bytes
 
 RunModel = Callable[[Arrays], dict[str, npt.NDArray[Any]]]
@@ -40,6 +40,7 @@ class Reference:
 
     - `run_unoptimized`: runs the model on the CPU without ONNX Runtime's optimizations; returns nothing if that fails.
     - `run_nudged`: runs it with numbers that differ in the last digit.
+    - `overflowing`: a product of the model with float16 numbers that are infinite; "" if there is none.
     """
 
     device: Device
@@ -47,6 +48,7 @@ class Reference:
     run: RunModel
     run_unoptimized: RunModel
     run_nudged: Callable[[Arrays], Iterable[Arrays]]
+    overflowing: Callable[[Arrays], str] = lambda feeds: ""
 
     def __str__(self) -> str:
         return describe_reference(self.device, self.why)
@@ -93,6 +95,7 @@ def open_reference(
             lambda feeds: run({**all_feeds(manifest, feeds), **settings}),
             lambda feeds: _run_unoptimized(model, {**all_feeds(manifest, feeds), **settings}, trusts_data),
             lambda feeds: _run_nudged(model, {**all_feeds(manifest, feeds), **settings}, run, device),
+            lambda feeds: _overflowing(model, {**all_feeds(manifest, feeds), **settings}),
         )
 
 
@@ -113,6 +116,16 @@ def _run_nudged(model: Path, feeds: Arrays, run: RunModel, device: Device) -> It
     with suppress(*ERRORS):
         for content in nudged_weights(model) if not moved and device.kind == "cpu" else ():
             yield _run_in(open_content(content, model.parent), feeds)
+
+
+def _overflowing(model: Path, feeds: Arrays) -> str:
+    shown = with_products(model)
+    if shown is not None:
+        names, content = shown
+        with suppress(*ERRORS):
+            made = _run_in(open_content(content, model.parent), feeds)
+            return next((n for n in names if made[n].dtype == np.float16 and np.isinf(made[n]).any()), "")
+    return ""
 
 
 def _run_in(session: ort.InferenceSession, feeds: Arrays) -> dict[str, npt.NDArray[Any]]:

@@ -77,8 +77,22 @@ def test_nodes_that_change_nothing_are_bypassed(write_model: WriteModel) -> None
           present = Concat <axis = 0> (same, d)  e = Slice (present, zero, eight, one, one)  y = Identity (e) }"""
     )
     graph = read_graph(path)
-    assert [node.op_type for node in graph.nodes] == ["Concat", "Slice", "Identity"]
+    assert [node.op_type for node in graph.nodes] == ["Concat", "Slice"]
     assert [value.name for value in graph.nodes[0].inputs if value is not None] == ["past", "x"]
+    assert [value.name for value in graph.outputs] == ["present", "y"]
+
+
+def test_what_a_node_passes_on_as_an_output_becomes_the_output(write_model: WriteModel) -> None:
+    """The node stays if it passes on an input, a weight, or an output."""
+    path = write_model(
+        HEAD
+        + """(float[n, 8] x) => (float[n, 8] y, float[n, 8] z, float[n, 8] same, float[8] w)
+        <float[8] weight = {1, 2, 3, 4, 5, 6, 7, 8}>
+        { a = Add (x, weight)  y = Cast <to = 1> (a)  z = Identity (a)  same = Identity (x)  w = Identity (weight) }"""
+    )
+    graph = read_graph(path)
+    assert [node.op_type for node in graph.nodes] == ["Add", "Identity", "Identity", "Identity"]
+    assert [value.name for value in graph.outputs] == ["y", "z", "same", "w"]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from splitc.compiler import Request, compile_model, plan_model
 from splitc.compiler.errors import ModelError
 from tests.helpers.graphs import read_graph
 
@@ -20,6 +21,25 @@ def test_functions_are_inlined(write_model: WriteModel) -> None:
         <opset_import: ["" : 17], domain: "local"> twice (a) => (b) { b = Add(a, a) }"""
     )
     assert [node.op_type for node in read_graph(path).nodes] == ["Add"]
+
+
+def test_of_a_function_named_as_an_operator_the_operator_is_run(write_model: WriteModel, tmp_path: Path) -> None:
+    """ONNX Runtime runs its own operator then, whatever the function computes."""
+    path = write_model(
+        """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1, "local" : 1]>
+        g (float[2, 4] x) => (float[2, 4] y)
+        <float[4, 4] w = {1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8}>
+        { a = MatMul(x, w)
+          b = com.microsoft.Gelu(a)
+          y = local.twice(b) }
+        <opset_import: ["" : 17], domain: "com.microsoft"> Gelu (a) => (b) { b = Neg(a) }
+        <opset_import: ["" : 17, "com.microsoft" : 1], domain: "local"> twice (a) => (b) {
+          c = com.microsoft.Gelu(a)
+          b = Add(c, c) }"""
+    )
+    assert [node.op_type for node in read_graph(path).nodes] == ["MatMul", "Gelu", "Gelu", "Add"]
+    plan = plan_model(path, "2xcpu", Request(split_mode="layer", spread=True))
+    compile_model(plan, tmp_path / "package")  # which compares it with the model
 
 
 def test_constants_and_overridable_initializers_become_weights(write_model: WriteModel) -> None:
@@ -81,7 +101,7 @@ def test_outputs_that_are_left_out_stay_so_beside_an_if(write_model: WriteModel)
 
 
 def test_what_concatenates_one_value_is_passed_by(write_model: WriteModel) -> None:
-    """Also inside an If. An output keeps its node, and so its name."""
+    """Also inside an If. An output keeps its name."""
     path = write_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[2] x, bool c) => (float[2] y, float[2] z) {
@@ -96,9 +116,10 @@ def test_what_concatenates_one_value_is_passed_by(write_model: WriteModel) -> No
         }"""
     )
     graph = read_graph(path)
-    assert [node.op_type for node in graph.nodes] == ["Add", "If", "Concat"]
+    assert [node.op_type for node in graph.nodes] == ["Add", "If"]
     assert [value.name for value in graph.nodes[0].inputs if value is not None] == ["x", "x"]
     assert [value.name for value in graph.outputs] == ["y", "z"]
+    assert graph.outputs[1] is graph.nodes[0].outputs[0]
 
 
 def test_what_is_the_same_as_a_weight_is_passed_by(write_model: WriteModel) -> None:

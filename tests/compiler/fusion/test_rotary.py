@@ -36,6 +36,15 @@ ANGLES = {
         column = Unsqueeze (wide, last)
         frequencies = Constant <value_floats = [1.0, 0.3, 0.1, 0.03]> ()  angles = Mul (column, frequencies)""",
 }
+# A copy of a table of 50 positions for each row of the batch, and places in it, as torch's older exporter writes GPT-J.
+PICKED = """first = Constant <value_float = 0.0> ()  step = Constant <value_float = 1.0> ()
+    stop = Constant <value_float = 50.0> ()  numbers = Range (first, stop, step)  column = Unsqueeze (numbers, last)
+    frequencies = Constant <value_floats = [1.0, 0.3, 0.1, 0.03]> ()  table = Mul (column, frequencies)
+    sizes = Shape (positions)  rows = Slice (sizes, zero, one)  copies = Concat <axis = 0> (rows, one, one)
+    length = Shape (copies)  ones = ConstantOfShape <value = int64[1] {1}> (length)
+    flat_table = Expand (table, ones)  tables = Tile (flat_table, copies)
+    thin_places = Unsqueeze (positions, last)  fours = Constant <value_ints = [1, 1, 4]> ()
+    places = Tile (thin_places, fours)  angles = GatherElements <axis = 1> (tables, places)"""
 # A number for each element: the pairs' halves follow each other, or each pair its neighbour.
 TWICE = {
     False: "twice = Concat <axis = -1> (angles, angles)",
@@ -129,6 +138,13 @@ def check(
 def test_halves_are_rotated(tmp_path: Path, angles: str, parts: str, heads_first: bool) -> None:
     model = written(whole(False, PARTS[parts], angles), angles, heads_first=heads_first)
     check(model, tmp_path, 2e-6, heads_first=heads_first)
+
+
+def test_made_up_positions_are_in_a_table_that_the_model_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ANGLES, "picked", PICKED)
+    check(written(whole(False, SLICED), "picked"), tmp_path, 2e-6)
 
 
 @pytest.mark.parametrize("heads_first", [True, False], ids=["heads_first", "rows_first"])

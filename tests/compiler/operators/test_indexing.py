@@ -180,6 +180,39 @@ def test_tied_table_is_split_by_rows_and_its_lookup_summed(opset: int, tmp_path:
         session.run({"ids": np.array([[0, 30]])})
 
 
+def six_rows(b: Block) -> ir.Value:
+    """Six rows of four that are made of normalized values."""
+    x = b.op("Softmax", b.data("x", (4, COLUMNS)))
+    return b.op("Reshape", b.op("MatMul", x, b.w("A", COLUMNS, MANY)), b.ints(0, 6, 4))
+
+
+@pytest.mark.parametrize(("key", "value"), [(-2, -1), (4, 5), (4, -1)])
+def test_rows_behind_others_are_sections(key: int, value: int, tmp_path: Path) -> None:
+    """As Falcon's key and value, which all queries share. They are whole, and the queries' heads are split."""
+    b = Block()
+    rows = six_rows(b)
+    queries = b.op("Softmax", b.op("Slice", rows, b.ints(0), b.ints(-2), b.ints(1)))
+    one, other = (b.op("Gather", rows, b.ints(place), axis=1) for place in (key, value))
+    heads = b.op("Mul", queries, b.op("Tanh", b.op("Mul", one, other)))
+    out = b.op("MatMul", b.op("Reshape", heads, b.ints(0, 16)), b.w("B", 16, COLUMNS))
+    b.give(b.op("Softmax", out), shape=[4, COLUMNS])
+    for plan in check_split(b, tmp_path, {"B"}, sums=1):
+        assert {weight.name: weight.split for weight in plan.weights}["A"] == COLUMNS * 16 * 4
+
+
+def test_row_between_others_is_picked_behind_a_shard(tmp_path: Path) -> None:
+    """Where it lies follows from a rank's share of the rows before it."""
+    b = Block()
+    rows = six_rows(b)
+    before = b.op("Softmax", b.op("Slice", rows, b.ints(0), b.ints(3), b.ints(1)))
+    behind = b.op("Softmax", b.op("Slice", rows, b.ints(4), b.ints(6), b.ints(1)))
+    scaled = b.op("Mul", b.op("Concat", before, behind, axis=1), b.op("Gather", rows, b.ints(3), axis=1))
+    out = b.op("MatMul", b.op("Reshape", scaled, b.ints(0, 20)), b.w("B", 20, COLUMNS))
+    b.give(b.op("Softmax", out), shape=[4, COLUMNS])
+    for plan in check_split(b, tmp_path, {"B"}, sums=1):
+        assert {weight.name: weight.split for weight in plan.weights}["A"] == COLUMNS * 20 * 4
+
+
 @pytest.mark.parametrize(("reduction", "sums"), [("none", 1), ("add", 1), ("max", 2), ("mul", 2)])
 def test_partial_rows_that_are_scattered(reduction: str, sums: int, tmp_path: Path) -> None:
     """They are summed before any reduction other than an addition."""

@@ -47,7 +47,6 @@ LINEAR: dict[str, Middle] = {
     "Div": lambda b, v: b.op("Div", v, number(b, 3)),
     "Neg": through("Neg"),
     "Dropout": through("Dropout"),
-    "Cast": through("Cast", to=FLOAT),
     "Where": where,
     "Reshape": lambda b, v: b.op("Reshape", v, b.ints(0, 0, 4, 3)),
     "Flatten": through("Flatten", axis=2),
@@ -95,6 +94,18 @@ def summed_behind(middle: Middle, folder: Path) -> list[str]:
 def test_partial_value_goes_through(name: str, tmp_path: Path) -> None:
     (operator,) = summed_behind(LINEAR[name], tmp_path)
     assert operator == name
+
+
+def test_partial_integers_go_through_a_cast(tmp_path: Path) -> None:
+    b = Halves()
+    whole = b.op("QuantizeLinear", b.inner, number(b, 0.1), b.constant(0, np.uint8))
+    weight = np.random.default_rng(0).integers(-9, 9, (INNER, HIDDEN), dtype=np.int8)
+    product = b.op("MatMulInteger", whole, b.weight("B", ir.tensor(weight)))
+    b.give(softmax(b, b.op("Cast", product, to=FLOAT)))
+    for plan in check_split(b, tmp_path, {"A", "B"}, TWO):
+        (value,) = sharded(plan).sums.summed
+        producer = value.producer()
+        assert producer is not None and producer.op_type == "Cast"
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 import pytest
 
 from models.writer import save
@@ -81,6 +82,33 @@ def test_output_that_rounding_moves_far_is_said_to_be_unsteady() -> None:
     assert ([each.passed for each in found.differences], found.notes) == ([False, True], [])
     assert found.unsteady == "rounding alone changes y of the unsplit model by 3.0e-01"
     assert judged(outputs(y=1.5, z=1.5), moving(0.3), same).unsteady == ""  # z is steady, and y is excused
+
+
+@pytest.mark.parametrize(("product", "said"), [("", ""), ("h", "'h' of the unsplit model has numbers beyond")])
+def test_infinities_that_the_model_computes_itself_are_named(product: str, said: str) -> None:
+    whole = Reference(CPU, "", same, same, lambda feeds: [], lambda feeds: product)
+    infinite = judge(compare, whole, FEEDS, outputs(y=1, z=1), outputs(y=np.inf, z=1))
+    assert not infinite.passed and infinite.unsteady.startswith(said) and bool(infinite.unsteady) == bool(said)
+    assert judge(compare, whole, FEEDS, outputs(y=1, z=1), outputs(y=2, z=1)).unsteady == ""  # no infinity is there
+
+
+WEIGHTS = (("up", (64, 128), 2.0), ("down", (128, 64), 30.0))
+
+
+def test_sums_that_leave_the_range_of_float16_are_no_fault_of_the_split(tmp_path: Path) -> None:
+    """ONNX Runtime computes the unsplit model's in float32 on CPUs, and ranks exchange float16."""
+    half = ir.DataType.FLOAT16
+    block = Block()
+    up, down = (block.weight(name, ir.tensor(np.full(shape, number, np.float16))) for name, shape, number in WEIGHTS)
+    wide = block.op("Relu", block.op("MatMul", block.input("x", half, ["n", 64]), up))
+    huge = block.op("MatMul", wide, down)
+    less = block.op("Mul", block.op("Relu", huge), block.constant(0.01, np.float16))
+    block.give(less, "y", ["n", 64], half)
+    model = tmp_path / "model.onnx"
+    save(block.model(), model)
+    arguments = ("-d", "2xcpu", "--split-mode", "tensor", "--fill", "x=ones")
+    said = splitc("compile", model, "-o", tmp_path / "package", *arguments, code=4).stderr
+    assert f"'{huge.name}' of the unsplit model has numbers beyond the largest of float16" in " ".join(said.split())
 
 
 def test_model_that_draws_random_numbers_is_said_to_differ_from_itself(tmp_path: Path) -> None:
