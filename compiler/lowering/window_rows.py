@@ -30,7 +30,7 @@ class WindowRows(Rows):
         zero = b.editor.scalar(0, described(self.attention.node.outputs[0]))
         presents = (b.one("GatherElements", whole, kept, axis=2) for whole in (keys, values))
         # The operator leaves open what other rows are. Zeros are the same in each run.
-        return rows, *(b.one("Where", self._is_filled(), one, zero) for one in presents)
+        return rows, *(b.one("Where", self._is_set(), one, zero) for one in presents)
 
     @made_once
     def places(self) -> ir.Value:
@@ -59,7 +59,7 @@ class WindowRows(Rows):
         return self.nodes.shaped(self.nodes.one("Add", self.last(), self.nodes.editor.numbers(1)), -1, 1)
 
     @made_once
-    def _is_filled(self) -> ir.Value:
+    def _is_set(self) -> ir.Value:
         """Which rows of the presents are filled, [batch, 1, window, 1]."""
         b = self.nodes
         return b.one("Unsqueeze", b.one("Less", self._window_rows(), self._filled()), b.editor.numbers(1, 3))
