@@ -67,6 +67,10 @@ def write_out_attention(graph: ir.Graph) -> bool:
 def _size_of(node: ir.Node) -> int | None:
     """The size of a head; None if the model's file does not say it. A rank may have some of the model's heads."""
     whole = origin_of(node) or node
+    for value in (whole.inputs[PASTS[0]], whole.outputs[1]):
+        shape = None if value is None else described(value).shape
+        if shape is not None and len(shape) == 4 and isinstance(shape[3], int):
+            return shape[3]
     query, one = whole.inputs[QUERY], Attention(whole)
     shape = None if query is None else described(query).shape
     width, heads = None if shape is None else shape[-1], one.heads

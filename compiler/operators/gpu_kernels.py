@@ -64,6 +64,7 @@ TYPES: dict[str, frozenset[ir.DataType]] = {
     "DequantizeLinear": frozenset({ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4}),
     "GridSample": frozenset({ir.DataType.FLOAT}),
     "MatMulInteger": frozenset({ir.DataType.INT8}),
+    "com.microsoft.DequantizeLinear": frozenset({ir.DataType.INT8, ir.DataType.UINT8}),
     GROUPED: HALVES,
 }
 

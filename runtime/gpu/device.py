@@ -261,13 +261,23 @@ class GpuDevice:
 
     def copy_functions(self) -> tuple[Any, Any]:
         """CUDA's cudaMemcpyAsync and cudaStreamSynchronize, for the C library. Raises PackageError without CUDA."""
-        major = self.cuda.runtime.runtimeGetVersion() // 1000
-        try:
-            library = ctypes.CDLL(f"libcudart.so.{major}")
-        except OSError as error:
-            raise PackageError(f"CUDA's runtime library can't be loaded: {error}") from error
+        library = self._runtime_library()
         functions = library.cudaMemcpyAsync, library.cudaStreamSynchronize
         return ctypes.cast(functions[0], ctypes.c_void_p), ctypes.cast(functions[1], ctypes.c_void_p)
+
+    def forget_error(self) -> None:
+        """Clear what CUDA keeps of a capture that failed: ONNX Runtime's next kernel would take it for its own error.
+
+        Raises PackageError without CUDA.
+        """
+        self._runtime_library().cudaGetLastError()
+
+    def _runtime_library(self) -> ctypes.CDLL:
+        major = self.cuda.runtime.runtimeGetVersion() // 1000
+        try:
+            return ctypes.CDLL(f"libcudart.so.{major}")
+        except OSError as error:
+            raise PackageError(f"CUDA's runtime library can't be loaded: {error}") from error
 
     def reserve(self, size: int) -> None:
         """Allocate memory for the pool in one chunk, which it then divides.

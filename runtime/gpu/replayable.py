@@ -22,6 +22,8 @@ def why_unsafe_to_replay(rank: Rank, file: EngineFile) -> str:
         return f"sizes in {file.path} depend on data"
     if file.control_flow:  # TensorRT captures the branch that one request took
         return f"{file.path} has control flow (If, Loop or Scan)"
+    if file.branches_by_sizes and file.not_captured:  # ONNX Runtime, which refuses such nodes, is not asked about it
+        return f"in {file.path}, {file.not_captured}"
     return f"{file.path} {UNLOADED}" if file.convolves and not shares_weights(rank, file) else ""
 
 

@@ -29,6 +29,7 @@ def capture(gpu: GpuDevice, tape: Tape, give: Callable[[], T]) -> tuple[Any, T]:
     gpu.tape = None
     graph = attempt(gpu.stream.end_capture)  # even if it failed: no stream is left capturing
     if failure := first_failure((given, graph)):
+        gpu.forget_error()
         raise failure.error
     staged = [buffer for buffer in tape.inputs.values() if not isinstance(buffer, GpuArray)]
     tape.owned = own_what_is_copied(graph, staged, lambda size: gpu.pinned((size,), np.uint8))

@@ -109,8 +109,13 @@ class FakeBackend(GpuDevice, Backend):
     The environment variable FAILING has the name of an engine's file, and the number of the run in which it fails.
     """
 
+    error_of_capture = False
     _swap_buffer: SwapBuffer | None = None
     _swapped: SwappedWeights | None = None
+
+    def forget_error(self) -> None:
+        """Engines that failed in a capture run again only after this."""
+        self.error_of_capture = False
 
     def swap_weights(self, buffer: SwapBuffer) -> None:
         self._swap_buffer = buffer
@@ -134,7 +139,11 @@ def _fail_in(engine: HostEngine, number: int) -> None:
     run, runs = engine.run, iter(range(1 << 30))
 
     def fail(values: Mapping[str, Any], into: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        gpu: Any = engine._gpu
+        if gpu.error_of_capture:
+            raise EngineError("CUDA failure 900, which an earlier capture has left")
         if next(runs) == number:
+            gpu.error_of_capture = gpu.tape is not None
             raise EngineError("an engine failed on purpose")
         return run(values, into)
 

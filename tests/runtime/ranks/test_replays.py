@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from msgspec import structs
 
 from models.llama import Size, build
 from models.llama_fused import build as build_fused
@@ -19,7 +20,7 @@ from models.writer import save
 from splitc.compiler import Request, compile_model, plan_model
 from splitc.runtime import Session
 from splitc.runtime.errors import EngineError
-from splitc.runtime.gpu.replayable import UNLOADED, why_not_replayed
+from splitc.runtime.gpu.replayable import UNLOADED, why_not_replayed, why_unsafe_to_replay
 from splitc.runtime.package.manifest_file import read_manifest
 from splitc.runtime.ranks.capture import capture
 from splitc.runtime.ranks.kept_recordings import NEW
@@ -313,6 +314,15 @@ def test_control_flow_is_never_captured(write_model: Callable[[str], Path]) -> N
         assert not is_replayed(session, feeds)
         why = "requests are not replayed as CUDA graphs: rank0/stage0.onnx has control flow (If, Loop or Scan)"
         assert session.notes == [why]
+
+
+def test_branches_beside_nodes_on_the_cpu_are_never_captured(decoder: Path) -> None:
+    """Sizes decide the branches, so ONNX Runtime is not asked, and does not refuse such nodes."""
+    (rank,) = read_manifest(package(decoder, "layer", 1)).ranks
+    (file,) = rank.engines
+    for branches, why in ((False, ""), (True, f"in {file.path}, a node is on the CPU")):
+        changed = structs.replace(file, branches_by_sizes=branches, not_captured="a node is on the CPU")
+        assert why_unsafe_to_replay(rank, changed) == why
 
 
 def test_sizes_that_depend_on_data_are_never_captured(tmp_path: Path) -> None:
