@@ -64,6 +64,16 @@ class Nodes:
         return ir.Graph([], made, nodes=self.made, name=self.name)
 
 
+def put_in_place(node: ir.Node, made: Sequence[ir.Node], results: Sequence[ir.Value], graph: ir.Graph) -> None:
+    """Put other nodes in the place of one. Their results get its outputs' names, types and origins."""
+    old = list(node.outputs[: len(results)])
+    ir.convenience.replace_nodes_and_values(graph, node, [node], made, old, results)
+    for before, after in zip(old, results, strict=True):
+        after.name, after.type, after.shape = before.name, before.type, before.shape
+        after.meta.update(before.meta)
+        after.metadata_props.update(before.metadata_props)
+
+
 @dataclass(frozen=True)
 class Attention:
     """An operator GroupQueryAttention whose parts are written as other nodes."""
@@ -105,7 +115,6 @@ class Attention:
         keys: ir.Value,
         values: ir.Value,
         b: Nodes,
-        bias: ir.Value | None,
         seen: ir.Value | None,
         size: int = 0,
     ) -> ir.Value:
@@ -116,15 +125,15 @@ class Attention:
         """
         scale = self.node.attributes.get_float("scale", 0) or 1 / math.sqrt(size)
         scores = b.one("FusedMatMul", query, keys, domain=DOMAIN, alpha=scale, transB=1)
-        weights = self._softmax(b.shaped(scores, 0, self.heads, -1, 0), b, bias, seen)
+        weights = self._softmax(b.shaped(scores, 0, self.heads, -1, 0), b, seen)
         return b.one("MatMul", b.shaped(weights, 0, self.kv_heads, -1, 0), values)
 
-    def _softmax(self, scores: ir.Value, b: Nodes, bias: ir.Value | None, seen: ir.Value | None) -> ir.Value:
+    def _softmax(self, scores: ir.Value, b: Nodes, seen: ir.Value | None) -> ir.Value:
         editor, like = b.editor, described(self.node.outputs[0])
         if softcap := self.node.attributes.get_float("softcap", 0):
             cap = editor.scalar(softcap, like)
             scores = b.one("Mul", b.one("Tanh", b.one("Div", scores, cap)), cap)
-        if bias is not None:
+        if (bias := self.input(BIAS)) is not None:
             scores = b.one("Add", scores, bias)
         if seen is not None:
             scores = b.one("Where", seen, scores, editor.scalar(-np.inf, like))

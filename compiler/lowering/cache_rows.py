@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from splitc.compiler.lowering.attention_nodes import BIAS, LASTS, PASTS, POSITIONS, QUERY, TOTAL, Attention, Nodes
+from splitc.compiler.lowering.attention_nodes import LASTS, PASTS, POSITIONS, QUERY, TOTAL, Attention, Nodes
 
 F = TypeVar("F", bound=Callable[..., ir.Value])
 
@@ -65,7 +65,7 @@ class Rows:
                 whole = past if is_filled else inside.one("Pad", past, pads)
                 presents.append(inside.one("ScatterElements", whole, index, new, axis=2))
             keys, values = presents if is_filled else (inside.cut(one, 2, none, total) for one in presents)
-            rows = self.attention.attend(query, keys, values, inside, self.attention.input(BIAS), seen, self.size)
+            rows = self.attention.attend(query, keys, values, inside, seen, self.size)
             branches[name] = inside.graph([rows, *presents], outputs)
         return b.add("If", [self._is_filled()], 3, attributes=ir.convenience.convert_attributes(branches))
 

@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS
-from splitc.compiler.lowering.attention_nodes import BIAS, KEY, LAST, PASTS, QUERY, TOTAL, Attention, Nodes
+from splitc.compiler.lowering.attention_nodes import KEY, LAST, PASTS, QUERY, TOTAL, Attention, Nodes, put_in_place
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,7 @@ def _branch(node: ir.Node, rows: _Rows, editor: Editor) -> None:
     branches = {"then_branch": several.graph(_Copying(Attention(node), several, rows).write(), outputs)}
     branches["else_branch"] = whole.graph(inside, outputs)
     made = ir.node("If", [rows.asked], branches, num_outputs=3, name=node.name)
-    ir.convenience.replace_nodes_and_values(editor.graph, node, [node], [made], outputs, made.outputs)
-    for old, new in zip(outputs, made.outputs, strict=True):
-        new.name, new.type, new.shape = old.name, old.type, old.shape
-        new.metadata_props.update(old.metadata_props)
+    put_in_place(node, [made], made.outputs, editor.graph)
 
 
 @dataclass
@@ -122,7 +119,7 @@ class _Copying:
 
     def _attend(self, b: Nodes, query: ir.Value, keys: ir.Value, values: ir.Value) -> ir.Value:
         one = self.attention
-        return one.attend(query, keys, values, b, one.input(BIAS), self.seen if one.is_causal else None)
+        return one.attend(query, keys, values, b, self.seen if one.is_causal else None)
 
     @cached_property
     def seen(self) -> ir.Value:

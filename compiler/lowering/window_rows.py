@@ -26,7 +26,7 @@ class WindowRows(Rows):
         b, kept = self.nodes, self._kept(self.attention.kv_heads, self.size)
         pasts = [self.attention.input(place) for place in PASTS]
         keys, values = (b.one("Concat", past, new, axis=2) for past, new in zip(pasts, added, strict=True))
-        rows = self.attention.attend(query, keys, values, b, None, self.seen(), self.size)
+        rows = self.attention.attend(query, keys, values, b, self.seen(), self.size)
         zero = b.editor.scalar(0, described(self.attention.node.outputs[0]))
         presents = (b.one("GatherElements", whole, kept, axis=2) for whole in (keys, values))
         # The operator leaves open what other rows are. Zeros are the same in each run.

@@ -8,7 +8,6 @@ See com.microsoft.GroupQueryAttention in ONNX Runtime's ContribOperators.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -27,6 +26,7 @@ from splitc.compiler.lowering.attention_nodes import (
     TOTAL,
     Attention,
     Nodes,
+    put_in_place,
 )
 from splitc.compiler.lowering.cache_rows import Rows
 from splitc.compiler.lowering.cpu_values import runs_on_gpu
@@ -60,7 +60,7 @@ def write_out_attention(graph: ir.Graph) -> bool:
             kind = WindowRows if _holds_window(node) else Rows
             shared = requests.setdefault((kind, node.inputs[LASTS], node.inputs[TOTAL], _rows_of(node)), {})
             rows = kind(Attention(node), size, nodes, shared)
-            _replace(node, nodes.made, _write(rows.attention, rows), graph)
+            put_in_place(node, nodes.made, _write(rows.attention, rows), graph)
     return bool(requests)
 
 
@@ -106,16 +106,6 @@ def _holds_window(node: ir.Node) -> bool:
     window = node.attributes.get_int("local_window_size", -1)
     has_bias = len(node.inputs) > BIAS and node.inputs[BIAS] is not None
     return bool(node.attributes.get_int(WINDOWED, 0)) and window > 0 and _rows_of(node) == window and not has_bias
-
-
-def _replace(node: ir.Node, made: Sequence[ir.Node], results: Sequence[ir.Value], graph: ir.Graph) -> None:
-    """Put other nodes in the place of one. Their results get its outputs' names, types and origins."""
-    old = list(node.outputs[: len(results)])
-    ir.convenience.replace_nodes_and_values(graph, node, [node], made, old, results)
-    for before, after in zip(old, results, strict=True):
-        after.name, after.type, after.shape = before.name, before.type, before.shape
-        after.meta.update(before.meta)
-        after.metadata_props.update(before.metadata_props)
 
 
 def _write(attention: Attention, rows: Rows) -> list[ir.Value]:

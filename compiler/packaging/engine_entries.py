@@ -27,14 +27,11 @@ from splitc.runtime.package.fused import Fused
 OWN_SHARE = 0.01
 
 
-def engine_entry(
-    path: str, graph: ir.Graph, group: Sequence[int], uncertain: Collection[str], on_gpu: bool
-) -> m.EngineFile:
-    """The entry of the graph's file, at this path in the package.
+def engine_entry(path: str, graph: ir.Graph, group: Sequence[int], uncertain: Collection[str]) -> m.EngineFile:
+    """The entry of the graph's file, at this path in the package, without what `captures` says.
 
     - `group`: the ranks of the graph's collectives, if it has any.
     - `uncertain`: the model's values whose sizes depend on data.
-    - `on_gpu`: ONNX Runtime runs the graph on a GPU.
     """
     return m.EngineFile(
         path,
@@ -45,17 +42,20 @@ def engine_entry(
         convolves=any(map(convolves, graph.all_nodes())),
         data_sizes=_has_data_sizes(graph, uncertain),
         fused=_fused(graph),
-        **captures(graph, on_gpu),
     )
 
 
 def captures(graph: ir.Graph, on_gpu: bool) -> dict[str, Any]:
-    """What an engine's entry says of its capture, by field: of the graph as it is written."""
-    by_data = decides_by_data(graph)
+    """What an engine's entry says of its capture, by field: of the graph as it is written.
+
+    `on_gpu`: ONNX Runtime runs it on a GPU.
+    """
+    branches = has_subgraphs(graph)
+    by_data = branches and decides_by_data(graph)
     return {
         "attends": any(operator_of(node).is_attention for node in graph.all_nodes()),
         "control_flow": by_data,
-        "branches_by_sizes": has_subgraphs(graph) and not by_data,
+        "branches_by_sizes": branches and not by_data,
         "not_captured": why_not_captured(graph) if on_gpu else "",
     }
 

@@ -226,7 +226,7 @@ def _write_rank(
     # Entries come first, since writing a graph changes its weights.
     uncertain = plan.analysis.costs.bound.uncertain
     entries = [
-        engine_entry(f"{folder.name}/{path.name}", graph, program.group, uncertain, on_gpu)
+        engine_entry(f"{folder.name}/{path.name}", graph, program.group, uncertain)
         for path, graph in zip(paths, program.graphs, strict=True)
     ]
     plain = _without_slots(plan, program.graphs)
@@ -244,22 +244,22 @@ def _write_rank(
     graphs = {path: one or graph for path, one, graph in zip(paths, plain, program.graphs, strict=True)}
     adapted = {_adapted(path): graph for path, one, graph in zip(paths, plain, program.graphs, strict=True) if one}
     unmasked = _without_masks(plan, graphs)
+    model, forms = plan.analysis.graph.model, {**graphs, **adapted, **unmasked}
     if on_gpu:  # after masks were left out, which only the operator shows
-        model, shapes = plan.analysis.graph.model, plan.analysis.costs.bound.shapes
-        for graph in (*graphs.values(), *adapted.values(), *unmasked.values()):
-            write_out(graph, model.opset_imports.get("", 1), shapes)
-    weights = write_graphs({**graphs, **adapted, **unmasked}, plan.analysis.graph.model, writer, link, known)
+        for graph in forms.values():
+            write_out(graph, model.opset_imports.get("", 1), plan.analysis.costs.bound.shapes)
+    pairs = zip(entries, graphs.values(), strict=True)
+    entries = [msgspec.structs.replace(entry, **captures(graph, on_gpu)) for entry, graph in pairs]
+    weights = write_graphs(forms, model, writer, link, known)
     if not find_kind(plan.engine).is_built:
-        pairs = zip(entries, graphs.items(), strict=True)
         entries = [
             msgspec.structs.replace(
                 entry,
                 weights=shareable_weights(graph),
                 adapted=_relative(_adapted(path), adapted),
                 unmasked=_relative(_unmasked(path), unmasked),
-                **captures(graph, on_gpu),
             )
-            for entry, (path, graph) in pairs
+            for entry, (path, graph) in zip(entries, graphs.items(), strict=True)
         ]
     return _Written(rank_entry(rank, program, entries, list(overrides.values())), weights)
 
