@@ -21,14 +21,17 @@ from splitc.runtime.engines.gpu_operators import FUNCTIONS
 from splitc.runtime.gpu.weight_places import PASSED_ON
 from splitc.runtime.package import manifest as m
 from splitc.runtime.package.fused import Fused
+from splitc.runtime.package.products import ITEM_BYTES, Product
 
 # Weights of types that sessions can't share on a GPU are each session's own if they are less than this share of all
 # bytes. An example: the booleans that mask a rank's rows of an embedding. A choice: otherwise sessions share nothing.
 OWN_SHARE = 0.01
+# What multiplies rows with a weight.
+PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
 
 
 def engine_entry(path: str, graph: ir.Graph, group: Sequence[int], uncertain: Collection[str]) -> m.EngineFile:
-    """The entry of the graph's file, at this path in the package, without what `captures` says.
+    """The entry of the graph's file, at this path in the package, without what `written_entry` says.
 
     - `group`: the ranks of the graph's collectives, if it has any.
     - `uncertain`: the model's values whose sizes depend on data.
@@ -45,8 +48,8 @@ def engine_entry(path: str, graph: ir.Graph, group: Sequence[int], uncertain: Co
     )
 
 
-def captures(graph: ir.Graph, on_gpu: bool) -> dict[str, Any]:
-    """What an engine's entry says of its capture, by field: of the graph as it is written.
+def written_entry(graph: ir.Graph, on_gpu: bool) -> dict[str, Any]:
+    """What an engine's entry says of the graph as it is written, by field: of its capture, and of its products.
 
     `on_gpu`: ONNX Runtime runs it on a GPU.
     """
@@ -57,7 +60,28 @@ def captures(graph: ir.Graph, on_gpu: bool) -> dict[str, Any]:
         "control_flow": by_data,
         "branches_by_sizes": branches and not by_data,
         "not_captured": why_not_captured(graph) if on_gpu else "",
+        "products": _products(graph) if on_gpu else [],
     }
+
+
+def _products(graph: ir.Graph) -> list[Product]:
+    """The different products with weights whose number of rows the model's file does not fix."""
+    made = [_product(node) for node in graph if node.op_type in PRODUCTS]
+    return list(dict.fromkeys(product for product in made if product is not None))
+
+
+def _product(node: ir.Node) -> Product | None:
+    """The product of any number of rows with a weight that a node computes; None if it is not one."""
+    rows, weight = node.inputs[:2]
+    if rows is None or weight is None or weight.const_value is None or node.attributes.get_int("transA", 0) != 0:
+        return None
+    shape, tensor = described(rows).shape, weight.const_value
+    is_fixed = shape is not None and all(isinstance(size, int) for size in shape[:-1])
+    if is_fixed or len(tensor.shape) != 2 or (dtype := _type(tensor)) not in ITEM_BYTES:
+        return None
+    transposed = bool(node.attributes.get_int("transB", 0))
+    first, second = tensor.shape.numpy()
+    return Product(second, first, dtype, True) if transposed else Product(first, second, dtype)
 
 
 def _fused(graph: ir.Graph) -> list[Fused]:

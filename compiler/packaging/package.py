@@ -24,7 +24,7 @@ from splitc.compiler.lowering.session_weights import multiply_as_stored
 from splitc.compiler.lowering.several_rows import take_several_rows
 from splitc.compiler.packaging.builder import find_builder
 from splitc.compiler.packaging.building import BuildSettings, check_settings, finish_package
-from splitc.compiler.packaging.engine_entries import are_shareable, captures, engine_entry, shareable_weights
+from splitc.compiler.packaging.engine_entries import are_shareable, engine_entry, shareable_weights, written_entry
 from splitc.compiler.packaging.manifest_entries import make_manifest, rank_entry
 from splitc.compiler.packaging.onnx_files import NONE, PlacedWeights, write_graphs
 from splitc.compiler.packaging.self_check import check_loads, check_outputs, check_sizes_tried
@@ -249,7 +249,7 @@ def _write_rank(
         for graph in forms.values():
             write_out(graph, model.opset_imports.get("", 1), plan.analysis.costs.bound.shapes)
     pairs = zip(entries, graphs.values(), strict=True)
-    entries = [msgspec.structs.replace(entry, **captures(graph, on_gpu)) for entry, graph in pairs]
+    entries = [msgspec.structs.replace(entry, **written_entry(graph, on_gpu)) for entry, graph in pairs]
     weights = write_graphs(forms, model, writer, link, known)
     if not find_kind(plan.engine).is_built:
         entries = [

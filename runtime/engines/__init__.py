@@ -16,6 +16,7 @@ from splitc.runtime.arrays.array import Allocate, Zeros
 from splitc.runtime.gpu.weight_places import SwapBuffer
 from splitc.runtime.package.fused import Fused
 from splitc.runtime.package.manifest import Weight
+from splitc.runtime.package.products import Product
 
 
 class Engine(Protocol):
@@ -95,6 +96,7 @@ class LoadOptions:
     - `replays`: whether runs may be recorded as CUDA graphs.
     - `fused`: its fused operators, on a GPU.
     - `branches_by_sizes`: whether it has an If that sizes alone decide.
+    - `products`: its products of any number of rows, on a GPU.
     """
 
     source: Path | None = None
@@ -105,6 +107,7 @@ class LoadOptions:
     replays: bool = True
     fused: Sequence[Fused] = ()
     branches_by_sizes: bool = False
+    products: Sequence[Product] = ()
 
 
 class Backend(ABC):
@@ -188,6 +191,12 @@ class Backend(ABC):
 
     def bring_in(self) -> None:
         """Copy swapped weights into their buffer unless they are there, and wait. Engines must not run before."""
+
+    def begin_request(self) -> None:
+        """To be called before a request's work."""
+
+    def end_request(self) -> None:
+        """To be called when a request's work was done, or launched."""
 
     @abstractmethod
     def stop(self) -> None:

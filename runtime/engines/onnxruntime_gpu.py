@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from splitc.runtime.engines.onnxruntime_cpu import (
     register_operators,
     run_overridden,
 )
+from splitc.runtime.engines.product_kernels import ProductKernels
 from splitc.runtime.errors import EngineError, PackageError
 from splitc.runtime.gpu.array import GpuArray, Use
 from splitc.runtime.gpu.device import GpuDevice
@@ -42,7 +43,7 @@ from splitc.runtime.gpu.weight_places import SwapBuffer, can_share
 from splitc.runtime.gpu.weights import place_weights
 from splitc.runtime.hardware.devices import Device
 from splitc.runtime.package.fused import Fused
-from splitc.runtime.package.manifest import Weight
+from splitc.runtime.package.products import Product
 
 PROVIDER = "CUDAExecutionProvider"
 # The first ONNX Runtime that takes an array on a GPU as a value, as weights are shared. For Python 3.11 and later.
@@ -179,6 +180,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
         self._shared: dict[Any, Mapping[str, ort.OrtValue]] = {}
         # By the names of their kernels: an engine's forms have the same ones.
         self._fused: dict[tuple[str, ...], FusedOperators | None] = {}
+        self._kernels = ProductKernels(self)
         # The weights that are only on the GPU while their model is at work.
         self.swapped: SwappedWeights | None = None
         # Of usual runs, and of those after which a session gives unused memory back.
@@ -200,7 +202,7 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
 
     def load(self, path: Path, options: LoadOptions = LoadOptions()) -> OnnxRuntimeGpuEngine:
         _load_libraries()
-        shared, communicator = self._place(path, options.weights), options.communicator
+        shared, communicator = self._place(path, options), options.communicator
         opened = partial(self._open, path, (communicator, self._fuse(options.fused)), shared or {})
         shares = options.tuned and shared is not None
         sessions, capture_blocker = self._open_sessions(path.name, opened, shares, options)
@@ -221,22 +223,29 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             self._fused[names] = compile_fused(self, kernels)
         return self._fused[names]
 
-    def _place(self, path: Path, weights: Sequence[Weight] | None) -> Mapping[str, ort.OrtValue] | None:
+    def _place(self, path: Path, options: LoadOptions) -> Mapping[str, ort.OrtValue] | None:
         """The weights that the engine's sessions share with each other or with other engines; None if none are."""
+        weights = options.weights
         if not weights:
-            return self._place_anew(path, weights)
+            return self._place_anew(path, options)
         places = path.parent, *((weight.file, weight.offset) for weight in weights)
-        if places not in self._shared and (shared := self._place_anew(path, weights)) is not None:
+        if places not in self._shared and (shared := self._place_anew(path, options)) is not None:
             self._shared[places] = shared
         return self._shared.get(places)
 
-    def _place_anew(self, path: Path, weights: Sequence[Weight] | None) -> Mapping[str, ort.OrtValue] | None:
+    def _place_anew(self, path: Path, options: LoadOptions) -> Mapping[str, ort.OrtValue] | None:
+        weights = options.weights
         if self._swap_buffer is not None and weights and can_share(weights):
             self.swapped = SwappedWeights(self, self._swap_buffer, path.parent, weights)
             return self.swapped.values
         if self._swap_buffer is not None:
             self.notes.append(f"{path.name}: its weights stay on {self.name} while other modules work")
-        return place_weights(self, path.parent, weights) if weights is not None and can_share(weights) else None
+        if weights is None or not can_share(weights):
+            return None
+        return place_weights(self, path.parent, weights, partial(self._load_kernels, options.products))
+
+    def _load_kernels(self, products: Sequence[Product], weights: Iterable[ort.OrtValue]) -> None:
+        self._kernels.load(products, weights, self._limit)
 
     def limit(self, size: int | None) -> None:
         self._limit = size
@@ -306,7 +315,14 @@ class OnnxRuntimeGpuBackend(GpuDevice, Backend):
             except ERRORS as error:
                 raise PackageError(f"ONNX Runtime can't load {path} on {self.name}: {error}") from error
 
+    def begin_request(self) -> None:
+        self._kernels.pause()
+
+    def end_request(self) -> None:
+        self._kernels.resume()
+
     def detach(self) -> None:
+        self._kernels.close()
         super().detach()
         for operators in filter(None, self._fused.values()):
             operators.release()

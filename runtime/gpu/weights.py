@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,18 @@ _common: WeakValueDictionary[tuple[int, str], ort.OrtValue] = WeakValueDictionar
 _placing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
 
-def place_weights(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
+def place_weights(
+    gpu: GpuDevice,
+    folder: Path,
+    weights: Sequence[Weight],
+    allocated: Callable[[Iterable[ort.OrtValue]], None] = lambda values: None,
+) -> Mapping[str, ort.OrtValue]:
     """The weights in the GPU's memory, by name. Their files lie in `folder`. Waits for the copies.
 
-    A weight with a key is placed once in this process, for all engines. Raises EngineError if there is not enough
-    memory.
+    `allocated` is called with those that have no key before they are copied. A weight with a key is placed once in this
+    process, for all engines. Raises EngineError if there is not enough memory.
     """
-    own = _place(gpu, folder, [weight for weight in weights if not weight.key])
+    own = _place(gpu, folder, [weight for weight in weights if not weight.key], allocated)
     with _placing[gpu.index]:
         # Values, not only their keys: no other thread may drop the last one meanwhile.
         there = {key: value for (index, key), value in _common.items() if index == gpu.index}
@@ -54,7 +59,12 @@ def place_weights(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Ma
     return {weight.name: there[weight.key] if weight.key else own[weight.name] for weight in weights}
 
 
-def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[str, ort.OrtValue]:
+def _place(
+    gpu: GpuDevice,
+    folder: Path,
+    weights: Sequence[Weight],
+    allocated: Callable[[Iterable[ort.OrtValue]], None] = lambda values: None,
+) -> Mapping[str, ort.OrtValue]:
     """The weights in one allocation."""
     if not weights:
         return {}
@@ -62,6 +72,9 @@ def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[s
     starts, whole = lay_out(sizes)
     memory = gpu.allocate(whole)
     places = [gpu.cuda.MemoryPointer(memory, start) for start in starts]
+    with gpu.device:
+        made = {weight.name: make_value(gpu, weight, place) for weight, place in zip(weights, places, strict=True)}
+    allocated(made.values())
     files = {name: np.memmap(folder / name, np.uint8, "r") for name in {weight.file for weight in weights}}
     pieces = [
         (place.ptr + start, files[weight.file][weight.offset + start : weight.offset + min(size, start + PIECE)])
@@ -70,8 +83,7 @@ def _place(gpu: GpuDevice, folder: Path, weights: Sequence[Weight]) -> Mapping[s
     ]
     with Executor(COPYING) as pool:
         list(pool.map(partial(_copy, gpu, pieces), range(COPYING)))
-    with gpu.device:
-        return {weight.name: make_value(gpu, weight, place) for weight, place in zip(weights, places, strict=True)}
+    return made
 
 
 def _copy(gpu: GpuDevice, pieces: Sequence[tuple[int, Bytes]], first: int) -> None:

@@ -17,14 +17,27 @@ import numpy as np
 from splitc.runtime.arrays.array import bytes_of
 from splitc.runtime.arrays.onnx_types import KNOWN
 from splitc.runtime.hardware.devices import MOST_THREADS
-from splitc.runtime.package.fused import find_wrong
+from splitc.runtime.package import fused, products
 from splitc.runtime.package.manifest import AxisPart, Manifest, Part, Rank, Tensor
 from splitc.runtime.package.steps import Receive, Reduce, Run, Send, Step
 
 
 def find_contradiction(manifest: Manifest) -> str | None:
     """The first contradiction in the manifest; None if there is none."""
-    checks = (_threads, _files, _weights, _fused, _names, _groups, _programs, _exchanges, _parts, _replicas, _preamble)
+    checks = (
+        _threads,
+        _files,
+        _weights,
+        _fused,
+        _products,
+        _names,
+        _groups,
+        _programs,
+        _exchanges,
+        _parts,
+        _replicas,
+        _preamble,
+    )
     return next(chain.from_iterable(check(manifest) for check in checks), None)
 
 
@@ -97,8 +110,16 @@ def _fused(manifest: Manifest) -> Iterator[str]:
     """Kernels of fused operators compile, and read only their inputs."""
     for engine in (engine for rank in manifest.ranks for engine in rank.engines):
         for kernel in engine.fused:
-            for wrong in find_wrong(kernel):
+            for wrong in fused.find_wrong(kernel):
                 yield f"the fused operator '{kernel.name}' of '{engine.path}' can't be run: {wrong}"
+
+
+def _products(manifest: Manifest) -> Iterator[str]:
+    """Products whose kernels are loaded ahead are such that cuBLAS can compute them."""
+    for engine in (engine for rank in manifest.ranks for engine in rank.engines):
+        for one in engine.products:
+            for wrong in products.find_wrong(one):
+                yield f"a product of '{engine.path}' can't be computed: {wrong}"
 
 
 def is_inside(path: str) -> bool:

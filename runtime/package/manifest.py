@@ -10,7 +10,9 @@ from msgspec import Struct
 from splitc.runtime.package.build import Build as Build
 from splitc.runtime.package.build import BuildOptions as BuildOptions
 from splitc.runtime.package.build import Built as Built
-from splitc.runtime.package.fused import Fused
+from splitc.runtime.package.engine_file import EngineFile as EngineFile
+from splitc.runtime.package.engine_file import Sizes as Sizes
+from splitc.runtime.package.engine_file import Weight as Weight
 from splitc.runtime.package.states import Length, Preamble, State
 from splitc.runtime.package.steps import Run, Step
 
@@ -131,64 +133,6 @@ class Override(Struct, frozen=True):
     input: str
     value: str
     places: dict[int, list[tuple[int, int]]] = {}
-
-
-class Sizes(Struct, frozen=True):
-    """The smallest, the typical and the largest shape of an engine's input.
-
-    If the input is a shape vector, `values` are its smallest, typical and largest value; None otherwise.
-    """
-
-    shapes: tuple[list[int], list[int], list[int]]
-    values: tuple[list[int], list[int], list[int]] | None = None
-
-
-class Weight(Struct, frozen=True, array_like=True):
-    """A weight of an engine, in a file beside it, from the byte `offset` on. `dtype` is numpy's name.
-
-    `key` is equal for weights of a pipeline's modules with the same content, which may be stored once; "" for others.
-    """
-
-    name: str
-    dtype: str
-    shape: list[int]
-    file: str
-    offset: int
-    key: str = ""
-
-
-class EngineFile(Struct, frozen=True):
-    """An engine of a rank: its file, relative to the package, and the names of its inputs and outputs.
-
-    - `adapted`, `unmasked`: its files with slots for adapters, and without the preamble's masks.
-    - `source`, `sizes`: the ONNX file that it is built from, if the package has it, and the input sizes.
-    - `group`: the ranks of collectives inside the engine, its own included.
-    - `sizes_only`: the inputs of which it reads the sizes, but not the data.
-    - `weights`: those in files beside it that several sessions may share; None if they can't be listed.
-    - `attends`, `convolves`: whether it has attention operators, or convolutions.
-    - `data_sizes`, `control_flow`: whether data decide sizes inside it, as NonZero's, or what it runs.
-    - `branches_by_sizes`: whether it has an If that sizes alone decide: with known sizes it can be captured on a GPU.
-    - `not_captured`: a node on the CPU that keeps ONNX Runtime from capturing the engine on a GPU, if one is known.
-    - `fused`: its fused operators, on a GPU.
-    """
-
-    path: str
-    inputs: list[str]
-    outputs: list[str]
-    sizes_only: list[str] = []
-    source: str | None = None
-    sizes: dict[str, Sizes] = {}
-    group: list[int] = []
-    weights: list[Weight] | None = None
-    attends: bool = True
-    convolves: bool = True
-    data_sizes: bool = False
-    control_flow: bool = False
-    branches_by_sizes: bool = False
-    not_captured: str = ""
-    adapted: str | None = None
-    unmasked: str | None = None
-    fused: list[Fused] = []
 
 
 class Rank(Struct, frozen=True):

@@ -108,10 +108,17 @@ def load_rank(setup: Setup, backend: Backend, collectives: Collectives) -> Loade
                 communicators[group] = collectives.create_communicator(group, backend.uses_operators)
             source = setup.package / file.source if file.source is not None else None
             weights = file.weights if shares_weights(rank, file) else None
-            replays = not why_unsafe_to_replay(rank, file)
-            tuned = file.attends or file.convolves
-            communicator, branches = communicators.get(group), file.branches_by_sizes
-            how = LoadOptions(source, file.sizes_only, communicator, weights, tuned, replays, file.fused, branches)
+            how = LoadOptions(
+                source=source,
+                sizes_only=file.sizes_only,
+                communicator=communicators.get(group),
+                weights=weights,
+                tuned=file.attends or file.convolves,
+                replays=not why_unsafe_to_replay(rank, file),
+                fused=file.fused,
+                branches_by_sizes=file.branches_by_sizes,
+                products=file.products,
+            )
             engines.append(load_engine(backend, setup.package, file, choices, how))
     for communicator in communicators.values():
         communicator.connect()

@@ -101,7 +101,9 @@ class Worker(threading.Thread):
         request = self._next_request()
         if isinstance(request, InFlightRequest):
             if request.fate.begin():
+                self.backend.begin_request()
                 self._serve(request)
+                self.backend.end_request()
             else:
                 request.finish(self._setup.number, {}, NEVER, request.cancelled)
         elif request is not None:

@@ -310,6 +310,25 @@ def host_unregister(address: int) -> None:
         FREED.append(address)
 
 
+class Cublas:
+    """The products that cuBLAS was asked for, by its arguments, and its handles that are open."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+        self.handles = 0
+
+    def create(self) -> int:
+        self.handles += 1
+        return 1
+
+    def destroy(self, handle: int) -> None:
+        self.handles -= 1
+
+    def gemmEx(self, *arguments: Any) -> None:
+        assert self.handles
+        self.asked.append(arguments)
+
+
 def make(devices: int = DEVICES) -> types.SimpleNamespace:
     """The fake module `cupy`, with a number of devices."""
     runtime = types.SimpleNamespace(
@@ -347,6 +366,7 @@ def make(devices: int = DEVICES) -> types.SimpleNamespace:
         PinnedMemoryPointer=lambda memory, offset: memory[offset:],
         alloc_pinned_memory=lambda size: np.full(size, POISON, np.uint8).view(Pinned),
         runtime=runtime,
+        cublas=Cublas(),
     )
     # CuPy's own arrays, which are not splitc's, are computed by numpy, synchronously.
     return types.SimpleNamespace(

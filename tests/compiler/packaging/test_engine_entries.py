@@ -15,8 +15,9 @@ import pytest
 
 from models.writer import save
 from splitc.compiler import compile_model, plan_model
-from splitc.compiler.packaging.engine_entries import is_left_alone
+from splitc.compiler.packaging.engine_entries import is_left_alone, written_entry
 from splitc.runtime.package.manifest_file import read_manifest
+from splitc.runtime.package.products import Product
 from tests.conftest import LAYER, Arrays
 from tests.helpers.blocks import Block
 
@@ -185,3 +186,22 @@ def test_package_has_only_those_shared_that_may_be(tmp_path: Path) -> None:
     (engine,) = read_manifest(tmp_path / "package").ranks[0].engines
     assert engine.weights is not None
     assert [weight.name for weight in engine.weights] == ["M"]
+
+
+def test_products_of_any_number_of_rows_are_listed() -> None:
+    """Once each, as the weight is stored; only for GPUs."""
+    b = Block(opset=17)
+    x = b.data("x", (3, 4), ["n", 4])
+    wide = b.op("MatMul", b.op("MatMul", x, b.w("W", 4, 8)), b.w("V", 8, 4))
+    again = b.op("Gemm", b.op("MatMul", wide, b.w("again", 4, 8)), b.w("T", 6, 8), b.w("bias", 6), transB=1)
+    fixed = b.op("MatMul", b.data("fixed", (3, 6)), b.w("F", 6, 6))
+    b.give(
+        b.op("Concat", b.op("MatMul", again, b.op("Transpose", again, perm=[1, 0])), b.op("Identity", fixed), axis=1)
+    )
+    graph = b.model().graph
+    assert written_entry(graph, on_gpu=True)["products"] == [
+        Product(4, 8, "float32"),
+        Product(8, 4, "float32"),
+        Product(8, 6, "float32", transposed=True),
+    ]
+    assert written_entry(graph, on_gpu=False)["products"] == []

@@ -103,7 +103,7 @@ def test_weights_that_can_be_moved_take_turns(tmp_path: Path) -> None:
     for number, backend in enumerate(backends):
         backend.attach()
         backend.swap_weights(SwapBuffer(-2, 512))
-        values.append(backend._place(tmp_path / "engine.onnx", None if number == 2 else weights))
+        values.append(backend._place(tmp_path / "engine.onnx", LoadOptions(weights=None if number == 2 else weights)))
     one, other, none = values
     assert one is not None and other is not None and none is None
     assert one["w"].data_ptr() == other["w"].data_ptr()
@@ -128,7 +128,7 @@ def test_an_engine_with_slots_has_the_weights_of_the_one_without(swaps: bool, tm
     if swaps:
         backend.swap_weights(SwapBuffer(-3, 512))
     names = ("stage0.onnx", "stage0.adapted.onnx")
-    plain, adapted = (backend._place(tmp_path / name, weights) for name in names)
+    plain, adapted = (backend._place(tmp_path / name, LoadOptions(weights=weights)) for name in names)
     assert plain is not None and plain is adapted
     if swaps:
         backend.bring_in()

@@ -102,6 +102,19 @@ def test_each_engine_is_a_file_that_is_verified(layers: Path) -> None:
     refused(layers, lambda m: m.update(files=[]), r"'rank0/stage0\.onnx' is not among its files")
 
 
+@pytest.mark.parametrize(
+    ("product", "message"),
+    [
+        ([8, 8, "int8"], "of type 'int8'"),
+        ([0, 8, "float16"], "0 rows and 8"),
+        ([8, 1 << 31, "float16"], "8 rows and 2"),
+    ],
+)
+def test_products_that_can_not_be_computed(layers: Path, product: list[Any], message: str) -> None:
+    match = rf"a product of 'rank0/stage0\.onnx' can't be computed: it.*{message}"
+    refused(layers, lambda m: m["ranks"][0]["engines"][0].update(products=[product]), match)
+
+
 def test_ranks_have_engines_of_their_own(layers: Path) -> None:
     def swap(fields: Fields) -> None:
         first, second = fields["ranks"][:2]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -24,6 +26,12 @@ from splitc.runtime.ranks.request import InFlightRequest
 from tests.helpers.fake_gpu_sessions import package
 from tests.helpers.fake_gpus import FakeBackend, HostEngine
 from tests.helpers.meetings import meet
+
+
+def backend_of(told: Callable[[str], None] = lambda what: None) -> Any:
+    """A backend of a GPU that does nothing. It tells when requests begin and end."""
+    begins = {"begin_request": partial(told, "begin"), "end_request": partial(told, "end")}
+    return SimpleNamespace(asynchronous=True, notes=[], detach=lambda: None, **begins)
 
 
 @pytest.mark.usefixtures("gpus")
@@ -83,7 +91,7 @@ def test_failing_request_is_given_up_before_the_next_one_begins(monkeypatch: pyt
     monkeypatch.setattr(thread, "load_rank", lambda *_: LoadedRank(Program([], []), [mine], None, None, None))
     monkeypatch.setattr(thread, "Computation", SlowComputation)
     setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"))
-    backend: Any = SimpleNamespace(asynchronous=True, notes=[], detach=lambda: None)
+    backend = backend_of()
     worker = thread.Worker(setup, backend, connect(1)[0], errors.append)
     worker.start()
     for number in range(3):
@@ -104,7 +112,7 @@ def test_answer_that_can_not_be_given_breaks_the_session(monkeypatch: pytest.Mon
     monkeypatch.setattr(thread, "load_rank", lambda *_: LoadedRank(Program([], []), [], None, None, None))
     monkeypatch.setattr(thread, "Computation", lambda *_: computation)
     setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"))
-    backend: Any = SimpleNamespace(asynchronous=True, notes=[], detach=lambda: None)
+    backend = backend_of()
     broken = SimpleQueue[BaseException]()
 
     def full(_: InFlightRequest) -> None:
@@ -138,7 +146,8 @@ def test_requests_are_answered_in_order_though_a_replay_fails_at_once(monkeypatc
     monkeypatch.setattr(thread, "Computation", lambda *_: computation)
     monkeypatch.setattr(thread, "RankReplays", lambda *_: SimpleNamespace(play=play, clear=lambda: None))
     setup: Any = SimpleNamespace(number=0, rank=SimpleNamespace(device="cuda0"), manifest=None)
-    backend: Any = SimpleNamespace(asynchronous=True, notes=[], detach=lambda: None)
+    told: list[str] = []
+    backend = backend_of(told.append)
     worker = thread.Worker(setup, backend, connect(1)[0], errors.append, replays_with=())
     worker.start()
     for number in range(2):
@@ -147,3 +156,4 @@ def test_requests_are_answered_in_order_though_a_replay_fails_at_once(monkeypatc
     worker.requests.put(None)
     worker.join(20)
     assert errors == []
+    assert told == ["begin", "end"] * 2
