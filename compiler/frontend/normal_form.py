@@ -14,6 +14,7 @@ from splitc.compiler.frontend.loading import known_operators
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
+from splitc.compiler.frontend.repeats import reshape_repeats
 from splitc.compiler.frontend.sequences import part_sequences
 from splitc.compiler.frontend.uniform import part_picks
 from splitc.compiler.frontend.unused import remove_unused
@@ -42,6 +43,7 @@ def lift(model: ir.Model) -> None:
     bypass_same(model.graph)
     merge_casts(model.graph)
     part_sequences(model)
+    reshape_repeats(model)
     part_picks(model.graph)
     take_out_norms(model)
 

@@ -27,6 +27,9 @@ from splitc.compiler.request.shapes import Shape
 from splitc.runtime.arrays.array import Array
 
 WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+# What finds the number whose place an operator gives.
+EXTREMES = {"ArgMax": "ReduceMax", "ArgMin": "ReduceMin"}
 # The most elements of a list of sizes, which has one or a few for each axis of a value. Larger values are copied.
 MOST = 16
 CONVOLUTIONS = ("Conv", "ConvTranspose", "FusedConv", "NhwcConv", "NhwcFusedConv")
@@ -38,9 +41,9 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
     `shapes` are those of the model's values. Range exists from opset 11 on.
     """
     editor = Editor(graph)
-    use_older_opset(graph)
     for node in list(graph):
         _give_kernel(node, editor)
+    use_older_opset(graph)
     if opset < 11:
         return
     placement = place_values(graph)
@@ -76,15 +79,32 @@ def _give_kernel(node: ir.Node, editor: Editor) -> None:
     if node.op_type == "OneHot" and not node.domain:
         _replace_one_hot(node, editor)
     value = node.inputs[0] if node.inputs else None
-    if value is None or described(value).dtype != ir.DataType.INT32 or runs_on_gpu(node):
+    if value is None or described(value).dtype not in (*WHOLE, *FLOATS) or runs_on_gpu(node):
         return
-    if node.op_type in ("ArgMax", "ArgMin"):
-        # A double represents every int32 exactly.
-        double = editor.before(node, "Cast", value, to=ir.DataType.DOUBLE)
-        _describe(double, f"{node.outputs[0].name}/double", ir.DataType.DOUBLE, described(value).shape)
-        node.replace_input_with(0, double)
-    elif node.op_type == "DequantizeLinear":
+    dtype = described(value).dtype
+    if node.op_type in EXTREMES and dtype in WHOLE:
+        _find_extreme(node, value, editor)
+    elif node.op_type == "DequantizeLinear" and dtype == ir.DataType.INT32:
         _multiply_by_scale(node, value, editor)
+    elif node.op_type == "Celu" and dtype in FLOATS and node.attributes.get_float("alpha", 1.0) == 1:
+        editor.replace(node, ir.node("Elu", [value]))  # the same function then
+
+
+def _find_extreme(node: ir.Node, value: ir.Value, editor: Editor) -> None:
+    """Write the place of the largest or smallest integer as that of the first number that is equal to it."""
+    axis, name = node.attributes.get_int("axis", 0), node.outputs[0].name
+    axes, attributes = editor.lists("ReduceMax", axes=[axis])
+    extreme = editor.before(node, EXTREMES[node.op_type], value, *axes, keepdims=1, **attributes)
+    equal = editor.before(node, "Equal", value, extreme)
+    marked = editor.before(node, "Cast", equal, to=ir.DataType.FLOAT)
+    shape = described(value).shape
+    for made, suffix, dtype in (
+        (extreme, "extreme", described(value).dtype),
+        (equal, "equal", ir.DataType.BOOL),
+        (marked, "marked", ir.DataType.FLOAT),
+    ):
+        _describe(made, f"{name}/{suffix}", dtype, None if made is extreme else shape)
+    editor.replace(node, ir.node("ArgMax", [marked], node.attributes))
 
 
 def _multiply_by_scale(node: ir.Node, value: ir.Value, editor: Editor) -> None:

@@ -65,8 +65,8 @@ def where(op: Operation) -> None:
 
 
 NONLINEAR = """
-    Acos Acosh Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Celu Cos Cosh Elu Erf Exp Gelu
-    HardSigmoid HardSwish IsInf IsNaN LeakyRelu Log Mean Mish PRelu Pow Reciprocal Relu Selu Shrink Sigmoid
+    Acos Acosh Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Celu Cos Cosh Elu Erf Gelu
+    HardSigmoid HardSwish IsInf IsNaN LeakyRelu Mean Mish PRelu Relu Selu Shrink Sigmoid
     Sin Sinh Softplus Softsign Swish Tan ThresholdedRelu
 """
 # Those of NONLINEAR that run in place, as do Clip, Tanh, Dropout, Cast, Softmax, LogSoftmax and Trilu: in profiles of
@@ -74,14 +74,16 @@ NONLINEAR = """
 OVERWRITING = "Celu Elu HardSigmoid LeakyRelu Relu Selu Sigmoid Softplus Softsign ThresholdedRelu"
 GELUS = "com.microsoft.BiasGelu com.microsoft.FastGelu com.microsoft.Gelu com.microsoft.QuickGelu"
 # Those that exporters also use in shape arithmetic.
-OF_SIZES = "Abs And Ceil Equal Floor Greater GreaterOrEqual Less LessOrEqual Mod Not Or Sign Sqrt Xor"
+OF_SIZES = """
+    Abs And Ceil Equal Exp Floor Greater GreaterOrEqual Less LessOrEqual Log Mod Not Or Pow Reciprocal Sign Sqrt Xor
+"""
 
 OPERATORS = (
     *(Operator(name, elementwise, overwrites=name in OVERWRITING.split()) for name in NONLINEAR.split()),
     *(Operator(name, elementwise, scratch=scratch.biased) for name in GELUS.split()),
     *(Operator(name, elementwise, shape_arithmetic=True) for name in OF_SIZES.split()),
     # Dynamic quantization that is written out rounds activations.
-    Operator("Round", elementwise, quantizes=True),
+    Operator("Round", elementwise, shape_arithmetic=True, quantizes=True),
     Operator("Clip", elementwise, shape_arithmetic=True, may_precede_softmax=True, overwrites=True),
     Operator("Max", elementwise, shape_arithmetic=True, may_precede_softmax=True),
     Operator("Min", elementwise, shape_arithmetic=True, may_precede_softmax=True),

@@ -146,6 +146,33 @@ def test_a_division_that_rounds_down_is_shape_arithmetic(write_model: WriteModel
     assert bound.shapes["y"] == (2,) and not bound.uncertain
 
 
+def test_powers_and_logarithms_are_shape_arithmetic(write_model: WriteModel) -> None:
+    """As vision models compute the side of a square of patches, and how often an axis is halved."""
+    model = write_model(
+        """<ir_version: 8, opset_import: ["" : 17]> g (float[1, 64] x) => (float[a, b, c] y)
+        <float half = {0.5}, float two = {2.0}, int64[1] zero = {0}, int64 place = {1}> {
+            sizes = Shape (x)
+            size = Gather (sizes, place)
+            real = Cast <to = 1> (size)
+            root = Pow (real, half)
+            log = Log (real)
+            unit = Log (two)
+            quotient = Div (log, unit)
+            round = Round (quotient)
+            side = Cast <to = 7> (root)
+            halvings = Cast <to = 7> (round)
+            sides = Unsqueeze (side, zero)
+            times = Unsqueeze (halvings, zero)
+            square = Concat <axis = 0> (sides, sides)
+            image = Reshape (x, square)
+            several = Concat <axis = 0> (times, sides, sides)
+            y = Expand (image, several)
+        }"""
+    )
+    bound = bind_shapes(read_graph(model).model, {"x": (1, 64)})
+    assert bound.shapes["y"] == (6, 8, 8) and not bound.uncertain
+
+
 def test_branch_that_is_not_taken_does_not_matter(write_model: WriteModel) -> None:
     """It squeezes an axis that has one element only when the other branch is taken."""
     path = write_model(

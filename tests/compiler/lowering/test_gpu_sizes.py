@@ -55,10 +55,18 @@ def chosen(block: Block, x: ir.Value) -> None:
     block.give(block.op("Where", many, x, block.op("Neg", x)), shape=["n", 8])
 
 
-def largest(block: Block, x: ir.Value) -> None:
-    """The place of the largest whole number, of a type without a kernel."""
-    whole = block.op("Cast", block.op("Mul", x, block.constant(1e6, np.float32)), to=ir.DataType.INT32)
-    block.give(block.op("ArgMax", whole, axis=1, keepdims=0), shape=["n"], dtype=ir.DataType.INT64)
+def largest(block: Block, x: ir.Value, extreme: str = "ArgMax", dtype: ir.DataType = ir.DataType.INT32) -> None:
+    """The place of the largest whole number, of a type without a kernel. Some numbers are equal."""
+    whole = block.op("Cast", x, to=dtype)
+    block.give(block.op(extreme, whole, axis=1, keepdims=0), shape=["n"], dtype=ir.DataType.INT64)
+
+
+def smallest(block: Block, x: ir.Value) -> None:
+    largest(block, x, "ArgMin", ir.DataType.INT64)
+
+
+def bent(block: Block, x: ir.Value) -> None:
+    block.give(block.op("Celu", x), shape=["n", 8])
 
 
 def dequantized(block: Block, x: ir.Value) -> None:
@@ -89,7 +97,7 @@ def clipped(block: Block, x: ir.Value) -> None:
     block.give(block.op("Cast", places, to=ir.DataType.FLOAT), shape=["n", 8])
 
 
-FORMS = [compared, scaled, listed, chosen, largest, dequantized, repeated, spread, clipped]
+FORMS = [compared, scaled, listed, chosen, largest, smallest, bent, dequantized, repeated, spread, clipped]
 
 
 def written(tmp_path: Path, form: Callable[[Block, ir.Value], None]) -> tuple[Path, Block]:

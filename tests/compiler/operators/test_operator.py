@@ -58,7 +58,8 @@ A, B, YES, NO, HALF = [7, -3, 4], [2, 4, -5], [True, False], [True, True], np.ar
 FOLDED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(OF_TWO, (A, B)),
     **dict.fromkeys(OF_ONE, (A,)),
-    **dict.fromkeys(["Ceil", "Floor", "Sqrt"], (HALF,)),
+    **dict.fromkeys(["Ceil", "Exp", "Floor", "Log", "Reciprocal", "Round", "Sqrt"], (HALF,)),
+    "Pow": (HALF, HALF),
     **dict.fromkeys(["And", "Or", "Xor"], (YES, NO)),
     "Not": (YES,),
     "Clip": (A, -2, 5),

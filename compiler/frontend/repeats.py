@@ -1,0 +1,120 @@
+"""Repeats by one number become reshapes. As exporters write them, their sizes seem to depend on data.
+
+torch's older exporter writes repeat_interleave along an axis whose size it does not know so: the number of repeats of
+each element is a list of equal numbers. Elements are expanded to the largest of these, and a mask of those that count
+picks them: it is true everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.inference import inferred_by_onnx
+from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by, value_before
+from splitc.compiler.nodes import unused_name
+
+# The shapes of values that inference finds, by name.
+Shapes = Mapping[str | None, ir.Shape]
+# What gives equal numbers if all that it reads are equal numbers.
+ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Max", "Min", "Neg")
+EXTREMES = ("ReduceMax", "ReduceMin")
+
+
+def reshape_repeats(model: ir.Model) -> None:
+    """Replace repeats whose numbers are all equal, in place."""
+    picks = [node for node in model.graph if is_onnx(node, "GatherND") and _mask_of(node) is not None]
+    if not picks:
+        return
+    graph = inferred_by_onnx(model.clone()).graph
+    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    shapes = {value.name: value.shape for value in values if value.shape is not None}
+    known, editor = set(model.graph), Editor(model.graph)
+    for node in picks:
+        mask = _mask_of(node)
+        assert mask is not None
+        if _counts_all(mask, shapes) and (shape := shapes.get(mask.name)) is not None:
+            _reshape(node, mask, shape.rank(), editor)
+    for node in [node for node in model.graph if is_onnx(node, *EXTREMES)]:
+        _replace_extreme(node, shapes, editor)
+    names = {value.name for node in model.graph for value in node.outputs}
+    for value in (value for node in model.graph if node not in known for value in node.outputs):
+        value.name = value.name or unused_name("splitc_repeats", names)
+        names.add(value.name)
+
+
+def _mask_of(pick: ir.Node) -> ir.Value | None:
+    """The mask of the elements that a GatherND picks; None if it picks others."""
+    places = made_by(pick.inputs[1], "Transpose")
+    is_turned = places is not None and list(places.attributes.get_ints("perm", (1, 0))) == [1, 0]
+    if not is_turned or pick.attributes.get_int("batch_dims", 0) != 0:
+        return None
+    return value_before(value_before(pick.inputs[1], "Transpose"), "NonZero")
+
+
+def _counts_all(mask: ir.Value, shapes: Shapes) -> bool:
+    """Whether a mask is true everywhere: numbers from 0 on, below the largest of equal ones, are less than these."""
+    less = made_by(mask, "Less")
+    counted = None if less is None else made_by(less.inputs[0], "Range")
+    if less is None or counted is None:
+        return False
+    start, limit, step = counted.inputs
+    largest, repeats = made_by(_without_casts(limit), *EXTREMES), value_before(less.inputs[1], "Unsqueeze")
+    if largest is None or repeats is None or largest.inputs[0] is not repeats:
+        return False
+    return constant_numbers(start) == [0] and constant_numbers(step) == [1] and _is_equal(repeats, shapes)
+
+
+def _without_casts(value: ir.Value | None) -> ir.Value | None:
+    while (source := value_before(value, "Cast", "Identity")) is not None:
+        value = source
+    return value
+
+
+def _is_equal(value: ir.Value | None, shapes: Shapes) -> bool:
+    """Whether all elements of a value are equal."""
+    if value is None or _is_single(value, shapes) or made_by(value, "ConstantOfShape") is not None:
+        return value is not None
+    node = made_by(value, *ELEMENTWISE)
+    return node is not None and all(_is_equal(read, shapes) for read in node.inputs)
+
+
+def _is_single(value: ir.Value, shapes: Shapes) -> bool:
+    """Whether a value has one element and no axes."""
+    shape = shapes.get(value.name)
+    return shape is not None and shape.rank() == 0
+
+
+def _reshape(node: ir.Node, mask: ir.Value, axes: int, editor: Editor) -> None:
+    """Replace a GatherND that picks all of the mask's elements: the first axes of the data, one after the other."""
+    data, first, end = node.inputs[0], editor.numbers(*[0] * axes), np.iinfo(np.int64).max
+    picked = editor.before(node, "Slice", data, first, editor.before(node, "Shape", mask))
+    rest = editor.before(node, "Slice", editor.before(node, "Shape", data), *map(editor.numbers, (axes, end)))
+    shape = editor.before(node, "Concat", editor.numbers(-1), rest, axis=0)
+    editor.replace(node, ir.node("Reshape", [picked, shape]))
+
+
+def _replace_extreme(node: ir.Node, shapes: Shapes, editor: Editor) -> None:
+    """Replace the largest or smallest of equal numbers by one of them."""
+    reduced, is_whole = node.inputs[0], len(node.inputs) == 1 and "axes" not in node.attributes
+    if not is_whole or node.attributes.get_int("keepdims", 1) != 0 or node.outputs[0].is_graph_output():
+        return
+    if reduced is not None and not _is_single(reduced, shapes) and _is_equal(reduced, shapes):
+        node.outputs[0].replace_all_uses_with(_element(reduced, node, shapes, editor))
+
+
+def _element(value: ir.Value, at: ir.Node, shapes: Shapes, editor: Editor) -> ir.Value:
+    """An element of a value whose elements are equal, computed before a node."""
+    maker = value.producer()
+    if maker is None or _is_single(value, shapes):
+        return value
+    if maker.op_type == "ConstantOfShape":
+        filled = maker.attributes.get("value")
+        return editor.constant(np.zeros((), np.float32) if filled is None else filled.as_tensor().numpy().reshape(()))
+    read = [_element(one, at, shapes, editor) for one in maker.inputs if one is not None]
+    made = ir.node(maker.op_type, read, attributes=maker.attributes)
+    editor.graph.insert_before(at, made)
+    return made.outputs[0]
