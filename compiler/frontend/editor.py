@@ -15,7 +15,15 @@ from splitc.compiler.nodes import unused_name
 from splitc.runtime.arrays.array import Array
 
 # The opsets from which on operators take their lists as inputs. Before, these are attributes.
-LISTS_AS_INPUTS = {"Slice": 10, "Pad": 11, "ReduceSum": 13, "Split": 13, "ReduceMax": 18, "ReduceSumSquare": 18}
+LISTS_AS_INPUTS = {
+    "Slice": 10,
+    "Pad": 11,
+    "ReduceSum": 13,
+    "Split": 13,
+    "Unsqueeze": 13,
+    "ReduceMax": 18,
+    "ReduceSumSquare": 18,
+}
 
 
 def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol) -> ir.Value:

@@ -11,6 +11,7 @@ from splitc.compiler.errors import ModelError
 from splitc.compiler.frontend.constants import bypass_same, fold_constants, merge_casts
 from splitc.compiler.frontend.inference import UNKNOWN, add_types
 from splitc.compiler.frontend.loading import known_operators
+from splitc.compiler.frontend.loops import unroll_loops
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
@@ -35,6 +36,7 @@ def lift(model: ir.Model) -> None:
     if has_subgraphs(model.graph):
         passes.LiftSubgraphInitializersToMainGraphPass()(model)
         name_apart(model)  # a lifted value may have the name of a value in another branch
+    unroll_loops(model)
     replace_cast_like(model)
     fold_constants(model.graph)
     # torch's older exporter writes casts to the type that a value has, and no types of values.

@@ -18,6 +18,8 @@ from splitc.compiler.nodes import unused_name
 
 # From this opset on, Split takes sizes that are computed, as SplitToSequence does.
 OPSET = 13
+# Behind the last value of any sequence.
+END = 1 << 62
 Names = set[str | None]
 Shapes = Mapping[str | None, ir.Shape]
 
@@ -60,8 +62,8 @@ def _shapes(model: ir.Model) -> Shapes:
 
 def _parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) -> Sequence[ir.Value]:
     """The parts of a sequence; none if it is not known how many there are."""
-    if (made := made_by(sequence, "SequenceConstruct")) is not None:
-        return [part for part in made.inputs if part is not None]
+    if (listed := _listed(sequence)) is not None:
+        return listed
     split = made_by(sequence, "SplitToSequence")
     sizes = split.inputs[1] if split is not None and len(split.inputs) > 1 else None
     if split is None or sizes is None or (shape := shapes.get(sizes.name)) is None:
@@ -72,6 +74,21 @@ def _parts_of(sequence: ir.Value, editor: Editor, shapes: Shapes, names: Names) 
     else:
         count = shape[0] if isinstance(shape[0], int) else 0
     return _after(split, "Split", [split.inputs[0], sizes], count, names) if count else []
+
+
+def _listed(sequence: ir.Value | None) -> list[ir.Value] | None:
+    """The values that a sequence was made of, one by one or all at once; None if they are not known."""
+    made = made_by(sequence, "SequenceConstruct", "SequenceEmpty", "SequenceInsert")
+    if made is None:
+        return None
+    values = [value for value in made.inputs if value is not None]
+    if made.op_type != "SequenceInsert":
+        return values
+    listed, places = _listed(values[0]), constant_numbers(values[2]) if len(values) > 2 else [END]
+    if listed is None or places is None:
+        return None
+    listed.insert(places[0], values[1])
+    return listed
 
 
 def _chunks(split: ir.Node, size: ir.Value, shapes: Shapes) -> list[int]:

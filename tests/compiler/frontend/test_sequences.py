@@ -55,6 +55,19 @@ def test_equal_parts_are_cut(tmp_path: Path, is_unbound: bool) -> None:
             "s = SequenceConstruct (x, y)  z = ConcatFromSequence <axis = 1, new_axis = 1> (s)  r = Neg (z)",
             ["SequenceConstruct", "ConcatFromSequence", "Neg"],
         ),
+        (
+            "e = SequenceEmpty ()  a = SequenceInsert (e, x)  s = SequenceInsert (a, y)"
+            "  z = SequenceAt (s, last)  r = Abs (z)",
+            ["Abs"],
+        ),
+        (
+            "a = SequenceConstruct (x)  s = SequenceInsert (a, y, last)  z = SequenceAt (s, last)  r = Abs (z)",
+            ["Abs"],
+        ),
+        (
+            "a = SequenceConstruct (x)  s = SequenceInsert (a, y, place)  z = SequenceAt (s, last)  r = Abs (z)",
+            ["SequenceConstruct", "SequenceInsert", "SequenceAt", "Abs"],
+        ),
         ("s = SplitToSequence <axis = 1> (x, sizes)  z = SequenceAt (s, last)  r = Neg (z)", ["Split", "Neg"]),
         ("s = SplitToSequence <axis = 1> (x, three)  z = SequenceAt (s, last)  r = Neg (z)", ["Split", "Neg"]),
         (

@@ -1,0 +1,182 @@
+"""Loops with a fixed number of iterations become that many copies of their bodies.
+
+So what is in them is cut, fused and replayed as everything else. JAX writes the layers of a model as a scan over
+stacked weights, and torch's older exporter writes a loop that fills a list.
+
+See Loop and Scan in ONNX's Operators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.matching import constant_numbers, is_onnx, made_by
+from splitc.compiler.frontend.optional import source_of
+from splitc.compiler.frontend.reads import all_nodes
+from splitc.compiler.nodes import unused_name
+
+# The most iterations of a loop, and the most nodes of all copies in a model. A choice: models have up to 130 layers,
+# and plans of 10,000 nodes take half a minute. A loop over the tokens of a text stays.
+ITERATIONS, NODES = 160, 10_000
+# The opset from which on Scan has no batches.
+OPSET = 9
+LOOPS = ("Loop", "Scan")
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """A loop that runs `count` times: the initial values that it carries, and the inputs of which each iteration reads
+    a part along the first axis. A Loop's body has the iteration's number and a condition before these.
+    """
+
+    node: ir.Node
+    count: int
+    carried: Sequence[ir.Value]
+    parted: Sequence[ir.Value]
+
+    @property
+    def body(self) -> ir.Graph:
+        return self.node.attributes["body"].as_graph()
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes of all copies."""
+        return self.count * sum(1 for _ in self.body.all_nodes())
+
+
+def unroll_loops(model: ir.Model) -> None:
+    """Replace loops with a fixed number of iterations, in place. Loops in their bodies are replaced after them."""
+    pending = [node for node in model.graph if is_onnx(node, *LOOPS)]
+    if not pending or model.graph.opset_imports.get("", 0) < OPSET:
+        return
+    named = (one for node in all_nodes(model.graph) for one in (node, *node.inputs, *node.outputs))
+    unrolling, left = _Unrolling(Editor(model.graph), {one.name for one in named if one is not None}), NODES
+    while pending:
+        repeated = _repeated(pending.pop())
+        if repeated is not None and repeated.nodes <= left:
+            left -= repeated.nodes
+            pending += unrolling.unroll(repeated)
+
+
+def _repeated(node: ir.Node) -> _Repeated | None:
+    """The loop of a node; None if it is not known how often it runs, or if it runs too often."""
+    inputs = [value for value in node.inputs if value is not None]
+    if node.op_type == "Loop":
+        carried, parted = [value for value in node.inputs[2:] if value is not None], list[ir.Value]()
+        (count,) = constant_numbers(node.inputs[0]) or [0]
+        count *= _goes_on(node)
+    else:
+        place = len(inputs) - node.attributes["num_scan_inputs"].as_int()
+        carried, parted = inputs[:place], inputs[place:]
+        # Of weights only: a scan over time has one set of weights for all steps.
+        stacked = [value for value in parted if value.is_initializer() and value.shape is not None]
+        count = 0 if not stacked or _scans_otherwise(node) else int(stacked[0].shape[0])  # type: ignore[index,arg-type]
+    return _Repeated(node, count, carried, parted) if 0 < count <= ITERATIONS else None
+
+
+def _goes_on(loop: ir.Node) -> bool:
+    """Whether no condition ends a Loop."""
+    body = loop.attributes["body"].as_graph()
+    goes_on: ir.Value | None = body.outputs[0]
+    while (same := made_by(goes_on, "Identity")) is not None:
+        goes_on = same.inputs[0]
+    return _is_true(loop.inputs[1]) and (goes_on is body.inputs[1] or (goes_on is not None and _is_true(goes_on)))
+
+
+def _is_true(condition: ir.Value | None) -> bool:
+    """Whether a condition is left out, or is a constant that is true."""
+    if condition is None or not condition.name:
+        return True
+    tensor = condition.const_value
+    return tensor is not None and source_of(condition) is None and bool(np.all(tensor.numpy()))
+
+
+def _scans_otherwise(scan: ir.Node) -> bool:
+    """Whether a Scan reads or writes along other axes than the first one, or backwards."""
+    lists = [attribute for name, attribute in scan.attributes.items() if name not in ("body", "num_scan_inputs")]
+    return any(any(attribute.as_ints()) for attribute in lists)
+
+
+@dataclass(frozen=True)
+class _Unrolling:
+    """Unrolls loops of a graph, whose values and nodes have these names."""
+
+    editor: Editor
+    names: set[str | None]
+
+    def unroll(self, loop: _Repeated) -> list[ir.Node]:
+        """Put copies of a loop's body in its place. Returns the loops in them."""
+        node, states, inner = loop.node, len(loop.carried), list[ir.Node]()
+        lead = int(node.op_type == "Loop")
+        carried = list(loop.carried)
+        scanned: list[list[ir.Value]] = [[] for _ in loop.body.outputs[lead + states :]]
+        for number in range(loop.count):
+            given = [*self._numbers(loop, number), *carried, *(self._part(loop, one, number) for one in loop.parted)]
+            made, results = self._copy(loop, given, number)
+            inner += [one for one in made if is_onnx(one, *LOOPS)]
+            carried = results[lead : lead + states]
+            for parts, part in zip(scanned, results[lead + states :], strict=True):
+                axes, attributes = self.editor.lists("Unsqueeze", axes=[0])
+                parts.append(self._before(loop, "Unsqueeze", part, *axes, **attributes))
+        joined = [self._before(loop, "Concat", *parts, axis=0) for parts in scanned]
+        for old, new in zip(node.outputs, [*carried, *joined], strict=True):
+            self._put(old, new, loop)
+        self.editor.graph.remove(node, safe=True)
+        return inner
+
+    def _numbers(self, loop: _Repeated, number: int) -> list[ir.Value]:
+        """What a Loop tells its body: the iteration's number, and that it goes on. Both may have an axis."""
+        if loop.node.op_type != "Loop":
+            return []
+        axes = [0 if value.shape is None else len(value.shape) for value in loop.body.inputs[:2]]
+        numbers = np.full((1,) * axes[0], number, np.int64), np.full((1,) * axes[1], True)
+        return [self.editor.constant(array) for array in numbers]
+
+    def _part(self, loop: _Repeated, value: ir.Value, number: int) -> ir.Value:
+        return self._before(loop, "Gather", value, self.editor.constant(np.array(number, np.int64)), axis=0)
+
+    def _copy(self, loop: _Repeated, given: Sequence[ir.Value], number: int) -> tuple[list[ir.Node], list[ir.Value]]:
+        """The nodes of a copy of the body, before the loop, and its results."""
+        body = loop.body.clone(allow_outer_scope_values=True)
+        replaced = dict(zip(body.inputs, given, strict=True))
+        results, nodes = [replaced.get(value, value) for value in body.outputs], list(body)
+        body.outputs.clear()  # a value that is only handed on has no node
+        for inside, outside in replaced.items():
+            inside.replace_all_uses_with(outside)
+        body.remove(nodes)
+        self.editor.graph.insert_before(loop.node, nodes)
+        for made in (one for node in nodes for one in (node, *_inside(node))):
+            self._name(made, f"{made.name}/{number}")
+            for value in made.outputs:
+                if value.name:
+                    self._name(value, f"{value.name}/{number}")
+        return nodes, results
+
+    def _before(self, loop: _Repeated, operator: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        made = self.editor.before(loop.node, operator, *inputs, **attributes)
+        self._name(made, f"{loop.node.outputs[0].name}/{operator}")
+        return made
+
+    def _name(self, named: ir.Value | ir.Node, name: str) -> None:
+        named.name = unused_name(name, self.names)
+        self.names.add(named.name)
+
+    def _put(self, old: ir.Value, new: ir.Value, loop: _Repeated) -> None:
+        """Put a value in the place of the loop's output, under its name if the model gives it."""
+        if old.is_graph_output():
+            name, old.name = old.name, None
+            new = self.editor.before(loop.node, "Identity", new)
+            new.name, new.type, new.shape = name, old.type, old.shape
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
+def _inside(node: ir.Node) -> list[ir.Node]:
+    """The nodes of a node's subgraphs, at any depth."""
+    graphs = [one.as_graph() for one in node.attributes.values() if one.type == ir.AttributeType.GRAPH]
+    return [inner for graph in graphs for inner in graph.all_nodes()]
