@@ -17,6 +17,7 @@ from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
 from splitc.compiler.frontend.repeats import reshape_repeats
 from splitc.compiler.frontend.sequences import part_sequences
+from splitc.compiler.frontend.stacked_weights import part_stacks
 from splitc.compiler.frontend.uniform import part_picks
 from splitc.compiler.frontend.unused import remove_unused
 
@@ -39,6 +40,7 @@ def lift(model: ir.Model) -> None:
     unroll_loops(model)
     replace_cast_like(model)
     fold_constants(model.graph)
+    part_stacks(model.graph)
     # torch's older exporter writes casts to the type that a value has, and no types of values.
     if any(cast.inputs[0].dtype in UNKNOWN for cast in model.graph if is_onnx(cast, "Cast") and cast.inputs[0]):
         add_types(model)

@@ -1,0 +1,59 @@
+"""Stacks of weights become the weights in them: else each layer would read its own by a Gather.
+
+Layers that were written as a loop have the weights of all layers in one, along a first axis.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from splitc.compiler.frontend.editor import Editor
+from splitc.compiler.frontend.lazy_tensors import computed, part_of_file
+from splitc.compiler.frontend.matching import constant_numbers, is_onnx, tensor_of
+from splitc.compiler.frontend.optional import source_of
+
+
+def part_stacks(graph: ir.Graph) -> None:
+    """Replace weights that are read one part at a time, each at a fixed place of the first axis, in place."""
+    editor = Editor(graph)
+    for weight in list(graph.initializers.values()):
+        places = {node: _place(node, weight) for node, _ in weight.uses()}
+        if weight.is_graph_output() or source_of(weight) is not None or None in places.values():
+            continue
+        if len(set(places.values())) < 2 or any(node.outputs[0].is_graph_output() for node in places):
+            continue  # one part is no stack; an output needs a node
+        parts: dict[int | None, ir.Value] = {}
+        for node, place in places.items():
+            assert place is not None
+            if place not in parts:
+                parts[place] = editor.weight(_part(weight, place))
+            node.outputs[0].replace_all_uses_with(parts[place])
+            graph.remove(node, safe=True)
+        del graph.initializers[weight.name or ""]
+
+
+def _place(node: ir.Node, weight: ir.Value) -> int | None:
+    """The place of the first axis of a stack that a Gather picks; None if it reads anything else."""
+    shape, index = tensor_of(weight).shape.numpy(), node.inputs[1] if len(node.inputs) > 1 else None
+    if (
+        not is_onnx(node, "Gather")
+        or node.inputs[0] is not weight
+        or index is weight
+        or index is None
+        or len(shape) < 2
+    ):
+        return None
+    numbers = constant_numbers(index)
+    if numbers is None or tensor_of(index).shape.rank() or node.attributes.get_int("axis", 0) not in (0, -len(shape)):
+        return None
+    return numbers[0] % shape[0] if -shape[0] <= numbers[0] < shape[0] else None
+
+
+def _part(weight: ir.Value, place: int) -> ir.TensorProtocol:
+    """The tensor at this place of a stack."""
+    tensor, name = tensor_of(weight), f"{weight.name}.{place}"
+    count, *shape = tensor.shape.numpy()
+    size, rest = divmod(tensor.nbytes, count)
+    if isinstance(tensor, ir.ExternalTensor) and not rest:  # else a byte has numbers of two parts
+        return part_of_file(tensor, place * size, size, ir.Shape(shape), name)
+    return computed(tensor, shape, name, lambda array: array[place])
