@@ -31,8 +31,10 @@ LOOPS = ("Loop", "Scan")
 
 @dataclass(frozen=True)
 class _Repeated:
-    """A loop that runs `count` times: the initial values that it carries, and the inputs of which each iteration reads
-    a part along the first axis. A Loop's body has the iteration's number and a condition before these.
+    """A Loop or Scan with a fixed number of iterations.
+
+    - `carried`: the initial values of its state variables.
+    - `parted`: the inputs of which each iteration of a Scan reads one element along the first axis.
     """
 
     node: ir.Node

@@ -1,8 +1,7 @@
-"""Repeats by one number become reshapes. As exporters write them, their sizes seem to depend on data.
+"""Replaces repeat_interleave with one number of repeats, as torch's older exporter writes it, by a Reshape.
 
-torch's older exporter writes repeat_interleave along an axis whose size it does not know so: the number of repeats of
-each element is a list of equal numbers. Elements are expanded to the largest of these, and a mask of those that count
-picks them: it is true everywhere.
+Along an axis of unknown size it writes a list of equal numbers of repeats, expands each element to the largest of them,
+and picks elements by a mask (NonZero, GatherND). The mask is true everywhere, but sizes seem to depend on data.
 """
 
 from __future__ import annotations

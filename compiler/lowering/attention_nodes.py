@@ -1,4 +1,4 @@
-"""Attention that writes caches in place, as ONNX's own operators."""
+"""Parts of a decomposed GroupQueryAttention: splitting and merging heads, scores, masks and sinks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from splitc.compiler.frontend.origins import described
 from splitc.compiler.fusion.grouped import BY_ROWS
 from splitc.compiler.fusion.multi_head import DOMAIN
 
-# The places of the operator's inputs.
+# The numbers of the operator's inputs.
 QUERY, KEY, PASTS, LASTS, TOTAL, TABLES, POSITIONS, BIAS, SINKS = 0, 1, (3, 4), 5, 6, (7, 8), 9, 10, 11
 LAST = (1 << 63) - 1
 
 
 @dataclass
 class Nodes:
-    """New nodes in their order, for a graph or for a branch of it. They and their values are named after it."""
+    """Collects new nodes, in order, for a graph or a branch. `name` is the prefix of their names."""
 
     name: str
     editor: Editor
@@ -42,11 +42,11 @@ class Nodes:
         return node.outputs
 
     def one(self, operator: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any) -> ir.Value:
-        """Add a node, and return its only result."""
+        """Add a node with one output. Returns the output."""
         return self.add(operator, inputs, domain=domain, attributes=ir.convenience.convert_attributes(attributes))[0]
 
     def sizes(self, operator: str, *inputs: ir.Value | None, count: int = 1, **attributes: Any) -> ir.Value:
-        """Add a node whose result is a list of so many sizes."""
+        """Add a node whose output is a list of `count` sizes."""
         made = self.one(operator, *inputs, **attributes)
         made.type, made.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([count])
         return made
@@ -58,14 +58,14 @@ class Nodes:
         return self.one("Slice", value, start, end, self.editor.numbers(axis))
 
     def graph(self, made: Sequence[ir.Value], like: Sequence[ir.Value]) -> ir.Graph:
-        """The nodes as a branch with these outputs."""
+        """A branch of these nodes and outputs, whose types are those of `like`."""
         for value, known in zip(made, like, strict=True):
             value.type = known.type
         return ir.Graph([], made, nodes=self.made, name=self.name)
 
 
 def put_in_place(node: ir.Node, made: Sequence[ir.Node], results: Sequence[ir.Value], graph: ir.Graph) -> None:
-    """Put other nodes in the place of one. Their results get its outputs' names, types and origins."""
+    """Replace a node by others in the graph. Their results get the names, types and origins of its outputs."""
     old = list(node.outputs[: len(results)])
     ir.convenience.replace_nodes_and_values(graph, node, [node], made, old, results)
     for before, after in zip(old, results, strict=True):
@@ -76,7 +76,7 @@ def put_in_place(node: ir.Node, made: Sequence[ir.Node], results: Sequence[ir.Va
 
 @dataclass(frozen=True)
 class Attention:
-    """An operator GroupQueryAttention whose parts are written as other nodes."""
+    """A GroupQueryAttention, and the nodes that its parts are decomposed into."""
 
     node: ir.Node
 
@@ -96,9 +96,9 @@ class Attention:
         return self.node.inputs[place] if place < len(self.node.inputs) else None
 
     def query_rows(self, query: ir.Value | None, b: Nodes) -> ir.Value:
-        """Queries [batch, length, heads x size] by key heads: [batch, key heads, rows, size].
+        """Reshape queries [batch, length, heads x size] to [batch, key heads, rows, size].
 
-        Query heads that share a key head are rows of one product.
+        All query heads that share a key head become rows of one product.
         """
         return b.shaped(self.by_heads(query, self.heads, b), 0, self.kv_heads, -1, 0)
 
@@ -106,7 +106,7 @@ class Attention:
         return b.one("Transpose", b.shaped(value, 0, 0, heads, -1), perm=BY_ROWS)
 
     def merged(self, made: ir.Value, b: Nodes) -> ir.Value:
-        """The attention's rows as the operator gives them, [batch, length, heads x size]."""
+        """Reshape [batch, key heads, rows, size] to the operator's output, [batch, length, heads x size]."""
         return b.shaped(b.one("Transpose", b.shaped(made, 0, self.heads, -1, 0), perm=BY_ROWS), 0, 0, -1)
 
     def attend(
@@ -118,10 +118,10 @@ class Attention:
         seen: ir.Value | None,
         size: int = 0,
     ) -> ir.Value:
-        """The product of all weights and values, [batch, key heads, rows, size].
+        """Softmax(query x keys) x values, [batch, key heads, rows, size].
 
-        Scores [batch, heads, new, all] count where they are `seen`. The scale is that of heads of this size, unless
-        the operator has one.
+        `seen` is a mask of the scores [batch, heads, new, all]. Scores are scaled by the operator's attribute, or by
+        1 / sqrt(size).
         """
         scale = self.node.attributes.get_float("scale", 0) or 1 / math.sqrt(size)
         scores = b.one("FusedMatMul", query, keys, domain=DOMAIN, alpha=scale, transB=1)

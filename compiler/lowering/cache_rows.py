@@ -1,6 +1,6 @@
-"""The rows of attention's caches in a request, as nodes of a graph: their number, the places of new ones, masks.
+"""Nodes that compute which rows of an attention's KV caches a request writes, and which ones each query sees.
 
-Numbers of rows are lists of one size. They follow from sizes, and stay on the CPU.
+Row counts are one-element lists. They are computed from shapes, so ONNX Runtime keeps them on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., ir.Value])
 
 
 def made_once(make: F) -> F:
-    """Let a method make its nodes once for all attentions whose caches are as long, and the same arguments."""
+    """Let attentions with caches of one length share the value that a method adds nodes for, by its arguments."""
 
     @wraps(make)
     def call(rows: Rows, *arguments: Any) -> ir.Value:
@@ -33,9 +33,9 @@ def made_once(make: F) -> F:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of an attention's caches, for heads of this size.
+    """The rows of an attention's KV caches [batch, heads, rows, size].
 
-    `shared` has what earlier attentions made whose caches are as long.
+    `shared` has the results of attentions with caches of the same length, by method and arguments.
     """
 
     attention: Attention
@@ -45,15 +45,15 @@ class Rows:
 
     @property
     def window(self) -> int:
-        """How many rows each new one sees, itself included, if that is limited."""
+        """The sliding window: the number of rows that each query sees, its own included; 0 for all."""
         return max(0, self.attention.node.attributes.get_int("local_window_size", -1))
 
     def attend(self, query: ir.Value, added: Sequence[ir.Value]) -> Sequence[ir.Value]:
-        """The product of all weights and values for queries [batch, key heads, rows, size], and both presents.
+        """The attention of queries [batch, key heads, rows, size], and both presents.
 
-        Rows [batch, heads, length, size] are added in place if that fills the caches, as masks that are as long as
-        their room say. Caches are lengthened first where they are too short, and only filled rows are read where there
-        is more room.
+        The keys and values in `added` [batch, heads, length, size] are written by index. If the request fills the
+        caches, attention reads the whole of them. Else caches that are too short are padded first, and attention reads
+        only the filled rows.
         """
         b, outputs = self.nodes, self.attention.node.outputs[:3]
         pasts = [self.attention.input(place) for place in PASTS]
@@ -70,7 +70,7 @@ class Rows:
         return b.add("If", [self._is_filled()], 3, attributes=ir.convenience.convert_attributes(branches))
 
     def seen(self) -> ir.Value:
-        """Which rows of the caches each new row sees: all that are filled, or its own and earlier ones."""
+        """A mask of the cache rows that each query sees: its own and earlier ones if causal, else all filled ones."""
         return self._seen(self.attention.is_causal, self.window)
 
     def positions(self) -> ir.Value:
@@ -80,12 +80,12 @@ class Rows:
 
     @made_once
     def own(self) -> ir.Value:
-        """The positions of new rows behind those before, [batch, length]."""
+        """The positions of new rows in the caches, [batch, length]."""
         return self.nodes.one("Add", self.start(), self.counted(self.new()))
 
     @made_once
     def start(self) -> ir.Value:
-        """The position of the first new row, [batch, 1]. A first prompt may be padded at its end."""
+        """The position of the first new row, [batch, 1]; 0 for a first prompt, which may be padded on the right."""
         b, number = self.nodes, self.nodes.editor.numbers
         before = b.one("Sub", self.last(), b.sizes("Sub", self.new(), number(1)))
         return b.shaped(b.one("Max", before, number(0)), -1, 1)
@@ -102,7 +102,7 @@ class Rows:
 
     @made_once
     def total(self) -> ir.Value:
-        """The number of rows that are filled afterwards."""
+        """The number of filled rows after the request."""
         b = self.nodes
         number = b.sizes("Cast", self.attention.input(TOTAL), to=ir.DataType.INT64)
         return b.sizes("Reshape", number, b.editor.numbers(1))
@@ -113,7 +113,7 @@ class Rows:
         return self.nodes.one("Unsqueeze", self.own(), self.nodes.editor.numbers(1, 3))
 
     def counted(self, size: ir.Value) -> ir.Value:
-        """0, 1, and so on below a size."""
+        """The numbers from 0 to below a size."""
         b = self.nodes
         end = b.shaped(size)
         end.type, end.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([])
@@ -129,24 +129,24 @@ class Rows:
 
     @made_once
     def _before(self) -> ir.Value:
-        """The rows of the caches before, room included."""
+        """The length of the past caches, whether filled or not."""
         return self._axis(self.attention.input(PASTS[0]), 2)
 
     @made_once
     def _is_filled(self) -> ir.Value:
-        """Whether the request fills the caches."""
+        """Whether the request fills the past caches exactly."""
         return self.nodes.shaped(self.nodes.one("Equal", self._before(), self.total()))
 
     @made_once
     def _pads(self) -> ir.Value:
-        """What lengthens the caches."""
+        """The pads that lengthen the past caches to the filled rows."""
         b, number = self.nodes, self.nodes.editor.numbers
         lacking = b.sizes("Max", b.sizes("Sub", self.total(), self._before()), number(0))
         return b.sizes("Concat", number(0, 0, 0, 0, 0, 0), lacking, number(0), count=8, axis=0)
 
     @made_once
     def _index(self, heads: int, size: int) -> ir.Value:
-        """The places in the caches of new rows [batch, heads, length, size]."""
+        """The indices that ScatterElements writes new rows to, [batch, heads, length, size]."""
         return self.nodes.one("Expand", self.by_rows(), self.shape_of(heads, self.new(), size))
 
     def shape_of(self, heads: int, rows: ir.Value, size: int) -> ir.Value:
@@ -168,12 +168,12 @@ class Rows:
 
     @made_once
     def places(self) -> ir.Value:
-        """The places of the caches that are filled, or say so."""
+        """The positions of the rows that attention reads, [all]."""
         return self.counted(self.total())
 
     @made_once
     def _given(self, positions: ir.Value) -> ir.Value:
-        """Positions as the operator takes them: a first prompt begins at the first one."""
+        """Positions as the operator reads them: those of a first prompt count from the first one."""
         b = self.nodes
         is_first = b.one("Equal", self.new(), self.total())
         ends = [b.editor.numbers(number) for number in (0, 1)]

@@ -1,9 +1,9 @@
-"""Moves sizes to a GPU without a copy, so that ONNX Runtime captures the graph.
+"""Moves sizes to the GPU without copies, so that ONNX Runtime can capture the graph.
 
-Values that exporters compute from sizes stay on the CPU (cpu_values) until a node on the GPU reads them: a length that
-positions are compared with, a root that divides scores. ONNX Runtime copies such a value in each run, and refuses to
-capture a graph with copies. Range takes its numbers from the CPU, as arguments of its kernel: Range(n, n + 1, 1) writes
-n on the GPU. Numbers that are not integers are recomputed on the GPU from integers.
+ONNX Runtime computes values that follow from shapes on the CPU (cpu_values). If a node on the GPU reads such a value,
+as a length that positions are compared with, it is copied in each run, and ONNX Runtime refuses to capture a graph with
+copies. Range reads its inputs on the CPU and passes them as arguments of its kernel, so Range(n, n + 1, 1) writes n on
+the GPU. Floats are recomputed on the GPU from integers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from splitc.runtime.arrays.array import Array
 
 WHOLE = (ir.DataType.INT32, ir.DataType.INT64)
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-# What finds the number whose place an operator gives.
+# The reduction that finds the value whose index an operator returns.
 EXTREMES = {"ArgMax": "ReduceMax", "ArgMin": "ReduceMin"}
 # The most elements of a list of sizes, which has one or a few for each axis of a value. Larger values are copied.
 MOST = 16
@@ -56,13 +56,13 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
 
 
 def write_out(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:
-    """As `keep_on_gpu`, for attention that has no kernel for GPUs, which becomes other operators."""
+    """Decompose attention that has no CUDA kernel, in place, and move its sizes as `keep_on_gpu` does."""
     if write_out_attention(graph):
         keep_on_gpu(graph, opset, shapes)
 
 
 def why_not_replayed(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> str:
-    """Why engines of this model's graph can't be captured on GPUs even as they are written; "" if they can."""
+    """Why engines of this graph can't be captured on GPUs, after all rewrites; "" if they can."""
     engine = graph.clone()
     keep_on_gpu(engine, opset, shapes)
     write_out(engine, opset, shapes)
@@ -75,7 +75,7 @@ def convolves(node: ir.Node) -> bool:
 
 
 def _give_kernel(node: ir.Node, editor: Editor) -> None:
-    """Replace an operator or a type that has no kernel for GPUs by one that has, with the same results."""
+    """Replace a node without a CUDA kernel by nodes with one, where the results are the same to the bit."""
     if node.op_type == "OneHot" and not node.domain:
         _replace_one_hot(node, editor)
     value = node.inputs[0] if node.inputs else None
@@ -91,7 +91,7 @@ def _give_kernel(node: ir.Node, editor: Editor) -> None:
 
 
 def _find_extreme(node: ir.Node, value: ir.Value, editor: Editor) -> None:
-    """Write the place of the largest or smallest integer as that of the first number that is equal to it."""
+    """Replace ArgMax or ArgMin of integers: the index of the first element that equals the extreme."""
     axis, name = node.attributes.get_int("axis", 0), node.outputs[0].name
     axes, attributes = editor.lists("ReduceMax", axes=[axis])
     extreme = editor.before(node, EXTREMES[node.op_type], value, *axes, keepdims=1, **attributes)
@@ -108,7 +108,7 @@ def _find_extreme(node: ir.Node, value: ir.Value, editor: Editor) -> None:
 
 
 def _multiply_by_scale(node: ir.Node, value: ir.Value, editor: Editor) -> None:
-    """Write the DequantizeLinear of an int32, as biases are, as a product: its zero point is 0 by definition."""
+    """Replace DequantizeLinear of int32 (a bias) by a product: its zero point is 0 by definition."""
     scale, shape = node.inputs[1], described(value).shape
     dtype = None if scale is None else described(scale).dtype
     if shape is not None and len(shape) < 2 and dtype is not None:
@@ -141,7 +141,7 @@ def _constant(value: ir.Value) -> Array | None:
 
 @dataclass(frozen=True)
 class _Raising:
-    """Recomputes values on the GPU that follow from sizes and are on the CPU."""
+    """Recomputes values on the GPU that ONNX Runtime computes from shapes on the CPU."""
 
     editor: Editor
     sizes: frozenset[ir.Value]

@@ -1,11 +1,11 @@
-"""Attention in place for several rows with several tokens after cached ones, in engines for CPUs.
+"""Lets attention with caches in place take batches with several tokens behind cached ones, in engines for CPUs.
 
-The operator that writes caches in place takes such a request in one row only. So each one becomes the branch of an If,
-whose other branch has the operators that exporters write: it copies its caches, as the model does. The runtime chooses
-by a second axis of the input for the caches' length, whose size is 0 or 1. An If takes a microsecond, and its outputs
-are written where the caller wants them.
+GroupQueryAttention takes several tokens behind cached ones in a batch of one row only. So the operator becomes a branch
+of an If; the other branch is its decomposition, which concatenates the caches. The runtime chooses the branch by the
+second size of the input for the caches' length, 0 or 1. An If takes a microsecond, and its outputs are written to the
+caller's buffers.
 
-It is done in each engine, after the model was cut: what is known of the operator holds for both branches.
+Engines are rewritten after the model was cut, so the passes before see only the operator.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from splitc.compiler.lowering.attention_nodes import KEY, LAST, PASTS, QUERY, TO
 
 @dataclass(frozen=True)
 class _Rows:
-    """What attentions share that have caches of one length.
+    """What attentions with caches of one length share.
 
-    Lists of the rows `before` a request and `after` it; whether it is `asked` for the branch.
+    One-element lists of the filled rows `before` a request and `after` it; `asked`: whether to take the decomposition.
     """
 
     before: ir.Value
@@ -36,14 +36,14 @@ class _Rows:
 
 
 def take_several_rows(graph: ir.Graph) -> None:
-    """Give attentions in place that are marked so a branch for several rows, in place."""
+    """Add the branch to each marked attention, in place."""
     inputs = {value.name: value for value in graph.inputs}
     editor, rows = Editor(graph), dict[str, _Rows]()
     for node in list(graph):
         name = node.metadata_props.get(SEVERAL_ROWS)
         if name is None:
             continue
-        if name not in inputs:  # another segment computes from it what this one needs of it
+        if name not in inputs:  # another segment reads it
             inputs[name] = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([None, None]))
             graph.inputs.append(inputs[name])
         if name not in rows:
@@ -52,7 +52,7 @@ def take_several_rows(graph: ir.Graph) -> None:
 
 
 def _rows(length: ir.Value, node: ir.Node, editor: Editor) -> _Rows:
-    """Computed before the first attention of a length, from the sizes of the input for it."""
+    """Add the nodes that compute these values before the first attention of a length, from the shape of its input."""
     made = list[ir.Value]()
 
     def add(
@@ -72,7 +72,7 @@ def _rows(length: ir.Value, node: ir.Node, editor: Editor) -> _Rows:
 
 
 def _branch(node: ir.Node, rows: _Rows, editor: Editor) -> None:
-    """Put an If in the place of an operator, which becomes a branch of it."""
+    """Replace an operator by an If with the operator in one branch and its decomposition in the other."""
     outputs = list(node.outputs)
     name = outputs[0].name or ""
     whole = Nodes(f"{name}/in_place", editor)
@@ -86,14 +86,14 @@ def _branch(node: ir.Node, rows: _Rows, editor: Editor) -> None:
 
 @dataclass
 class _Copying:
-    """Writes an attention that copies its caches, and its presents."""
+    """Writes the decomposition, which concatenates caches."""
 
     attention: Attention
     nodes: Nodes
     rows: _Rows
 
     def write(self) -> Sequence[ir.Value]:
-        """The operator's outputs. Caches with room have more rows than are filled, and take more copies."""
+        """The operator's outputs. Caches with unfilled rows are cut before new rows are concatenated."""
         one, b, outputs = self.attention, self.nodes, self.attention.node.outputs
         query = one.query_rows(one.input(QUERY), b)
         new = [one.by_heads(one.input(KEY + number), one.kv_heads, b) for number in range(2)]
@@ -110,7 +110,7 @@ class _Copying:
         return [one.merged(made, b), *presents]
 
     def _with_room(self, b: Nodes, past: int, new: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """The filled rows of a cache with the new ones, and its present."""
+        """The filled rows of a cache with new rows concatenated, and the present."""
         cache = self.attention.input(past)
         before = b.cut(cache, 2, b.editor.numbers(0), self.rows.before)
         rows = b.one("Concat", before, new, axis=2)
@@ -123,7 +123,7 @@ class _Copying:
 
     @cached_property
     def seen(self) -> ir.Value:
-        """For each new token and all tokens: whether it is the token itself or an earlier one."""
+        """The causal mask, [new tokens, all tokens]."""
         b = self.nodes
         none, one = (b.editor.constant(np.array(number, np.int64)) for number in (0, 1))
         start, end = (b.shaped(value) for value in (self.rows.before, self.rows.after))

@@ -1,7 +1,7 @@
-"""Attention with caches in place for GPUs, where ONNX Runtime has no kernel for it: in single precision, or with sinks.
+"""Decomposes GroupQueryAttention in engines for GPUs where ONNX Runtime has no CUDA kernel: in float32, or with sinks.
 
-It becomes operators that have one. New rows are written into the caches by index, so tokens keep their sizes and are
-replayed. Caches without room for them are lengthened first, in a branch. Sizes alone decide which one runs.
+The KV caches are written by index (ScatterElements), so that all shapes stay the same from token to token and requests
+can be replayed. An If on sizes chooses between caches that the request fills and shorter ones, which are padded first.
 
 See com.microsoft.GroupQueryAttention in ONNX Runtime's ContribOperators.md.
 """
@@ -34,9 +34,9 @@ from splitc.compiler.lowering.window_rows import WindowRows
 from splitc.compiler.nodes import operator_name
 from splitc.compiler.operators.gpu_kernels import GROUPED
 
-# The opset from which on all of the operators exist as they are used here.
+# The first opset in which all of the operators exist as they are used here.
 OPSET = 13
-# The attributes that are written out. Others must be 0.
+# The attributes that the decomposition supports. Others must be 0.
 KNOWN = frozenset(
     {"num_heads", "kv_num_heads", "scale", "causal", "softcap", "local_window_size", "do_rotary", "rotary_interleaved"}
 )
@@ -44,9 +44,9 @@ WINDOWED = "sliding_window_cache"
 
 
 def write_out_attention(graph: ir.Graph) -> bool:
-    """Replace GroupQueryAttention that has no kernel for GPUs, in place, where other operators can say it.
+    """Decompose each GroupQueryAttention that has no CUDA kernel, in place, unless it has an unsupported attribute.
 
-    Returns whether there was one.
+    Returns whether any was decomposed.
     """
     if graph.opset_imports.get("", 1) < OPSET:
         return False
@@ -65,7 +65,7 @@ def write_out_attention(graph: ir.Graph) -> bool:
 
 
 def _size_of(node: ir.Node) -> int | None:
-    """The size of a head; None if the model's file does not say it. A rank may have some of the model's heads."""
+    """The size of a head, from the unsplit model's shapes; None if they do not give it."""
     whole = origin_of(node) or node
     for value in (whole.inputs[PASTS[0]], whole.outputs[1]):
         shape = None if value is None else described(value).shape
@@ -79,7 +79,7 @@ def _size_of(node: ir.Node) -> int | None:
 
 
 def _rows_of(node: ir.Node) -> int | str:
-    """What a cache's file says of its rows: one symbol has one size."""
+    """The declared number of rows of a cache: a number, or a symbol."""
     past = node.inputs[PASTS[0]]
     assert past is not None
     shape = described(past).shape
@@ -88,7 +88,7 @@ def _rows_of(node: ir.Node) -> int | str:
 
 
 def _is_known(node: ir.Node) -> bool:
-    """Whether a node has only what is written out here."""
+    """Whether the decomposition supports all inputs, outputs and attributes of a node."""
     beyond = [*node.inputs[SINKS + 1 :], *node.outputs[3:]]
     known = {*KNOWN, WINDOWED} if _holds_window(node) else KNOWN
     strange = [attribute for name, attribute in node.attributes.items() if name not in known]
@@ -102,14 +102,14 @@ def _is_known(node: ir.Node) -> bool:
 
 
 def _holds_window(node: ir.Node) -> bool:
-    """Whether caches hold the rows of a window and no others."""
+    """Whether the caches are as long as the sliding window, and hold nothing else."""
     window = node.attributes.get_int("local_window_size", -1)
     has_bias = len(node.inputs) > BIAS and node.inputs[BIAS] is not None
     return bool(node.attributes.get_int(WINDOWED, 0)) and window > 0 and _rows_of(node) == window and not has_bias
 
 
 def _write(attention: Attention, rows: Rows) -> list[ir.Value]:
-    """The operator's outputs by other nodes: rows, and both caches."""
+    """Add the nodes that compute the operator's outputs: the attention's rows, and both caches."""
     b = rows.nodes
     query, *new = _parts(attention, rows)
     if attention.node.attributes.get_int("do_rotary", 0):
@@ -123,7 +123,7 @@ def _write(attention: Attention, rows: Rows) -> list[ir.Value]:
 
 
 def _parts(attention: Attention, rows: Rows) -> list[ir.Value]:
-    """Queries, keys and values, which may be packed."""
+    """Queries, keys and values [batch, length, heads x size], from three inputs or a packed one."""
     given = [attention.input(place) for place in (QUERY, KEY, KEY + 1)]
     if given[1] is None:
         counts = attention.heads, attention.kv_heads, attention.kv_heads

@@ -1,9 +1,9 @@
-"""cuBLAS kernels for products of any number of rows, loaded before requests need them.
+"""Loads cuBLAS's kernels for matrix products with any number of rows, before requests need them.
 
-cuBLAS chooses a kernel by the number of rows, and CUDA loads a kernel when it is launched first, which takes some 4 ms.
-So each prompt of a new length would wait for kernels. A thread of its own loads them while an engine is loaded, from
-the moment when its weights have memory, and while there are no requests: it computes the products for many numbers of
-rows, on memory with any content.
+cuBLAS chooses a kernel by the number of rows, and CUDA loads a kernel at its first launch, which takes some 4 ms. So
+each prompt of a new length would wait for kernels. A background thread launches the products with many numbers of rows,
+on whatever the memory holds: while an engine is loaded, from the allocation of its weights on, and while the rank is
+idle.
 """
 
 from __future__ import annotations
