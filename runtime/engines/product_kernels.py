@@ -19,9 +19,8 @@ import numpy as np
 import onnxruntime as ort
 
 from splitc.runtime.errors import EngineError
-from splitc.runtime.gpu.device import GpuDevice
+from splitc.runtime.gpu.device import CLOSING, GpuDevice
 from splitc.runtime.package.products import Product
-from splitc.runtime.threads.executor import Executor
 
 # Numbers of rows are multiples of the first step up to the most, then of the next step: requests may come before all
 # are computed. A choice: of 40 prompts of new lengths, 7 waited for kernels between multiples of 16, and 5 for kernels
@@ -47,7 +46,7 @@ class ProductKernels:
         self._gpu = gpu
         self._asked: set[Product] = set()
         self._closed = threading.Event()
-        self._pool = Executor(1)
+        self._threads: list[threading.Thread] = []
         # When the last request ended; infinite during a request.
         self._quiet_since = -math.inf
 
@@ -63,7 +62,12 @@ class ProductKernels:
         missing = [product for product in products if product not in self._asked]
         if missing and room > 0 and size >= LEAST_WEIGHTS:
             self._asked.update(missing)
-            self._pool.submit(self._compute_all, missing, held[-1], room)
+            # Python does not wait for it at exit: a GPU may hang.
+            work = missing, held[-1], room
+            self._threads.append(
+                threading.Thread(target=self._compute_all, args=work, name="splitc kernels", daemon=True)
+            )
+            self._threads[-1].start()
 
     def pause(self) -> None:
         """To be called when a request begins."""
@@ -74,9 +78,10 @@ class ProductKernels:
         self._quiet_since = time.monotonic()
 
     def close(self) -> None:
-        """Stop, and wait for the last product."""
+        """Stop, and wait for the last product, unless the GPU hangs."""
         self._closed.set()
-        self._pool.shutdown()
+        for thread in self._threads:
+            thread.join(CLOSING)
 
     def _compute_all(self, products: Sequence[Product], memory: ort.OrtValue, room: int) -> None:
         """Compute the products until there are no more, or this is closed. Both factors are read from `memory`."""

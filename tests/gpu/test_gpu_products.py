@@ -28,6 +28,7 @@ def test_products_are_computed(dtype: str, transposed: bool, monkeypatch: pytest
     kernels = ProductKernels(gpu)
     products = [Product(inner, columns, dtype, transposed) for inner, columns in ((512, 1024), (77, 33))]
     kernels.load(products, [weight])
-    kernels._pool.shutdown()
+    for thread in kernels._threads:
+        thread.join()
     gpu.wait_all()
     assert gpu.notes == []
