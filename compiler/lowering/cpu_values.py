@@ -35,11 +35,13 @@ class Placement:
 
     - `sizes`: values on the CPU that follow from sizes alone. Their number of elements is the same in every request.
     - `to_gpu`, `to_cpu`: reads of a value that lies in the other memory.
+    - `fed`: reads of graph inputs by nodes that stay on the CPU only because they read a size too.
     """
 
     sizes: frozenset[ir.Value]
     to_gpu: tuple[Read, ...]
     to_cpu: tuple[Read, ...]
+    fed: tuple[Read, ...]
 
 
 def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placement:
@@ -53,6 +55,7 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
     folded: set[ir.Value] = set()
     to_gpu: list[Read] = []
     to_cpu: list[Read] = []
+    fed: list[Read] = []
     for node in graph:
         reads = [
             Read(node, number, value)
@@ -67,13 +70,17 @@ def place_values(graph: ir.Graph, around: Collection[ir.Value] = ()) -> Placemen
         elif not runs_on_gpu(node) or _is_left(node, on_cpu, folded):
             on_cpu.update(node.outputs)
             to_cpu += [read for read in reads if read.value not in on_cpu]
+            inputs = [(number, value) for number, value in enumerate(node.inputs) if value is not None]
+            fed += [
+                Read(node, number, value) for number, value in inputs if value.is_graph_input() and runs_on_gpu(node)
+            ]
             if all(value in sizes or value in folded or _is_small(value) for value in node.inputs if value is not None):
                 sizes.update(node.outputs)
         else:
             on_host = host_inputs(node)
             to_gpu += [read for read in reads if read.value in on_cpu and read.number not in on_host]
             to_cpu += [read for read in reads if read.value not in on_cpu and read.number in on_host]
-    return Placement(frozenset(sizes), tuple(to_gpu), tuple(to_cpu))
+    return Placement(frozenset(sizes), tuple(to_gpu), tuple(to_cpu), tuple(fed))
 
 
 def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
@@ -97,6 +104,8 @@ def why_not_captured(graph: ir.Graph, around: Collection[ir.Value] = ()) -> str:
         return f"{_title(read.node)} takes '{read.value.name}' on the CPU, which is computed on the GPU"
     for read in placement.to_gpu:
         return f"{_title(read.node)} takes '{read.value.name}' on the GPU, which is computed on the CPU"
+    for read in placement.fed:
+        return f"{_title(read.node)} takes the input '{read.value.name}' on the CPU"
     return ""
 
 

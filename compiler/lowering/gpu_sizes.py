@@ -19,7 +19,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.origins import described
 from splitc.compiler.frontend.unused import remove_unused
-from splitc.compiler.lowering.cpu_values import SMALL, place_values, runs_on_gpu, why_not_captured
+from splitc.compiler.lowering.cpu_values import SMALL, Placement, Read, place_values, runs_on_gpu, why_not_captured
 from splitc.compiler.lowering.older_opset import use_older_opset
 from splitc.compiler.lowering.written_attention import write_out_attention
 from splitc.compiler.operators.gpu_kernels import host_inputs
@@ -48,11 +48,25 @@ def keep_on_gpu(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> Non
         return
     placement = place_values(graph)
     work = _Raising(editor, placement.sizes, shapes)
-    for read in placement.to_gpu:
+    beside = [
+        Read(node, number, value)
+        for node in dict.fromkeys(read.node for read in placement.fed)
+        if not _serves_host(node, placement)
+        for number, value in enumerate(node.inputs)
+        if value is not None
+    ]
+    for read in (*placement.to_gpu, *beside):
         if read.value in placement.sizes and (raised := work.raised(read.value)) is not None:
             read.node.replace_input_with(read.number, raised)
-    if placement.to_gpu:
+    if placement.to_gpu or beside:
         remove_unused(graph)
+
+
+def _serves_host(node: ir.Node, placement: Placement) -> bool:
+    """Whether a kernel reads on the CPU what a node computes there, or what others compute of it there."""
+    on_gpu = {(read.node, read.number) for read in placement.to_gpu}
+    uses = [use for value in node.outputs for use in value.uses()]
+    return any(use not in on_gpu and (use[1] in host_inputs(use[0]) or _serves_host(use[0], placement)) for use in uses)
 
 
 def write_out(graph: ir.Graph, opset: int, shapes: Mapping[str, Shape]) -> None:

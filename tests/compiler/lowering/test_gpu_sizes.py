@@ -97,7 +97,17 @@ def clipped(block: Block, x: ir.Value) -> None:
     block.give(block.op("Cast", places, to=ir.DataType.FLOAT), shape=["n", 8])
 
 
-FORMS = [compared, scaled, listed, chosen, largest, smallest, bent, dequantized, repeated, spread, clipped]
+def weighed(block: Block, x: ir.Value) -> None:
+    """An input of whole numbers, times a size: ONNX Runtime would take it on the CPU, as inputs may be anywhere."""
+    ids = block.indices("ids", [1, 2, 3, 4, 5, 6], ["n"])
+    times = block.op("Mul", ids, length(block, x))
+    block.give(
+        block.op("Add", x, block.op("Unsqueeze", block.op("Cast", times, to=ir.DataType.FLOAT), block.ints(1))),
+        shape=["n", 8],
+    )
+
+
+FORMS = [weighed, compared, scaled, listed, chosen, largest, smallest, bent, dequantized, repeated, spread, clipped]
 
 
 def written(tmp_path: Path, form: Callable[[Block, ir.Value], None]) -> tuple[Path, Block]:
@@ -129,7 +139,8 @@ def test_nothing_is_copied_and_results_stay_the_same(form: Callable[[Block, ir.V
     assert why_not_captured(engine(kept)) == ""
     assert [file.not_captured for file in read_manifest(kept).ranks[0].engines] == [""]
     for size in (1, 6, 5):
-        feeds: dict[str, Any] = {"x": block.random("x", size, 8)}
+        feeds: dict[str, Any] = {"x": block.random("x", size, 8), "ids": np.arange(size)}
+        feeds = {name: feeds[name] for name in block.feeds}
         with Session(kept, devices=["cpu0"]) as session:
             made = session.run(feeds)
         for name, expected in run_whole(model, feeds).items():
