@@ -1,7 +1,7 @@
-"""Reads ONNX's Attention operator, which newer exporters write, as the computation that it stands for.
+"""Reads ONNX's operator Attention, which newer exporters write, as an `Attention`, so that it can be replaced.
 
-The operator has kernels of its own, but concatenates its caches anew in each request. See Attention in ONNX's
-Operators.md.
+ONNX Runtime has kernels for the operator, but they copy the caches in each request to append to them. See Attention in
+ONNX's Operators.md.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
 OPERATOR = "Attention"
-# The places of inputs and outputs.
+# Indices of inputs and outputs.
 MASK, PAST_KEYS, PAST_VALUES, LENGTHS = 3, 4, 5, 6
 KEYS, VALUES, SCORES = 1, 2, 3
-# The most elements of a mask that are looked at. A choice: they are read from the model's file.
+# A larger constant mask is not read from the model's file. A choice.
 LARGEST = 1 << 22
 NO_HEADS = "the number or the size of its heads is dynamic"
 
@@ -32,9 +32,9 @@ def is_operator(node: ir.Node) -> bool:
 
 
 def read_operator(node: ir.Node, work: Writer) -> Attention:
-    """The computation of the operator. Raises NotFusedError for a form that no other operator has.
+    """What the operator computes. Raises NotFusedError for a form that no other operator computes.
 
-    Its scores are no value of the graph: a placeholder has their sizes. Rows without visible keys give zeros.
+    The scores are no value of the graph, so a placeholder has their sizes. Rows whose keys are all hidden give zeros.
     """
     _check(node)
     query, keys, values = (_by_heads(node, place, work) for place in range(3))
@@ -48,7 +48,7 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
     if size is None:
         raise NotFusedError(NO_HEADS)
     if is_causal and not has_past and not axes[2].is_same(all_axes[2]):
-        raise NotFusedError("it is causal without a cache, and its queries and keys differ in number")
+        raise NotFusedError("it is causal without a cache, and has more or fewer queries than keys")
     scores = ir.Value()
     work.name_value(scores, "scores", query.value, (*axes[:3], all_axes[2]))
     hides = None if mask is None or mask.dtype != ir.DataType.BOOL else False
@@ -72,7 +72,7 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
 
 
 def _check(node: ir.Node) -> None:
-    """Raise NotFusedError for a form that no other operator has."""
+    """Raise NotFusedError for a form that no other operator computes."""
     if _input(node, LENGTHS) is not None:
         raise NotFusedError("it has the input nonpad_kv_seqlen")
     if len(node.outputs) > SCORES and (node.outputs[SCORES].uses() or node.outputs[SCORES].is_graph_output()):
@@ -108,7 +108,7 @@ def _axes(operand: Operand, work: Writer) -> list[Axis]:
 
 
 def _hides_nothing(mask: ir.Value) -> bool:
-    """Whether a mask is always True: exporters write one for encoders without a mask."""
+    """Whether a mask is a constant of True only: exporters write one for encoders without a mask."""
     while (source := value_before(mask, "Expand", "Identity", *VIEWS)) is not None:
         mask = source
     tensor = None if mask.producer() is not None or source_of(mask) is not None else mask.const_value
@@ -118,7 +118,7 @@ def _hides_nothing(mask: ir.Value) -> bool:
 
 
 def _groups(heads: Axis, of_keys: Axis) -> int:
-    """How many heads of queries share one of keys."""
+    """The number of query heads that share a key head."""
     if heads.fixed is None or not of_keys.fixed or heads.fixed % of_keys.fixed:
         raise NotFusedError(NO_HEADS)
     return heads.fixed // of_keys.fixed
