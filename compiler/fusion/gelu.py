@@ -17,7 +17,7 @@ CLOSE = 1e-3
 ROOT, CUBE = math.sqrt(2 / math.pi), 0.044715
 
 
-def find_written(erf: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+def find_by_erf(erf: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     """The input and the output of a decomposed Gelu around an Erf; None if the Erf is part of none."""
     product = factor_of(made_by(erf.inputs[0], "Mul", "Div")) if is_onnx(erf, "Erf") else None
     if product is None or not math.isclose(product[1], math.sqrt(0.5), rel_tol=CLOSE):
