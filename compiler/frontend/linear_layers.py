@@ -1,4 +1,4 @@
-"""The products and convolutions whose weight an adapter may change, with their names."""
+"""Finds linear layers, to whose weights adapters (LoRA) may be added, with the names by which adapters know them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.runtime.adapters.matching import Layer
 
 QUANTIZED = "its weight is quantized: --lora-slots adds adapters beside it"
-# The key of torch's newer exporter for a node's modules, outermost first, as the text of a list.
+# The metadata key by which torch's newer exporter lists a node's modules, outermost first, as text.
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -107,7 +107,7 @@ def _packed(node: ir.Node, weight: ir.Value, shape: tuple[int, ...], turned: boo
 
 
 _Reader = Callable[[ir.Node, ir.Value, tuple[int, ...], bool], LinearLayer | None]
-# How an operator's weight is read, which of its inputs it is, and whether it is quantized.
+# By operator: the function that reads a layer, the index of the weight among its inputs, and whether it is quantized.
 _READERS: dict[tuple[str, str], tuple[_Reader, int, bool]] = {
     ("", "MatMul"): (_product, 1, False),
     ("", "Gemm"): (_product, 1, False),
@@ -138,7 +138,7 @@ def _made(
 
 
 def _names(node: ir.Node, weight: ir.Value) -> Iterator[str]:
-    """The names of a layer that exporters keep: from its weight's name, its node's, and its scope's."""
+    """A layer's possible names: its weight's, its node's, and its module's, as exporters write them."""
     if re.search(r"[./]", name := weight.name or ""):
         yield re.sub(r"[./](base_layer|MatMul|weight|qweight|weight_\w+)(?=$|[./])", "", name)
     if "/" in (name := node.name or ""):

@@ -1,7 +1,6 @@
-"""Weights whose rows, or other slices, are all equal: biases of zeros, one grid of points for each input of a layer.
+"""Uniform weights: all their rows, or slices along another axis, are equal, as in biases of zeros.
 
-Exporters merge those of one shape, for any purpose. So one reader says nothing about the other readers: each use may be
-cut differently.
+Exporters merge uniform weights of one shape, whatever they are for. So each reader may need another shard of them.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
 from splitc.runtime.arrays.array import Array
 
-# Larger weights are not read to check this. A choice: today's exporters merge up to a thousand elements, and the zero
-# points of a 4-bit matrix take as much.
+# Larger weights are not read, and count as not uniform. A choice: today's exporters merge weights of up to a thousand
+# elements, and the zero points of a 4-bit matrix are of this size.
 MOST_BYTES = 1 << 20
 
 
@@ -41,7 +40,7 @@ def _repeats(elements: Array, axis: int) -> bool:
 def part_picks(graph: ir.Graph) -> None:
     """Give each reader of a part of a uniform weight its own copy of the node that selects the part, in place.
 
-    Exporters merge such nodes too. ONNX Runtime merges those again that stay alike.
+    Exporters merge such nodes too. Copies that are sharded alike are merged again by ONNX Runtime.
     """
     picks: dict[ir.Value, ir.Node] = {}
     for node in (node for node in graph if _picks(node)):
@@ -55,7 +54,7 @@ def part_picks(graph: ir.Graph) -> None:
 
 
 def _picks(node: ir.Node) -> bool:
-    """Whether a node's output consists of elements of its first input only."""
+    """Whether a node's output consists only of elements of its first input."""
     operator = operator_of(node)
     picks = (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
     return picks and len(node.outputs) == 1
