@@ -14,36 +14,36 @@ _LEFT_OUT = "splitc.left_out"
 _SAYS_SIZE = "splitc.says_size"
 
 
-def give_room(value: ir.Value, axis: int) -> None:
+def mark_fused_cache(value: ir.Value, axis: int) -> None:
     """Mark a cache that may have spare capacity along this axis, since fusion writes it in place."""
     value.meta[_ROOM] = axis
 
 
-def give_capacity(value: ir.Value, axis: int) -> None:
+def mark_model_cache(value: ir.Value, axis: int) -> None:
     """Mark a cache that may have spare capacity along this axis, since the model itself writes it in place."""
     value.meta[_CAPACITY] = axis
 
 
-def may_be_left_out(value: ir.Value) -> None:
+def mark_omittable(value: ir.Value) -> None:
     """Mark an input that requests may omit."""
     value.meta[_LEFT_OUT] = True
 
 
-def says_nothing(value: ir.Value, axis: int) -> bool:
+def has_own_size(value: ir.Value, axis: int) -> bool:
     """Whether a size of an input must not be taken for the size of other values."""
     return _LEFT_OUT in value.meta or axis in (value.meta.get(_ROOM), value.meta.get(_CAPACITY))
 
 
-def may_have_room(value: ir.Value) -> bool:
-    """Whether an input is marked by `give_room`."""
+def is_fused_cache(value: ir.Value) -> bool:
+    """Whether an input is a cache that fusion writes in place (`mark_fused_cache`)."""
     return _ROOM in value.meta
 
 
-def is_to_say_a_size(value: ir.Value) -> None:
+def mark_for_its_size(value: ir.Value) -> None:
     """Mark an input that exists only for its size."""
     value.meta[_SAYS_SIZE] = True
 
 
-def says_a_size(value: ir.Value) -> bool:
+def exists_for_its_size(value: ir.Value) -> bool:
     """Whether an input exists only for its size."""
     return _SAYS_SIZE in value.meta

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from splitc.compiler.frontend.graph import Graph
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.reads import subgraphs
-from splitc.compiler.frontend.room import give_capacity
+from splitc.compiler.frontend.room import mark_model_cache
 from splitc.compiler.frontend.shifted_states import find_shifted
 from splitc.compiler.frontend.walks import levels, reached
 from splitc.compiler.operators.registry import operator_of
@@ -52,13 +52,13 @@ def find_states(graph: Graph, asked: AskedStates = AskedStates()) -> list[State]
 def written_in_place(graph: Graph, states: Sequence[State]) -> list[State]:
     """The states of a graph that was rewritten, with `in_place` determined anew.
 
-    Growing states in place are marked (`give_capacity`): their lengths are not read as lengths of other values.
+    Growing states in place are marked (`mark_model_cache`): their lengths are not read as lengths of other values.
     """
     ends = {value.name: value for value in (*graph.graph.inputs, *graph.graph.outputs)}
     in_place = _find_in_place({ends[state.output]: ends[state.input] for state in states})
     for state in states:
         if state.grows is not None and ends[state.output] in in_place:
-            give_capacity(ends[state.input], state.grows)
+            mark_model_cache(ends[state.input], state.grows)
     return [replace(state, in_place=ends[state.output] in in_place) for state in states]
 
 

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.reads import given_sizes
-from splitc.compiler.frontend.room import give_room, is_to_say_a_size
+from splitc.compiler.frontend.room import mark_for_its_size, mark_fused_cache
 from splitc.compiler.frontend.unused import remove_unused_inputs
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.cache import ROWS, Cache
@@ -154,7 +154,7 @@ class Lengths:
         name = unused_name(NAME, self._sizes.shapes)
         value = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         graph.inputs.append(value)
-        is_to_say_a_size(value)
+        mark_for_its_size(value)
         # With a batch the second axis is dynamic, but 0 where sizes are planned.
         second = Axis((0, 0), ir.SymbolicDim("0"), 0) if several else fixed_axis(0)
         self._sizes.put(value, [past, second])
@@ -179,7 +179,7 @@ class Lengths:
         name = unused_name(ROOM, self._sizes.shapes)
         room = ir.Value(name=name, type=ir.TensorType(ir.DataType.BOOL))
         self._editor.graph.inputs.append(room)
-        is_to_say_a_size(room)
+        mark_for_its_size(room)
         planned, probe = total.size
         # onnx_ir parses symbols as expressions, which can't contain a prime.
         symbol = ir.SymbolicDim(name.replace("'", "_"))
@@ -223,7 +223,7 @@ class Lengths:
         names = self._states.setdefault(filled.input.name or "", [])
         for cache in caches:
             names.append(cache.past.name or "")
-            give_room(cache.past, ROWS)
+            mark_fused_cache(cache.past, ROWS)
 
     def entries(self) -> tuple[Length, ...]:
         """The manifest's entries. Added inputs that no fused cache needs are removed."""

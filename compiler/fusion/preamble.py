@@ -16,7 +16,7 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.node_key import node_key, tensor_key
 from splitc.compiler.frontend.origins import hand_over
 from splitc.compiler.frontend.reads import holds_graphs
-from splitc.compiler.frontend.room import may_be_left_out
+from splitc.compiler.frontend.room import mark_omittable
 from splitc.compiler.frontend.unused import remove_unused, remove_unused_inputs
 from splitc.compiler.frontend.walks import ancestors
 from splitc.compiler.fusion.attention import NotFusedError
@@ -82,7 +82,7 @@ def cut_preamble(
     for value in made:
         new = _replace(graph, value)
         if new.name in masks or new.name in blanks:
-            may_be_left_out(new)
+            mark_omittable(new)
     return Preamble(cut, roles, batch, masks, blanks, plain)
 
 
