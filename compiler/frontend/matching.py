@@ -69,13 +69,13 @@ def own_matrix(value: ir.Value) -> tuple[ir.Value, int] | None:
 
     None for other values, and if the weight has other readers.
     """
-    turned = made_by(value, "Transpose")
-    stored = value if turned is None else turned.inputs[0]
+    transpose = made_by(value, "Transpose")
+    stored = value if transpose is None else transpose.inputs[0]
     if stored is None or not is_own(stored, 2) or stored.is_graph_output() or value.is_graph_output():
         return None
-    if turned is None:
+    if transpose is None:
         return stored, 1
-    swaps = list(turned.attributes.get_ints("perm", (1, 0))) == [1, 0]
+    swaps = list(transpose.attributes.get_ints("perm", (1, 0))) == [1, 0]
     return (stored, 0) if swaps and len(value.uses()) == 1 else None
 
 

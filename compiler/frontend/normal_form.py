@@ -14,8 +14,8 @@ from splitc.compiler.frontend.loading import known_operators
 from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.frontend.query_norms import take_out_norms
 from splitc.compiler.frontend.reads import all_nodes, has_subgraphs, node_reads
-from splitc.compiler.frontend.sequences import part_sequences
-from splitc.compiler.frontend.uniform import part_picks
+from splitc.compiler.frontend.sequences import replace_sequences
+from splitc.compiler.frontend.uniform import copy_selections
 from splitc.compiler.frontend.unused import remove_unused
 
 
@@ -41,8 +41,8 @@ def lift(model: ir.Model) -> None:
         add_types(model)
     bypass_same(model.graph)
     merge_casts(model.graph)
-    part_sequences(model)
-    part_picks(model.graph)
+    replace_sequences(model)
+    copy_selections(model.graph)
     take_out_norms(model)
 
 

@@ -85,13 +85,13 @@ def _table_rows(value: ir.Value, shapes: Mapping[str, Shape] = MappingProxyType(
 
     `shapes` are the planned ones.
     """
-    tables = [*_lookups(value), *_picked(value)]
+    tables = [*_lookups(value), *_row_accesses(value)]
     known = ((node, shapes.get(table.name or "", table.shape)) for node, table in tables)
     sizes = (shape[node.attributes.get_int("axis", 0)] for node, shape in known if shape)
     return [size for size in sizes if isinstance(size, int)]
 
 
-def _picked(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
+def _row_accesses(value: ir.Value) -> Iterator[tuple[ir.Node, ir.Value]]:
     """The nodes that read or write single rows by a value, other than lookups, each with the table of the rows."""
     for node, number in _uses(value):
         if number != 1 or node.inputs[0] is None or node.inputs[1] is None:

@@ -22,7 +22,7 @@ Names = set[str | None]
 Shapes = Mapping[str | None, ir.Shape]
 
 
-def part_sequences(model: ir.Model) -> None:
+def replace_sequences(model: ir.Model) -> None:
     """Replace SequenceAt and ConcatFromSequence by nodes that read the parts themselves, in place.
 
     The node that makes a sequence stays, even without readers.
@@ -41,7 +41,7 @@ def part_sequences(model: ir.Model) -> None:
         assert sequence is not None  # both operators need it
         if sequence not in parts:
             parts[sequence] = _parts_of(sequence, editor, shapes, names)
-        make = _picked if node.op_type == "SequenceAt" else _joined
+        make = _selected if node.op_type == "SequenceAt" else _joined
         new = make(node, parts[sequence], names)
         if new is not None:
             new.type = new.type or old.type
@@ -85,7 +85,7 @@ def _chunks(split: ir.Node, size: ir.Value, shapes: Shapes) -> list[int]:
     return [min(length, whole - begin) for begin in range(0, whole, length)]
 
 
-def _picked(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value | None:
+def _selected(node: ir.Node, parts: Sequence[ir.Value], names: Names) -> ir.Value | None:
     """The part that a SequenceAt selects; None if it is not known."""
     split, place = made_by(node.inputs[0], "SplitToSequence"), node.inputs[1]
     if split is not None and len(split.inputs) == 1 and not split.attributes.get_int("keepdims", 1):

@@ -37,27 +37,27 @@ def _repeats(elements: Array, axis: int) -> bool:
     return bool((first == second).all()) and bool((elements == first).all())
 
 
-def part_picks(graph: ir.Graph) -> None:
+def copy_selections(graph: ir.Graph) -> None:
     """Give each reader of a part of a uniform weight its own copy of the node that selects the part, in place.
 
     Exporters merge such nodes too. Copies that are sharded alike are merged again by ONNX Runtime.
     """
-    picks: dict[ir.Value, ir.Node] = {}
-    for node in (node for node in graph if _picks(node)):
+    selections: dict[ir.Value, ir.Node] = {}
+    for node in (node for node in graph if _selects(node)):
         source = node.inputs[0]
-        if source is not None and (source in picks or (source.is_initializer() and is_uniform(source))):
-            picks[node.outputs[0]] = node
-    names = {value.name for node in graph for value in node.outputs} if picks else set()
-    for value, node in reversed(picks.items()):
+        if source is not None and (source in selections or (source.is_initializer() and is_uniform(source))):
+            selections[node.outputs[0]] = node
+    names = {value.name for node in graph for value in node.outputs} if selections else set()
+    for value, node in reversed(selections.items()):
         for reader, number in list(value.uses())[not value.is_graph_output() :]:
             reader.replace_input_with(number, _twin(graph, node, names))
 
 
-def _picks(node: ir.Node) -> bool:
+def _selects(node: ir.Node) -> bool:
     """Whether a node's output consists only of elements of its first input."""
     operator = operator_of(node)
-    picks = (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
-    return picks and len(node.outputs) == 1
+    selects = (operator.rearranges and node.op_type != "Concat") or (operator.reads_part and not operator.reads_shape)
+    return selects and len(node.outputs) == 1
 
 
 def _twin(graph: ir.Graph, node: ir.Node, names: set[str | None]) -> ir.Value:

@@ -98,12 +98,12 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
         raise NotFusedError("its slices do not cover the whole tensor, so that the rest has to be copied anyway")
     if has_steps and not turns:
         raise NotFusedError("its slices have steps, and do not interleave")
-    turned = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
-    order = turned[-1].axes
+    sources = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
+    order = sources[-1].axes
     back = [order.index(number) for number in range(len(order))]
     work = Writer.of(output, (), editor, sizes)
     natural, place = [assembled.axes[number] for number in back], order[axis]
-    parts_of = dict(enumerate(turned)) | {-1: base}
+    parts_of = dict(enumerate(sources)) | {-1: base}
     rows = {n: work.ordered(parts_of[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
     if turns:
         made = joined = _taking_turns([rows[number] for number in turns], place, work)
@@ -243,11 +243,11 @@ def _cut(rows: ir.Value, axis: int, start: int, end: int, work: Writer) -> ir.Va
 def _replace(old: ir.Value, operand: Operand, work: Writer) -> None:
     """Replace a value by an operand. Readers that transpose it back read the operand's value itself."""
     for node in [user for user, _ in old.uses() if is_onnx(user, "Transpose")]:
-        turned = node.outputs[0]
+        transposed = node.outputs[0]
         order = node.attributes.get_ints("perm", tuple(reversed(range(len(operand.axes)))))
         if operand.transposed(order).is_value:
-            if turned.is_graph_output():
-                work.take_place(operand.value, turned)
+            if transposed.is_graph_output():
+                work.take_place(operand.value, transposed)
             else:
-                turned.replace_all_uses_with(operand.value)
+                transposed.replace_all_uses_with(operand.value)
     work.take_place(work.ordered(operand, "turned"), old)

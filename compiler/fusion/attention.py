@@ -194,38 +194,38 @@ def _find_weighing(value: ir.Value, rank_of: RankOf) -> _Weighing:
 
     Raises NotFusedError if other nodes read the weights, or change them in an unknown way.
     """
-    guarded, turned, cut, straight = False, False, False, value
+    guarded, transposed, cut, straight = False, False, False, value
     passed: list[ir.Value] = []
     while True:
-        straight = straight if turned else value
+        straight = straight if transposed else value
         users = readers_of(value)
         if (zeroed := without_nan(value)) is not None:
             guarded, value = True, zeroed
         elif value.is_graph_output() or len(users) > 1:
             raise NotFusedError("its attention weights have other readers")
         elif users and multiplies(users[0]):
-            below = _read_weighing(users[0], value, turned, rank_of)
+            below = _read_weighing(users[0], value, transposed, rank_of)
             return replace(below, weights=straight, guarded=guarded, passed=tuple(passed), cut=cut)
         elif not users or users[0].domain:
             raise NotFusedError("no standard ONNX operator reads its attention weights")
-        elif users[0].op_type in (PASSED if turned else PASSED | VIEWS) and users[0].inputs[0] is value:
+        elif users[0].op_type in (PASSED if transposed else PASSED | VIEWS) and users[0].inputs[0] is value:
             value = users[0].outputs[0]
         elif users[0].op_type == "Transpose" and _swaps_last(users[0]):
-            turned, value = not turned, users[0].outputs[0]
-        elif not turned and not cut and leaves_out_last(users[0], rank_of):
+            transposed, value = not transposed, users[0].outputs[0]
+        elif not transposed and not cut and leaves_out_last(users[0], rank_of):
             cut, value = True, users[0].outputs[0]
         else:
             raise NotFusedError(f"a {users[0].op_type} is between its Softmax and the product with the values")
         passed.append(value)
 
 
-def _read_weighing(node: ir.Node, weights: ir.Value, turned: bool, rank_of: RankOf) -> _Weighing:
+def _read_weighing(node: ir.Node, weights: ir.Value, transposed: bool, rank_of: RankOf) -> _Weighing:
     product = _read_product(node, rank_of) if is_product(node) else None
     if product is None:
         raise NotFusedError("its attention weights are not multiplied with computed values along one axis")
     if product.first.value is not weights:
         product = product.flipped()
-    first = product.first.swapped() if turned else product.first
+    first = product.first.swapped() if transposed else product.first
     if not first.is_value:
         raise NotFusedError("its product with the values is along another axis than its Softmax")
     if product.scale != 1:

@@ -254,15 +254,15 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
     return made
 
 
-def _by_heads(part: Projected, heads: int, turned: bool, editor: Editor) -> ir.Value:
-    """A projection's weight as [heads, rank, columns]; `turned`: [heads, columns, rank]."""
+def _by_heads(part: Projected, heads: int, transposed: bool, editor: Editor) -> ir.Value:
+    """A projection's weight as [heads, rank, columns]; `transposed`: [heads, columns, rank]."""
     tensor, columns = tensor_of(part.weight), part.columns
     rows, count = int(tensor.shape.numpy()[1 - part.axis]), columns.stop - columns.start
 
     def chosen(array: Array) -> Array:
         matrix = array if part.axis == 1 else array.T
         by_heads = matrix.reshape(rows, heads, -1)[:, :, columns]
-        return np.transpose(by_heads, (1, 2, 0) if turned else (1, 0, 2))
+        return np.transpose(by_heads, (1, 2, 0) if transposed else (1, 0, 2))
 
-    shape = [heads, count, rows] if turned else [heads, rows, count]
+    shape = [heads, count, rows] if transposed else [heads, rows, count]
     return editor.weight(computed(tensor, shape, f"{part.weight.name}[{columns.start}:{columns.stop}]", chosen))

@@ -124,9 +124,9 @@ def _find_root(mean: ir.Value) -> tuple[ir.Value, bool, float] | None:
     root = only_user(total.outputs[0], "Sqrt")
     if root is None:
         return None
-    turned = only_user(root.outputs[0], "Reciprocal") or only_user(root.outputs[0], "Div")
-    if turned is not None and (turned.op_type == "Reciprocal" or constant(turned.inputs[0]) == 1):
-        return turned.outputs[0], True, epsilon
+    reciprocal = only_user(root.outputs[0], "Reciprocal") or only_user(root.outputs[0], "Div")
+    if reciprocal is not None and (reciprocal.op_type == "Reciprocal" or constant(reciprocal.inputs[0]) == 1):
+        return reciprocal.outputs[0], True, epsilon
     return root.outputs[0], False, epsilon
 
 

@@ -139,9 +139,9 @@ def _from_sum(node: ir.Node, straight: Factors, crossed: Factors, sizes: Sizes, 
 
     Raises NotFusedError if the two elements of a pair may have different cosines or sines.
     """
-    (data, cosines), (turned, sines) = straight, crossed
+    (data, cosines), (rotated, sines) = straight, crossed
     source = _uncast(data)
-    places = Rotation(source, sizes, tables.known).of(turned)
+    places = Rotation(source, sizes, tables.known).of(rotated)
     if places is None:
         return None
     interleaved = _is_interleaved(-places if node.op_type == "Sub" else places)

@@ -299,10 +299,10 @@ def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
     split = ir.node("Split", [seen.value, *node.inputs[1:]], how, num_outputs=len(node.outputs))
     work = Writer(node, value.name or "", (), editor, sizes)
     work.insert(split)
-    turned = []
+    moved = []
     for part, new, part_axes in zip(node.outputs, split.outputs, axes, strict=True):
         assert part_axes is not None
         work.name_value(new, "part", part, [part_axes[seen.axes.index(n)] for n in range(len(own))])
-        turned.append(work.ordered(Operand(new, seen.axes), "part_turned"))
-        work.take_place(turned[-1], part)
-    return turned[node.outputs.index(value)]
+        moved.append(work.ordered(Operand(new, seen.axes), "part_turned"))
+        work.take_place(moved[-1], part)
+    return moved[node.outputs.index(value)]

@@ -96,8 +96,8 @@ def write_split_norms(group: SplitNorms, editor: Editor, sizes: Sizes) -> None:
     data, own = before.value, work.axes(before.value)
     made = work.add("norm", first.op_type, [data, ones], data, own, first.domain, **settings_of(first))
     for operator, row in zip(APPLIED, rows, strict=False):
-        turned = np.ascontiguousarray(row.transpose([before.axes.index(axis) for axis in range(rank)]))
-        made = work.add(operator.lower(), operator, [made, editor.constant(turned)], data, own)
+        transposed = np.ascontiguousarray(row.transpose([before.axes.index(axis) for axis in range(rank)]))
+        made = work.add(operator.lower(), operator, [made, editor.constant(transposed)], data, own)
     work.take_place(work.ordered(Operand(made, before.axes), "norm_turned"), group.output)
 
 

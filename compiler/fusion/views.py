@@ -190,8 +190,10 @@ def _computed(value: ir.Value | None, sizes: Sizes) -> Sequence[Entry] | None:
     if node.op_type in VIEWS | {"Cast", "Identity"}:
         return _computed(node.inputs[0], sizes)
     lists = [_computed(part, sizes) for part in node.inputs]
-    picks = lists[1:] if node.op_type in ("Gather", "Slice") else []
-    is_known = all(part is not None for part in lists) and all(isinstance(n, int) for part in picks for n in part or ())
+    indices = lists[1:] if node.op_type in ("Gather", "Slice") else []
+    is_known = all(part is not None for part in lists) and all(
+        isinstance(n, int) for part in indices for n in part or ()
+    )
     return _COMPUTE[node.op_type](*lists) if is_known and node.op_type in _COMPUTE else None
 
 

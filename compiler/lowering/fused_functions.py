@@ -128,5 +128,5 @@ class _Body:
         outer = self.add("Slice", "shape", self._sizes(0), self._sizes(2))
         data = self.add("Reshape", reads[0], self.add("Concat", outer, self._sizes(heads * self._columns), axis=0))
         given = data, *reads[1:]
-        turned = self.add("RotaryEmbedding", *given, domain=MICROSOFT, num_heads=heads, interleaved=interleaved)
-        return self.add("Reshape", turned, self._sizes(-1, self._columns))
+        rotated = self.add("RotaryEmbedding", *given, domain=MICROSOFT, num_heads=heads, interleaved=interleaved)
+        return self.add("Reshape", rotated, self._sizes(-1, self._columns))

@@ -66,26 +66,26 @@ def _rows_or_why(analysis: Analysis) -> Rows | str:
             f"{describe_node(drawn)} draws random numbers, and all groups of devices would draw the "
             "same. Use another --split-mode, without --batch-groups."
         )
-    told = bound
+    reported = bound
     rows, opaque = _search(analysis, lambda opaque: (find_axes(graph, bound, opaque), None))
     if rows is None:
         rows, _ = _search(analysis, partial(_numbered, graph, bound))
     for same in probes.with_same_axes() if rows is None else ():
         rows, opaque = _search(analysis, partial(_numbered, graph, same))
-        told = same  # with these sizes the fewest axes seem to differ, so what still mixes rows is the reason
+        reported = same  # with these sizes the fewest axes seem to differ, so what still mixes rows is the reason
         if rows is not None:
             break
     if rows is None and (others := probes.multiples(bound)) is not None:
         rows, met = _search(analysis, lambda opaque: (find_axes(graph, others, opaque), None))
         if rows is None and nodes_from_sizes(graph):
             rows, met = _search(analysis, partial(_numbered, graph, others))
-        if told is analysis.costs.certain:  # no primes fit: with the planned sizes, a batch may equal any other size
-            told, opaque = others, met
+        if reported is analysis.costs.certain:  # no primes fit, and planned sizes may be equal
+            reported, opaque = others, met
     if rows is not None:
         return rows
-    numbers = find_row_numbers(graph, told, opaque)
+    numbers = find_row_numbers(graph, reported, opaque)
     why = explain_no_rows(
-        graph, numbers.axis_map if numbers else find_axes(graph, told, opaque), nodes_from_sizes(graph)
+        graph, numbers.axis_map if numbers else find_axes(graph, reported, opaque), nodes_from_sizes(graph)
     )
     other = "Use another --split-mode, without --batch-groups, or export the model with an axis of independent rows."
     return f"{why}. {other}"
@@ -115,7 +115,7 @@ def _search(
         rows = find_rows(graph, axis_map)
         if rows is None or (numbers is not None and not all(map(numbers.hold, rows.atoms))):
             return None, opaque
-        known = frozenset[ir.Node]() if numbers is None else numbers.nodes | numbers.picking.keys()
+        known = frozenset[ir.Node]() if numbers is None else numbers.nodes | numbers.indexing.keys()
         tried = {node: operation for node, operation in axis_map.operations.items() if node not in known}
         chosen = Choice(rows.atoms, {}, (), {}, NO_SUMS)
         broken = find_broken(graph, replace(axis_map, operations=tried), chosen, analysis.costs.bound.shapes)

@@ -43,11 +43,11 @@ def _look_up(op: Operation, axis: int) -> None:
         op.free([data[0]])
         op.is_lookup = True
         op.contracted = data[0]
-    elif not _pick_section(op, axis):
+    elif not _select_section(op, axis):
         op.whole([data[axis]], SELECTS)
 
 
-def _pick_section(op: Operation, axis: int) -> bool:
+def _select_section(op: Operation, axis: int) -> bool:
     """Relate the one element that a constant index selects, as a section, as a Slice would. Returns whether it can be.
 
     Falcon has keys and values in one axis with the queries' heads, and selects them by index.
@@ -91,10 +91,10 @@ def gather_nd(op: Operation) -> None:
 def scatter_nd(op: Operation) -> None:
     """The axes that are not indexed are the same in data, updates and output. How many follows from the ranks alone."""
     data, indices, updates, output = op.input(0), op.input(1), op.input(2), op.output()
-    picked = len(data) - (len(updates) - (len(indices) - 1))
-    op.relate_all(data[picked:], output[picked:])
-    op.relate_all(updates[len(indices) - 1 :], output[picked:])
-    op.whole([*data[:picked], *output[:picked]], WRITES)
+    indexed = len(data) - (len(updates) - (len(indices) - 1))
+    op.relate_all(data[indexed:], output[indexed:])
+    op.relate_all(updates[len(indices) - 1 :], output[indexed:])
+    op.whole([*data[:indexed], *output[:indexed]], WRITES)
     if op.node.attributes.get_string("reduction", "none") in ("none", "add"):
         op.linear = (frozenset([0, 2]),)
 

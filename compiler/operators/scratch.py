@@ -210,8 +210,8 @@ def recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]
         return ()
     steps, hidden, directions = math.prod(data[:2]), node.attributes.get_int("hidden_size", 0), weight[0]
     gates = math.prod(weight[1:]) // data[2]
-    turned = 0 if node.attributes.get_string("direction", "forward") == "forward" else steps * (data[2] + hidden)
-    return *[steps * gates] * directions, turned, directions * STATES * data[1] * hidden
+    reversed_data = 0 if node.attributes.get_string("direction", "forward") == "forward" else steps * (data[2] + hidden)
+    return *[steps * gates] * directions, reversed_data, directions * STATES * data[1] * hidden
 
 
 def quantized_recurrent(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:
@@ -237,10 +237,10 @@ def multi_head_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tupl
     """
     keys = inputs[1] if len(inputs) > 1 else ()
     by_heads = len(keys) == 4
-    turned, scores = map(math.prod, inputs[: 1 if by_heads else 3]), _scores(node, inputs, outputs)
+    transposed, scores = map(math.prod, inputs[: 1 if by_heads else 3]), _scores(node, inputs, outputs)
     if not by_heads and len(keys) == 3 and all(value is None for value in node.inputs[3:]):
-        return *turned, min(BLOCKS, scores)
-    return *turned, math.prod(outputs[0]), scores
+        return *transposed, min(BLOCKS, scores)
+    return *transposed, math.prod(outputs[0]), scores
 
 
 def fused_attention(node: ir.Node, inputs: Shapes, outputs: Shapes) -> tuple[int, ...]:

@@ -34,8 +34,8 @@ from splitc.compiler.sharding.axis_map import AxisMap, find_axes
 from splitc.runtime.arrays.array import Array
 
 # The operators that gather or scatter by an index, which is their second input.
-PUTTING = "ScatterND"
-PICKING = ("Gather", "GatherND", PUTTING)
+SCATTER = "ScatterND"
+INDEXING = ("Gather", "GatherND", SCATTER)
 # The most elements of a computed value. A choice: at probe sizes masks have thousands.
 MOST_ELEMENTS = 1 << 22
 
@@ -45,7 +45,7 @@ class RowNumbers:
     """The axes of a model whose nodes index by row numbers.
 
     - `nodes`: the nodes that compute from sizes alone.
-    - `picking`: the nodes that gather or scatter by row numbers, each with the axes of its index along which the index
+    - `indexing`: the nodes that gather or scatter by row numbers, each with the axes of its index along which the index
       is the position and nothing else.
     - `joining`: the nodes that build an index from such numbers and other data, each with the node that reads it.
     - `values`: values that depend on sizes alone, computed for probe sizes.
@@ -54,7 +54,7 @@ class RowNumbers:
     graph: Graph
     axis_map: AxisMap
     nodes: frozenset[ir.Node]
-    picking: Mapping[ir.Node, frozenset[int]]
+    indexing: Mapping[ir.Node, frozenset[int]]
     joining: Mapping[ir.Node, ir.Node]
     values: Mapping[ir.Value, Array]
 
@@ -70,7 +70,7 @@ class RowNumbers:
                 continue
             for number, (value, axes) in enumerate(zip(node.inputs, operation.inputs, strict=True)):
                 by = node if number == _index_of(node) else None
-                known = self.picking.get(self.joining.get(node, by), frozenset())  # type: ignore[arg-type]
+                known = self.indexing.get(self.joining.get(node, by), frozenset())  # type: ignore[arg-type]
                 if value is not None and self._differs(value, axes or (), atom, known):
                     return False
         return True
@@ -113,8 +113,8 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     A whole mask may depend on sizes alone: then it was indexed by row numbers inside the nodes that compute it.
     """
     nodes = nodes_from_sizes(graph)
-    picking = [node for node in graph.nodes if node not in nodes and is_onnx(node, *PICKING)]
-    indices = {node: _parts(node, nodes) for node in picking}
+    indexing = [node for node in graph.nodes if node not in nodes and is_onnx(node, *INDEXING)]
+    indices = {node: _parts(node, nodes) for node in indexing}
     indices = {node: parts for node, parts in indices.items() if any(part.producer() in nodes for part in parts)}
     turning = {
         node: index
@@ -126,14 +126,14 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
         return None
     values = from_sizes(graph, bound)
     aligned: dict[ir.Node, frozenset[int]] = {}
-    rules: dict[ir.Node, Callable[[Operation], None]] = dict.fromkeys(nodes - opaque.keys(), _free)
+    rules: dict[ir.Node, Callable[[Operation], None]] = dict.fromkeys(nodes - opaque.keys(), _free_rule)
     for node, parts in indices.items():
         if node not in opaque:
-            rule = _put if node.op_type == PUTTING else partial(_pick, _count_below(parts[-1], bound))
+            rule = _scatter_rule if node.op_type == SCATTER else partial(_gather_rule, _count_below(parts[-1], bound))
             rules[node] = partial(rule, [values.get(part) for part in parts], aligned)
     for node, index in turning.items():
         if node not in opaque:
-            rules[node] = partial(_look_up, values.get(index), aligned)
+            rules[node] = partial(_lookup_rule, values.get(index), aligned)
     axis_map = find_axes(graph, bound, opaque, rules=rules)
     joining = {
         producer: node
@@ -143,19 +143,19 @@ def find_row_numbers(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, 
     return RowNumbers(graph, axis_map, frozenset(nodes), aligned, joining, values)
 
 
-def _parts(picking: ir.Node, nodes: set[ir.Node]) -> Sequence[ir.Value]:
+def _parts(reader: ir.Node, nodes: set[ir.Node]) -> Sequence[ir.Value]:
     """The parts of an index, one for each indexed axis; or the index itself.
 
     Only an index that contains other data is split into parts: any other is computed as a whole by `nodes`. A Gather's
     index may be a sum: its parts are a value from sizes, and data.
     """
-    index = picking.inputs[1]
+    index = reader.inputs[1]
     if index is None:
         return ()
     node = index.producer()
-    if node is None or node in nodes or index.is_graph_output() or _data_readers(index) != {picking}:
+    if node is None or node in nodes or index.is_graph_output() or _data_readers(index) != {reader}:
         return (index,)
-    if node.op_type == "Add" and picking.op_type == "Gather":
+    if node.op_type == "Add" and reader.op_type == "Gather":
         one, other = sorted(filter(None, node.inputs), key=lambda part: part.producer() not in nodes)
         return (one, other) if _choice(other) is not None else (index,)
     if node.op_type != "Concat" or index.shape is None:
@@ -227,13 +227,13 @@ def _computed(graph: Graph, bound: BoundShapes, nodes: set[ir.Node]) -> dict[ir.
         return {}
 
 
-def _free(operation: Operation) -> None:
+def _free_rule(operation: Operation) -> None:
     """The axes rule of a node that computes from sizes: none are related, as `hold` examines the values themselves."""
     for axes in (*operation.inputs, *operation.outputs):
         operation.free(axes or ())
 
 
-def _pick(
+def _gather_rule(
     below: int, index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation
 ) -> None:
     """The axes rule of a node that gathers, where its index is the position along an axis.
@@ -253,7 +253,7 @@ def _pick(
     pairs, loose = _paired(columns, data[first:behind], below if len(index) > len(columns) else 1)
     if not pairs:
         rule = operator_of(operation.node).axes
-        assert rule is not None, "an operator that picks has a rule"
+        assert rule is not None, "an operator that gathers has a rule"
         rule(operation)
         return
     aligned[operation.node] = frozenset(place for _, place in pairs) - loose
@@ -270,8 +270,8 @@ def _pick(
         operation.relate((leaf,), places[number])
 
 
-def _put(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
-    """The axes rule of a node that scatters updates by an index; see `_pick`."""
+def _scatter_rule(index: Sequence[Array | None], aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
+    """The axes rule of a node that scatters updates by an index; see `_gather_rule`."""
     data, indices, updates, output = *map(operation.input, range(3)), operation.output()
     columns = [column for part in index for column in _columns(part)]
     places, behind = updates[: len(indices) - 1], len(columns)
@@ -318,7 +318,7 @@ def _paired(
     return pairs, loose
 
 
-def _look_up(index: Array | None, aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
+def _lookup_rule(index: Array | None, aligned: dict[ir.Node, frozenset[int]], operation: Operation) -> None:
     """The axes rule of a node with tables. A table's rows are the axis of positions if these count from 0."""
     operator = operator_of(operation.node)
     assert operator.axes is not None, "an operator with tables has a rule"
