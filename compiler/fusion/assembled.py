@@ -17,7 +17,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import VIEWS, Operand, seen_through, whole
+from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, seen_through
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.writing import Writer
@@ -69,7 +69,7 @@ class Assembled:
 
     def base(self) -> Operand:
         """What the first assignment writes to, traced back through transposes."""
-        return seen_through(whole(self.slices[0].data, len(self.axes)), scaled=False)
+        return seen_through(as_operand(self.slices[0].data, len(self.axes)), scaled=False)
 
 
 def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | None:
@@ -98,16 +98,16 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
         raise NotFusedError("its slices do not cover the whole tensor, so that the rest has to be copied anyway")
     if has_steps and not turns:
         raise NotFusedError("its slices have steps, and do not interleave")
-    sources = [seen_through(whole(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
+    sources = [seen_through(as_operand(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
     order = sources[-1].axes
     back = [order.index(number) for number in range(len(order))]
     work = Writer.of(output, (), editor, sizes)
     natural, place = [assembled.axes[number] for number in back], order[axis]
     parts_of = dict(enumerate(sources)) | {-1: base}
-    rows = {n: work.ordered(parts_of[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
+    rows = {n: work.transpose(parts_of[n].transposed(back), f"rows{n}") for n in dict.fromkeys(owners)}
     if turns:
         made = joined = _taking_turns([rows[number] for number in turns], place, work)
-        made = work.viewed(joined, natural, "joined")
+        made = work.reshape(joined, natural, "joined")
     else:
         starts = {-1: 0, **{number: one.start for number, one in enumerate(assembled.slices)}}
         runs = [(number, start - starts[number], end - starts[number]) for number, (start, end) in _runs(owners)]
@@ -121,7 +121,7 @@ def _taking_turns(rows: Sequence[ir.Value], axis: int, work: Writer) -> ir.Value
     """Values interleaved along an axis, as [..., axis, number of values, ...]."""
     axes = work.axes(rows[0])
     thin = [*axes[: axis + 1], fixed_axis(1), *axes[axis + 1 :]]
-    parts = [work.viewed(value, thin, f"turn{number}") for number, value in enumerate(rows)]
+    parts = [work.reshape(value, thin, f"turn{number}") for number, value in enumerate(rows)]
     full = [*axes[: axis + 1], fixed_axis(len(rows)), *axes[axis + 1 :]]
     return work.add("turns", OPERATOR, parts, parts[0], full, axis=axis + 1)
 
@@ -203,7 +203,7 @@ def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
 
 def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
     """The assignment that this one changes the result of, if it is along the same axis."""
-    source = seen_through(whole(one.data, len(sizes.of(one.data) or ())), scaled=False)
+    source = seen_through(as_operand(one.data, len(sizes.of(one.data) or ())), scaled=False)
     data = source.value
     while (same := value_before(data, "Identity")) is not None:  # exporters make one of two inverse transposes
         data = same
@@ -250,4 +250,4 @@ def _replace(old: ir.Value, operand: Operand, work: Writer) -> None:
                 work.take_place(operand.value, transposed)
             else:
                 transposed.replace_all_uses_with(operand.value)
-    work.take_place(work.ordered(operand, "turned"), old)
+    work.take_place(work.transpose(operand, "turned"), old)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import made_by, readers_of, value_before
-from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_halves
+from splitc.compiler.fusion.operand import PASSED, VIEWS, Operand, constant, factor_of, in_float16
 from splitc.compiler.fusion.product import (
     Product,
     RankOf,
@@ -182,8 +182,8 @@ def _factors(product: Product, values: Operand) -> tuple[Operand, Operand, Opera
 
     The operator computes in float32 anyway.
     """
-    query, keys = in_halves(product.first, scaled=True), in_halves(product.second, scaled=True)
-    weighed = in_halves(values, scaled=False)
+    query, keys = in_float16(product.first, scaled=True), in_float16(product.second, scaled=True)
+    weighed = in_float16(values, scaled=False)
     if query is None or keys is None or weighed is None:
         return product.first, product.second, values
     return query, keys, weighed

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.matching import is_onnx, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NO_SIZES, Attention, Bias, NotFusedError
-from splitc.compiler.fusion.operand import VIEWS, Operand, whole
+from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand
 from splitc.compiler.fusion.sizes import Axis, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -42,7 +42,7 @@ def read_operator(node: ir.Node, work: Writer) -> Attention:
     mask = None if mask is None or _hides_nothing(mask) else mask
     has_past = _input(node, PAST_KEYS) is not None
     if has_past:
-        keys, values = whole(node.outputs[KEYS], 4), whole(node.outputs[VALUES], 4)
+        keys, values = as_operand(node.outputs[KEYS], 4), as_operand(node.outputs[VALUES], 4)
     axes, all_axes = _axes(query, work), _axes(keys, work)
     size, is_causal = axes[3].fixed, bool(node.attributes.get_int("is_causal", 0))
     if size is None:
@@ -92,12 +92,12 @@ def _by_heads(node: ir.Node, place: int, work: Writer) -> Operand:
     if value is None or axes is None:
         raise NotFusedError(NO_SIZES)
     if len(axes) == 4:
-        return whole(value, 4)
+        return as_operand(value, 4)
     heads, width = node.attributes.get_int("kv_num_heads" if place else "q_num_heads", 0), axes[2].fixed
     if not heads or width is None:
         raise NotFusedError(NO_HEADS)
     by_rows = [*axes[:2], fixed_axis(heads), fixed_axis(width // heads)]
-    return Operand(work.viewed(value, by_rows, f"input{place}_by_rows"), (0, 2, 1, 3))
+    return Operand(work.reshape(value, by_rows, f"input{place}_by_rows"), (0, 2, 1, 3))
 
 
 def _axes(operand: Operand, work: Writer) -> list[Axis]:

@@ -43,7 +43,7 @@ def write_bias(attention: Attention, frame: Frame, work: Writer) -> ir.Value:
         total = work.add(f"biases{number}", "Add", [total, other], total, both)
     total = _as_type(total, attention.query.value, work)
     axes = work.axes(total)
-    return work.expanded(total, [*axes[:2], frame.length, axes[3]], "bias_rows")
+    return work.expand(total, [*axes[:2], frame.length, axes[3]], "bias_rows")
 
 
 def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
@@ -69,13 +69,13 @@ def _write_one(bias: Bias, frame: Frame, work: Writer, role: str) -> ir.Value:
     for start, end, _ in parts:
         if _is_mixed(own[start:end], leading[start:end]):
             own[start:end] = leading[start:end]
-    value = work.expanded(value, own, f"{role}_repeated")
+    value = work.expand(value, own, f"{role}_repeated")
     # A single leading axis may hold the batch and the heads merged.
     merged = [
         own[start] if end - start == 1 < len(leading) else fixed_axis(1) if is_one(own[start:end]) else part
         for start, end, part in parts
     ]
-    return work.viewed(value, [*merged, *own[-2:]], f"{role}_four")
+    return work.reshape(value, [*merged, *own[-2:]], f"{role}_four")
 
 
 def _write_mask(bias: Bias, work: Writer, role: str) -> ir.Value:

@@ -25,7 +25,7 @@ from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_lay
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS, Filled, Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
-from splitc.compiler.fusion.operand import PASSED, seen_through, seen_through_merged, unmerged, whole
+from splitc.compiler.fusion.operand import PASSED, as_operand, seen_through, seen_through_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
@@ -167,7 +167,7 @@ def _unrepeated(sinks: ir.Value) -> ir.Value:
 
 def _sinks(sinks: ir.Value, like: ir.Value, frame: Frame, work: Writer) -> ir.Value:
     """Attention sinks as [heads], in the queries' type."""
-    value = work.viewed(_unrepeated(sinks), [frame.heads], "sinks")
+    value = work.reshape(_unrepeated(sinks), [frame.heads], "sinks")
     return value if value.dtype == like.dtype else work.cast(value, like, "sinks_cast")
 
 
@@ -176,10 +176,12 @@ def _merged(cache: Cache, work: Writer, role: str) -> ir.Value:
     batch, *_, rows, _ = work.axes(cache.new)
     _, heads, _, size = work.axes(cache.present)
     if len(work.axes(cache.new)) == 4:
-        value = work.ordered(seen_through(whole(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows")
+        value = work.transpose(
+            seen_through(as_operand(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows"
+        )
     else:
-        value = work.viewed(cache.new, [batch, rows, heads, size], f"{role}_by_rows")
-    return work.viewed(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)
+        value = work.reshape(cache.new, [batch, rows, heads, size], f"{role}_by_rows")
+    return work.reshape(value, [batch, rows, fixed_axis((heads.fixed or 1) * (size.fixed or 1))], role)
 
 
 @cache

@@ -210,18 +210,18 @@ def _attended(latent: LatentAttention, heads: int, writing: Writing) -> ir.Value
         if isinstance(part, Projected):
             weight = _by_heads(part, heads, True, work.editor)
             asked = work.add(f"query{number}", "MatMul", [own, weight], like, [*query, rank])
-        asked = work.viewed(asked, [*rows, work.axes(asked)[-1]], f"query{number}_rows")
+        asked = work.reshape(asked, [*rows, work.axes(asked)[-1]], f"query{number}_rows")
         how = {"transB": 1, "alpha": latent.factor}
         scores = work.add(f"scores{number}", OPERATOR, [asked, keys], like, [*rows, frame.all], domain=DOMAIN, **how)
         summands.append(scores)
     total = reduce(lambda a, b: work.add("scores", "Add", [a, b], like, [*rows, frame.all]), summands)
-    total = work.viewed(total, [*query, frame.all], "scores_by_heads")
+    total = work.reshape(total, [*query, frame.all], "scores_by_heads")
     if attention.biases:
         total = work.add("biased", "Add", [total, write_bias(attention, frame, work)], like, [*query, frame.all])
     weights = writing.guarded(work.add("weights", "Softmax", [total], like, [*query, frame.all], axis=-1))
-    weights = work.viewed(weights, [*rows, frame.all], "weights_rows")
+    weights = work.reshape(weights, [*rows, frame.all], "weights_rows")
     weighed = work.add("weighed", "MatMul", [weights, shared], like, [*rows, rank])
-    weighed = work.viewed(weighed, [*query, rank], "weighed_by_heads")
+    weighed = work.reshape(weighed, [*query, rank], "weighed_by_heads")
     weight = _by_heads(latent.values, heads, False, work.editor)
     made = work.add("values", "MatMul", [weighed, weight], like, [*query, fixed_axis(frame.value_size)])
     made = writing.blanked(made)
@@ -231,7 +231,7 @@ def _attended(latent: LatentAttention, heads: int, writing: Writing) -> ir.Value
 def _with_heads(value: ir.Value, work: Writer) -> ir.Value:
     """A latent as [batch, 1, all, rank]."""
     axes = work.axes(value)
-    return value if len(axes) == 4 else work.viewed(value, [axes[0], fixed_axis(1), *axes[1:]], "latent")
+    return value if len(axes) == 4 else work.reshape(value, [axes[0], fixed_axis(1), *axes[1:]], "latent")
 
 
 def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir.Value]:
@@ -242,8 +242,8 @@ def _queries(latent: LatentAttention, frame: Frame, work: Writer) -> Sequence[ir
     if node is not None and node.attributes.get_int("axis", 0) in (last, last - 4):
         parts = [value for value in node.inputs if value is not None]
         if [work.axes(value)[last].fixed for value in parts] == [*latent.sizes]:
-            return [work.ordered(Operand(value, query.axes), "query") for value in parts]
-    value = work.ordered(query, "query")
+            return [work.transpose(Operand(value, query.axes), "query") for value in parts]
+    value = work.transpose(query, "query")
     if len(latent.parts) == 1:
         return [value]
     made = []

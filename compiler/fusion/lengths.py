@@ -241,7 +241,7 @@ def _add_int32(work: Writer, after: ir.Value, counted: ir.Value, batch: Axis) ->
     for value in (total, filled):
         value.type = ir.TensorType(ir.DataType.INT32)
     last = work.add("last", "Sub", [filled, work.editor.constant(np.array([1], np.int32))], filled, [fixed_axis(1)])
-    return total, work.expanded(last, [batch], "lasts")
+    return total, work.expand(last, [batch], "lasts")
 
 
 def sizes_read(node: ir.Node, sizes: Sizes) -> list[Axis] | None:

@@ -16,7 +16,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.norm import cast_to_halves, halves_of
+from splitc.compiler.fusion.norm import float16_result, float16_source
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -43,15 +43,15 @@ def find_modulation(norm: ir.Node) -> Modulation | None:
     if not is_onnx(norm, OPERATOR) or any(value.uses() for value in norm.outputs[1:]):
         return None
     data, normal = norm.inputs[0], norm.outputs[0]
-    halves = None if data is None else halves_of(data)
-    if halves is not None and (narrow := cast_to_halves(normal)) is not None:
+    halves = None if data is None else float16_source(data)
+    if halves is not None and (narrow := float16_result(normal)) is not None:
         data, normal = halves, narrow
     product = combined(normal, "Mul")
     total = product and combined(product[1], "Add")
     if data is None or not product or not total:
         return None
     (scale, _), (shift, output) = product, total
-    if halves is not None and data is not halves and (narrow := cast_to_halves(output)) is not None:
+    if halves is not None and data is not halves and (narrow := float16_result(output)) is not None:
         data, output = halves, narrow
     if scale.const_value is not None or shift.const_value is not None:
         return None
@@ -86,7 +86,7 @@ def write_modulation(modulation: Modulation, editor: Editor, sizes: Sizes) -> No
     row = _row(modulation, axes, sizes)
     work = Writer.of(output, (data,), editor, sizes)
     scale, shift = (
-        work.viewed(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
+        work.reshape(value if value.dtype == data.dtype else work.cast(value, data, f"{role}_cast"), row, role)
         for role, value in (("scale", modulation.scale), ("shift", modulation.shift))
     )
     scale, shift = _with_own(modulation, scale, shift, work)

@@ -17,7 +17,7 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
-from splitc.compiler.fusion.operand import VIEWS, Operand, axes_of, seen_through_merged, unmerged, whole
+from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, axes_of, seen_through_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer
 
@@ -159,7 +159,7 @@ class Writing:
         rows, axes = blanks.rows, work.axes(made)
         if len(axes) == 3:
             own = work.axes(rows)
-            rows = work.viewed(rows, [own[0], *own[2:]], "blank_rows")
+            rows = work.reshape(rows, [own[0], *own[2:]], "blank_rows")
         return work.add("blanked", "Where", [rows, work.editor.scalar(0.0, made), made], made, axes)
 
     def _scaled(self, query: Operand) -> Operand:
@@ -167,9 +167,11 @@ class Writing:
         for number, scale in enumerate(self.attention.row_scales):
             axes, value = self.work.axes(scale.value), scale.value
             if is_one(axes):
-                value = self.work.viewed(value, [], f"scale{number}")
+                value = self.work.reshape(value, [], f"scale{number}")
             else:
-                query = replace(whole(self.work.ordered(query, "query_ordered"), len(query.axes)), factor=query.factor)
+                query = replace(
+                    as_operand(self.work.transpose(query, "query_ordered"), len(query.axes)), factor=query.factor
+                )
             if value.dtype != query.value.dtype:
                 value = self.work.cast(value, query.value, f"scale{number}_cast")
             operator, like = "Div" if scale.divides else "Mul", query.value
@@ -182,16 +184,16 @@ class Writing:
         work, frame = self.work, self.frame
         axes = self._axes(operand)
         if [axis.size for axis in axes[:-2]] != [axis.size for axis in leading]:
-            value = work.expanded(work.ordered(operand, f"{role}_ordered"), [*leading, *axes[-2:]], f"{role}_repeated")
-            operand = replace(whole(value, len(axes)), factor=operand.factor)
+            value = work.expand(work.transpose(operand, f"{role}_ordered"), [*leading, *axes[-2:]], f"{role}_repeated")
+            operand = replace(as_operand(value, len(axes)), factor=operand.factor)
         if frame.divided(leading) is not None:
             return operand
         before = unmerged(operand, work.sizes, scaled=role != "values")
         if before is not None and frame.divided(self._axes(before)[:-2]) is not None:
             return before
-        value = work.ordered(operand, f"{role}_ordered")
-        value = work.viewed(value, [frame.batch, frame.heads, *axes[-2:]], f"{role}_by_heads")
-        return replace(whole(value, 4), factor=operand.factor)
+        value = work.transpose(operand, f"{role}_ordered")
+        value = work.reshape(value, [frame.batch, frame.heads, *axes[-2:]], f"{role}_by_heads")
+        return replace(as_operand(value, 4), factor=operand.factor)
 
     def _axes(self, operand: Operand) -> tuple[Axis, ...]:
         axes = axes_of(operand, self.work.sizes)
@@ -208,9 +210,9 @@ class Writing:
     def merged(self, operand: Operand, size: int, role: str) -> ir.Value:
         """An operand as [batch, rows, heads x size]."""
         rows = self._axes(operand)[-2]
-        value = self.work.ordered(self._natural(operand), f"{role}_by_rows")
+        value = self.work.transpose(self._natural(operand), f"{role}_by_rows")
         width = fixed_axis((self.frame.heads.fixed or 1) * size)
-        return self.work.viewed(value, [self.frame.batch, rows, width], role)
+        return self.work.reshape(value, [self.frame.batch, rows, width], role)
 
     def views(self, made: ir.Value) -> list[tuple[ir.Value, ir.Value, tuple[int, ...]]]:
         """The values that the operator's result replaces: each with a view of the result, and the view's transpose."""
@@ -220,14 +222,14 @@ class Writing:
         size, weighed = fixed_axis(frame.value_size), frame.weighed
         batch = frame.divided(weighed)
         if batch is not None:
-            natural = work.viewed(made, [*weighed[:batch], frame.length, *weighed[batch:], size], "divided")
+            natural = work.reshape(made, [*weighed[:batch], frame.length, *weighed[batch:], size], "divided")
             count = len(weighed)
             back = (*range(batch), *range(batch + 1, count + 1), batch, count + 1)
             return [(attention.result, natural, tuple(back[axis] for axis in attention.order))]
-        natural = work.viewed(made, [frame.batch, frame.length, frame.heads, size], "divided")
+        natural = work.reshape(made, [frame.batch, frame.length, frame.heads, size], "divided")
         by_heads = [frame.batch, frame.heads, frame.length, size]
-        value = work.ordered(Operand(natural, SWAP_HEADS), "by_heads")
-        merged = work.viewed(value, [*weighed, frame.length, size], "merged")
+        value = work.transpose(Operand(natural, SWAP_HEADS), "by_heads")
+        merged = work.reshape(value, [*weighed, frame.length, size], "merged")
         divided = [  # reshapes that separate the merged heads again
             (node.outputs[0], natural, SWAP_HEADS)
             for node in dict.fromkeys(node for node, _ in attention.result.uses())
@@ -248,7 +250,7 @@ class Writing:
             fits = len(undone) == len(order) and Operand(natural, order).transposed(undone).is_value
             if fits and not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(natural)
-        back = self.work.ordered(Operand(natural, order), "output")
+        back = self.work.transpose(Operand(natural, order), "output")
         if old is self.attention.result or old.is_graph_output():
             self.work.take_place(back, old)
         else:

@@ -19,7 +19,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, tensor_of, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import Operand, constant, seen_through, whole
+from splitc.compiler.fusion.operand import Operand, as_operand, constant, seen_through
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
@@ -65,7 +65,7 @@ def find_transposed(norm: ir.Node) -> Operand | None:
     if value is None or node is None or len(value.uses()) > 1:
         return None
     rank = len(node.attributes.get_ints("perm", ()))
-    seen = seen_through(whole(value, rank), scaled=False)
+    seen = seen_through(as_operand(value, rank), scaled=False)
     is_last = norm.attributes.get_int("axis", -1) in (-1, rank - 1)
     fits = rank and is_last and seen.axes[-1] == rank - 1 and not value.is_graph_output() and len(norm.outputs) == 1
     return seen if fits else None
@@ -78,7 +78,7 @@ def move_transpose(norm: ir.Node, seen: Operand, editor: Editor, sizes: Sizes) -
         raise NotFusedError("its shape is not known")
     work = Writer.of(output, (), editor, sizes)
     made = work.add("norm", norm.op_type, [seen.value, *norm.inputs[1:]], output, own, **settings_of(norm))
-    made = work.ordered(Operand(made, seen.axes), "norm_turned")
+    made = work.transpose(Operand(made, seen.axes), "norm_turned")
     work.take_place(made, output)
 
 
@@ -147,10 +147,10 @@ def _weighted(normal: ir.Value, may_narrow: bool) -> tuple[ir.Value, ir.Value | 
     if product is None:
         return normal, None
     weights, weighted = product
-    return (cast_to_halves(weighted) or weighted) if may_narrow else weighted, weights
+    return (float16_result(weighted) or weighted) if may_narrow else weighted, weights
 
 
-def cast_to_halves(value: ir.Value) -> ir.Value | None:
+def float16_result(value: ir.Value) -> ir.Value | None:
     """The float16 value that a value is cast to, if that is its only use; else None."""
     cast = only_user(value, "Cast")
     return None if cast is None or cast.outputs[0].dtype != ir.DataType.FLOAT16 else cast.outputs[0]
@@ -175,12 +175,12 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
     if norm.weights is None:
         scale = editor.constant(np.ones(size, np.float16 if data.dtype == ir.DataType.FLOAT16 else np.float32))
     else:
-        scale = work.viewed(norm.weights, axes[-1:], "norm_row")
+        scale = work.reshape(norm.weights, axes[-1:], "norm_row")
         scale = scale if scale.dtype == data.dtype else work.cast(scale, data, "norm_weights")
     before = before_transpose(data, len(axes), sizes)
     own, small = work.axes(before.value), norm.epsilon
     made = work.add("norm", OPERATOR, [before.value, scale], data, own, axis=-1, epsilon=small, stash_type=1)
-    made = work.ordered(Operand(made, before.axes), "norm_turned")
+    made = work.transpose(Operand(made, before.axes), "norm_turned")
     if made.dtype != norm.output.dtype:
         made = work.cast(made, norm.output, "norm_cast")
     work.take_place(made, norm.output)
@@ -188,8 +188,8 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
 
 def before_transpose(data: ir.Value, rank: int, sizes: Sizes) -> Operand:
     """A value before a Transpose that leaves the last axis in place; the value itself if there is none."""
-    seen = seen_through(whole(data, rank), scaled=False)
-    return seen if seen.axes[-1] == rank - 1 and sizes.axes(seen.value) is not None else whole(data, rank)
+    seen = seen_through(as_operand(data, rank), scaled=False)
+    return seen if seen.axes[-1] == rank - 1 and sizes.axes(seen.value) is not None else as_operand(data, rank)
 
 
 def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:
@@ -215,16 +215,16 @@ def find_narrowed(norm: ir.Node) -> Narrowed | None:
     """A norm between casts; None for any other node, and if float16 can't hold its weights exactly."""
     if not is_onnx(norm, *OPERATORS) or any(value.uses() for value in norm.outputs[1:]):
         return None
-    data, output = None if norm.inputs[0] is None else halves_of(norm.inputs[0]), cast_to_halves(norm.outputs[0])
+    data, output = None if norm.inputs[0] is None else float16_source(norm.inputs[0]), float16_result(norm.outputs[0])
     if data is None or output is None:
         return None
     given: Sequence[ir.Value | None] = norm.inputs[1:]
-    if any(value is not None and halves_of(value) is None and not _is_exact(value) for value in given):
+    if any(value is not None and float16_source(value) is None and not _is_exact(value) for value in given):
         return None
     return Narrowed(norm, data, tuple(given), output)
 
 
-def halves_of(value: ir.Value) -> ir.Value | None:
+def float16_source(value: ir.Value) -> ir.Value | None:
     """The float16 value that a value is cast from; None if it is not."""
     source = value_before(value, "Cast")
     return source if source is not None and source.dtype == ir.DataType.FLOAT16 else None
@@ -256,4 +256,4 @@ def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
 
 def _in_halves(value: ir.Value, editor: Editor) -> ir.Value:
     """A weight in float16."""
-    return halves_of(value) or editor.constant(tensor_of(value).numpy().astype(np.float16))
+    return float16_source(value) or editor.constant(tensor_of(value).numpy().astype(np.float16))

@@ -38,12 +38,12 @@ class Operand:
         return self.axes == tuple(range(len(self.axes)))
 
 
-def whole(value: ir.Value, rank: int) -> Operand:
+def as_operand(value: ir.Value, rank: int) -> Operand:
     """The operand that is a value of this rank, not transposed."""
     return Operand(value, tuple(range(rank)))
 
 
-def in_halves(operand: Operand, scaled: bool) -> Operand | None:
+def in_float16(operand: Operand, scaled: bool) -> Operand | None:
     """An operand before its cast from float16; the operand itself if it is float16; else None."""
     if operand.value.dtype == ir.DataType.FLOAT16:
         return operand

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from splitc.compiler.frontend.matching import readers_of
-from splitc.compiler.fusion.operand import Operand, whole
+from splitc.compiler.fusion.operand import Operand, as_operand
 from splitc.compiler.nodes import operator_name
 
 PRODUCTS = frozenset({"MatMul", "Einsum", "com.microsoft.FusedMatMul"})
@@ -82,9 +82,9 @@ def read_product(node: ir.Node, rank_of: RankOf) -> Product | None:
     if ranks[0] is None or ranks[0] != ranks[1] or ranks[0] < 2:
         return None
     if node.op_type == "MatMul":
-        return Product(whole(first, ranks[0]), whole(second, ranks[0]), tuple(range(ranks[0])))
+        return Product(as_operand(first, ranks[0]), as_operand(second, ranks[0]), tuple(range(ranks[0])))
     if node.op_type == "FusedMatMul":
-        return _read_fused(node, whole(first, ranks[0]), whole(second, ranks[0]))
+        return _read_fused(node, as_operand(first, ranks[0]), as_operand(second, ranks[0]))
     return _read_einsum(node.attributes.get_string("equation", ""), first, second, ranks[0])
 
 

@@ -20,7 +20,7 @@ from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
-from splitc.compiler.fusion.operand import Operand, seen_through, whole
+from splitc.compiler.fusion.operand import Operand, as_operand, seen_through
 from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
@@ -78,8 +78,8 @@ def write_rotary(rotary: Rotary, editor: Editor, sizes: Sizes, tables: Tables) -
         places = editor.numbers(*rotary.places)
         rotary = replace(rotary, data=work.add("pairs", "Gather", [rotary.data, places], rotary.data, own, axis=-1))
     if len(own) == 3:
-        batch = work.viewed(rotary.data, frame.axes, "batch_of_one")
-        made = work.viewed(_written(replace(rotary, data=batch), frame, work, tables), own, "rotated_data")
+        batch = work.reshape(rotary.data, frame.axes, "batch_of_one")
+        made = work.reshape(_written(replace(rotary, data=batch), frame, work, tables), own, "rotated_data")
     else:
         made = _written(rotary, frame, work, tables)
     work.take_place(made, rotary.output)
@@ -92,8 +92,8 @@ def write_heads(pairs: ir.Value, editor: Editor, sizes: Sizes) -> None:
     assert source is not None
     work = Writer.of(pairs, (source, *editor.graph.inputs), editor, sizes)
     own = work.axes(pairs)
-    heads = work.viewed(source, [*own[:3], joined(own[3:])], "heads")
-    work.take_place(work.viewed(heads, own, "pairs"), pairs)
+    heads = work.reshape(source, [*own[:3], joined(own[3:])], "heads")
+    work.take_place(work.reshape(heads, own, "pairs"), pairs)
 
 
 @dataclass(frozen=True)
@@ -136,17 +136,17 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
 
 def _written(rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
     """Add the operator, between Reshapes and Transposes if needed. Returns its result with the axes of the data."""
-    seen = seen_through(whole(rotary.data, 4), scaled=False)
+    seen = seen_through(as_operand(rotary.data, 4), scaled=False)
     by_rows = frame.length == 1 or seen.axes == SWAP_HEADS or len(frame.rows) > 1
     if not by_rows:
         return _rotated(rotary.data, frame.axes, rotary, frame, work, tables)
-    order = SWAP_HEADS if frame.length == 2 else whole(rotary.data, 4).axes
-    data = seen.value if seen.axes == order else work.ordered(Operand(rotary.data, order), "rows_first")
+    order = SWAP_HEADS if frame.length == 2 else as_operand(rotary.data, 4).axes
+    data = seen.value if seen.axes == order else work.transpose(Operand(rotary.data, order), "rows_first")
     axes = [frame.axes[place] for place in order]
     first = [fixed_axis(1), joined(axes[:2])] if len(frame.rows) > 1 else axes[:2]
     flat = (*first, joined(axes[2:]))
-    made = _rotated(work.viewed(data, flat, "rows"), flat, rotary, frame, work, tables)
-    return work.ordered(Operand(work.viewed(made, axes, "rotated_rows"), order), "rotated")
+    made = _rotated(work.reshape(data, flat, "rows"), flat, rotary, frame, work, tables)
+    return work.transpose(Operand(work.reshape(made, axes, "rotated_rows"), order), "rotated")
 
 
 def _rotated(
@@ -193,9 +193,9 @@ def _by_rows(table: ir.Value, pairs: Axis, role: str, frame: _Frame, work: Write
     """
     own, flat = work.axes(table), (joined(frame.rows), pairs)
     if not _differ(own, frame):
-        return work.viewed(table, flat, role)
+        return work.reshape(table, flat, role)
     four = _four(own)
-    table = work.viewed(table, [*four[: len(frame.rows) - 1], four[frame.length], pairs], f"{role}_by_rows")
+    table = work.reshape(table, [*four[: len(frame.rows) - 1], four[frame.length], pairs], f"{role}_by_rows")
     sizes = [work.list_of([axis], f"{role}_size{place}") for place, axis in enumerate(frame.rows)]
     last = work.list_of([pairs], role)
     wanted = work.integers(f"{role}_sizes", "Concat", [*sizes, last], len(sizes) + 1, axis=0)
@@ -214,7 +214,7 @@ def _rows(table: ir.Value, role: str, rotary: Rotary, frame: _Frame, work: Write
     if key in tables.rows:
         return tables.rows[key]
     work = replace(work, at=tables.node_after(table), name=table.name or role, sources=_inputs(work))
-    made = work.viewed(table, own, f"{role}_flat")
+    made = work.reshape(table, own, f"{role}_flat")
     pairs = fixed_axis((rotary.part or frame.axes[-1].size[0]) // 2)
     if not rotary.by_pairs:
         indices = np.arange(0, 2 * pairs.size[0], 2) if rotary.interleaved else np.arange(pairs.size[0])
@@ -255,7 +255,9 @@ def find_moved(node: ir.Node, sizes: Sizes, tables: Tables) -> MovedRotary | Non
         return MovedRotary(*whole_heads, own[3].fixed)
     if made_by(data, "Transpose") is None or len(data.uses()) > 1 or data.is_graph_output():
         return None
-    return MovedRotary(data, output, None) if seen_through(whole(data, 4), scaled=False).axes == SWAP_HEADS else None
+    return (
+        MovedRotary(data, output, None) if seen_through(as_operand(data, 4), scaled=False).axes == SWAP_HEADS else None
+    )
 
 
 def write_moved(node: ir.Node, moved: MovedRotary, editor: Editor, sizes: Sizes) -> None:
@@ -271,14 +273,14 @@ def write_moved(node: ir.Node, moved: MovedRotary, editor: Editor, sizes: Sizes)
     how = {**settings_of(node), "num_heads": own[1].fixed}
     if moved.part is not None:
         how["rotary_embedding_dim"] = moved.part
-    seen = seen_through(whole(data, 4), scaled=False)
+    seen = seen_through(as_operand(data, 4), scaled=False)
     if seen.axes == SWAP_HEADS:
         data, own = seen.value, work.axes(seen.value)
         work = replace(work, sources=(data,))
-        data = work.viewed(data, [*own[:2], joined(own[2:])], "rows")
+        data = work.reshape(data, [*own[:2], joined(own[2:])], "rows")
     made = work.add("rotary", OPERATOR, [data, *node.inputs[1:]], data, work.axes(data), **how)
     if seen.axes == SWAP_HEADS:
-        made = work.ordered(Operand(work.viewed(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
+        made = work.transpose(Operand(work.reshape(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
     work.take_place(made, output)
 
 
@@ -291,7 +293,7 @@ def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
     source = None if node is None else node.inputs[0]
     if node is None or source is None or own is None or len(source.uses()) > 1 or source.is_graph_output():
         return value
-    seen = seen_through(whole(source, len(own)), scaled=False)
+    seen = seen_through(as_operand(source, len(own)), scaled=False)
     axes = [sizes.axes(part) for part in node.outputs]
     if seen.is_value or sizes.axes(seen.value) is None or None in axes:
         return value
@@ -303,6 +305,6 @@ def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
     for part, new, part_axes in zip(node.outputs, split.outputs, axes, strict=True):
         assert part_axes is not None
         work.name_value(new, "part", part, [part_axes[seen.axes.index(n)] for n in range(len(own))])
-        moved.append(work.ordered(Operand(new, seen.axes), "part_turned"))
+        moved.append(work.transpose(Operand(new, seen.axes), "part_turned"))
         work.take_place(moved[-1], part)
     return moved[node.outputs.index(value)]

@@ -66,8 +66,8 @@ def write_scattered(scattered: Scattered, editor: Editor, sizes: Sizes) -> None:
     own = [places[0] if axis == scattered.axis else size for axis, size in enumerate(axes)]
     work = Writer.of(present, (past, scattered.indices), editor, sizes)
     with work.undone_if_refused():
-        rows = work.ordered(seen_through(scattered.rows, scaled=False), "rows")
+        rows = work.transpose(seen_through(scattered.rows, scaled=False), "rows")
         listed = [places[0] if axis == scattered.axis else fixed_axis(1) for axis in range(len(axes))]
-        indices = work.expanded(work.viewed(scattered.indices, listed, "places"), own, "indices")
+        indices = work.expand(work.reshape(scattered.indices, listed, "places"), own, "indices")
     made = work.add("written", OPERATOR, [past, indices, rows], past, axes, axis=scattered.axis)
     work.take_place(made, present)

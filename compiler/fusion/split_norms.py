@@ -98,7 +98,7 @@ def write_split_norms(group: SplitNorms, editor: Editor, sizes: Sizes) -> None:
     for operator, row in zip(APPLIED, rows, strict=False):
         transposed = np.ascontiguousarray(row.transpose([before.axes.index(axis) for axis in range(rank)]))
         made = work.add(operator.lower(), operator, [made, editor.constant(transposed)], data, own)
-    work.take_place(work.ordered(Operand(made, before.axes), "norm_turned"), group.output)
+    work.take_place(work.transpose(Operand(made, before.axes), "norm_turned"), group.output)
 
 
 def _rows(group: SplitNorms, number: int, counts: Sequence[int], along: int, rank: int) -> Array:

@@ -114,7 +114,7 @@ class Writer:
         made.type = ir.TensorType(like.dtype)
         return made
 
-    def ordered(self, operand: Operand, role: str) -> ir.Value:
+    def transpose(self, operand: Operand, role: str) -> ir.Value:
         """An operand's value, transposed by its axes. Its factor is not applied."""
         if operand.is_value:
             return operand.value
@@ -122,7 +122,7 @@ class Writer:
         order = list(operand.axes)
         return self.add(role, "Transpose", [operand.value], operand.value, [axes[n] for n in order], perm=order)
 
-    def viewed(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
+    def reshape(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
         """A value, reshaped to other axes; the value itself if it has them already."""
         own = self.axes(value)
         kept = [self._is_same(*pair) for pair in zip(own, axes, strict=False)]
@@ -142,7 +142,7 @@ class Writer:
         unread = [place for place in open_axes if isinstance(axis := numbers[place], Axis) and not self.has(axis)]
         return next(iter((*unread, *open_axes)), None)
 
-    def expanded(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
+    def expand(self, value: ir.Value, axes: Sequence[Axis], role: str) -> ir.Value:
         """A value, expanded along axes of one element. Missing leading axes are added."""
         lacking = len(axes) - len(self.axes(value))
         own = (*[fixed_axis(1)] * lacking, *self.axes(value))

@@ -22,7 +22,7 @@ from splitc.compiler.operators.registry import operator_of
 from splitc.compiler.remembered import remembered
 from splitc.compiler.request.shapes import Shape
 from splitc.compiler.sharding.axis_map import AxisMap, find_axes, probe_sizes
-from splitc.compiler.sharding.batch import Rows, explain_no_rows, find_rows
+from splitc.compiler.sharding.batch import BatchAxes, explain_no_rows, find_rows
 from splitc.compiler.sharding.choice import Choice
 from splitc.compiler.sharding.partial import NO_SUMS
 from splitc.compiler.sharding.row_numbers import (
@@ -57,7 +57,7 @@ def tried_rows(analysis: Analysis) -> Mapping[str, int]:
 
 
 @remembered
-def _rows_or_why(analysis: Analysis) -> Rows | str:
+def _rows_or_why(analysis: Analysis) -> BatchAxes | str:
     """The batch; or why there is none, and what to do. Cached, since auto mode needs it for each way."""
     graph, bound = analysis.graph, probe_sizes(analysis)
     probes = Probes(graph, analysis.shapes, analysis.costs.certain)
@@ -101,7 +101,7 @@ def _numbered(graph: Graph, bound: BoundShapes, opaque: Mapping[ir.Node, str]) -
 
 def _search(
     analysis: Analysis, find: Callable[[Mapping[ir.Node, str]], _Found]
-) -> tuple[Rows | None, Mapping[ir.Node, str]]:
+) -> tuple[BatchAxes | None, Mapping[ir.Node, str]]:
     """The batch by the axes that `find` returns, after trying the rules; None if there is none. And the opaque nodes.
 
     A node whose rule does not hold becomes opaque, and `find` is called again.
@@ -134,7 +134,7 @@ def _search(
         opaque.update(broken)
 
 
-def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: Rows) -> dict[ir.Node, str]:
+def _not_growing(analysis: Analysis, axis_map: AxisMap, rows: BatchAxes) -> dict[ir.Node, str]:
     """The first node whose number of rows is not proportional to the inputs', and why; empty if there is none.
 
     A Slice [:512] keeps all rows if there are fewer, and a rule may mistake a constant for a number of rows. So shapes

@@ -19,7 +19,7 @@ Places = dict[Factor, dict[str, int]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchAxes:
     """The batch: its factors (`atoms`), and by name the batch axis of each output, and of each input that has one.
 
     There are several factors if no node relates them, as for an input that is returned unchanged. All have the same
@@ -40,7 +40,7 @@ def find_batch(graph: Graph, axis_map: AxisMap) -> dict[str, int] | None:
     return None if rows is None else dict(rows.axes)
 
 
-def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
+def find_rows(graph: Graph, axis_map: AxisMap) -> BatchAxes | None:
     """As `find_batch`, with the factors. If no factor is in all outputs, several of one symbol may be the batch."""
     mixed = _mixed(axis_map)
     outputs = set(_outputs(graph))
@@ -53,7 +53,7 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
     }
     for atom, number_of in places.items():
         if outputs <= number_of.keys():
-            return Rows((atom,), number_of)
+            return BatchAxes((atom,), number_of)
     groups: dict[str, list[Factor]] = {}
     for atom in places:
         for symbol in _symbols(graph, places[atom]):
@@ -61,7 +61,7 @@ def find_rows(graph: Graph, axis_map: AxisMap) -> Rows | None:
     for atoms in groups.values():
         number_of = {name: number for atom in reversed(atoms) for name, number in places[atom].items()}
         if len(atoms) > 1 and outputs <= number_of.keys() and not _meet(axis_map, atoms):
-            return Rows(tuple(atoms), number_of)
+            return BatchAxes(tuple(atoms), number_of)
     return None
 
 
