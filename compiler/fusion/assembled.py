@@ -17,7 +17,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, value_before
 from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, seen_through
+from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, traced_back
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis
 from splitc.compiler.fusion.tables import Tables
 from splitc.compiler.fusion.writing import Writer
@@ -69,7 +69,7 @@ class Assembled:
 
     def base(self) -> Operand:
         """What the first assignment writes to, traced back through transposes."""
-        return seen_through(as_operand(self.slices[0].data, len(self.axes)), scaled=False)
+        return traced_back(as_operand(self.slices[0].data, len(self.axes)), scaled=False)
 
 
 def find_assembled(node: ir.Node, sizes: Sizes, tables: Tables) -> Assembled | None:
@@ -98,7 +98,7 @@ def write_assembled(assembled: Assembled, editor: Editor, sizes: Sizes) -> ir.No
         raise NotFusedError("its slices do not cover the whole tensor, so that the rest has to be copied anyway")
     if has_steps and not turns:
         raise NotFusedError("its slices have steps, and do not interleave")
-    sources = [seen_through(as_operand(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
+    sources = [traced_back(as_operand(one.rows, len(assembled.axes)), scaled=False) for one in assembled.slices]
     order = sources[-1].axes
     back = [order.index(number) for number in range(len(order))]
     work = Writer.of(output, (), editor, sizes)
@@ -203,7 +203,7 @@ def _without_repeats(value: ir.Value, sizes: Sizes) -> ir.Value:
 
 def _before(one: Slice, sizes: Sizes, tables: Tables) -> Slice | None:
     """The assignment that this one changes the result of, if it is along the same axis."""
-    source = seen_through(as_operand(one.data, len(sizes.of(one.data) or ())), scaled=False)
+    source = traced_back(as_operand(one.data, len(sizes.of(one.data) or ())), scaled=False)
     data = source.value
     while (same := value_before(data, "Identity")) is not None:  # exporters make one of two inverse transposes
         data = same

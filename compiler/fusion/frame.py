@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitc.compiler.fusion.attention import NO_SIZES, Attention, NotFusedError
-from splitc.compiler.fusion.operand import Operand, axes_of, seen_through, unmerged
+from splitc.compiler.fusion.operand import Operand, axes_of, traced_back, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined, product_of
 
 Axes = tuple[Axis, ...]
@@ -81,8 +81,8 @@ def _fits(own: Axes, leading: Axes, groups: int) -> bool:
 
 def _divide(layouts: Sequence[Axes], query: Operand, sizes: Sizes) -> tuple[Axis, Axis]:
     """The batch and the heads: of the first layout that separates them; else all leading axes are one or the other."""
-    seen = seen_through(query, scaled=True)
-    before = unmerged(seen, sizes, scaled=True)
+    traced = traced_back(query, scaled=True)
+    before = unmerged(traced, sizes, scaled=True)
     more = axes_of(before, sizes) if before is not None else None
     for leading in (*layouts, *([more[:-2]] if more is not None else [])):
         if len(leading) > 1 and leading[-1].fixed is not None:
@@ -90,6 +90,6 @@ def _divide(layouts: Sequence[Axes], query: Operand, sizes: Sizes) -> tuple[Axis
     leading = layouts[0]
     one = fixed_axis(1)
     # Queries that the model transposes from [length, heads, size] have no batch.
-    if len(leading) == 1 and leading[0].fixed is not None and seen.axes == (1, 0, 2):
+    if len(leading) == 1 and leading[0].fixed is not None and traced.axes == (1, 0, 2):
         return one, leading[0]
     return joined(leading), one

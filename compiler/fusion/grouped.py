@@ -25,7 +25,7 @@ from splitc.compiler.fusion.cache import ROWS, Cache, CachedAttention, check_lay
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import SEVERAL_ROWS, Filled, Lengths
 from splitc.compiler.fusion.multi_head import DOMAIN, Writing, check_attention
-from splitc.compiler.fusion.operand import PASSED, as_operand, seen_through, seen_through_merged, unmerged
+from splitc.compiler.fusion.operand import PASSED, as_operand, traced_back, traced_back_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, is_one
 from splitc.compiler.fusion.writing import Writer
 
@@ -43,7 +43,7 @@ def write_group_query_attention(cached: CachedAttention, editor: Editor, sizes: 
     """
     attention = cached.attention
     filled = lengths.of(cached.keys)
-    query = seen_through_merged(attention.query, sizes, scaled=True)
+    query = traced_back_merged(attention.query, sizes, scaled=True)
     before = unmerged(query, sizes, scaled=True)
     sources = [*(operand.value for operand in (query, before) if operand is not None), *lengths.read]
     work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
@@ -177,7 +177,7 @@ def _merged(cache: Cache, work: Writer, role: str) -> ir.Value:
     _, heads, _, size = work.axes(cache.present)
     if len(work.axes(cache.new)) == 4:
         value = work.transpose(
-            seen_through(as_operand(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows"
+            traced_back(as_operand(cache.new, 4), scaled=False).transposed(BY_ROWS), f"{role}_by_rows"
         )
     else:
         value = work.reshape(cache.new, [batch, rows, heads, size], f"{role}_by_rows")

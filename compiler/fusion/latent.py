@@ -25,7 +25,7 @@ from splitc.compiler.fusion.cache import Caches
 from splitc.compiler.fusion.frame import Frame
 from splitc.compiler.fusion.lengths import sizes_read
 from splitc.compiler.fusion.multi_head import DOMAIN, SWAP_HEADS, Writing, check_attention
-from splitc.compiler.fusion.operand import VIEWS, Operand, seen_through, seen_through_merged
+from splitc.compiler.fusion.operand import VIEWS, Operand, traced_back, traced_back_merged
 from splitc.compiler.fusion.sizes import ONE, Sizes, fixed_axis, joined, size_readers
 from splitc.compiler.fusion.writing import Writer
 from splitc.runtime.arrays.array import Array
@@ -82,9 +82,9 @@ class LatentAttention:
 
 def find_latent(attention: Attention, caches: Caches, sizes: Sizes) -> LatentAttention | None:
     """The attention with the cached latent that its keys and values are projected from; None if there is none."""
-    keys = seen_through_merged(attention.keys.swapped(), sizes, scaled=True)
-    query = seen_through_merged(attention.query, sizes, scaled=True)
-    values = _projected(seen_through_merged(attention.values, sizes, scaled=False), sizes)
+    keys = traced_back_merged(attention.keys.swapped(), sizes, scaled=True)
+    query = traced_back_merged(attention.query, sizes, scaled=True)
+    values = _projected(traced_back_merged(attention.values, sizes, scaled=False), sizes)
     if values is None or values.latent not in caches or len(keys.axes) != 4 or len(query.axes) != 4:
         return None
     node = made_by(keys.value, "Concat")
@@ -110,30 +110,31 @@ def _part(operand: Operand, sizes: Sizes) -> Projected | ir.Value | None:
     """A part of the keys: one that is projected from a latent, or one that all heads share, [batch, 1, all, size]."""
     if (projected := _projected(operand, sizes)) is not None:
         return projected
-    seen = seen_through(operand, scaled=False)
-    if (source := value_before(seen.value, "Expand")) is not None:
-        seen = Operand(source, seen.axes)
-    own = sizes.of(seen.value)
-    return seen.value if own is not None and len(own) == 4 and seen.is_value and own[1] == ONE else None
+    traced = traced_back(operand, scaled=False)
+    if (source := value_before(traced.value, "Expand")) is not None:
+        traced = Operand(source, traced.axes)
+    own = sizes.of(traced.value)
+    return traced.value if own is not None and len(own) == 4 and traced.is_value and own[1] == ONE else None
 
 
 def _projected(operand: Operand, sizes: Sizes) -> Projected | None:
     """The projection of a latent to heads [batch, heads, rows, size]; None if the operand is none."""
-    seen = seen_through(operand, scaled=False)
-    start, own = 0, sizes.axes(seen.value)
-    if own is None or len(own) != 4 or len(seen.axes) != 4:
+    traced = traced_back(operand, scaled=False)
+    start, own = 0, sizes.axes(traced.value)
+    if own is None or len(own) != 4 or len(traced.axes) != 4:
         return None
-    size = own[seen.axes[-1]].fixed
-    node = made_by(seen.value, "Split")
+    size = own[traced.axes[-1]].fixed
+    node = made_by(traced.value, "Split")
     if node is not None and node.inputs[0] is not None:
-        before = [sizes.axes(value) for value in node.outputs[: node.outputs.index(seen.value)]]
-        counts = [axes[seen.axes[-1]].fixed for axes in before if axes is not None]
-        if node.attributes.get_int("axis", 0) not in (seen.axes[-1], seen.axes[-1] - 4) or len(counts) != len(before):
+        before = [sizes.axes(value) for value in node.outputs[: node.outputs.index(traced.value)]]
+        counts = [axes[traced.axes[-1]].fixed for axes in before if axes is not None]
+        is_last = node.attributes.get_int("axis", 0) in (traced.axes[-1], traced.axes[-1] - 4)
+        if not is_last or len(counts) != len(before):
             return None
         start = sum(count or 0 for count in counts)
-        seen = seen_through(Operand(node.inputs[0], seen.axes), scaled=False)
-    divided, product = sizes.of(seen.value), made_by(value_before(seen.value, *VIEWS), "MatMul")
-    if seen.axes != SWAP_HEADS or divided is None or product is None or size is None:
+        traced = traced_back(Operand(node.inputs[0], traced.axes), scaled=False)
+    divided, product = sizes.of(traced.value), made_by(value_before(traced.value, *VIEWS), "MatMul")
+    if traced.axes != SWAP_HEADS or divided is None or product is None or size is None:
         return None
     latent, weight = product.inputs
     made, rows = sizes.of(product.outputs[0]), None if latent is None else sizes.of(latent)

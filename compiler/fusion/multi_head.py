@@ -17,7 +17,7 @@ from splitc.compiler.frontend.matching import is_onnx
 from splitc.compiler.fusion.attention import Attention, NotFusedError, RowScale
 from splitc.compiler.fusion.bias import check_bias, write_bias
 from splitc.compiler.fusion.frame import Frame, find_frame
-from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, axes_of, seen_through_merged, unmerged
+from splitc.compiler.fusion.operand import VIEWS, Operand, as_operand, axes_of, traced_back_merged, unmerged
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, is_one, size_readers
 from splitc.compiler.fusion.writing import Writer
 
@@ -40,10 +40,10 @@ def write_multi_head_attention(attention: Attention, editor: Editor, sizes: Size
         raise NotFusedError("its query heads share key heads, which the operator does not support")
     if attention.keys.value.producer() is attention.output.producer():
         raise NotFusedError("it is an operator that appends to its cache itself")
-    seen = [seen_through_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
-    before = unmerged(seen[0], sizes, scaled=True)
+    traced = [traced_back_merged(operand, sizes, scaled=True) for operand in (attention.query, attention.keys)]
+    before = unmerged(traced[0], sizes, scaled=True)
     # Sizes are preferably read off other values: an input whose size is read has to be on each device.
-    sources = [*(operand.value for operand in (*seen, before) if operand is not None), *editor.graph.inputs]
+    sources = [*(operand.value for operand in (*traced, before) if operand is not None), *editor.graph.inputs]
     work = Writer.of(attention.result, sources, editor, sizes, attention.output.name)
     frame = check_attention(attention, work)
     if max(frame.size, frame.value_size) > largest:
@@ -108,8 +108,8 @@ class Writing:
         """Add MultiHeadAttention and its inputs. Returns [batch, length, heads x value size]."""
         attention, frame, work = self.attention, self.frame, self.work
         query = self._query()
-        keys = self._fitted(self._seen(attention.keys.swapped()), frame.leading, "keys")
-        values = self._fitted(seen_through_merged(attention.values, work.sizes, scaled=False), frame.weighed, "values")
+        keys = self._fitted(self._traced(attention.keys.swapped()), frame.leading, "keys")
+        values = self._fitted(traced_back_merged(attention.values, work.sizes, scaled=False), frame.weighed, "values")
         heads = frame.heads.fixed or 1
         inputs: list[ir.Value | None] = [
             self.merged(query, frame.size, "query"),
@@ -131,10 +131,10 @@ class Writing:
 
     def _query(self) -> Operand:
         """The queries, with computed scales applied, and leading axes that are separated into batch and heads."""
-        return self._fitted(self._scaled(self._seen(self.attention.query)), self.frame.leading, "query")
+        return self._fitted(self._scaled(self._traced(self.attention.query)), self.frame.leading, "query")
 
-    def _seen(self, operand: Operand) -> Operand:
-        return seen_through_merged(operand, self.work.sizes, scaled=True)
+    def _traced(self, operand: Operand) -> Operand:
+        return traced_back_merged(operand, self.work.sizes, scaled=True)
 
     def finished(self, made: ir.Value) -> ir.Value:
         """The operator's result, with zeros for NaN and for entirely masked rows if the model has them, in its type."""

@@ -19,7 +19,7 @@ from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import combined, is_onnx, made_by, only_user, tensor_of, value_before
 from splitc.compiler.frontend.optional import source_of
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import Operand, as_operand, constant, seen_through
+from splitc.compiler.fusion.operand import Operand, as_operand, constant, traced_back
 from splitc.compiler.fusion.sizes import Axis, Sizes, is_one
 from splitc.compiler.fusion.softmax import is_over_last
 from splitc.compiler.fusion.writing import Writer
@@ -65,20 +65,20 @@ def find_transposed(norm: ir.Node) -> Operand | None:
     if value is None or node is None or len(value.uses()) > 1:
         return None
     rank = len(node.attributes.get_ints("perm", ()))
-    seen = seen_through(as_operand(value, rank), scaled=False)
+    traced = traced_back(as_operand(value, rank), scaled=False)
     is_last = norm.attributes.get_int("axis", -1) in (-1, rank - 1)
-    fits = rank and is_last and seen.axes[-1] == rank - 1 and not value.is_graph_output() and len(norm.outputs) == 1
-    return seen if fits else None
+    fits = rank and is_last and traced.axes[-1] == rank - 1 and not value.is_graph_output() and len(norm.outputs) == 1
+    return traced if fits else None
 
 
-def move_transpose(norm: ir.Node, seen: Operand, editor: Editor, sizes: Sizes) -> None:
+def move_transpose(norm: ir.Node, traced: Operand, editor: Editor, sizes: Sizes) -> None:
     """Move a Transpose from before a norm to behind it, in place, where attention may absorb it."""
-    output, own = norm.outputs[0], sizes.axes(seen.value)
+    output, own = norm.outputs[0], sizes.axes(traced.value)
     if sizes.axes(output) is None or own is None:
         raise NotFusedError("its shape is not known")
     work = Writer.of(output, (), editor, sizes)
-    made = work.add("norm", norm.op_type, [seen.value, *norm.inputs[1:]], output, own, **settings_of(norm))
-    made = work.transpose(Operand(made, seen.axes), "norm_turned")
+    made = work.add("norm", norm.op_type, [traced.value, *norm.inputs[1:]], output, own, **settings_of(norm))
+    made = work.transpose(Operand(made, traced.axes), "norm_turned")
     work.take_place(made, output)
 
 
@@ -188,8 +188,8 @@ def write_norm(norm: Norm, editor: Editor, sizes: Sizes) -> None:
 
 def before_transpose(data: ir.Value, rank: int, sizes: Sizes) -> Operand:
     """A value before a Transpose that leaves the last axis in place; the value itself if there is none."""
-    seen = seen_through(as_operand(data, rank), scaled=False)
-    return seen if seen.axes[-1] == rank - 1 and sizes.axes(seen.value) is not None else as_operand(data, rank)
+    traced = traced_back(as_operand(data, rank), scaled=False)
+    return traced if traced.axes[-1] == rank - 1 and sizes.axes(traced.value) is not None else as_operand(data, rank)
 
 
 def _has_row(norm: Norm, axes: Sequence[Axis], sizes: Sizes) -> bool:

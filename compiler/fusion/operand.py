@@ -47,12 +47,12 @@ def in_float16(operand: Operand, scaled: bool) -> Operand | None:
     """An operand before its cast from float16; the operand itself if it is float16; else None."""
     if operand.value.dtype == ir.DataType.FLOAT16:
         return operand
-    seen = seen_through(operand, scaled)
-    source = value_before(seen.value, "Cast")
-    return None if source is None or source.dtype != ir.DataType.FLOAT16 else replace(seen, value=source)
+    traced = traced_back(operand, scaled)
+    source = value_before(traced.value, "Cast")
+    return None if source is None or source.dtype != ir.DataType.FLOAT16 else replace(traced, value=source)
 
 
-def seen_through(operand: Operand, scaled: bool) -> Operand:
+def traced_back(operand: Operand, scaled: bool) -> Operand:
     """The same operand of an earlier value: the first one above that is no result of a Transpose.
 
     If `scaled`, also no product with a constant: `factor` then includes the constants.
@@ -72,13 +72,13 @@ def seen_through(operand: Operand, scaled: bool) -> Operand:
     return operand
 
 
-def seen_through_merged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand:
-    """As `seen_through`, and through a Transpose of the last two axes between reshapes that merge leading axes.
+def traced_back_merged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand:
+    """As `traced_back`, and through a Transpose of the last two axes between reshapes that merge leading axes.
 
     Torch's exporters transpose keys so: reshaped to three axes and back.
     """
     while True:
-        operand = seen_through(operand, scaled)
+        operand = traced_back(operand, scaled)
         before = _before_transpose(operand.value, sizes)
         if before is None:
             return operand
@@ -122,7 +122,7 @@ def unmerged(operand: Operand, sizes: Sizes, scaled: bool) -> Operand | None:
             continue
         more = len(above) - rank
         order = (*range(len(above) - 2), *(axis + more for axis in operand.axes[-2:]))
-        return seen_through(replace(operand, value=value, axes=order), scaled)
+        return traced_back(replace(operand, value=value, axes=order), scaled)
     return None
 
 

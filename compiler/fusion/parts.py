@@ -95,11 +95,11 @@ class Parts:
 
     def _transposed_norm(self, norm: ir.Node) -> str | None:
         """Move a Transpose from before a norm to behind it. Returns the norm's operator; None if there is none."""
-        seen = find_transposed(norm)
-        if seen is None:
+        traced = find_transposed(norm)
+        if traced is None:
             return None
         check_type(norm.outputs[0], self.gains.parts)
-        move_transpose(norm, seen, self.editor, self.sizes)
+        move_transpose(norm, traced, self.editor, self.sizes)
         return norm.op_type
 
     def _narrowed_norm(self, norm: ir.Node) -> str | None:

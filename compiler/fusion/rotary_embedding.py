@@ -20,7 +20,7 @@ from splitc.compiler.frontend.walks import producer_of
 from splitc.compiler.fusion.attention import NotFusedError
 from splitc.compiler.fusion.frame import Axes
 from splitc.compiler.fusion.multi_head import SWAP_HEADS
-from splitc.compiler.fusion.operand import Operand, as_operand, seen_through
+from splitc.compiler.fusion.operand import Operand, as_operand, traced_back
 from splitc.compiler.fusion.rotary import Rotary, find_rotary, find_whole
 from splitc.compiler.fusion.sizes import ONE, Axis, Sizes, fixed_axis, joined
 from splitc.compiler.fusion.tables import Tables
@@ -136,12 +136,12 @@ def _find_frame(rotary: Rotary, axes: Axes, sizes: Sizes) -> _Frame:
 
 def _written(rotary: Rotary, frame: _Frame, work: Writer, tables: Tables) -> ir.Value:
     """Add the operator, between Reshapes and Transposes if needed. Returns its result with the axes of the data."""
-    seen = seen_through(as_operand(rotary.data, 4), scaled=False)
-    by_rows = frame.length == 1 or seen.axes == SWAP_HEADS or len(frame.rows) > 1
+    traced = traced_back(as_operand(rotary.data, 4), scaled=False)
+    by_rows = frame.length == 1 or traced.axes == SWAP_HEADS or len(frame.rows) > 1
     if not by_rows:
         return _rotated(rotary.data, frame.axes, rotary, frame, work, tables)
     order = SWAP_HEADS if frame.length == 2 else as_operand(rotary.data, 4).axes
-    data = seen.value if seen.axes == order else work.transpose(Operand(rotary.data, order), "rows_first")
+    data = traced.value if traced.axes == order else work.transpose(Operand(rotary.data, order), "rows_first")
     axes = [frame.axes[place] for place in order]
     first = [fixed_axis(1), joined(axes[:2])] if len(frame.rows) > 1 else axes[:2]
     flat = (*first, joined(axes[2:]))
@@ -256,7 +256,7 @@ def find_moved(node: ir.Node, sizes: Sizes, tables: Tables) -> MovedRotary | Non
     if made_by(data, "Transpose") is None or len(data.uses()) > 1 or data.is_graph_output():
         return None
     return (
-        MovedRotary(data, output, None) if seen_through(as_operand(data, 4), scaled=False).axes == SWAP_HEADS else None
+        MovedRotary(data, output, None) if traced_back(as_operand(data, 4), scaled=False).axes == SWAP_HEADS else None
     )
 
 
@@ -273,13 +273,13 @@ def write_moved(node: ir.Node, moved: MovedRotary, editor: Editor, sizes: Sizes)
     how = {**settings_of(node), "num_heads": own[1].fixed}
     if moved.part is not None:
         how["rotary_embedding_dim"] = moved.part
-    seen = seen_through(as_operand(data, 4), scaled=False)
-    if seen.axes == SWAP_HEADS:
-        data, own = seen.value, work.axes(seen.value)
+    traced = traced_back(as_operand(data, 4), scaled=False)
+    if traced.axes == SWAP_HEADS:
+        data, own = traced.value, work.axes(traced.value)
         work = replace(work, sources=(data,))
         data = work.reshape(data, [*own[:2], joined(own[2:])], "rows")
     made = work.add("rotary", OPERATOR, [data, *node.inputs[1:]], data, work.axes(data), **how)
-    if seen.axes == SWAP_HEADS:
+    if traced.axes == SWAP_HEADS:
         made = work.transpose(Operand(work.reshape(made, own, "rotated_rows"), SWAP_HEADS), "rotated")
     work.take_place(made, output)
 
@@ -293,18 +293,18 @@ def behind_split(value: ir.Value, editor: Editor, sizes: Sizes) -> ir.Value:
     source = None if node is None else node.inputs[0]
     if node is None or source is None or own is None or len(source.uses()) > 1 or source.is_graph_output():
         return value
-    seen = seen_through(as_operand(source, len(own)), scaled=False)
+    traced = traced_back(as_operand(source, len(own)), scaled=False)
     axes = [sizes.axes(part) for part in node.outputs]
-    if seen.is_value or sizes.axes(seen.value) is None or None in axes:
+    if traced.is_value or sizes.axes(traced.value) is None or None in axes:
         return value
-    how = {**settings_of(node), "axis": seen.axes[node.attributes.get_int("axis", 0)]}
-    split = ir.node("Split", [seen.value, *node.inputs[1:]], how, num_outputs=len(node.outputs))
+    how = {**settings_of(node), "axis": traced.axes[node.attributes.get_int("axis", 0)]}
+    split = ir.node("Split", [traced.value, *node.inputs[1:]], how, num_outputs=len(node.outputs))
     work = Writer(node, value.name or "", (), editor, sizes)
     work.insert(split)
     moved = []
     for part, new, part_axes in zip(node.outputs, split.outputs, axes, strict=True):
         assert part_axes is not None
-        work.name_value(new, "part", part, [part_axes[seen.axes.index(n)] for n in range(len(own))])
-        moved.append(work.transpose(Operand(new, seen.axes), "part_turned"))
+        work.name_value(new, "part", part, [part_axes[traced.axes.index(n)] for n in range(len(own))])
+        moved.append(work.transpose(Operand(new, traced.axes), "part_turned"))
         work.take_place(moved[-1], part)
     return moved[node.outputs.index(value)]

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from splitc.compiler.frontend.editor import Editor
 from splitc.compiler.frontend.matching import is_onnx, made_by, only_user
 from splitc.compiler.fusion.attention import NotFusedError
-from splitc.compiler.fusion.operand import Operand, seen_through
+from splitc.compiler.fusion.operand import Operand, traced_back
 from splitc.compiler.fusion.sizes import Sizes, fixed_axis
 from splitc.compiler.fusion.writing import Writer
 
@@ -66,7 +66,7 @@ def write_scattered(scattered: Scattered, editor: Editor, sizes: Sizes) -> None:
     own = [places[0] if axis == scattered.axis else size for axis, size in enumerate(axes)]
     work = Writer.of(present, (past, scattered.indices), editor, sizes)
     with work.undone_if_refused():
-        rows = work.transpose(seen_through(scattered.rows, scaled=False), "rows")
+        rows = work.transpose(traced_back(scattered.rows, scaled=False), "rows")
         listed = [places[0] if axis == scattered.axis else fixed_axis(1) for axis in range(len(axes))]
         indices = work.expand(work.reshape(scattered.indices, listed, "places"), own, "indices")
     made = work.add("written", OPERATOR, [past, indices, rows], past, axes, axis=scattered.axis)
