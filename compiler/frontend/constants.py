@@ -54,7 +54,7 @@ def _is_number(value: ir.Value) -> bool:
 
 
 def _is_list(value: ir.Value) -> bool:
-    """Whether a folded value is no floating-point matrix: as a constant, it would be taken for a weight."""
+    """Whether a folded value is anything but a floating-point matrix. A matrix would be taken for a weight."""
     return value.dtype in _OF_SIZES or value.shape is None or len(value.shape) < 2
 
 

@@ -59,7 +59,7 @@ class RowScale:
 
 @dataclass(frozen=True)
 class Blanks:
-    """Rows of the output that the mask hides entirely, where `rows` [batch or 1, 1, length, 1]: zeros in `result`."""
+    """Entirely masked rows: where `rows` [batch or 1, 1, length, 1] is true, `result` has zeros."""
 
     rows: ir.Value
     result: ir.Value
@@ -363,7 +363,7 @@ def _find_biased(node: ir.Node, deepest: int, rank_of: RankOf) -> _Scores:
 
 
 def _kept_by(path: ir.Value, bias: ir.Value) -> ir.Value | None:
-    """The scores in mask x scores + low x (not mask), which is as a Where; None for any other sum."""
+    """The scores in mask x scores + low x (not mask), which computes the same as a Where; None for any other sum."""
     kept, hidden = made_by(path, "Mul"), factor_of(made_by(bias, "Mul"))
     if kept is None or hidden is None or hidden[1] > HIDDEN:
         return None

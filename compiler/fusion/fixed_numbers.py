@@ -15,7 +15,7 @@ from splitc.compiler.frontend.shapes import BoundShapes
 
 
 def computed_numbers(graph: Graph, bound: BoundShapes) -> list[ir.Value]:
-    """The floating-point scalars that the graph computes from sizes, and that other nodes than such read."""
+    """The floating-point scalars that the graph computes from sizes, without those only used to compute others."""
     made = (node.outputs[0] for node in graph.nodes)
     numbers = dict.fromkeys(value for value in made if _is_number(value, bound))  # in order: constants are numbered
     return [value for value in numbers if not value.is_graph_output() and _is_read(value, numbers)]

@@ -1,4 +1,4 @@
-"""Finds masks that requests may omit: biases [.., 1, length, all] that only attention reads.
+"""Finds masks that requests may omit: biases [batch, 1, length, all] that only attention reads.
 
 On GPUs, attention with a cache is slower with a bias: ONNX Runtime then has no kernel that reads only the filled rows,
 and copies keys and values for each query head, over the whole capacity. In most requests the mask hides only later

@@ -249,11 +249,11 @@ def write_narrowed(narrowed: Narrowed, editor: Editor, sizes: Sizes) -> None:
     if axes is None or sizes.axes(output) is None:
         raise NotFusedError("it has no known sizes")
     work = Writer.of(output, (), editor, sizes)
-    weights = [value if value is None else _in_halves(value, editor) for value in narrowed.weights]
+    weights = [value if value is None else _weight_in_float16(value, editor) for value in narrowed.weights]
     made = work.add("norm", norm.op_type, [data, *weights], data, axes, **settings_of(norm))
     work.take_place(made, output)
 
 
-def _in_halves(value: ir.Value, editor: Editor) -> ir.Value:
+def _weight_in_float16(value: ir.Value, editor: Editor) -> ir.Value:
     """A weight in float16."""
     return float16_source(value) or editor.constant(tensor_of(value).numpy().astype(np.float16))

@@ -66,7 +66,7 @@ def find_plain(
     sizes: Sizes,
     roles: Mapping[str, Role],
 ) -> Plain | None:
-    """Which requests are plain; None if the masks depend on other inputs too, or may be neither causal nor windows.
+    """Which requests are plain; None if the masks depend on other inputs too, or may be anything but causal.
 
     None also if such a request has entirely masked rows, by the `blanks`. The masks are tried with more tokens than any
     constant in the graph, so that a window of any length has an effect.

@@ -112,7 +112,7 @@ def _join(
 
 
 def _find_half(total: ir.Value, reads: int) -> _Half | None:
-    """The half that a sum of a product and a bias is; None for other values, and if it has not just `reads` readers."""
+    """The half that a sum of a product and a bias is; None unless it has exactly `reads` readers."""
     biased = find_bias(total)
     product = None if biased is None else made_by(biased[0], "MatMul")
     if biased is None or product is None:

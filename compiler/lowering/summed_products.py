@@ -34,7 +34,7 @@ def sum_products(graph: ir.Graph, shapes: Mapping[str, Shape]) -> None:
 
 
 def _parts(product: ir.Node, shapes: Mapping[str, Shape]) -> Sequence[tuple[ir.Value, int]]:
-    """The values that are concatenated before a product, with their numbers of columns; none unless a sum is better."""
+    """The values concatenated before a product, with their numbers of columns; none unless a sum moves fewer bytes."""
     if not is_product(product) or not has_own_weight(product):
         return ()
     data, (weight, tensor) = product.inputs[0], weight_of(product)
